@@ -232,7 +232,7 @@ class PagedVectors:
         )
 
     def _holds_channels(self) -> bool:
-        """Return whether all channels of a vector are where the tensors' shapes and dtypes let C++ read and write them."""
+        """Return whether the tensors have the shapes and dtypes by which C++ finds all channels of a vector, and their scales."""
         stored, scales, is_int4 = self.tensors[0], self.scales, isinstance(self.format, Int4)
         dtype = CODES[NUMBERS[type(self.format)]] or self.dtype
         if stored.ndim != 4 or stored.dtype != dtype or self.channels > stored.shape[3] * (1 + is_int4):

@@ -1,4 +1,4 @@
-"""torch's simplest operators as calls of the library, which a recording holds among its own: Python's calls take longer than they do."""
+"""torch's simplest operators as calls of our library, so that a replay makes them without Python, whose calls take longer than they do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ MAX_AXES = 4  # of what is copied
 
 
 def repeat_in_library(library: Library, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
-    """Make the library's call that writes an operator's result again, to the bit. False where there is none for such arguments."""
+    """Write an operator's result again, to the bit, by a call of the library. Returns False where it takes no such arguments."""
     make = CALLS.get(func)
     if make is None or not result.is_cpu or result.numel() == 0:
         return False
@@ -60,7 +60,7 @@ def _join(library: Library, out: Tensor, parts: list[Tensor], dim: int = 0) -> b
 
 
 def _are_alike(out: Tensor, x: Any) -> bool:
-    """Return whether x is numbers as out, and both lie in one order without gaps."""
+    """Return whether x is a tensor of out's shape and dtype, and both are contiguous on the CPU."""
     is_alike = isinstance(x, Tensor) and x.is_cpu and (x.shape, x.dtype) == (out.shape, out.dtype) and x.dtype in DTYPES
     return is_alike and x.is_contiguous() and out.is_contiguous()
 

@@ -1,5 +1,5 @@
-// What torch's simplest operators compute, with their bits, so that a recorded step repeats them among its own calls: Python takes longer to
-// repeat one than it takes. kernels/repeating.py says which.
+// torch's simplest operators, to the bit, so that a replay makes them without Python, whose calls take longer than they do.
+// kernels/repeating.py says which they are.
 #include <algorithm>
 #include <cstring>
 

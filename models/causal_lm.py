@@ -114,7 +114,7 @@ class CausalLM(Module, ABC):
 
     @property
     def prompt_marks(self) -> Sequence[Sequence[int]]:
-        """The ids that `prompt_features` looks for: for each number several, the first of which that a prompt has is meant."""
+        """The ids that `prompt_features` looks for: a list for each feature, whose first id that a prompt has is its mark."""
         return ()
 
     @property
@@ -179,9 +179,9 @@ class CausalLM(Module, ABC):
         return _num_bytes(self) - skipped
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return the first places of the prompt's marks, which the model needs in every step; a batch has them as `prompt_features`.
+        """Return where each of the prompt's marks stands first. The model needs this in every step, as `Batch.prompt_features`.
 
-        Raises UserError for a prompt that lacks one.
+        Raises UserError for a prompt that lacks a mark.
         """
         found = [next((id for id in ids if id in token_ids), None) for ids in self.prompt_marks]
         if None in found:

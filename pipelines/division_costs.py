@@ -28,7 +28,7 @@ class Cost:
     """Counts the bytes and operations of a rank for a part of the model. The sum of two costs is a cost."""
 
     stored_bytes: int = 0
-    """Of the weights before they are compressed, by which stages are made."""
+    """Of the weights before they are compressed: by these the layers are divided into stages."""
     weight_bytes: int = 0
     read_bytes: int = 0
     """Of the weights, in every step."""
@@ -187,7 +187,7 @@ class DivisionCosts:
         return Cost(stored, held, 0, held, 0, macs, 0, gathers, num_rows * gathered)
 
     def _share(self, part: Part, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
-        """Return of a rank's share of a part the bytes, the products, the exchanges and the numbers of these."""
+        """Return a rank's share of a part: its bytes, its products, its exchanges and how many numbers these exchange."""
         shared = part.row.share(part.inputs, heads, tp, rank) if part.row and self._adds and tp > 1 else None
         if shared is not None:
             num_bytes, inputs = shared

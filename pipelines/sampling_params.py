@@ -10,7 +10,7 @@ DEFAULT_MAX_TOKENS = 16
 GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json_object"}
 """vLLM's names of structured outputs, and ours."""
 ONLY = {"detokenize": True, "spaces_between_special_tokens": True}
-"""Fields of vLLM's of which one value is what this engine does."""
+"""vLLM's fields of which this engine does one value: that one is taken."""
 
 
 @dataclass(init=False)

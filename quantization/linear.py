@@ -214,7 +214,7 @@ class BlockMethod(CodedMethod):
 
 
 def quantized_if_many(x: Tensor, num_weights: int) -> Rows:
-    """Return rows x [R, I], which `num_weights` weights of integers divide, as `activations=auto` gives them to the product."""
+    """Return what a product by `num_weights` weights of integers reads of x [R, I] with `activations=auto`: codes of many rows, else x."""
     return QuantizedActivations(*quantize_rows(x), x.dtype) if len(x) >= MANY_ROWS * num_weights else x
 
 

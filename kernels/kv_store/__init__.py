@@ -81,7 +81,7 @@ def rope_and_store(
 
 
 def _fit(vectors: Tensor, cache: PagedVectors, slots: Tensor) -> bool:
-    """Whether C++ finds in `vectors` and `slots` what it reads of them."""
+    """Return whether `vectors` and `slots` have the shapes and dtypes that C++ reads."""
     heads, stored = cache.tensors[0].shape[2:]
     is_whole = isinstance(cache.format, Int4) or stored == cache.channels
     return is_whole and (vectors.shape, vectors.dtype, slots.dtype) == (

@@ -40,7 +40,7 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
 
 
 def _fit(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> bool:
-    """Return whether C++ finds in them what it reads and writes."""
+    """Return whether all shapes, dtypes and devices are those that C++ reads and writes."""
     if not table.is_whole or slots.ndim != 1 or slots.dtype != torch.int64:
         return False
     rows, (inputs, outputs) = len(slots), (table.a.shape[2], table.b.shape[2])

@@ -42,7 +42,7 @@ class AdapterTable:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the parts have the shapes and dtypes of one table, and lie in memory as they are said to."""
+        """Whether the parts have the shapes and dtypes of one table, and are contiguous on one device."""
         parts, size = (self.a, self.b, self.ranks, self.scales), self.a.shape[:1]
         are_alike = (
             self.a.ndim == 3 and self.b.shape[:2] == self.a.shape[:2] and self.ranks.shape == self.scales.shape == size

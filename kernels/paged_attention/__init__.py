@@ -82,7 +82,7 @@ def _fit(
     alibi_slopes: Tensor | None,
     prefix_lengths: Tensor | None,
 ) -> bool:
-    """Whether shapes and dtypes are those that C++ reads."""
+    """Return whether shapes and dtypes are those that C++ reads."""
     numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
     return (
         all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)

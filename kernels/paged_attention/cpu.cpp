@@ -309,7 +309,7 @@ struct Unit {
   }
 };
 
-// In how many parts rows are shared: in more than one where there would be fewer units than threads.
+// Returns into how many parts the rows of a unit are divided: into more than one where there would be fewer units than threads.
 int64_t parts_of_rows(const Call &call) {
   int64_t units = 0;
   for (int64_t s = 0; s < call.num_sequences; ++s) units += divide_up(call.num_new(s) * call.heads_per_group, MAX_ROWS) * call.keys.num_heads;

@@ -116,7 +116,7 @@ class Description:
     sha256: dict[str, str]
     """Of the graphs' files, by name."""
     prompt_marks: list[list[int]]
-    """As of CausalLM."""
+    """As `CausalLM.prompt_marks`."""
     part: Part | None
     """Which part of a divided model it is; None: it is whole."""
 

@@ -65,7 +65,7 @@ class Graph:
     hidden: int
     logits: int
     num_quantized: int = 0
-    """Products whose rows are quantised although the graph has them as floats."""
+    """How many products have their rows quantised before them, although the graph gives them floats."""
 
     def compute_hidden(self, batch: Batch, cache: KVCache, stream: Tensor | None = None) -> Tensor:
         """Return hidden states [R, E] of a batch's output rows, or the stream [T, E] of a stage that is not the last.

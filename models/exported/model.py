@@ -51,7 +51,7 @@ class ExportedLM(CausalLM):
     graph: Graph
     """That of steps without adapters."""
     quantized: Callable[[Tensor, int], Rows] | None = None
-    """What weights of integers are multiplied by in the place of floats, as of `build_graph`. A graph is read with what is here then."""
+    """What makes codes of the rows that weights of integers multiply, as for `build_graph`. It is read when a graph is."""
 
     def __init__(
         self,

@@ -126,8 +126,8 @@ def build_graph(
 
     Its inputs are `fields` of a batch, the tensors of `sides`, which are the cache's keys and values of each layer in turn, `weights`, and
     the tables of the layers `adapted`. `embed(function, **arguments)` is called for the embedding of tokens. `group`: of the rank
-    whose graph it is; None: of a model that is not divided. `quantized(x, count)` gives what `count` weights of integers are multiplied by
-    in the place of rows x of floats; None: these rows.
+    whose graph it is; None: of a model that is not divided. `quantized(x, count)` gives what `count` weights of integers multiply in the
+    place of rows x of floats; None: they multiply x.
     Raises DamagedGraphError for what is not listed, and for weights beyond which a kernel would read.
     """
     try:
@@ -356,7 +356,7 @@ def _computed(parts: Parts, own: list[Given]) -> Given:
 
 
 def _num_integer_weights(name: str, given: Mapping[str, Any]) -> int:
-    """Return how many weights of integers share the rows of floats that an operator multiplies; 0 where it does something else."""
+    """Return among how many weights of integers a product divides its rows of floats; 0 for any other operator."""
     if name not in PRODUCTS or given["x_scales"] is not None:
         return 0
     codes = given[f"{PRODUCTS[name]}_codes"]

@@ -91,9 +91,8 @@ class Angles:
 def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
     """Each token's place in the text, which after it is the mask's, and its place after the text, which in it is 0: [T] each."""
     tokens = torch.arange(batch.positions.shape[0], device=batch.positions.device)
-    owners = torch.bucketize(
-        tokens, batch.query_starts[1:], right=True
-    )  # [T]; of a row that pads a step after the last sequence
+    # [T]; the owner of a row that pads a step comes after the last sequence
+    owners = torch.bucketize(tokens, batch.query_starts[1:], right=True)
     text_length, mask_position = batch.prompt_features[owners.clamp(max=batch.prompt_features.shape[0] - 1)].unbind(1)
     place = torch.where(batch.positions < text_length, batch.positions, mask_position)
     return place, (batch.positions - text_length + 1).clamp(min=0)

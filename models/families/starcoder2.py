@@ -25,7 +25,7 @@ UNUSED = (
     *("activation_function", "layer_norm_epsilon", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
     *("embedding_dropout", "residual_dropout"),
 )
-"""Keys of the hub's files that transformers does not read, the first two beside those that it does, and keys of training."""
+"""Keys of the hub's files that change nothing: in the place of the first two others are read, and the last two are of training."""
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def damage_refused(source: Path) -> Iterator[None]:
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
-    """Return the folder's chat templates by their names: a file of its own, a setting, which may have several, or that of a processor."""
+    """Return the folder's chat templates by name: of a file of its own, else of the tokenizer's settings, else of the processor's."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return {"default": file.read_text(encoding="utf-8")}

@@ -15,7 +15,7 @@ TEKKEN = "tekken.json"
 
 class TekkenTokenizer(TiktokenTokenizer):
     def __init__(self, file: Path) -> None:
-        """Raises UserError for ids with gaps and a vocabulary without all bytes, for other damage whatever the reading of it raises."""
+        """Raises UserError for ids with gaps and a vocabulary that lacks a byte. Other damage raises what its reading raises."""
         content = read_json(file)
         count, size = (content["config"][f"default_{name}"] for name in ("num_special_tokens", "vocab_size"))
         named = {each["rank"]: each["token_str"] for each in content["special_tokens"]}

@@ -39,11 +39,11 @@ UNNAMED = {
     "prompt and new tokens are": "max_new_tokens",
     "the request has": "n",
 }
-"""How messages of the engine begin that do not name the setting to blame."""
+"""Settings to blame, by the beginnings of the engine's messages that do not name one."""
 GUIDES = {"json_schema": "json", "lark": "grammar"}
-"""Kinds of guides by the names that structured_outputs has for them, where these differ."""
+"""Names that structured_outputs has for kinds of guides, where they differ from ours."""
 OF_PROMPT = ("prompt token id", "the prompt has no tokens")
-"""How those begin that blame the prompt."""
+"""Beginnings of the engine's messages that blame the prompt."""
 
 
 def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:

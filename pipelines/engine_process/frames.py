@@ -155,9 +155,9 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     step_s: float
     """Seconds of the last step."""
     num_steps: list[int] = []
-    """Steps by the first of STEP_TOKENS that is no less than the tokens they computed, then those with more."""
+    """How many steps computed at most as many tokens as each of STEP_TOKENS and more than the one before; last those with more."""
     num_step_tokens: int = 0
-    """Tokens that those steps computed."""
+    """Tokens that all of these steps computed."""
 
 
 ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel

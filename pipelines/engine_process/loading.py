@@ -74,10 +74,8 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
     else:
         decode = engine.requests.resolve(_sampled(decode, engine.requests.decode_defaults))
         engine.requests.check(decode)
-        with suppress(UserError):  # where there are no guides
-            engine.requests.prepare(
-                DecodeConfig(guide={"json_object": True})
-            )  # so that no request waits for the vocabulary
+        with suppress(UserError):  # where there are no guides; else no request waits for their vocabulary
+            engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
     return Served(engine, embedder, decode, described(replace(run, decode=decode), source, engine, embedder))
 
 

@@ -127,9 +127,8 @@ def _watch_machine(stream: socket.socket) -> None:
     """Send at once, and let the socket fail where the other machine takes nothing any more."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
-    stream.setsockopt(
-        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-    )  # a rank that waits for rank 0's first message sends nothing
+    # A rank that waits for rank 0's first message sends nothing.
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         stream.setsockopt(socket.IPPROTO_TCP, name, LOST_S // 3)
 

@@ -28,7 +28,7 @@ NUM_CALLS = 2  # of a replica under way: when one returns, the next one is there
 MAX_STARTS = 4  # of a replica in a row, without a row that it has done
 WAIT_S = 0.2  # for an answer, before signals are looked at
 BEAT_S = 1.0
-BEGIN_S = 120.0  # for a worker that has its place to run for the first time
+BEGIN_S = 120.0  # for a worker to run for the first time, once it has its place
 BEATS = "beats"  # a worker's thread that answers while another computes
 
 
@@ -42,7 +42,7 @@ class Replica:
         self.is_ready = False
         self.num_starts = 0  # since the last row that was done
         self._begun: float | None = None  # when it asked for the place, until it is known whether it has it
-        self.heard_at: float | None = None  # when its worker last ran, or else got its place; None: it has none
+        self.heard_at: float | None = None  # when its worker last ran, or got its place; None: it has none
         self._has_run = False
         self.counts: list[Counts] = []  # the last ones of each worker
         self._kind, self._load, self.place = kind, load, place
@@ -74,7 +74,7 @@ class Replica:
         return bool(placement_group_table(self._group)["state"] == "CREATED")
 
     def listen(self) -> None:
-        """Take note of whether the worker has run since the last time, or has got its place."""
+        """Note the time where the worker has run since the last call, or has got its place."""
         if ray.wait([self._beat], timeout=0)[0]:
             self.heard_at, self._has_run = monotonic(), True
             if self.heard_at - self._asked_at > BEAT_S:
@@ -83,7 +83,7 @@ class Replica:
             self.heard_at = monotonic()
 
     def patience_s(self, heartbeat_s: float) -> float:
-        """Return how long the worker may be silent now; `heartbeat_s`: one that has run."""
+        """Return the seconds that the worker may be silent: `heartbeat_s` once it has run."""
         return heartbeat_s if self._has_run else BEGIN_S
 
     def _ask_for_beat(self) -> None:
