@@ -291,7 +291,7 @@ class RunConfig:
             raise UserError(f"{what}: leave them out")
         if self.parallel.mode is ParallelMode.auto and self.task not in (Task.predict, Task.bench):
             raise UserError(
-                f"parallel=auto is not used by task={self.task.name}: it plans for task=predict and task=bench"
+                f"parallel=auto is not used by task={self.task.name}: leave it out, or give task=predict or task=bench"
             )
         if self.parallel.mode.divides or self.parallel.tp or self.parallel.pp:
             self._check_ranks()

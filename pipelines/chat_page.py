@@ -104,6 +104,7 @@ def show_page(endpoint: Endpoint, config: ChatConfig) -> None:
             theme=gradio.themes.Base(font="sans-serif", font_mono="monospace"),
         )
     except OSError as error:
-        raise UserError(f"chat.host={config.host} chat.port={config.port} cannot be had: {error}") from error
+        what = f"chat.host={config.host} chat.port={config.port} cannot be listened on ({error})"
+        raise UserError(f"{what}: give another chat.port") from error
     print(f"the page is at {url}", flush=True)
     blocks.block_thread()

@@ -51,7 +51,7 @@ class Endpoint:
             check_response(response)
             self.models = [str(each["id"]) for each in response.json()["data"]]
         if not self.models:
-            raise UserError(f"chat.url={url} lists no model")
+            raise UserError(f"chat.url={url} lists no model: give the address of a server that has one")
         if model is not None and model not in self.models:
             raise UserError(f"chat.model={model} is none of the server's: {there_are(self.models, model)}")
         self.model = model or self.models[0]
@@ -103,7 +103,8 @@ class Endpoint:
         try:
             yield
         except self._httpx.HTTPError as error:
-            raise UserError(f"chat.url={self._url} cannot be reached: {error or type(error).__name__}") from error
+            what = f"chat.url={self._url} cannot be reached ({error or type(error).__name__})"
+            raise UserError(f"{what}: give the address of a server that runs") from error
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise

@@ -40,7 +40,8 @@ class QuintetLM(TemplateLM):
         if engine.tokenizer is None:
             raise UserError("lm_eval asks by text, but there is no tokenizer: give model.tokenizer=PATH")
         if engine.sees_later_tokens:
-            raise UserError("lm_eval scores tokens by those before them, but this model's prompts see themselves whole")
+            what = "lm_eval scores tokens by those before them, but this model's prompts see themselves whole"
+            raise UserError(f"{what}: give another model")
         self._engine = engine
         self.tokenizer = engine.tokenizer
         self._max_length = engine.context.num_tokens
@@ -97,7 +98,8 @@ class QuintetLM(TemplateLM):
         for id in ids:
             if id is not None:
                 return id
-        raise UserError(f"the tokenizer in {self.tokenizer.source} has neither BOS nor EOS, which lm_eval needs")
+        what = f"the tokenizer in {self.tokenizer.source} has neither BOS nor EOS, and lm_eval needs one"
+        raise UserError(f"{what}: give tokenizer_config.json its bos_token or eos_token")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return token ids, with the tokenizer's BOS and the like unless the text begins with it or the caller says otherwise."""

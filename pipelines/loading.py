@@ -48,8 +48,8 @@ def load_engine_on(
         raise UserError("parallel=auto is chosen by run.py alone: give parallel=single")
     if max_num_requests > run.device.max_batched_tokens:
         raise UserError(
-            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}: "
-            "every row that runs needs a token of each step"
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}, and every row that "
+            "runs needs a token of each step: give a smaller batch_size, or more device.max_batched_tokens"
         )
     run, source = calibrated(run, source, progress)
     settings = read_request_settings(run.model, source)

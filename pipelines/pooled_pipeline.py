@@ -66,7 +66,7 @@ class PooledPipeline:
         run = self._with(self.run, arguments)
         if run.predict.batch_size > self.engine.max_num_requests:
             most = f"the {self.engine.max_num_requests} that this pipeline was made for"
-            raise UserError(f"batch_size={run.predict.batch_size} is more than {most}")
+            raise UserError(f"batch_size={run.predict.batch_size} is more than {most}: give fewer, or make it for more")
         with self._turn, explained_out_of_memory():
             pooler = self.pooler(run, self._source, self.engine)
             found: dict[int, NDArray[np.float32]] = {}

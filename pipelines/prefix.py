@@ -49,9 +49,8 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
             except UserError as error:
                 raise UserError(f"row {row.index} of prefix.data: {error}") from error
     if not kept.rows:
-        raise UserError(
-            f"no prompt of prefix.data fills a block of the KV cache, device.block_size={engine.block_size}"
-        )
+        what = f"no prompt of prefix.data fills a block of the KV cache, device.block_size={engine.block_size}"
+        raise UserError(f"{what}: give longer prompts, or smaller blocks")
     kept.save(target, identity(made, source, engine.dtype))
     metrics = {
         **kept.metrics,

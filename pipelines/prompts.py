@@ -76,7 +76,7 @@ class Lines:
             else:
                 self.num_blank += 1
         if not self.num_kept:
-            raise UserError(f"{self.where} has no prompts")
+            raise UserError(f"{self.where} has no prompts: give at least one")
 
 
 class Prompts:
@@ -141,7 +141,7 @@ def read_prompts(data: str) -> Prompts:
     """Return the prompt itself, or the rows of a file or of standard input. Raises UserError for a missing, unreadable or empty file."""
     if data == "-":
         if sys.stdin is None:
-            raise UserError("predict.data=- reads standard input, which is closed")
+            raise UserError("predict.data=- reads standard input, which is closed: pipe the rows in, or give a file")
         return Prompts(Lines(sys.stdin.buffer, "standard input"), as_json=None)
     if not data:
         raise UserError(f"predict.data is empty: {GIVE}")
@@ -248,7 +248,9 @@ def _from_src_tgt(src: object, tgt: object) -> dict[str, Any]:
         or not isinstance(answers, list)
         or not all(isinstance(t, str) for t in [*src, *answers])
     ):
-        raise UserError("src and tgt must be texts or lists of texts")
+        raise UserError(
+            f"src={shortened(repr(src))} tgt={shortened(repr(tgt))} is not allowed: give texts or lists of texts"
+        )
     if len(answers) not in (len(src) - 1, len(src)):
         raise UserError(f"src has {len(src)} rounds and tgt {len(answers)}: every round but the last needs its answer")
     messages = []
@@ -335,7 +337,7 @@ def _check_unicode(what: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{what} has half a surrogate pair at character {error.start}, which no tokenizer takes"
+            f"{what} has half a surrogate pair at character {error.start}, which no tokenizer takes: leave it out"
         ) from error
 
 

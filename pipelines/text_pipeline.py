@@ -215,7 +215,8 @@ class TextGenerationPipeline:
         """Return the encoder of a call. Raises UserError for arguments with which no prompt could be run."""
         batch_size, most = given.get("batch_size"), self.engine.max_num_requests
         if batch_size is not None and batch_size > most:
-            raise UserError(f"batch_size={batch_size} is more than the {most} that this pipeline was made for")
+            limit = f"the {most} that this pipeline was made for"
+            raise UserError(f"batch_size={batch_size} is more than {limit}: give fewer, or make it for more")
         if self.tokenizer is None:
             raise UserError(
                 "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
@@ -349,16 +350,16 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"argument {unknown[0]} does not exist: {there_are(names, unknown[0])}")
     for name in ("do_sample", "return_full_text", "add_special_tokens"):
         if not isinstance(arguments.get(name, True), bool):
-            raise UserError(f"{name}={arguments[name]!r} is neither True nor False")
+            raise UserError(f"{name}={arguments[name]!r} is not allowed: give True or False")
     if not isinstance(arguments.get("chat_template", ""), str | Path):
-        raise UserError(f"chat_template={arguments['chat_template']!r} is neither auto nor none nor a path")
+        raise UserError(f"chat_template={arguments['chat_template']!r} is not allowed: give auto, none or a path")
     if not isinstance(arguments.get("prefix"), str | None):
-        raise UserError(f"prefix={arguments['prefix']!r} is no name of model.prefixes")
+        raise UserError(f"prefix={arguments['prefix']!r} is not allowed: give a name of model.prefixes")
     if not isinstance(arguments.get("adapter", ""), str | None):
-        raise UserError(f"adapter={arguments['adapter']!r} is not the name of an adapter")
+        raise UserError(f"adapter={arguments['adapter']!r} is not allowed: give a name of model.adapters")
     batch_size = arguments.get("batch_size", 1)
     if type(batch_size) is not int or batch_size < 1:
-        raise UserError(f"batch_size={batch_size!r} is not a number above 0")
+        raise UserError(f"batch_size={batch_size!r} is not allowed: give a number above 0")
     return arguments
 
 

@@ -23,7 +23,7 @@ def check_messages(messages: list[Any]) -> None:
             if not isinstance(message.get(name), str | None):
                 raise UserError(f"{name} of a message is {shortened(repr(message[name]))}, not a text")
     if not messages:
-        raise UserError("messages is empty")
+        raise UserError("messages is empty: give at least one")
 
 
 def _check_calls(role: str, calls: object) -> None:

@@ -143,7 +143,7 @@ class RequestFactory:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with")
+            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with: give a prompt with text")
         self._check_ids("prompt token id", token_ids)
 
     def check(self, decode: DecodeConfig) -> None:
@@ -189,7 +189,8 @@ class RequestFactory:
             )
         if width > self.max_batched_tokens:
             limit = f"device.max_batched_tokens={self.max_batched_tokens}"
-            raise UserError(f"the request has {width} sequences, but {limit}: every one needs a token of each step")
+            remedy = "ask for fewer, or raise it, because each needs a token of every step"
+            raise UserError(f"the request has {width} sequences, but {limit}: {remedy}")
 
 
 def max_blocks(
@@ -269,7 +270,10 @@ def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, contex
     check_max_length(decode, context)
     max_fitting = context.num_places - num_prompt_tokens
     if max_fitting < 1:
-        raise UserError(f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones ({context})")
+        remedy = f"shorten it to at most {context.num_places - 1}"
+        raise UserError(
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones ({context}): {remedy}"
+        )
     max_new_tokens = min(DEFAULT_MAX_NEW_TOKENS, max_fitting)
     if isinstance(decode.max_new_tokens, int):
         max_new_tokens = decode.max_new_tokens
@@ -279,7 +283,8 @@ def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, contex
         max_new_tokens = min(max_new_tokens, decode.max_length - num_prompt_tokens)
     if max_new_tokens < 1:
         raise UserError(
-            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones (decode.max_length={decode.max_length})"
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for new ones (decode.max_length={decode.max_length}): "
+            "shorten it, or give a larger max_length"
         )
     if max_new_tokens >= context.num_places:
         raise too_many_new_tokens(max_new_tokens, num_prompt_tokens, context)
@@ -290,6 +295,6 @@ def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, contex
         )
     if (decode.min_new_tokens or 0) > max_new_tokens:
         raise UserError(
-            f"decode.min_new_tokens={decode.min_new_tokens} is more than the {max_new_tokens} new tokens that fit"
+            f"decode.min_new_tokens={decode.min_new_tokens} is more than the {max_new_tokens} new tokens that fit: give at most that many"
         )
     return max_new_tokens

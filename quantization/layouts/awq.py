@@ -67,14 +67,15 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str,
     """
     if len(set(schemes.values())) > 1:
         named = ", ".join(sorted(set(map(str, schemes.values()))))
-        raise UserError(f"AWQ holds one scheme for all layers, not several ({named}): write compressed-tensors")
+        what = f"AWQ holds one scheme for all layers, not several ({named})"
+        raise UserError(f"{what}: give quantize.format=compressed_tensors")
     scheme = next(iter(schemes.values()))
     if (
         scheme.weights.kind is not CodeKind.INT
         or scheme.weights.bits != 4
         or scheme.activations is not Activations.none
     ):
-        raise UserError(f"AWQ holds int4 weights, not {scheme}: write compressed-tensors")
+        raise UserError(f"AWQ holds int4 weights, not {scheme}: give quantize.format=compressed_tensors")
     if "lm_head" in schemes:
         raise UserError("AWQ has no quantised head: give quant.skip=[lm_head]")
     return {

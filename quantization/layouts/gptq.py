@@ -114,7 +114,7 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str], act_order: b
     """
     for scheme in schemes.values():
         if scheme.weights.kind is not CodeKind.INT or scheme.activations is not Activations.none:
-            raise UserError(f"GPTQ holds int4 and int8 weights, not {scheme}: write compressed-tensors")
+            raise UserError(f"GPTQ holds int4 and int8 weights, not {scheme}: give quantize.format=compressed_tensors")
     formats = [scheme.weights for scheme in schemes.values()]
     usual = max(formats, key=formats.count)
     others = {f"+:^{re.escape(name)}$": _written(s.weights) for name, s in schemes.items() if s.weights != usual}

@@ -82,7 +82,7 @@ def test_in_python(chatty: Path, adapters: dict[str, str]) -> None:
     assert pipe(["Once", {"prompt": "Once", "adapter": "fr"}], adapter="de") == [german, french]
     assert pipe("Once") == [base]
     assert french != base != german != french
-    with pytest.raises(UserError, match="adapter=7 is not the name of an adapter"):
+    with pytest.raises(UserError, match="adapter=7 is not allowed: give a name of model.adapters"):
         pipe("Once", adapter=7)
     pipe.engine.unload_adapter("fr")
     with pytest.raises(UserError, match="adapter 'fr' does not exist: there are de"):

@@ -156,7 +156,10 @@ def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
         (["chat.url=localhost:8000"], "chat.url='localhost:8000' .* an address that begins with http:// or https://"),
         (["chat.model=x"], "chat.model='x' .* chat.url=ADDRESS too"),
         (["chat.port=1"], "chat.port=1 .* 7860, or chat.web=true too"),
-        (["chat.url=http://127.0.0.1:1/v1"], "chat.url=http://127.0.0.1:1/v1 cannot be reached: .*refused"),
+        (
+            ["chat.url=http://127.0.0.1:1/v1"],
+            r"chat.url=http://127.0.0.1:1/v1 cannot be reached \(.*refused.*\): give the address",
+        ),
         (["chat.url=http://127.0.0.1:1/v1", "quant=int8"], "quant, device, parallel and adapters are not used with"),
         (["chat.url=http://127.0.0.1:1/v1", "parallel=tp", "parallel.tp=2"], "parallel and adapters are not used with"),
         (

@@ -149,5 +149,5 @@ def test_a_busy_port_is_one_line(address: str, server: ChatServer, tmp_path: Pat
         [*command, f"hydra.run.dir={tmp_path / 'run'}"], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode != 0
-    assert re.search(rf"^error: chat.host=127.0.0.1 chat.port={port} cannot be had", done.stderr, re.MULTILINE)
+    assert re.search(rf"^error: chat.host=127.0.0.1 chat.port={port} cannot be listened on", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr

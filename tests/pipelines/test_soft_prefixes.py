@@ -82,7 +82,7 @@ def test_python_takes_the_name(chatty: Path, prefixes: dict[str, str]) -> None:
         pipe("Once", prefix="c")
     with pytest.raises(UserError, match="prompt 0: prefix '' does not exist: there are a, b"):
         pipe({"prompt": "Once", "prefix": ""})
-    with pytest.raises(UserError, match="prefix=3 is no name of model.prefixes"):
+    with pytest.raises(UserError, match="prefix=3 is not allowed: give a name of model.prefixes"):
         pipe("Once", prefix=3)
 
 

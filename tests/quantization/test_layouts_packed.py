@@ -251,7 +251,10 @@ def test_several_schemes_are_rules() -> None:
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (LinearScheme(WeightFormat(8)), "AWQ holds int4 weights, not int8 per channel: write compressed-tensors"),
+        (
+            LinearScheme(WeightFormat(8)),
+            "AWQ holds int4 weights, not int8 per channel: give quantize.format=compressed_tensors",
+        ),
         (LinearScheme(WeightFormat(4), Activations.dynamic), "AWQ holds int4 weights, not int4 .* activations"),
         (LinearScheme(WeightFormat(8, CodeKind.FP8)), "AWQ holds int4 weights, not fp8 per channel"),
     ],

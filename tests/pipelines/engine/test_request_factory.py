@@ -39,7 +39,7 @@ def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> Non
         ({}, [96], {}, "prompt token id 96 is not in the vocabulary: give ids from 0 to 95"),
         ({}, [], {}, "the prompt has no tokens"),
         ({}, [5] * 10, {"max_new_tokens": 35}, "prompt and new tokens are 45, but the KV cache holds 44"),
-        ({}, [5], {"max_new_tokens": 3, "num_beams": 7}, "7 sequences, but device.max_batched_tokens=6"),
+        ({}, [5], {"max_new_tokens": 3, "num_beams": 7}, "7 sequences, but device.max_batched_tokens=6: ask for fewer"),
         ({}, [5], {"max_new_tokens": 3, "stop": ["x"]}, "decode.stop=.'x'. needs a tokenizer"),
         (
             {"needs_whole_prompt": True},

@@ -103,7 +103,7 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
         (
             QuantizedFormat.awq,
             QuantConfig(INT8),
-            "AWQ holds int4 weights, not int8 per channel: write compressed-tensors",
+            "AWQ holds int4 weights, not int8 per channel: give quantize.format=compressed_tensors",
         ),
         (QuantizedFormat.awq, QuantConfig(INT4), r"AWQ has no quantised head: give quant.skip=\[lm_head\]"),
         (
