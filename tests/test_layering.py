@@ -10,12 +10,13 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLOORS = ["conf", "kernels", "runner", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
-SERVER = [
+SERVER = [  # each uses those before it
     "pipelines.engine_process",
     "pipelines.replicas",
     "pipelines.api",
+    "pipelines.batches",
     "pipelines.serve",
-]  # each uses those before it
+]
 TORCHLESS = {  # these decide, and compute nothing; neither do they import what does
     "conf.schema",
     "conf.decoding",

@@ -31,7 +31,7 @@ class Dispatch:
         return len(self._held.get(replica, ()))
 
     def take(self, replica: int, most: int) -> list[PromptRow]:
-        """Return the next rows for a replica, at most so many."""
+        """Return the next rows for a replica, at most `most`."""
         held, rows = self._held.setdefault(replica, {}), list[PromptRow]()
         while len(rows) < most and len(held) < self._window and not any(map(self._runs_alone, held)):
             if self._back and held and self._runs_alone(self._back[0].index):
@@ -45,7 +45,7 @@ class Dispatch:
         return rows
 
     def done(self, replica: int, index: int) -> None:
-        """Take note that a replica has done a row of its."""
+        """Note that a replica has done one of its rows."""
         del self._held[replica][index]
         self._num_losses.pop(index, None)
 
