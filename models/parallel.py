@@ -1,10 +1,10 @@
 """A rank's part of a model. Every rank has the bits of one process, but where ranks add.
 
-Every linear layer is cut along its outputs. Those that write into the residual stream, whose inputs come in pieces, put these together
-before their product and what they give after it, so that each output is one sum over all inputs, as in one process. Where a division
-`adds`, they are cut along their inputs instead, if their weight can be, and what ranks give is added: bits then depend on how many these
-are. Experts of a mixture are divided as other feed-forward layers are, or each is whole on one rank. Embedding and head are cut along the
-vocabulary; keys and values belong to the ranks of their heads, and where ranks outnumber these, to several.
+Every linear layer is cut along its outputs. The layers that write into the residual stream get their inputs in pieces. They join these
+before their product, and their outputs after it, so that each output is one sum over all inputs, as in one process. Where a division
+`adds`, such a layer is cut along its inputs instead, if its weight can be, and the ranks' products are added: bits then depend on the
+number of ranks. Experts of a mixture are divided as other feed-forward layers are, or each is whole on one rank. Embedding and head are
+cut along the vocabulary. Keys and values belong to the ranks of their heads; where ranks outnumber heads, a head is on several.
 """
 
 import logging

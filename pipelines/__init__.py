@@ -1,4 +1,4 @@
-"""Floor 4, the stages and faces: loading, the predict job, the Python pipeline, streamers, reports. `engine/` is floor 4a."""
+"""Floor 4: the tasks, the stages from a config to an engine, and the faces in Python. `engine/` is floor 4a, the server 4b."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Who drafts with weights: a model of its own, planned as the run's and compared with it, or a further layer of the run's model."""
+"""Plan what drafts with weights: a smaller model, which is compared with the run's, or a further layer of the run's own."""
 
 from dataclasses import replace
 from typing import TypeAlias

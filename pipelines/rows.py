@@ -1,4 +1,4 @@
-"""What runs the rows of a job: an engine, and what a task makes of its outputs."""
+"""Run the rows of a job: what a task asks of an engine for each row, and what it makes of the output."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable

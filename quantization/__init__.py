@@ -1,1 +1,1 @@
-"""Floor 3, quantisation schemes and algorithms. `quant=none` is the only one so far."""
+"""Floor 3, quantisation: formats of weights and activations, algorithms that choose codes, calibration, and layouts of files."""

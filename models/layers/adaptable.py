@@ -1,4 +1,4 @@
-"""What rows may adapt. I input channels, O output channels."""
+"""Linear layers that rows may adapt. I input channels, O output channels."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from models.layers.module import Module
 
 
 class Adaptable(Module):
-    """A linear layer of which this knows the shape, but not the weight."""
+    """A linear layer as adapters see it: its shape, without its weight."""
 
     adapters: AdapterTable | None = None
     """Low-rank adapters that rows of a batch may have beside the weight; None where none was loaded that changes this layer."""

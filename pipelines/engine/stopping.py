@@ -1,4 +1,4 @@
-"""When a sequence ends, and what is left of it then."""
+"""When a sequence ends, and the completion that it becomes."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The door to Ray."""
+"""Begin several engines on Ray. What imports Ray is imported here, once Ray's settings are in the environment."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""This process and Ray. Ray's settings for its own ports are read when this is imported."""
+"""This process's connection to Ray, a cluster's or one of its own. To import this file is to import Ray."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The routes of the server."""
+"""The application: every route, the errors that they answer, and the guard around them."""
 
 import functools
 import json
