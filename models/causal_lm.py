@@ -49,7 +49,7 @@ class ModelShape(ABC):
 
     @property
     def key_border(self) -> int | None:
-        """The length past which every key of a text is another one, so that a sequence that grows past it must be computed again.
+        """The length past which all keys of a text are computed otherwise, so that a sequence that grows past it is computed again.
 
         None: there is no such length.
         """

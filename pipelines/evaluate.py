@@ -200,9 +200,7 @@ def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str
     try:
         from pipelines.lm_eval import evaluate_tasks
     except ImportError as error:
-        raise UserError(
-            f"evaluate.tasks needs lm_eval, which is not installed ({error}): pip install quintet[eval]"
-        ) from error
+        raise UserError(f"evaluate.tasks needs the package lm-eval ({error}): pip install 'quintet[eval]'") from error
     return evaluate_tasks(engine, evaluate)
 
 

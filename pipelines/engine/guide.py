@@ -103,9 +103,7 @@ class Guides:
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError as error:
-            raise UserError(
-                "decode.guide needs llguidance, which is not installed: pip install quintet[guide]"
-            ) from error
+            raise UserError("decode.guide needs the package llguidance: pip install 'quintet[guide]'") from error
         if self._tokenizer is None:
             raise UserError("decode.guide needs a tokenizer: give model.tokenizer=PATH")
         if not self._eos_token_ids:

@@ -52,7 +52,7 @@ def test_no_request_waits_for_the_tree_of_the_vocabulary(chatty: Path, monkeypat
     assert "_vocabulary" in vars(loaded(run).engine.requests.guides)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     without = loaded(run).engine.requests
-    with pytest.raises(UserError, match="needs llguidance"):
+    with pytest.raises(UserError, match="needs the package llguidance"):
         without.make(0, [5], DecodeConfig(guide={"json_object": True}))
 
 
