@@ -16,12 +16,9 @@ from models.layers.module import Module
 from models.layers.named_parts import register
 
 CLASSIFIER = "ForSequenceClassification"  # the end of transformers' name for a model with a head of labels
-OTHER_HEADS = (
-    "RewardModel",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-)  # the ends of names of heads that are not supported
 LABEL_HEAD = "score"  # the name of that head in checkpoints
+OTHER_HEADS = ("RewardModel", "ForTokenClassification", "ForQuestionAnswering")
+"""The ends of names of heads that are not supported."""
 DEFAULT_LABELS = 2  # where config.json says nothing, as in transformers
 
 

@@ -34,9 +34,8 @@ def cache_bytes(device: torch.device) -> int:
     try:
         for cpu in os.sched_getaffinity(0):
             for cache in CPUS.glob(f"cpu{cpu}/cache/index*"):
-                level, shared, size = (
-                    (cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size")
-                )
+                texts = ((cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+                level, shared, size = texts
                 sizes[int(level), shared] = int(size[:-1]) * UNITS[size[-1]]
     except (OSError, ValueError, KeyError, IndexError, AttributeError):  # another system
         return 0

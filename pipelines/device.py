@@ -29,10 +29,8 @@ def _refuse_options_of_others(config: DeviceConfig, device: torch.device) -> Non
     for name in own[other]:
         value, default = getattr(config, name), getattr(DeviceConfig(), name)
         if value != default:
-            here, remedy = (
-                device.type.upper().replace("CUDA", "GPU"),
-                f"leave it at {typed(default)}, or give device={other}",
-            )
+            here = device.type.upper().replace("CUDA", "GPU")
+            remedy = f"leave it at {typed(default)}, or give device={other}"
             raise UserError(f"device.{name}={typed(value)} is not used on a {here}: {remedy}")
     if config.decode_threads is not None and build.library() is None:
         raise UserError(

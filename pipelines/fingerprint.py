@@ -33,7 +33,8 @@ READ = (
     "merges.txt",
     "*.yaml",
     "*.yml",
-)  # config and tokenizer
+)
+"""Files of config and tokenizer: by their digests."""
 WEIGHTS = (
     "*.safetensors",
     "*.gguf",
@@ -44,7 +45,8 @@ WEIGHTS = (
     "*.ckpt",
     "rank_*/*.safetensors",
     "rank_*/*.ckpt",
-)  # too long: by size and time
+)
+"""Files of weights, which are too long for a digest: by size and time."""
 SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
 NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file of weights
 SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count

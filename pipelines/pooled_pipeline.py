@@ -22,13 +22,8 @@ from pipelines.pooled import Pooler, open_pooler
 from pipelines.prompts import rows_from_python
 from pipelines.score import Scorer
 
-OF_ROWS = (
-    "batch_size",
-    "add_special_tokens",
-    "chat_template",
-    "prefix",
-    "adapter",
-)  # settings of `predict` that are arguments
+OF_ROWS = ("batch_size", "add_special_tokens", "chat_template", "prefix", "adapter")
+"""Settings of `predict` that are arguments."""
 KINDS: dict[str, tuple[type, ...]] = {
     "pooling": (str,),
     "normalize": (bool, type(None)),

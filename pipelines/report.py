@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from conf.schema import RunConfig
 from conf.terminal import visible_line
 
-if (
-    TYPE_CHECKING
-):  # rich is imported where something is shown, torch where it is asked: the server's HTTP process runs without them
+# rich is imported where something is shown, torch where it is asked: the server's HTTP process runs without them.
+if TYPE_CHECKING:
     import torch
     from rich.progress import Progress, TaskID
 

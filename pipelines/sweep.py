@@ -46,13 +46,10 @@ MAIN = {  # metric: name, unit, factor
 }
 PER_TASK = "tasks."  # of lm_eval: each metric of each task is shown, as it is
 PEAK_MEMORY = "peak_memory_bytes"
-SPEED = (
-    "decode_tokens_per_s",
-    "tokens_per_s",
-    "prefill_tokens_per_s",
-)  # the picture has the first that a job has, over these:
+# The picture has the first SPEED that a job has, over the first two of OVER, and the first QUALITY over the bytes of the weights.
+SPEED = ("decode_tokens_per_s", "tokens_per_s", "prefill_tokens_per_s")
 OVER = (PEAK_MEMORY, "accuracy", "perplexity")
-QUALITY = ("perplexity", "accuracy")  # and the first of these, over the bytes of the weights
+QUALITY = ("perplexity", "accuracy")
 TASK = "task"
 LABEL = 60  # most characters of a job's label in the picture
 

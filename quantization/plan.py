@@ -93,9 +93,8 @@ def place_stored_layers(
     for name, spec in (linear_specs(model) | linear_specs(model, quantizable=False)).items():
         layer, found = linear_layer(model, name), tensors.get(name, {})
         scheme = stored.scheme(spec, found)
-        is_float = (
-            not layer.is_quantizable or layer.embedding is not None
-        )  # a tied head may be quantised beside its embedding
+        # A tied head may be quantised beside its embedding.
+        is_float = not layer.is_quantizable or layer.embedding is not None
         if scheme is None or is_float and not holds_codes(found):
             continue
         try:

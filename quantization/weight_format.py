@@ -171,9 +171,8 @@ def _errors(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
     rows_scales = scales.expand(len(weight), -1)  # [O, G]
     errors = torch.empty(rows_scales.shape, device=weight.device)
     for rows in _blocks(weight):
-        ratio = weight[rows].float().unflatten(1, (scales.shape[1], -1)) / rows_scales[rows].unsqueeze(
-            2
-        )  # [rows, G, I / G]
+        groups = weight[rows].float().unflatten(1, (scales.shape[1], -1))  # [rows, G, I / G]
+        ratio = groups / rows_scales[rows].unsqueeze(2)
         errors[rows] = ratio.round().clamp_(*format.code_range).sub_(ratio).square_().sum(2)
     return errors.sum().reshape(1, 1) if format.per_tensor else errors
 

@@ -25,9 +25,8 @@ def create_shared_memory(library: build.Library, size: int, num_groups: int = 1)
         raise ValueError(f"{size} ranks are more than shared memory holds")
     fd = os.memfd_create("quintet-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_groups * num_bytes)
-    fcntl.fcntl(
-        fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    )  # else a rank could end another by SIGBUS
+    # Else a rank could end another by SIGBUS.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
 
 

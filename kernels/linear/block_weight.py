@@ -88,9 +88,8 @@ def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
         return BlockCodes(kind, codes.flatten(1), factors, torch.empty(1, len(blocks), 0, dtype=torch.int8))
     if kind == "Q6_K":
         low, high, scales, _ = split.split((128, 64, 16, 2), 2)
-        low = low.unflatten(2, (2, 1, 64)) >> _shifts(
-            0, 4
-        )  # [N, B, 2, 2, 64]: 64 codes of the lower, then of the upper bits
+        # [N, B, 2, 2, 64]: 64 codes of the lower, then of the upper bits
+        low = low.unflatten(2, (2, 1, 64)) >> _shifts(0, 4)
         high = high.unflatten(2, (2, 1, 32)) >> _shifts(0, 2, 4, 6)  # [N, B, 2, 4, 32]
         codes = (low & 15).flatten(2) | (high & 3).flatten(2) << 4
         return BlockCodes(kind, codes.flatten(1), factors, scales.view(torch.int8).flatten(1)[None])

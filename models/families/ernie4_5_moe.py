@@ -38,11 +38,7 @@ def read_config(config: ConfigReader) -> Ernie45MoeConfig:
     shape = read_ernie_config(config)
     config.expect("use_bias", (False, None), False)  # no published mixture has any
     config.expect("moe_use_aux_free", (True, None), None)  # the correction of the choice
-    for key in (
-        "moe_capacity",
-        "moe_gate",
-        "num_nextn_predict_layers",
-    ):  # of training, and of tensors that are left out
+    for key in ("moe_capacity", "moe_gate", "num_nextn_predict_layers"):  # of training, and of tensors left out
         config.raw(key)
     experts, chosen = config.count("moe_num_experts", 64), config.count("moe_k", 6)
     if chosen > experts:

@@ -44,10 +44,8 @@ def read_config(config: ConfigReader) -> FalconConfig:
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     config.expect("n_embed", (None, hidden_size), None)  # transformers would take it in place of hidden_size
     config.check_multiple("hidden_size", hidden_size, "2 * num_attention_heads", 2 * heads)
-    is_grouped, is_parallel = (
-        config.get("new_decoder_architecture", bool, False),
-        config.get("parallel_attn", bool, True),
-    )
+    is_grouped = config.get("new_decoder_architecture", bool, False)
+    is_parallel = config.get("parallel_attn", bool, True)
     shares_key, groups = config.get("multi_query", bool, True), config.count("num_kv_heads", heads)
     if not is_grouped:
         groups = 1 if shares_key else heads

@@ -75,9 +75,8 @@ class Attention(gemma2.Attention):
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
-        query, key = (
-            norm(x.flatten(0, 1)).view(x.shape) for norm, x in ((self.q_norm, query), (self.k_norm, key))
-        )  # [T, H, D], [T, G, D]
+        query = self.q_norm(query.flatten(0, 1)).view(query.shape)  # [T, H, D]
+        key = self.k_norm(key.flatten(0, 1)).view(key.shape)  # [T, G, D]
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
 
 

@@ -80,10 +80,8 @@ class Attention(decoder.Attention):
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
         heads = self.heads
-        query, key = (
-            norm(x.flatten(1)).unflatten(-1, (-1, self.head_dim))
-            for norm, x in ((self.q_norm, query), (self.k_norm, key))
-        )  # [T, H, D], [T, G, D] of all ranks
+        query = self.q_norm(query.flatten(1)).unflatten(-1, (-1, self.head_dim))  # [T, H, D] of all ranks
+        key = self.k_norm(key.flatten(1)).unflatten(-1, (-1, self.head_dim))  # [T, G, D] of all ranks
         query = query.narrow(1, heads.first, heads.num_attention_heads)
         return rope_and_store(query, heads.own_keys(key, 1), value, *angles, *cache, batch.slots)
 

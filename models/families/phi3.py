@@ -94,9 +94,8 @@ def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: i
         raise UserError(
             f"config.json: partial_rotary_factor={partial} turns {turning} of {head_dim} channels, not an even number of them"
         )
-    original = config.count(
-        "original_max_position_embeddings", 4096
-    )  # before the one in rope_scaling, as in transformers
+    # It wins over the one in rope_scaling, as in transformers.
+    original = config.count("original_max_position_embeddings", 4096)
     scaling.raw("original_max_position_embeddings")
     is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files say type
     # The first files called it su, and yarn.
@@ -141,9 +140,8 @@ class LongRope:
         depends neither on how a prompt was cut into steps nor on its batch mates.
         """
         is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
-        frequencies = torch.where(
-            is_long[:, None], self._long.on(positions.device), self._short.on(positions.device)
-        )  # [T, R/2]
+        long, short = self._long.on(positions.device), self._short.on(positions.device)
+        frequencies = torch.where(is_long[:, None], long, short)  # [T, R/2]
         angles = positions[:, None].float() * frequencies
         factor = self._config.attention_factor
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -43,9 +43,8 @@ KNOWN = {
 }
 LONGEST_TEXT = 512  # bytes of a name
 MOST_DIMS = 8
-MOST_OPCODES = (
-    2**23
-)  # thirty make an array; each may take 200 bytes of memory, so that a file of nothing else would take all
+# Thirty make an array. Each may take 200 bytes of memory, so that a file of nothing else would take all.
+MOST_OPCODES = 2**23
 MARK = object()
 
 # Opcodes by what follows them: the bytes of a length before the content, or those of a number.

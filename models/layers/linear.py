@@ -49,9 +49,8 @@ class Linear(Adaptable):
         """
         super().__init__((outputs, inputs))
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable
-        self._embedding = (
-            () if embedding is None else (embedding,)
-        )  # in a tuple, or its weight would have a second name
+        # In a tuple, or its weight would have a second name.
+        self._embedding = () if embedding is None else (embedding,)
         self._held: tuple[str, ...] = ()
         if embedding is None:
             stored = StoredFloats(self.shape, is_transposed)

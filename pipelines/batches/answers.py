@@ -50,10 +50,8 @@ class BatchAnswers:
     def _asked(self, row: PromptRow, body: BatchRequest) -> Asked:
         tokenizer, own = self._engine.tokenizer, self._run.predict
         if isinstance(body, ChatRequest):
-            head, prompt = (
-                Head(f"chatcmpl-{_id(row)}", body.model),
-                self._chat.prompt(body, self._served.context_length),
-            )
+            head = Head(f"chatcmpl-{_id(row)}", body.model)
+            prompt = self._chat.prompt(body, self._served.context_length)
             text: str | None = prompt.text
             generation = Generation(body, [prompt.token_ids], self._served, head, tokenizer, prompt.settings)
             writer: Writer = ChatWriter(generation, body, prompt.reader)

@@ -58,10 +58,8 @@ def expected_seconds(
     parts = parts_of(model, layout.schemes)
     kinds = _kinds(plan, parts)
     engine = _first_layers(run, plan, settings, max(kinds) + 1)
-    samples, text = (
-        _folded(data.samples, engine),
-        _folded(measured_texts(data.held_out, engine.sees_later_tokens), engine)[0],
-    )
+    samples = _folded(data.samples, engine)
+    text = _folded(measured_texts(data.held_out, engine.sees_later_tokens), engine)[0]
     with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
         files = PartFiles(Path(scratch), layout.layout_of)
         keep_rest = _seconds_to_keep_rest(engine, files)

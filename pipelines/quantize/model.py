@@ -54,9 +54,8 @@ def _make(
     bytes_before = engine.runner.weight_bytes
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         files = PartFiles.begin(folder, job_of(run, source), layout.layout_of)
-        files.write_rest(
-            model, parts_of(model, layout.schemes)
-        )  # before predictions, which may normalise a head in place
+        # Before predictions, which may normalise a head in place.
+        files.write_rest(model, parts_of(model, layout.schemes))
         before = Predictions(engine, data.held_out) if with_report else None
         reports = quantize_layers(engine, run.quant, layout.schemes, data.samples, files, progress)
         metrics: dict[str, Any] = {

@@ -44,12 +44,12 @@ TYPES = {  # those that the package can dequantise
     TQ1_0 TQ2_0 MXFP4 NVFP4
     """.split()
 }
-ORIGINS = (
+ORIGINS = (  # keys that may say what the file was made of
     "general.name",
     "general.source.repo_url",
     "general.base_model.0.name",
     "general.base_model.0.repo_url",
-)  # keys that may say what the file was made of
+)
 SHORTEST_PAIR = 8 + 4 + 1  # bytes of a pair with an empty key and a value of one byte
 SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor info with an empty name and one dimension
 
