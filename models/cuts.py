@@ -68,9 +68,9 @@ def share(total: int, parts: int, index: int) -> range:
 
 @cache
 def share_channels(total: int, tp: int, rank: int) -> range:
-    """Return a rank's channels, or words of a vocabulary: whole steps, but for the end, where every rank gets one.
+    """Return a rank's channels, or words of a vocabulary: whole steps of STEP, but for the last, if there are as many steps as ranks.
 
-    Raises UserError for less channels than ranks.
+    Raises UserError for fewer channels than ranks.
     """
     if tp > total:
         raise UserError(f"tp={tp} is more than the {total} channels of a layer of this model: give at most {total}")

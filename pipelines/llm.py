@@ -78,7 +78,7 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
-    """As the three before it, of what this engine has not."""
+    """None, as the three before it: this engine has no such things."""
 
 
 @dataclass(frozen=True)

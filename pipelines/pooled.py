@@ -30,10 +30,10 @@ from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
 
 
 class Pooler(ABC):
-    """Makes the requests of rows, and numbers of their outputs."""
+    """Makes a request of a row, and numbers of its output."""
 
     head: ClassVar[Head | None]
-    """What it needs of a model, as for `open_source`."""
+    """The head that it needs of a model, as for `open_source`."""
 
     def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
         """Raises UserError for settings that this checkpoint does not go with."""

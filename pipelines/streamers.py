@@ -33,7 +33,7 @@ class Streamer(Protocol):
 
 
 class TextStreamer:
-    """Prints the text as it comes. With several rows each row is printed whole and in order, its next ones waiting.
+    """Prints the text as it comes. Of several rows each is printed whole and in order, while the next ones wait.
 
     On a terminal control characters are shown as their escapes; a file or a pipe gets the text as it is.
     """
