@@ -118,7 +118,7 @@ class Graph {
     require(last_.size() == inputs.size(), "its graph has other inputs");
     for (const Json &node : graph["nodes"].list()) {
       const std::string &target = node["target"].text();
-      if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // it says again what every trace says
+      if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // a check that every trace has, and no computation
       Call &call = calls_.emplace_back(Call{target, find_operator(target)});
       require(call.function, "the runner does not compute " + target);
       for (const Json &each : node["inputs"].list()) call.arguments.emplace_back(each["name"].text(), argument(each["arg"]));
@@ -159,7 +159,7 @@ class Graph {
  private:
   std::vector<Call> calls_;
   std::map<std::string, size_t> numbers_;  // of values, by name
-  std::vector<size_t> last_;               // by value the last call that computes or reads it
+  std::vector<size_t> last_;               // of each value the last call that computes or reads it
   size_t logits_ = 0;
 
   static const std::pair<std::string, Json> &kind_and_value(const Json &json) {
@@ -173,7 +173,7 @@ class Graph {
     return last_.size() - 1;
   }
 
-  // An argument of the last call with the numbers of values in the places of their names.
+  // Returns an argument of the last call, with numbers of values in the place of their names.
   Json argument(const Json &json) {
     const auto &[kind, value] = kind_and_value(json);
     if (kind == "as_none") return {nullptr};

@@ -16,10 +16,10 @@ namespace {
 
 constexpr int64_t PIECE = 1024;              // channels, in float32 at once
 constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
-constexpr int64_t TOKENS_OF_CHUNK = 16;
-constexpr float LEAST_SUM = 1e-20f;
+constexpr int64_t TOKENS_OF_CHUNK = 16;      // worth another thread
+constexpr float LEAST_SUM = 1e-20f;          // of chosen scores, which may all be 0
 
-// The likeliest experts that were not chosen before, one after the other; the first of equals, and of NaN any.
+// Chooses the likeliest experts, one after the other; the first of equals, and of NaN any.
 void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chosen) {
   for (int64_t rank = 0; rank < num_chosen; ++rank) {
     int64_t best = -1;
@@ -29,7 +29,7 @@ void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chose
   }
 }
 
-// scores of one token's logits
+// Turns one token's logits into scores: sigmoids, or a softmax.
 void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
   std::copy_n(logits, scores.size(), scores.data());
   const float highest = is_softmax && !scores.empty() ? *std::max_element(scores.begin(), scores.end()) : 0;
@@ -39,7 +39,7 @@ void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
     for (float &each : scores) each /= total;
 }
 
-// Experts of other groups than the `num_kept` whose two best have the highest sums become the least likely.
+// Keeps the groups whose two best scores have the highest sums. The experts of all others become the least likely.
 void keep_groups(int64_t num_groups, int64_t num_kept, std::vector<float> &scores) {
   const int64_t size = scores.size() / num_groups;
   std::vector<float> sums(num_groups);
@@ -65,9 +65,9 @@ void keep_groups(int64_t num_groups, int64_t num_kept, std::vector<float> &score
 // logits [T, N]; weights and chosen [T, K]
 OPERATOR(route, (const void *logits, Dtype dtype, float *weights, int64_t *chosen, int64_t num_tokens, int64_t num_chosen,
                  int64_t num_experts, bool renormalise)) {
-  parallel_for(divide_up(num_tokens, 16), [&](int64_t chunk) {
+  parallel_for(divide_up(num_tokens, TOKENS_OF_CHUNK), [&](int64_t chunk) {
     std::vector<float> row(num_experts);
-    for (int64_t token = chunk * 16; token < std::min(chunk * 16 + 16, num_tokens); ++token) {
+    for (int64_t token = chunk * TOKENS_OF_CHUNK; token < std::min((chunk + 1) * TOKENS_OF_CHUNK, num_tokens); ++token) {
       float *weight = weights + token * num_chosen;
       const int64_t *expert = chosen + token * num_chosen;
       read_floats(logits, dtype, token * num_experts, num_experts, row.data());
