@@ -112,7 +112,7 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
     if isinstance(value, SpeculationConfig):
         return value
     if not isinstance(value, dict):
-        raise UserError(f"decode.speculation={shortened(repr(value))} is not an object of settings")
+        raise UserError(f"decode.speculation={shortened(repr(value))} is not allowed: give {{NAME: VALUE, ...}}")
     kinds = {field.name: type(getattr(SpeculationConfig(), field.name)) for field in fields(SpeculationConfig)}
     given: dict[str, Any] = {}
     for name, setting in value.items():

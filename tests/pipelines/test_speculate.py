@@ -97,7 +97,7 @@ def test_a_row_has_settings_and_a_prediction_of_its_own(tmp_path: Path, capsys: 
         "decode.speculation.num_token does not exist: there are num_tokens, min_ngram, max_ngram, order, shared, adaptive, "
         "acceptance, verify_window, max_candidates, model_path: did you mean num_tokens?",
         "decode.speculation.num_tokens=99 is not allowed: give a number from 1 to 15",
-        "decode.speculation=3 is not an object of settings",
+        "decode.speculation=3 is not allowed: give {NAME: VALUE, ...}",
         "decode.speculate='ngrams' does not exist: there are none, ngram, model, mtp",
     ]
     found = metrics(tmp_path / "out")
