@@ -1,7 +1,6 @@
 """Rank 0's side of the other ranks: it tells them what to compute, and notices when one is lost."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from queue import Empty, SimpleQueue
 from conf.terminal import visible
 from kernels.collectives import RankFailed
 from pipelines.interrupt import RankLost
-from pipelines.ranks.messages import Channel, Gone, Header, Message
+from pipelines.ranks.messages import Channel, Gone, Header, Message, Silent, readable
 from pipelines.ranks.place import Place
 
 LOOK_S = 0.2  # between two looks at what may have failed
@@ -71,6 +70,7 @@ class Workers:
         self.place = place
         self._workers = workers
         self._heartbeat_s = heartbeat_s
+        self._silence = f"has been silent for {heartbeat_s:g} s"
         self._lost: str | None = None
         self._closed, self._all_ended = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -131,7 +131,7 @@ class Workers:
         """Take messages until the first rank is lost. Then see to it that the run ends."""
         looked_at = time.monotonic()
         while self._lost is None and not self._closed.is_set():
-            ready, _, _ = select.select([worker.channel for worker in self._workers], [], [], LOOK_S)
+            ready = readable([worker.channel for worker in self._workers], LOOK_S)
             now = time.monotonic()
             was_stopped = now - looked_at > self._heartbeat_s / 2  # as by Ctrl-Z, and the others with it
             looked_at = now
@@ -141,7 +141,7 @@ class Workers:
                 elif was_stopped:
                     worker.heard_at = now
                 elif now - worker.heard_at > self._heartbeat_s:
-                    self._lose(f"{worker.name} has been silent for {self._heartbeat_s:g} s")
+                    self._lose(f"{worker.name} {self._silence}")
         if self._lost is not None:
             self._see_to_the_end()
 
@@ -165,10 +165,10 @@ class Workers:
 
     def _take(self, worker: Worker) -> None:
         try:
-            header, content = worker.channel.receive()
-        except (Gone, OSError, ValueError):
+            header, content = worker.channel.receive(self._heartbeat_s)
+        except Gone as error:
             if not self._closed.is_set():
-                self._lose(f"{worker.name} {worker.how_it_ended()}")
+                self._lose(f"{worker.name} {self._silence if isinstance(error, Silent) else worker.how_it_ended()}")
             return
         worker.heard_at = time.monotonic()
         if "error" in header:

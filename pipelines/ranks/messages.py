@@ -1,18 +1,22 @@
 """Messages between rank 0 and another rank: a JSON object, and bytes beside it. No frame is ever run or unpickled."""
 
 import json
+import math
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 LENGTHS = struct.Struct("<IQ")  # of the JSON text and of the bytes
 MAX_HEADER_BYTES = 64 << 20  # a run's config may have the settings of each layer
 MAX_PAYLOAD_BYTES = 1 << 34  # hidden states of a step
 MAX_HELLO_BYTES = 4096  # of somebody who may be anybody
+LOOK_S = 0.2  # between two looks at whether more of a message has come
 
 Header = dict[str, Any]
 Message = tuple[Header, bytearray]
@@ -20,6 +24,10 @@ Message = tuple[Header, bytearray]
 
 class Gone(Exception):
     """The other end has closed the socket, or never was one of ours."""
+
+
+class Silent(Gone):
+    """The other end has sent a part of a message, and then nothing for long."""
 
 
 class Channel:
@@ -43,22 +51,25 @@ class Channel:
         except OSError as error:
             raise Gone from error
 
-    def receive(self) -> Message:
-        """Wait for a message. Raises Gone."""
-        header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size))
+    def receive(self, silence_s: float | None = None) -> Message:
+        """Wait for a message. Raises Gone, and Silent where nothing of it comes for `silence_s`."""
+        wait = None if silence_s is None else partial(self._has_more, math.ceil(silence_s / LOOK_S))
+        header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size, wait))
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
             raise Gone
-        return _header(self._exactly(header_bytes)), self._exactly(payload_bytes)
+        return _header(self._exactly(header_bytes, wait)), self._exactly(payload_bytes, wait)
 
     def receive_hello(self, timeout_s: float) -> Header:
         """Wait for a first message, but not for long, and take no memory that its sender asks for. Raises Gone."""
-        end = time.monotonic() + timeout_s
-        header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size, end))
+        end = time.monotonic() + timeout_s  # of all parts, or a byte now and then would hold us for ever
+
+        def wait() -> bool:
+            return bool(readable([self], end - time.monotonic()))
+
+        header_bytes, payload_bytes = LENGTHS.unpack(self._exactly(LENGTHS.size, wait))
         if header_bytes > MAX_HELLO_BYTES or payload_bytes:
             raise Gone
-        hello = _header(self._exactly(header_bytes, end))
-        self._stream.settimeout(None)
-        return hello
+        return _header(self._exactly(header_bytes, wait))
 
     def addresses(self) -> tuple[str, str]:
         """Return the host address of this end, and that of the other, of a TCP socket."""
@@ -84,10 +95,8 @@ class Channel:
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until the other end has closed the socket, but not for long. What it sends meanwhile is dropped."""
         end = time.monotonic() + timeout_s
-        with suppress(OSError, ValueError):
-            while select.select([self._stream], [], [], max(end - time.monotonic(), 0))[0] and self._stream.recv(
-                1 << 16
-            ):
+        with suppress(OSError):
+            while readable([self], end - time.monotonic()) and self._stream.recv(1 << 16):
                 pass
 
     def close(self) -> None:
@@ -96,14 +105,18 @@ class Channel:
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
 
-    def _exactly(self, count: int, end: float | None = None) -> bytearray:
-        """Return so many bytes. Raises Gone, also where they are not there by `end`, on the monotonic clock."""
+    def _has_more(self, looks: int) -> bool:
+        """Return whether bytes come within so many looks. The time in which this process is stopped is one of them."""
+        return any(readable([self], LOOK_S) for _ in range(looks))
+
+    def _exactly(self, count: int, wait: Callable[[], bool] | None = None) -> bytearray:
+        """Return so many bytes. `wait` returns whether more of them have come. Raises Gone, and Silent where none have."""
         content = bytearray(count)
         view = memoryview(content)
         while view:
+            if wait is not None and not wait():
+                raise Silent
             try:
-                if end is not None:  # anew for each part, or a byte now and then would hold us for ever
-                    self._stream.settimeout(max(end - time.monotonic(), 0.001))
                 received = self._stream.recv_into(view)
             except OSError as error:
                 raise Gone from error
@@ -111,6 +124,17 @@ class Channel:
                 raise Gone
             view = view[received:]
         return content
+
+
+def readable(channels: Iterable[Channel], timeout_s: float) -> list[Channel]:
+    """Wait, but not for long, until a channel has something to read or its end. Returns those that have, also those closed here."""
+    opened = {channel.fileno(): channel for channel in channels}
+    if -1 in opened:
+        return [opened[-1]]
+    poll = select.poll()  # `select` takes no file descriptor above 1023
+    for fd in opened:
+        poll.register(fd, select.POLLIN)
+    return [opened[fd] for fd, _ in poll.poll(max(timeout_s, 0) * 1000)]
 
 
 def _header(text: bytearray) -> Header:

@@ -5,21 +5,22 @@ import sys
 
 from tests.helpers.builders import REPOSITORY
 
-HELD = """
-import socket, sys, threading, time
+BEGIN = """
+import fcntl, resource, socket, sys, threading, time
 
 from kernels.collectives import NO_NEIGHBOURS, Alone
 from models.cuts import Division
 from pipelines.interrupt import RankLost
 from pipelines.ranks.control import Worker, Workers
-from pipelines.ranks.messages import Channel
+from pipelines.ranks.messages import LENGTHS, Channel
 from pipelines.ranks.place import Place
 
 ours, theirs = socket.socketpair()
+heartbeat_s = 30.0
+"""
+END = """
 place = Place(Division(), Alone(), NO_NEIGHBOURS, 1, ())
-workers = Workers([Worker(1, "rank 1", Channel(ours), None)], place, 30.0)
-threading.Thread(target=time.sleep, args=(600,)).start()
-theirs.close()
+workers = Workers([Worker(1, "rank 1", Channel(ours), None)], place, heartbeat_s)
 try:
     workers.answers()
 except RankLost as error:
@@ -29,9 +30,27 @@ except RankLost as error:
 """
 
 
+def said(event: str) -> str:
+    """What rank 0 says of what has happened before it waits for an answer. It ends."""
+    command = [sys.executable, "-c", BEGIN + event + END]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    return done.stdout
+
+
 def test_no_thread_holds_a_process_that_has_lost_a_rank() -> None:
     """As gloo does, which waits 30 s for a rank that has come and is lost before it was reached."""
-    done = subprocess.run(
-        [sys.executable, "-c", HELD], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (1, "rank 1 has ended\n", "")
+    assert said("threading.Thread(target=time.sleep, args=(600,)).start(); theirs.close()") == "rank 1 has ended\n"
+
+
+def test_a_rank_that_stops_within_a_message_is_silent() -> None:
+    """As by SIGSTOP while it sends logits, of which a socket takes a part alone."""
+    part = "theirs.sendall(LENGTHS.pack(2, 1 << 20) + b'{}' + bytes(1000))"
+    assert said(f"heartbeat_s = 1.0; {part}") == "rank 1 has been silent for 1 s\n"
+
+
+def test_a_process_of_many_files_watches_over_its_ranks() -> None:
+    """Numbers of file descriptors from 1024 on are more than `select` takes."""
+    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    many = "ours = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1500))"
+    assert said(f"{limit}; {many}; theirs.close()") == "rank 1 has ended\n"
