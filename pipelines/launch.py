@@ -12,7 +12,6 @@ from conf.signals import interrupts_waiting, reader_may_leave
 from conf.terminal import log_warnings
 from pipelines.interrupt import RankLost
 from pipelines.ranks.launch import degrees, joined
-from pipelines.ranks.meeting import listen
 from pipelines.report import Dump, reset_peak_memory
 
 Run = Callable[[RunConfig, Path, Dump], None]
@@ -23,10 +22,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     log_warnings()
-    place = joined(os.environ)
-    degrees(run, place)  # raises for a wrong number of ranks before anything is loaded
-    if place is not None:
-        listen(place)  # the other ranks connect now, and may wait for as long as the model takes to come
+    degrees(run, joined(os.environ))
     with reader_may_leave():
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve

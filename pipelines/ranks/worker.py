@@ -17,8 +17,8 @@ from contextlib import suppress
 from conf.errors import UserError
 from conf.terminal import visible
 from pipelines.ranks.launch import Joined, joined
-from pipelines.ranks.meeting import join
-from pipelines.ranks.messages import Channel, Gone
+from pipelines.ranks.meeting import join, listen
+from pipelines.ranks.messages import Channel, Gone, readable
 
 BEAT_S = 1.0
 LATE_S = 10.0  # for rank 0 to say what this rank loads
@@ -35,9 +35,15 @@ def main() -> None:
 
 
 def followed() -> bool:
-    """Be the rank that torchrun or srun has started this process as. False for rank 0, and for a process that is none."""
+    """Be the rank that torchrun or srun has started this process as. False for rank 0, and for a process that is none.
+
+    Rank 0 listens from here on: so those that have come end with it, whatever ends it, also a mistyped setting.
+    """
     place = joined(os.environ)
-    if place is None or place.rank == 0:
+    if place is None:
+        return False
+    if place.rank == 0:
+        listen(place)
         return False
     follow(join(place), place)
     return True
@@ -47,10 +53,10 @@ def follow(channel: Channel, place: Joined | None = None) -> None:
     """Do what rank 0 says until it closes the channel. `place`: where a launcher has started this process; None: rank 0 has."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a launcher sends them to all: rank 0 answers
         signal.signal(number, signal.SIG_IGN)
-    has_begun = threading.Event()
-    threading.Thread(target=_beat, args=(channel, has_begun), daemon=True).start()
+    has_begun, has_ended = threading.Event(), threading.Event()
+    threading.Thread(target=_beat, args=(channel, has_begun, has_ended), daemon=True).start()
     with suppress(Gone):
-        if place is not None and not select.select([channel], [], [], LATE_S)[0]:
+        if place is not None and not readable([channel], LATE_S):
             what = "it finds, downloads or calibrates the model first"
             print(
                 f"rank {place.rank} waits for rank 0, which has not begun to load: {what}", file=sys.stderr, flush=True
@@ -69,6 +75,7 @@ def follow(channel: Channel, place: Joined | None = None) -> None:
                 raise
             channel.send({"error": _said(start["name"], error)})
             sys.exit(1)
+    has_ended.set()
 
 
 def _said(name: str, error: BaseException) -> str:
@@ -79,10 +86,10 @@ def _said(name: str, error: BaseException) -> str:
     return f"{name} failed: {type(error).__name__}: {error}"
 
 
-def _beat(channel: Channel, has_begun: threading.Event) -> None:
+def _beat(channel: Channel, has_begun: threading.Event, has_ended: threading.Event) -> None:
     """Tell rank 0 from time to time that this process runs, and end it where rank 0 has ended, whatever it is doing.
 
-    Before rank 0 has said a first word nothing is sent: it may not read for hours.
+    Before rank 0 has said a first word nothing is sent: it may not read for hours. After its last one this process may end slowly.
     """
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
@@ -93,7 +100,7 @@ def _beat(channel: Channel, has_begun: threading.Event) -> None:
             channel.send({"beat": time.monotonic()})
         except Gone:
             break
-    os._exit(1)
+    os._exit(0 if has_ended.is_set() else 1)
 
 
 if __name__ == "__main__":

@@ -140,13 +140,13 @@ def test_srun_on_two_machines_gives_the_files_of_one_process(data: Path, whole: 
     assert not folders[1].exists()
 
 
-def stopped_while_it_listens(data: Path, folder: Path) -> "subprocess.Popen[str]":
+def stopped_while_it_listens(data: Path, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     """Rank 0 of two on two machines, which has begun to listen and no more, as if its model took long to come."""
     place = joined(srun(0))
     assert place is not None
     assert place.address is not None
     port = f":{place.address[1]:04X} "
-    rank = start(data, folder, "parallel=pp", **srun(0))
+    rank = start(data, folder, "parallel=pp", *arguments, **srun(0))
     until(lambda: any(port in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()))
     rank.send_signal(signal.SIGSTOP)
     return rank
@@ -173,6 +173,22 @@ def test_a_rank_that_waits_ends_with_rank_0(data: Path, tmp_path: Path) -> None:
     first.kill()
     first.communicate()
     second.communicate(timeout=DEADLINE_S)
+    assert time.monotonic() - began < END_S
+
+
+def test_a_rank_that_waits_ends_where_a_setting_is_mistyped(data: Path, tmp_path: Path) -> None:
+    """Rank 0 alone composes the settings, and says so."""
+    first = stopped_while_it_listens(data, tmp_path / "0", "parallel.ppp=3")
+    second = start(data, tmp_path / "1", "parallel=pp", "parallel.ppp=3", **srun(1))
+    assert second.stderr is not None
+    assert "waits for rank 0" in second.stderr.readline()
+    began = time.monotonic()
+    first.send_signal(signal.SIGCONT)
+    _, errors = first.communicate(timeout=DEADLINE_S)
+    assert first.returncode == 1
+    assert "ppp" in errors
+    assert len(errors.splitlines()) == 1
+    assert second.communicate(timeout=DEADLINE_S)[1] == ""
     assert time.monotonic() - began < END_S
 
 
