@@ -89,10 +89,13 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     if device.type != "cpu" or library is None:
         missing = "the C++ kernels, which are off" if device.type == "cpu" else "device=cpu"
         raise UserError(f"parallel={run.parallel.mode.name} needs {missing}: give them, or parallel=single")
-    launched = joined(os.environ)
-    (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
-    over_tcp = uses_gloo(run, launched, tp)
-    if launched is None:
+    place = joined(os.environ)
+    if place is not None and place.rank > 0:
+        what = f"{place.launcher} has started this script {place.size} times, but a model in Python starts its ranks itself"
+        raise UserError(f"{what}: run it without {place.launcher}")
+    (tp, pp), cpus = degrees(run, place), os.sched_getaffinity(0)
+    over_tcp = uses_gloo(run, place, tp)
+    if place is None:
         check_plan(whole, division_of(0, tp, pp, run.parallel))
     ranks = spawn(tp * pp) if launched is None else meet(launched)
     cores = cores_of_ranks(launched.num_local if launched else tp * pp, cpus)

@@ -21,8 +21,11 @@ REMEDY = "start all of them together, where they reach each other"
 
 
 def meet(place: Joined) -> list[Rank]:
-    """Wait for the ranks that a launcher has started. Raises UserError where they do not come."""
+    """Wait for the ranks that a launcher has started. Raises UserError where they do not come, and where they were met before."""
     with listen(place) as listener:
+        if listener.fileno() < 0:
+            what = f"the ranks that {place.launcher} started have ended with the first model of this process"
+            raise UserError(f"{what}: run each job of a sweep by itself, or without {place.launcher}")
         ranks: dict[int, Rank] = {}
         end = time.monotonic() + MEET_S
         while len(ranks) < place.size - 1:

@@ -24,6 +24,7 @@ from pipelines.opening import open_source
 from pipelines.ranks import leader
 from pipelines.ranks.leader import LeadingRunner
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
+from tests.pipelines.ranks.test_launch import TORCHRUN
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
@@ -209,3 +210,13 @@ def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
     del divided, runner
     gc.collect()
     assert process.wait(10) is not None
+
+
+def test_a_script_that_a_launcher_has_started_several_times_is_one_line(
+    model: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    wanted = "torchrun has started this script 2 times, but a model in Python starts its ranks itself: run it without torchrun"
+    with pytest.raises(UserError, match=f"^{wanted}$"):
+        load_engine(parallel(model, 2), 3)

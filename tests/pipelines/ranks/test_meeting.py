@@ -116,3 +116,15 @@ def test_a_rank_may_come_long_before_rank_0_meets_it(monkeypatch: pytest.MonkeyP
     (rank,) = meet(first)
     rank.channel.send({"op": "end"})
     assert channel.receive() == ({"op": "end"}, b"")
+
+
+def test_a_second_model_of_a_process_is_one_line() -> None:
+    """As of a sweep: the ranks have ended with the first."""
+    first, second = places(2)
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(meet, first)
+        join(second)
+        found.result()
+    wanted = "the ranks that torchrun started have ended with the first model of this process: run each job of a sweep by itself"
+    with pytest.raises(UserError, match=f"^{wanted}, or without torchrun$"):
+        meet(first)
