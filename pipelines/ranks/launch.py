@@ -5,13 +5,16 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.errors import UserError
 from conf.schema import Backend, ParallelMode, RunConfig, Task
+from conf.signals import interrupts_waiting
 from pipelines.ranks.messages import Channel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -149,27 +152,44 @@ class Rank:
 
 def spawn(size: int) -> list[Rank]:
     """Start the other ranks on this machine. Each has a socket that it inherits. Raises UserError."""
+    with ExitStack() as passed, interrupts_waiting():  # which the others inherit, until they say that they ignore them
+        pairs = [socket.socketpair() for _ in range(1, size)]
+        for _, theirs in pairs:
+            passed.enter_context(theirs)
+        started: Future[list[subprocess.Popen[bytes]]] = Future()
+        fds = [theirs.fileno() for _, theirs in pairs]
+        threading.Thread(target=_start_and_wait, args=(fds, started), daemon=True).start()
+        processes = started.result()
+    return [
+        Rank(rank, process.pid, Channel(ours), process)
+        for rank, ((ours, _), process) in enumerate(zip(pairs, processes, strict=True), 1)
+    ]
+
+
+def _start_and_wait(fds: list[int], started: "Future[list[subprocess.Popen[bytes]]]") -> None:
+    """Start a rank for each socket, and wait for their end: Linux would end them with the thread that has started them."""
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-    with ExitStack() as failed:
-        ranks: list[Rank] = []
-        for rank in range(1, size):
-            ours, theirs = socket.socketpair()
-            try:
-                process = subprocess.Popen(
-                    [*COMMAND, str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-            except OSError as error:
-                raise UserError(f"rank {rank} cannot be started: {error}") from error
-            finally:
-                theirs.close()
-            failed.callback(process.kill)
-            ranks.append(Rank(rank, process.pid, Channel(ours), process))
-        failed.pop_all()
-    return ranks
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for fd in fds:
+            process = subprocess.Popen(
+                [*COMMAND, str(fd), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(fd,),
+                env={**os.environ, "PYTHONPATH": path},
+            )
+            processes.append(process)
+    except BaseException as error:
+        for process in processes:
+            process.kill()
+        if isinstance(error, OSError):
+            error = UserError(f"rank {len(processes) + 1} cannot be started: {error}")
+        started.set_exception(error)
+    else:
+        started.set_result(processes)
+    for process in processes:
+        process.wait()
 
 
 def cores_of_ranks(size: int, allowed: set[int]) -> list[set[int]]:

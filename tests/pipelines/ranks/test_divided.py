@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,15 @@ def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
     del divided, runner
     gc.collect()
     assert process.wait(10) is not None
+
+
+def test_the_ranks_outlive_the_thread_that_has_started_them(model: RunConfig) -> None:
+    """Linux ends a process that wants to end with its parent with that thread."""
+    decode = DecodeConfig(max_new_tokens=8)
+    with ThreadPoolExecutor(1) as threads:
+        divided = threads.submit(load_engine, parallel(model, 2), 3).result()
+    assert answers(divided, decode) == answers(load_engine(model, 3), decode)
+    close(divided)
 
 
 def test_a_script_that_a_launcher_has_started_several_times_is_one_line(

@@ -1,6 +1,7 @@
 """Where ranks come from, how many they are, and which cores they have."""
 
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,16 @@ import pytest
 from conf.errors import UserError
 from conf.schema import Backend, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task
 from conf.serving import ChatConfig
-from pipelines.ranks.launch import Joined, _cores, cores_of_ranks, degrees, first_host, joined, uses_gloo
+from pipelines.ranks.launch import (
+    Joined,
+    _cores,
+    cores_of_ranks,
+    degrees,
+    first_host,
+    joined,
+    spawn,
+    uses_gloo,
+)
 
 TORCHRUN = {
     **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "first", "MASTER_PORT": "9"},
@@ -43,6 +53,16 @@ def test_a_port_without_a_next_one() -> None:
     assert joined(TORCHRUN | {"MASTER_PORT": "65535"}) == Joined("torchrun", 1, 4, "x-65535-", 1, 4)
     with pytest.raises(UserError, match=r"^--master-port=65535 of torchrun has no next port, .*: give a smaller one$"):
         joined(TWO_NODES | {"MASTER_PORT": "65535"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_does_not_end_a_rank_that_begins(number: signal.Signals) -> None:
+    """A terminal sends it to all, and rank 0 answers: also where the others have not said yet that they ignore it."""
+    (rank,) = spawn(2)
+    assert rank.process is not None
+    os.kill(rank.pid, number)
+    rank.channel.close()
+    assert rank.process.wait(60) in (0, 1)  # by itself: its socket is closed
 
 
 @pytest.mark.parametrize(
