@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MOST_PORT = 65535
 FEWEST = 2  # ranks, or stages, where neither settings nor a launcher say how many
 COMMAND = (sys.executable, "-P", "-m", "pipelines.ranks.worker")
+TORCHRUN, SRUN = "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"  # which tell that each has started a process
 SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below those that Linux gives to any process
 
 
@@ -47,30 +48,52 @@ class Joined:
 def joined(environment: Mapping[str, str]) -> Joined | None:
     """Return the place of a process that torchrun or srun has started with others; None for one of its own.
 
-    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError for a port without a next one.
+    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError for a port without a next one, and
+    for a launcher's variables of which some are missing or contradict the others.
     """
-    if "TORCHELASTIC_RUN_ID" in environment:
-        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-        rank, size, local_rank, num_local = (int(environment[name]) for name in names)
-        host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-        name = "-".join([environment["TORCHELASTIC_RUN_ID"], port, environment.get("TORCHELASTIC_RESTART_COUNT", "")])
-        address = host, int(port) + 1  # at the port itself torchrun's own processes meet
-        place = Joined("torchrun", rank, size, name, local_rank, num_local, address)
-    elif int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        job, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
-        rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
-        num_local = _tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], int(environment["SLURM_NODEID"]))
-        address = first_host(environment["SLURM_STEP_NODELIST"]), SLURM_PORT + (int(job) + int(step)) % SLURM_PORTS
-        place = Joined("srun", rank, size, f"{job}-{step}", int(environment["SLURM_LOCALID"]), num_local, address)
-    else:
-        return None
-    if size == 1:
-        return None
-    if num_local == size:
+    by_torchrun = TORCHRUN in environment
+    launcher, mark = ("torchrun", TORCHRUN) if by_torchrun else ("srun", SRUN)
+    try:
+        place = _of_torchrun(environment) if by_torchrun else _of_srun(environment)
+        if place.size == 1:
+            return None
+        if place.rank not in range(place.size) or place.local_rank not in range(place.num_local):
+            raise ValueError(f"rank {place.rank} of {place.size}, rank {place.local_rank} of {place.num_local} here")
+    except (KeyError, ValueError, IndexError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        wrong = f"{mark} is set, but other variables of {launcher} are not as it sets them ({what})"
+        raise UserError(f"{wrong}: start it by {launcher}, or unset {mark}") from error
+    if place.num_local == place.size:
         return replace(place, address=None)
-    if address[1] > MOST_PORT:
+    if place.address is not None and place.address[1] > MOST_PORT:
         raise UserError(f"--master-port={MOST_PORT} of torchrun has no next port, where ranks meet: give a smaller one")
     return place
+
+
+def leave_launcher(environment: MutableMapping[str, str]) -> None:
+    """Let `joined` return None: for a process whose ranks are its own, whoever started what has started it."""
+    for mark in (TORCHRUN, SRUN):
+        environment.pop(mark, None)
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Joined:
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    rank, size, local_rank, num_local = (int(environment[name]) for name in names)
+    host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    name = "-".join([environment[TORCHRUN], port, environment.get("TORCHELASTIC_RESTART_COUNT", "")])
+    address = host, int(port) + 1  # at the port itself torchrun's own processes meet
+    return Joined("torchrun", rank, size, name, local_rank, num_local, address)
+
+
+def _of_srun(environment: Mapping[str, str]) -> Joined:
+    size = int(environment.get(SRUN, "1"))
+    if size <= 1:
+        return Joined("srun", 0, 1, "", 0, 1)
+    job, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
+    num_local = _tasks_of_node(environment["SLURM_STEP_TASKS_PER_NODE"], int(environment["SLURM_NODEID"]))
+    rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
+    address = first_host(environment["SLURM_STEP_NODELIST"]), SLURM_PORT + (int(job) + int(step)) % SLURM_PORTS
+    return Joined("srun", rank, size, f"{job}-{step}", local_rank, num_local, address)
 
 
 def _tasks_of_node(counts: str, node: int) -> int:

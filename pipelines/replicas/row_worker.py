@@ -1,5 +1,6 @@
 """An engine that runs rows, in a process of its own. There is no Ray here."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator
 
@@ -10,6 +11,7 @@ from pipelines.fingerprint import replay_fingerprint
 from pipelines.interrupt import RankLost
 from pipelines.memory import explained_out_of_memory
 from pipelines.prompts import PromptRow
+from pipelines.ranks.launch import leave_launcher
 from pipelines.replicas.cores import Cores
 from pipelines.replicas.messages import (
     Answer,
@@ -50,6 +52,7 @@ class RowWorker:
         """Return, which a process that hangs does not."""
 
     def _load(self, kind: type[EngineRows], content: bytes) -> Ready:
+        leave_launcher(os.environ)  # which may have started Ray
         load = read_load(content)
         self._cores = Cores(load.num_cpus)
         use_cores(self._cores.cpus)

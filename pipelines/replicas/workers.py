@@ -16,7 +16,7 @@ from conf.schema import RunConfig
 from pipelines.engine_process.child import LocalChild
 from pipelines.engine_process.client import EngineClient
 from pipelines.engine_process.suspects import Suspects
-from pipelines.ranks.launch import degrees
+from pipelines.ranks.launch import degrees, leave_launcher
 from pipelines.replicas.connection import PLACE_S, connect, waiting_for
 from pipelines.replicas.cores import Cores
 from pipelines.replicas.places import Place, place_of
@@ -32,6 +32,7 @@ class EngineWorker:
 
     async def start(self, num_cpus: int) -> None:
         """Start the process on processors that no other replica has, if there are so many."""
+        leave_launcher(os.environ)  # which may have started Ray
         self._cores = Cores(num_cpus)
         os.sched_setaffinity(0, self._cores.cpus)  # of this thread, which the process inherits
         self._child = await LocalChild.start()

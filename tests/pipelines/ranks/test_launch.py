@@ -16,6 +16,7 @@ from pipelines.ranks.launch import (
     degrees,
     first_host,
     joined,
+    leave_launcher,
     spawn,
     uses_gloo,
 )
@@ -53,6 +54,32 @@ def test_a_port_without_a_next_one() -> None:
     assert joined(TORCHRUN | {"MASTER_PORT": "65535"}) == Joined("torchrun", 1, 4, "x-65535-", 1, 4)
     with pytest.raises(UserError, match=r"^--master-port=65535 of torchrun has no next port, .*: give a smaller one$"):
         joined(TWO_NODES | {"MASTER_PORT": "65535"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "mark", "what"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID", "RANK is missing"),
+        (TORCHRUN | {"RANK": ""}, "TORCHELASTIC_RUN_ID", "invalid literal .* ''"),
+        (TORCHRUN | {"RANK": "4"}, "TORCHELASTIC_RUN_ID", "rank 4 of 4, rank 1 of 4 here"),
+        (TWO_NODES | {"LOCAL_RANK": "2"}, "TORCHELASTIC_RUN_ID", "rank 3 of 4, rank 2 of 2 here"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID is missing"),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS", "invalid literal .* ''"),
+        (SRUN | {"SLURM_NODEID": "1"}, "SLURM_STEP_NUM_TASKS", "list index out of range"),
+    ],
+)
+def test_variables_that_no_launcher_sets_so_are_one_line(environment: dict[str, str], mark: str, what: str) -> None:
+    launcher = "srun" if mark in SRUN else "torchrun"
+    wrong = rf"other variables of {launcher} are not as it sets them \({what}\)"
+    with pytest.raises(UserError, match=rf"^{mark} is set, but {wrong}: start it by {launcher}, or unset {mark}$"):
+        joined(environment)
+
+
+def test_who_leaves_a_launcher_starts_its_ranks_itself() -> None:
+    for environment in (TORCHRUN, SRUN, TORCHRUN | SRUN, {}):
+        left = dict(environment)
+        leave_launcher(left)
+        assert joined(left) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,5 +1,6 @@
 """A replica's process, without Ray: what it is sent, and what it answers."""
 
+import gc
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from conf.tasks import PredictConfig
+from kernels import build
 from pipelines.embed import EmbedRows
 from pipelines.journal import dumps
 from pipelines.predict import PredictRows
@@ -31,6 +33,7 @@ from pipelines.replicas.messages import (
 from pipelines.replicas.row_worker import RowWorker
 from pipelines.rows import EngineRows, Record
 from tests.helpers.builders import run_config
+from tests.pipelines.ranks.test_launch import SRUN
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Once", "decode": {"temperature": 0.9, "logprobs": 2}},
@@ -100,6 +103,21 @@ def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
     assert (long["row"]["index"], long["row"]["num_generated_tokens"]) == (first.index, 9)
     assert work(worker) == []
     assert work(worker, last) == [short]  # it begins again
+
+
+@pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
+def test_a_replica_starts_its_ranks_where_a_launcher_has_started_ray(
+    chatty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `srun ray start` on two machines, whose variables Ray's workers have, too."""
+    run, (*_, last) = run_of(chatty), rows()
+    alone = work(loaded(run)[0], last)
+    for name, value in (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    worker, _ = loaded(replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2)))
+    assert work(worker, last) == alone
+    del worker  # with which its ranks end
+    gc.collect()
 
 
 def test_what_the_user_can_mend_is_told(chatty: Path, tmp_path: Path) -> None:
