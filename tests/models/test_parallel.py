@@ -28,6 +28,7 @@ from tests.helpers.divided import assert_same_bits, divided_steps, plan_of, rank
 from tests.helpers.goldens import FAMILIES, GOLDENS
 from tests.helpers.oracle import random_prompts
 from tests.models.test_model_parts import OTHERS, write_family
+from tests.pipelines.engine.test_kv_families import FAMILIES as EVERY
 
 PROMPTS = random_prompts(96, (5, 1, 40))
 DEEPSEEK = ["v2", "v2_no_q_lora", "v2_biases_tied", "v3", "v3_yarn"]
@@ -118,6 +119,14 @@ def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
     prompts = prompts_for(name)
     run = of_dtype(run_config(tmp_path, allow_pickle=True), dtype)
     assert_same_bits(whole_steps(run, prompts), divided_steps(run, tp, prompts))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "kimi_k2"])
+def test_families_of_deepseeks_layers(name: str, tp: int, tmp_path: Path) -> None:
+    EVERY[name](tmp_path)
+    run = run_config(tmp_path)
+    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
 
 
 def stage_cases() -> list[Any]:
