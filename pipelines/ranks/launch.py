@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -165,7 +165,9 @@ class Rank:
     process: "subprocess.Popen[bytes] | None" = None
     """None where a launcher has started it."""
     host: str | None = None
-    """Its machine; None where all ranks are on one."""
+    """Its machine, where ranks are on several."""
+    cpus: frozenset[int] = frozenset()
+    """Processors that it may use, where a launcher has started it."""
 
     @property
     def name(self) -> str:
@@ -225,6 +227,18 @@ def cores_of_ranks(size: int, allowed: set[int]) -> list[set[int]]:
         return [cores[rank % len(cores)] for rank in range(size)]
     borders = [rank * len(cores) // size for rank in range(size + 1)]
     return [set().union(*cores[first:end]) for first, end in zip(borders, borders[1:], strict=False)]
+
+
+def bound(ranks: Sequence[tuple[str | None, Set[int]]]) -> list[bool]:
+    """Return of each rank whether its launcher has bound it to processors that no other rank of its machine may use.
+
+    `ranks`: the machine and the processors of each.
+    """
+    numbered = list(enumerate(ranks))
+    return [
+        not any(its_host == host and its_cpus & cpus for other, (its_host, its_cpus) in numbered if other != rank)
+        for rank, (host, cpus) in numbered
+    ]
 
 
 def cores_in_order(allowed: set[int]) -> list[set[int]]:

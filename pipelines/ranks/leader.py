@@ -1,6 +1,7 @@
 """Rank 0: it loads the model with the others, and before each step it tells them what to compute."""
 
 import os
+import socket
 import weakref
 from collections import deque
 from collections.abc import Callable, Container
@@ -29,7 +30,7 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.fingerprint import common_fingerprint, plain
 from pipelines.planning import ModelPlan, check_plan, divide_plan
 from pipelines.ranks.control import Worker, Workers
-from pipelines.ranks.launch import Rank, cores_of_ranks, degrees, joined, spawn, uses_gloo
+from pipelines.ranks.launch import Joined, Rank, bound, cores_of_ranks, degrees, joined, spawn, uses_gloo
 from pipelines.ranks.meeting import addresses, meet
 from pipelines.ranks.messages import Gone, Header
 from pipelines.ranks.place import Place, create_memory, division_of, gloo_place, shared_place
@@ -97,31 +98,38 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     over_tcp = uses_gloo(run, place, tp)
     if place is None:
         check_plan(whole, division_of(0, tp, pp, run.parallel))
-    ranks = spawn(tp * pp) if launched is None else meet(launched)
-    cores = cores_of_ranks(launched.num_local if launched else tp * pp, cpus)
-    is_near = launched is None or launched.address is None  # then rank 0 has verified the files of all
+    ranks = spawn(tp * pp) if place is None else meet(place)
+    cores = _cores(place, ranks, cpus)
+    is_near = place is None or place.address is None  # then rank 0 has verified the files of all
     model = replace(run.model, verify=run.model.verify and not is_near)
     start = {
         "tp": tp,
         "pp": pp,
-        "num_local": len(cores),
+        "num_local": place.num_local if place else tp * pp,
         "head": source.architecture.head.name,
         "run": plain(asdict(replace(run, model=model, sweep=SweepConfig()))),
     }
-    starts = [
-        start | {"rank": rank.rank, "name": rank.name, "cores": sorted(cores[rank.rank]) if launched is None else None}
-        for rank in ranks
-    ]
+    starts = [start | {"rank": rank.rank, "name": rank.name, "cores": cores[rank.rank]} for rank in ranks]
     if over_tcp:
         common = common_fingerprint(source.checkpoint.path)
         own = _begin_over_tcp(run, ranks, [start | {"common": common} for start in starts])
     else:
-        own = _begin_in_memory(run, library, ranks, starts, spins=len(set().union(*cores)) >= tp * pp)
-    use_cores(cores[launched.local_rank if launched else 0])
+        num_cpus = len(cpus.union(*(rank.cpus for rank in ranks)))
+        own = _begin_in_memory(run, library, ranks, starts, spins=num_cpus >= tp * pp)
+    use_cores(cores[0] or (place.cores(cpus) if place else cpus))
     torch.set_num_threads(run.device.threads or library.get_threads())
     set_threads(run.device.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
     return Leader(Workers(workers, own, run.parallel.heartbeat_s), cpus)
+
+
+def _cores(place: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
+    """Return the processors of each rank, first those of rank 0, which may use `cpus`; None where ranks of a machine have to divide theirs."""
+    if place is None:
+        return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
+    host = None if place.address is None else socket.gethostname()
+    everyone = [(host, cpus), *((rank.host, rank.cpus) for rank in ranks)]
+    return [sorted(own) if alone else None for (_, own), alone in zip(everyone, bound(everyone), strict=True)]
 
 
 def _begin_in_memory(

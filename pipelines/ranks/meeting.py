@@ -75,15 +75,17 @@ def _welcome(place: Joined, stream: socket.socket) -> Rank | None:
         hello = channel.receive_hello(HELLO_S)
     except Gone:
         return None
-    rank, pid = hello.get("rank"), hello.get("pid")
+    rank, pid, cpus = hello.get("rank"), hello.get("pid"), hello.get("cpus")
     if hello.get("job") != place.name or not isinstance(rank, int) or not isinstance(pid, int):
+        return None
+    if not isinstance(cpus, list) or not all(isinstance(cpu, int) for cpu in cpus):
         return None
     if not 0 < rank < place.size:
         return None
     if place.address is None:
-        return Rank(rank, pid, channel)
+        return Rank(rank, pid, channel, cpus=frozenset(cpus))
     _watch_machine(stream)
-    return Rank(rank, pid, channel, host=str(hello.get("host")))
+    return Rank(rank, pid, channel, host=str(hello.get("host")), cpus=frozenset(cpus))
 
 
 def join(place: Joined) -> Channel:
@@ -108,7 +110,8 @@ def _greet(place: Joined, stream: socket.socket) -> Channel:
     elif _user(stream) != os.getuid():
         raise UserError(f"another user has taken the name of this job, {place.name}")
     channel = Channel(stream)
-    channel.send({"rank": place.rank, "job": place.name, "pid": os.getpid(), "host": socket.gethostname()})
+    host, cpus = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    channel.send({"rank": place.rank, "job": place.name, "pid": os.getpid(), "host": host, "cpus": cpus})
     return channel
 
 

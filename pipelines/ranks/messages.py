@@ -15,7 +15,7 @@ from typing import Any
 LENGTHS = struct.Struct("<IQ")  # of the JSON text and of the bytes
 MAX_HEADER_BYTES = 64 << 20  # a run's config may have the settings of each layer
 MAX_PAYLOAD_BYTES = 1 << 34  # hidden states of a step
-MAX_HELLO_BYTES = 4096  # of somebody who may be anybody
+MAX_HELLO_BYTES = 1 << 14  # of somebody who may be anybody; with the numbers of two thousand processors
 LOOK_S = 0.2  # between two looks at whether more of a message has come
 
 Header = dict[str, Any]

@@ -64,7 +64,8 @@ def follow(channel: Channel, place: Joined | None = None) -> None:
         start, _ = channel.receive()
         has_begun.set()
         if place is not None:
-            start |= {"cores": sorted(place.cores(os.sched_getaffinity(0))), "num_local": place.num_local}
+            start["num_local"] = place.num_local
+            start["cores"] = start["cores"] or place.cores(os.sched_getaffinity(0))
         try:
             os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
             from pipelines.ranks.following import run_follower

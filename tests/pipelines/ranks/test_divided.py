@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +24,11 @@ from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.ranks import leader
+from pipelines.ranks.launch import Rank, joined
 from pipelines.ranks.leader import LeadingRunner
+from pipelines.ranks.messages import Channel
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
-from tests.pipelines.ranks.test_launch import TORCHRUN
+from tests.pipelines.ranks.test_launch import SRUN, TORCHRUN
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
@@ -230,3 +233,12 @@ def test_a_script_that_a_launcher_has_started_several_times_is_one_line(
     wanted = "torchrun has started this script 2 times, but a model in Python starts its ranks itself: run it without torchrun"
     with pytest.raises(UserError, match=f"^{wanted}$"):
         load_engine(parallel(model, 2), 3)
+
+
+def test_ranks_that_are_bound_keep_their_processors() -> None:
+    """As Slurm binds tasks: each would have half of its own otherwise, as of those that both may use."""
+    place = joined(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    with socket.socket() as stream:
+        for cpus, found in (({2, 3}, [[0, 1], [2, 3]]), ({1, 2}, [None, None])):
+            rank = Rank(1, 1, Channel(stream), cpus=frozenset(cpus))
+            assert leader._cores(place, [rank], {0, 1}) == found

@@ -12,6 +12,7 @@ from conf.serving import ChatConfig
 from pipelines.ranks.launch import (
     Joined,
     _cores,
+    bound,
     cores_of_ranks,
     degrees,
     first_host,
@@ -162,6 +163,13 @@ def test_ranks_have_cores_of_their_own_node_by_node() -> None:
     """Four cores of two threads, as x86 numbers them; the even cores are on the second node."""
     found = _cores({0, 1, 2, 3, 4, 5, 7}, lambda cpu: {cpu % 4, cpu % 4 + 4}, lambda cpu: 1 - cpu % 2)
     assert found == [{1, 5}, {3, 7}, {0, 4}, {2}]
+
+
+def test_who_is_bound_to_processors_has_no_others_to_divide_them_with() -> None:
+    both = [{0, 1}, {0, 1}]
+    assert bound([(None, cpus) for cpus in both]) == [False, False]
+    assert bound(list(zip("ab", both, strict=True))) == [True, True]
+    assert bound([(None, {0, 1}), (None, {2, 3}), (None, {3})]) == [True, False, False]
 
 
 def test_ranks_share_cores_where_there_are_too_few() -> None:

@@ -47,6 +47,7 @@ def test_strangers_at_the_port_are_no_ranks() -> None:
             {"rank": 1, "job": "other", "pid": 1},
             {"rank": 0, "job": "job", "pid": 1},
             {"rank": "1", "job": "job"},
+            {"rank": 1, "job": "job", "pid": 1, "cpus": [[]]},
         ):
             Channel(_connect_until_open(second)).send(hello)
         for content in (b"GET / HTTP/1.1\r\n\r\n", LENGTHS.pack(2, MAX_PAYLOAD_BYTES) + b"{}"):
@@ -54,6 +55,7 @@ def test_strangers_at_the_port_are_no_ranks() -> None:
         channel = join(second)
         (rank,) = found.result()
     assert rank.name == f"rank 1 (process {os.getpid()} on {socket.gethostname()})"
+    assert rank.cpus == os.sched_getaffinity(0)
     rank.channel.send({"op": "end"})
     assert channel.receive() == ({"op": "end"}, b"")
 
