@@ -45,7 +45,8 @@ class Worker:
         if code >= 0:
             return f"ended with exit code {code}"
         why = ", out of memory?" if -code == signal.SIGKILL else ""
-        return f"was ended by signal {-code} ({signal.Signals(-code).name}{why})"
+        name = next((each.name for each in signal.Signals if each == -code), "of real time")
+        return f"was ended by signal {-code} ({name}{why})"
 
     def end(self) -> None:
         """Ask the process to end, and see to it that it does."""

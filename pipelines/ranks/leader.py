@@ -124,7 +124,7 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
 
 
 def _cores(place: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
-    """Return the processors of each rank, first those of rank 0, which may use `cpus`; None where ranks of a machine have to divide theirs."""
+    """Return the processors of each rank, first those of rank 0, which may use `cpus`; None where those of a machine have to be divided."""
     if place is None:
         return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
     host = None if place.address is None else socket.gethostname()

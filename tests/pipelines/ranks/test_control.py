@@ -3,10 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers.builders import REPOSITORY
 
 BEGIN = """
-import fcntl, resource, socket, sys, threading, time
+import fcntl, resource, socket, subprocess, sys, threading, time
 
 from kernels.collectives import NO_NEIGHBOURS, Alone
 from models.cuts import Division
@@ -16,11 +18,11 @@ from pipelines.ranks.messages import LENGTHS, Channel
 from pipelines.ranks.place import Place
 
 ours, theirs = socket.socketpair()
-heartbeat_s = 30.0
+heartbeat_s, process = 30.0, None
 """
 END = """
 place = Place(Division(), Alone(), NO_NEIGHBOURS, 1, ())
-workers = Workers([Worker(1, "rank 1", Channel(ours), None)], place, heartbeat_s)
+workers = Workers([Worker(1, "rank 1", Channel(ours), process)], place, heartbeat_s)
 try:
     workers.answers()
 except RankLost as error:
@@ -54,3 +56,16 @@ def test_a_process_of_many_files_watches_over_its_ranks() -> None:
     limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     many = "ours = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1500))"
     assert said(f"{limit}; {many}; theirs.close()") == "rank 1 has ended\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("exit 3", "ended with exit code 3"),
+        ("kill -TERM $$", "was ended by signal 15 (SIGTERM)"),
+        ("kill -40 $$", "was ended by signal 40 (of real time)"),
+    ],
+)
+def test_how_a_rank_has_ended(end: str, how: str) -> None:
+    """A signal without a name ended the thread that watches, and the run waited for ever."""
+    assert said(f"process = subprocess.Popen(['bash', '-c', '{end}']); theirs.close()") == f"rank 1 {how}\n"
