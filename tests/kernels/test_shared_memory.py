@@ -36,6 +36,18 @@ def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
         assert [rank.communicate()[0][:4] for rank in ranks] == ["done"] * size
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_exchanges_are_counted_beyond_the_largest_number(size: int) -> None:
+    assert LIBRARY is not None
+    fd = create_shared_memory(LIBRARY, size)
+    for rank in range(size):
+        os.pwrite(fd, (2**32 - 3).to_bytes(4, "little"), 64 * (1 + rank))  # its count, in the cache line after the abort word
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        ranks = [start(stack, fd, rank, size, "exchange") for rank in range(size)]
+        assert [rank.communicate()[0][:4] for rank in ranks] == ["done"] * size
+
+
 def test_abort_wakes_all_ranks_and_they_need_no_processor_while_they_wait() -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, 3)

@@ -107,6 +107,17 @@ def test_an_interrupt_ends_all_ranks_between_two_steps(data: Path, tmp_path: Pat
     assert not processes().keys() & {*workers}
 
 
+def test_an_interrupt_while_ranks_load_ends_them(data: Path, tmp_path: Path) -> None:
+    process = start(data, tmp_path / "run", *THREE)
+    workers = workers_of(process, 2)
+    for pid in (*workers, process.pid):
+        os.kill(pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    until(lambda: are_gone(workers))
+    assert not (tmp_path / "run").exists()
+
+
 def test_ranks_share_memory_without_a_name(data: Path, tmp_path: Path) -> None:
     """So that it is gone with them, and of a small /dev/shm nothing is taken."""
     process = start(data, tmp_path / "run", *THREE)
