@@ -8,7 +8,7 @@ act-order and AWQ's order; GGUF's types have files of random blocks. At the end 
 share of the bandwidth.
 
 Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Where memory has
-two speeds by the second, as on machines that others share, a cell of one row is measured until two shares agree within 5 %, four times at
+two speeds by the second, as on machines that others share, a cell of one row is measured until two shares agree within 10 %, three times at
 most, and their means are its row; `shares` has all. A family's prefill is compared with Llama's just before, by the operations of both
 (operations_per_token in family_configs.py).
 """
@@ -48,7 +48,7 @@ INTEGERS = ("Q8_0", "Q4_0")  # of ggml's types those that become codes of int8 a
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("none", "int8", "fp8", "int4")
 SHARE = "decode_share_of_bandwidth"
-AGREEING, MAX_RUNS = 0.05, 4
+AGREEING, MAX_RUNS = 0.1, 3
 METRICS = (
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
