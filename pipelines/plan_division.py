@@ -29,6 +29,7 @@ from pipelines.report import print_columns
 from pipelines.topology import Topology, find_topology, read_topology
 
 ROW_TOKENS = 2048  # of a row, prompt and answer, where model.max_length does not say less
+OVERLAP = 3  # of memory and arithmetic: 1 would be their sum, infinity the longer one
 NO_RANKS = "ranks need a CPU and the C++ kernels"
 EQUAL = 0.95  # of the most tokens a second: what is closer is no worse, and fewer ranks are simpler
 
@@ -119,7 +120,7 @@ def plan_division(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
     plan, costs = _costs(run, source, block_size, packed=kind == "cpu", compresses=path is None)
     rows = run.bench.batch_size if run.task is Task.bench else run.predict.batch_size
     rows *= max(run.decode.n or 1, run.decode.num_beams or 1)
-    topology = topology or find_topology(device, plan.dtype, rows)
+    topology = topology or find_topology(device, plan.dtype)
     length = min(run.model.max_length or ROW_TOKENS, source.shape.context_length, ROW_TOKENS)
     num_tokens, vocab_size = run.device.max_batched_tokens, source.shape.vocab_size
     step = step_bytes(plan.max_layer_values, vocab_size, plan.dtype, num_tokens, rows)
@@ -214,7 +215,7 @@ class _Planner:
         """Return the seconds that a rank takes for each kind of work."""
         topology, work, sharing = self._topology, self._work, self._sharing(tp * pp)
         share = self._costs.active_share(num_rows)
-        bandwidth, flops = topology.bandwidth / min(sharing, tp * num_lanes), topology.flops / sharing
+        bandwidth, flops = topology.bandwidth / min(sharing, tp * num_lanes), topology.flops(num_rows) / sharing
         if sharing > 1:  # with half of the cores each
             bandwidth = min(bandwidth, topology.half_bandwidth)
         link = self._hop(tp * pp, num_rows) if pp > 1 else 0.0
@@ -236,8 +237,12 @@ class _Planner:
 
 
 def _seconds(times: dict[str, float]) -> float:
-    """Return a rank's seconds: memory and arithmetic work at once, and the links when these are done."""
-    return max(times["weights"] + times["cache"], times["arithmetic"]) + times["link"]
+    """Return a rank's seconds: memory and arithmetic work at once, and the links when these are done.
+
+    Where both take as long, each waits for the other at times: the sum of powers is their maximum, rounded off.
+    """
+    memory, arithmetic = times["weights"] + times["cache"], times["arithmetic"]
+    return float((memory**OVERLAP + arithmetic**OVERLAP) ** (1 / OVERLAP) + times["link"])
 
 
 def table(candidates: list[Candidate], best: Candidate | None) -> dict[str, list[str]]:

@@ -1,8 +1,9 @@
 """The machines that a model may be divided among: read from a YAML file, or this machine as it is found."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -49,8 +50,8 @@ class Topology:
     """Bytes a second of a device's memory."""
     half_bandwidth: float
     """Those that half of a device's cores read while the others do nothing."""
-    flops: float
-    """Multiplications and additions a second of a device, in the model's dtype."""
+    flops: Callable[[int], float]
+    """Multiplications and additions a second of a device in products of so many rows, in the model's dtype."""
     link: Link
     """Between the devices of a machine."""
     network: Link | None
@@ -59,7 +60,7 @@ class Topology:
     def __str__(self) -> str:
         name = {"cpu": "NUMA node", "cuda": "GPU"}[self.kind] + "s" * (self.num_devices > 1)
         machines = f"{self.num_machines} machines with " if self.num_machines > 1 else ""
-        each = f"{self.memory / 1e9:,.1f} GB at {self.bandwidth / 1e9:,.0f} GB/s, {self.flops / 1e12:,.1f} TFLOP/s"
+        each = f"{self.memory / 1e9:,.1f} GB at {self.bandwidth / 1e9:,.0f} GB/s, {self.flops(MAX_ROWS) / 1e12:,.1f} TFLOP/s"
         return f"{machines}{self.num_devices} {name} of {each}"
 
 
@@ -81,7 +82,7 @@ def read_topology(path: Path) -> Topology:
     network = _read_link(reader, "network")
     if (network is None) != (num_machines == 1):
         raise UserError(f"{path}: network is between machines: give it for several, and not for one")
-    bandwidth = _size(reader, "bandwidth", path)
+    bandwidth, flops = _size(reader, "bandwidth", path), 1e12 * reader.positive("tflops")
     topology = Topology(
         reader.expect("kind", ("cpu", "cuda"), None),
         num_machines,
@@ -89,7 +90,7 @@ def read_topology(path: Path) -> Topology:
         _size(reader, "memory", path),
         bandwidth,
         bandwidth,
-        1e12 * reader.positive("tflops"),
+        lambda num_rows: flops,
         link,
         network,
     )
@@ -118,21 +119,17 @@ def _refuse_unread(reader: ConfigReader, where: Path | str) -> None:
         raise UserError(f"{where}: {unread[0]} is not known here: the files in pipelines/topologies have all keys")
 
 
-def find_topology(device: torch.device, dtype: torch.dtype, num_rows: int) -> Topology:
-    """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in less than a second.
-
-    `num_rows`: of the products of a step.
-    """
-    bandwidth, free = memory_bandwidth(device), free_memory(device, 1.0)
-    flops = _measured_flops(device, dtype, num_rows)
+def find_topology(device: torch.device, dtype: torch.dtype) -> Topology:
+    """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in less than a second."""
+    bandwidth, free, measured = memory_bandwidth(device), free_memory(device, 1.0), partial(_measured_flops, device, dtype)
     if device.type == "cuda":
         link, number = Link(GPU_LATENCY_S, GPU_BANDWIDTH), torch.cuda.device_count()
-        return Topology("cuda", 1, number, free, bandwidth, bandwidth, flops, link, None)
+        return Topology("cuda", 1, number, free, bandwidth, bandwidth, cache(measured), link, None)
     number = max(1, len([*NUMA_NODES.glob("node[0-9]*")]))
     of_half = min(bandwidth, memory_bandwidth(device, max(1, torch.get_num_threads() // 2)))
+    flops = cache(lambda num_rows: measured(num_rows) / number)
     link = Link(SHARED_MEMORY_LATENCY_S, bandwidth / number / SHARED_MEMORY_COPIES)
-    own = free // number, bandwidth / number, of_half / number, flops / number
-    return Topology("cpu", 1, number, *own, link, None)
+    return Topology("cpu", 1, number, free // number, bandwidth / number, of_half / number, flops, link, None)
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype, num_rows: int) -> float:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -127,7 +126,8 @@ def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> di
                 row = bench(model, [*parallel, *overrides], num_rows, folder / f"{name}-{num_rows}-{number}")
                 found[name].append(row)
                 print(name, num_rows, row, flush=True)
-        rows: dict[str, Any] = {"machine": asdict(topology)}
+        flops = {rows: topology.flops(rows) for rows in {num_rows, -(-num_rows // 2)}}
+        rows: dict[str, Any] = {"machine": vars(topology) | {"link": vars(topology.link), "flops": flops}}
         for name, measured in found.items():
             ratios = {
                 key: statistics.median(a[key] / b[key] for a, b in zip(measured, found["single"], strict=True))
