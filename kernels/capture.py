@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
             return result
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        if not func.is_view:  # a view is of an input, of a weight, or of what is kept
+        if not func.is_view or func is aten.lift_fresh.default:  # a view is of an input, of a weight, or of what is kept
             self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             if repeat_in_library(self._library, func, args, kwargs, result):
@@ -183,5 +183,6 @@ def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callab
 
 
 def _chooses_by_mask(func: Any, args: Any) -> bool:
-    """Return whether an index is of bool, so that the shape of what it chooses depends on numbers."""
-    return func is aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1])
+    """Return whether an index is a mask, so that the shape of what it chooses depends on numbers."""
+    masks = torch.bool, torch.uint8
+    return func is aten.index.Tensor and any(index is not None and index.dtype in masks for index in args[1])

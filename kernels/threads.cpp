@@ -60,6 +60,7 @@ struct Cores {
         of[cpu] = cpu;
         claim_siblings(cpu);
       }
+    if (all.empty()) all.push_back(of[0] = 0);  // Linux tells none where they may be more than CPU_SETSIZE
   }
 
   // thread_siblings_list is such as "0-1" or "0,64"

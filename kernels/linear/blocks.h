@@ -150,6 +150,7 @@ void for_each_block(Reader *readers, int64_t num_tiles, int64_t num_steps, int64
 template <class Unit, class Job, class Reader, class Number>
 void multiply_many(const Job &job, Reader *readers, const Part &part, Number *sums) {
   const int64_t num_tiles = part.last_tile - part.first_tile, stride = num_tiles * TILE_ROW_BYTES;
+  if (job.num_steps() == 0) std::fill_n(sums, (part.last_panel - part.first_panel) * TILE_ROWS * num_tiles * LANES, Number{});
   for_each_block(readers, num_tiles, job.num_steps(), BLOCK_STEPS,
                  [&](const Block<Reader> &block, int64_t tile, int64_t width, int64_t step, int64_t count, Block<Reader> &later) {
     const auto multiply = [&]<int ROWS, int COLUMNS>(int64_t panel) {

@@ -11,59 +11,16 @@
 #include <vector>
 
 #include "../exp.h"
-#include "../kv_format.h"
 #include "../operator.h"
 #include "../room.h"
 #include "../threads.h"
-#include "product.h"
+#include "operands.h"
 
 namespace {
 
-constexpr int64_t TILE = LANES * VECTORS;  // keys
-constexpr int64_t SPLIT = 4 * TILE;        // keys
-constexpr int64_t MAX_ROWS = 64;
-constexpr int64_t FEW_ROWS = 8;            // whose products take as long as packing what they read
-constexpr int64_t CHUNK_WORK = 1 << 15;    // multiplications that are worth another thread: a microsecond, five times a hand-over
+constexpr int64_t FEW_ROWS = 8;          // whose products take as long as packing what they read
+constexpr int64_t CHUNK_WORK = 1 << 15;  // multiplications that are worth another thread: a microsecond, five times a hand-over
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
-
-struct Call {
-  const void *query;  // [T, H, D]
-  void *out;          // [T, H, E]
-  const PagedVectors &keys, &values;
-  const int64_t *tables, *starts, *lengths, *prefixes;  // prefixes: null if there are none
-  const float *slopes;                                  // null if there are none
-  int64_t table_width, num_sequences, num_heads, window;  // window: 0 if there is none
-  float scale, soft_cap;                                // soft_cap: 0 if there is none
-  int64_t heads_per_group = num_heads / keys.num_heads;
-
-  int64_t element_bytes() const { return keys.dtype == Dtype::bfloat16 ? 2 : 4; }  // of what is multiplied
-  int64_t key_words() const { return divide_up(keys.channels * element_bytes(), VECTOR_BYTES) * LANES; }
-  int64_t value_words() const { return divide_up(values.channels * element_bytes(), VECTOR_BYTES) * LANES; }
-  int64_t value_width() const { return divide_up(values.channels, LANES) * LANES; }
-  int64_t num_new(int64_t s) const { return starts[s + 1] - starts[s]; }
-};
-
-// Some rows of one sequence and key/value head; row = new token * heads_per_group + head.
-struct Rows {
-  const Call &call;
-  int64_t sequence, group, first, count;
-
-  int64_t token(int64_t row) const { return (first + row) / call.heads_per_group; }
-  int64_t head(int64_t row) const { return group * call.heads_per_group + (first + row) % call.heads_per_group; }
-  int64_t place(int64_t row) const { return (call.starts[sequence] + token(row)) * call.num_heads + head(row); }
-  int64_t length() const { return call.lengths[sequence]; }
-  int64_t position(int64_t row) const { return length() - call.num_new(sequence) + token(row); }
-  // A row sees the keys begin .. end - 1; neither falls from one row to the next.
-  int64_t begin(int64_t row) const { return call.window ? std::max<int64_t>(position(row) - call.window + 1, 0) : 0; }
-  int64_t end(int64_t row) const {
-    const int64_t prefix = call.prefixes ? std::min(call.prefixes[sequence], length()) : 0;
-    return std::max(position(row) + 1, prefix);
-  }
-  const int64_t *table() const { return call.tables + sequence * call.table_width; }
-  int64_t first_split() const { return begin(0) / SPLIT; }
-  int64_t end_split() const { return divide_up(end(count - 1), SPLIT); }
-  int64_t num_splits() const { return end_split() - first_split(); }
-};
 
 // Softmax over some keys, not yet divided: the highest score, the sum of exp(score - highest), and the values weighted by these.
 struct Partial {
@@ -79,123 +36,6 @@ struct Partial {
     return {at, rows, width};
   }
 };
-
-// What a thread needs besides. Kept from call to call.
-struct Scratch {
-  std::vector<uint8_t> query, vectors, keys, values;
-  std::vector<float> total, partial, floats;
-  alignas(64) float scores[MAX_ROWS * TILE], kept[MAX_ROWS] = {}, sums[MAX_ROWS];
-  alignas(64) uint8_t weights[MAX_ROWS * TILE * WORD_BYTES];
-  const uint8_t *at[TILE];
-};
-
-// --- what is multiplied ---
-
-// `count` float32 as words of the dtype of the products, and zeros after them. x is padded to whole vectors.
-void write_words(Dtype dtype, float *x, int64_t count, int64_t num_words, uint8_t *words) {
-  const int64_t per_word = dtype == Dtype::bfloat16 ? 2 : 1;
-  std::fill(x + count, x + num_words * per_word, 0.0f);
-  if (dtype != Dtype::bfloat16) {
-    std::memcpy(words, x, num_words * WORD_BYTES);
-    return;
-  }
-  for (int64_t i = 0; i < num_words * per_word; i += LANES) store_bfloat16(reinterpret_cast<uint16_t *>(words) + i, load(x + i));
-}
-
-const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
-  const Call &call = rows.call;
-  const int64_t words = call.key_words(), channels = call.keys.channels;
-  uint8_t *query = room(scratch.query, rows.count * words * WORD_BYTES);
-  float *x = room(scratch.floats, 2 * words);
-  for (int64_t row = 0; row < rows.count; ++row) {
-    read_floats(call.query, call.keys.dtype, rows.place(row) * channels, channels, x);
-    write_words(call.keys.dtype, x, channels, words, query + row * words * WORD_BYTES);
-  }
-  return query;
-}
-
-// Vector number `index` of the cache as words, and zeros after them. x has room for them, and for all that read_vector writes.
-void copy_words(const PagedVectors &cache, int64_t index, int64_t head, int64_t num_words, float *x, uint8_t *words) {
-  const int64_t channels = cache.channels;
-  const bool is_half = cache.dtype == Dtype::bfloat16, is_plain = cache.format == KVFormat::unquantised;
-  if (cache.format == KVFormat::int4 || (is_plain && is_half)) {
-    read_vector(cache, index, head, x);
-    write_words(cache.dtype, x, channels, num_words, words);
-  } else if (is_half) {
-    auto *halves = reinterpret_cast<uint16_t *>(words);
-    read_codes(cache, index, head, [&](int64_t i, Floats numbers) { store_bfloat16(halves + i, numbers); });
-    for (int64_t i = channels; i < 2 * num_words; ++i) halves[i] = 0;
-  } else {
-    auto *floats = reinterpret_cast<float *>(words);
-    if (is_plain)
-      read_floats(cache.stored + index * cache.stored_bytes(), cache.dtype, 0, channels, floats);
-    else
-      read_codes(cache, index, head, [&](int64_t i, Floats numbers) { store(floats + i, numbers); });
-    for (int64_t i = channels; i < num_words; ++i) floats[i] = 0;
-  }
-}
-
-// The vectors of a sequence's tokens first .. last - 1 in the cache: work(token, number of the vector) for each, block by block.
-template <class Work> void for_each_vector(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t last, Work &&work) {
-  for (int64_t token = first; token < last;) {
-    const int64_t block = token / cache.block_size, end = std::min((block + 1) * cache.block_size, last);
-    int64_t index = cache.index(rows.table()[block] * cache.block_size + token % cache.block_size, rows.group);
-    for (; token < end; ++token, index += cache.num_heads) work(token, index);
-  }
-}
-
-// scratch.at: where the vectors of the keys first .. first + 63 lie, in the cache itself where it holds words; what is read past a vector
-// there is in no product. Those after the sequence's end are zeros. Fetches those of the next tile (decode over 4,096 tokens of 128
-// channels: 1.15 to 1.28 times as fast).
-void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t words, Scratch &scratch) {
-  const int64_t last = std::min(first + TILE, rows.length()), bytes = words * WORD_BYTES, stored_bytes = cache.stored_bytes();
-  const int64_t vector_bytes = cache.channels * (cache.dtype == Dtype::bfloat16 ? 2 : 4);
-  const bool readable = vector_bytes % VECTOR_BYTES == 0 || (vector_bytes % WORD_BYTES == 0 && cache.has_margin);
-  const bool in_place = cache.format == KVFormat::unquantised && cache.dtype != Dtype::float16 && readable;
-  uint8_t *copies = room(scratch.vectors, (TILE + 1) * bytes);
-  for_each_vector(rows, cache, last, std::min(last + TILE, rows.length()), [&](int64_t, int64_t later) {
-    const auto *at = reinterpret_cast<const char *>(cache.stored + later * stored_bytes);
-    for (int64_t byte = 0; byte < stored_bytes; byte += 64) _mm_prefetch(at + byte, _MM_HINT_T0);
-  });
-  if (last - first < TILE) std::memset(copies + TILE * bytes, 0, bytes);
-  std::fill(scratch.at + (last - first), scratch.at + TILE, copies + TILE * bytes);
-  if (in_place)
-    return for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) { scratch.at[token - first] = cache.stored + index * stored_bytes; });
-  float *x = room(scratch.floats, std::max(2 * words, room_for(cache)));
-  for_each_vector(rows, cache, first, last, [&](int64_t token, int64_t index) {
-    uint8_t *copy = copies + (token - first) * bytes;
-    copy_words(cache, index, rows.group, words, x, copy);
-    scratch.at[token - first] = copy;
-  });
-}
-
-// Keys as [64 / 16, words, 16 keys]; zeros from `num_words` on, where the vectors end.
-void pack_keys(const uint8_t *const *at, int64_t num_words, int64_t words, uint8_t *tiles) {
-  for (int64_t tile = 0; tile < VECTORS; ++tile)
-    for (int64_t word = 0; word < words; word += LANES) {
-      Ints block[LANES];
-      UNROLL
-      for (int64_t i = 0; i < LANES; ++i) block[i] = load(at[tile * LANES + i] + word * WORD_BYTES);
-      transpose(block);
-      UNROLL
-      for (int64_t i = 0; i < LANES; ++i) store(tiles + (tile * words + word + i) * VECTOR_BYTES, word + i < num_words ? block[i] : splat(0));
-    }
-}
-
-// Values as [E / 16, 64 float32 or 32 pairs of bfloat16, 16 channels].
-void pack_values(const uint8_t *const *at, Dtype dtype, int64_t num_tiles, uint8_t *tiles) {
-  if (dtype != Dtype::bfloat16) {
-    for (int64_t tile = 0; tile < num_tiles; ++tile)
-      for (int64_t key = 0; key < TILE; ++key) store(tiles + (tile * TILE + key) * VECTOR_BYTES, load(at[key] + tile * VECTOR_BYTES));
-    return;
-  }
-  for (int64_t tile = 0; tile < num_tiles; ++tile)
-    for (int64_t key = 0; key < TILE; key += 2) {
-      const auto *even = reinterpret_cast<const uint16_t *>(at[key]) + tile * LANES;
-      const auto *odd = reinterpret_cast<const uint16_t *>(at[key + 1]) + tile * LANES;
-      store(tiles + (tile * TILE + key) / 2 * VECTOR_BYTES, add(load_halves(even), shift_left<16>(load_halves(odd))));
-    }
-}
 
 // --- softmax ---
 
@@ -247,6 +87,21 @@ void weigh_rows(const Rows &rows, int64_t first_row, int64_t last_row, int64_t f
   for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.kept[row] + scratch.sums[row];
 }
 
+// The rows a .. b - 1 one by one, each with zeros for the values that it does not see: its weight for them is 0, and 0 times NaN is NaN.
+void attend_apart(const Rows &rows, int64_t a, int64_t b, int64_t first, const Product &attended, uint8_t *values, Scratch &scratch,
+                  TileHeight &height) {
+  const Dtype dtype = rows.call.keys.dtype;
+  const int64_t bytes = rows.call.value_words() * WORD_BYTES;
+  uint8_t *zeros = room(scratch.zeros, bytes);
+  std::memset(zeros, 0, bytes);
+  for (int64_t row = a; row < b; ++row) {
+    const uint8_t *seen[TILE];
+    for (int64_t i = 0; i < TILE; ++i) seen[i] = rows.begin(row) <= first + i && first + i < rows.end(row) ? scratch.at[i] : zeros;
+    pack_values(seen, dtype, attended.num_tiles, values);
+    compute(dtype, attended, row, row + 1, height);
+  }
+}
+
 void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial &partial, Scratch &scratch) {
   const Call &call = rows.call;
   const Dtype dtype = call.keys.dtype;
@@ -269,7 +124,10 @@ void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial
     weigh_rows(rows, a, b, first, partial, scratch);
     find_vectors(rows, call.values, first, call.value_words(), scratch);
     pack_values(scratch.at, dtype, width / LANES, values);
-    compute(dtype, attended, a, b, height);
+    if (rows.see_all(a, b, first) || are_finite(values, dtype, width * steps * WORD_BYTES))
+      compute(dtype, attended, a, b, height);
+    else
+      attend_apart(rows, a, b, first, attended, values, scratch, height);
   }
 }
 

@@ -54,9 +54,18 @@ def paged_attention(
             hidden &= torch.arange(length, device=q.device) >= prefix_lengths[s]
         if window is not None:
             hidden |= distance <= -window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype).flatten(1, 2)  # [G, H/G * Q, L]
-        output[starts[s] : starts[s + 1]] = (weights @ values).reshape(*q.shape[1::-1], -1).transpose(0, 1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)  # [G, H/G, Q, L]
+        attended = _weighted(weights, values, hidden)
+        output[starts[s] : starts[s + 1]] = attended.reshape(*q.shape[1::-1], -1).transpose(0, 1)
     return output
+
+
+def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """Return weights [G, H/G, Q, L] times values [G, L, E], without those hidden [Q, L]: [G, H/G * Q, E]. 0 times NaN is NaN."""
+    if values.isfinite().all():
+        return weights.flatten(1, 2) @ values
+    rows = [weights[:, :, i] @ values.masked_fill(hidden[i, :, None], 0) for i in range(len(hidden))]  # [G, H/G, E] each
+    return torch.stack(rows, dim=2).flatten(1, 2)
 
 
 def _read(cache: PagedVectors, blocks: Tensor, length: int) -> Tensor:

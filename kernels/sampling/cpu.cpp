@@ -70,7 +70,7 @@ class Row {
     if (!scale(logits, vocab_size, settings.temperature)) return UNDECIDED;
     const bool has_top_k = settings.top_k > 0 && settings.top_k < vocab_size, has_top_p = settings.top_p < 1;
     last_ = {-std::numeric_limits<double>::infinity(), vocab_size};
-    if (has_top_k || has_top_p) fill_buckets();
+    if ((has_top_k || has_top_p) && !fill_buckets()) return UNDECIDED;
     if (has_top_k) keep_top_k(static_cast<int64_t>(settings.top_k));
     if (has_top_p && !keep_top_p(settings.top_p)) return UNDECIDED;
     if (settings.min_p > 0 && !keep_min_p(settings.min_p)) return UNDECIDED;
@@ -104,7 +104,8 @@ class Row {
     }
   }
 
-  void fill_buckets() {
+  // False where a logit is NaN: it would be counted, but is among no tokens.
+  bool fill_buckets() {
     bucket_of_.resize(scaled_.size());
     counts_.assign(NUM_BUCKETS, 0), masses_.assign(NUM_BUCKETS, 0.0);
     for (size_t id = 0; id < scaled_.size(); ++id)
@@ -114,6 +115,7 @@ class Row {
       masses_[bucket_of_[id]] += weights_[id];
     }
     last_bucket_ = NUM_BUCKETS - 1;
+    return !std::isnan(masses_.back());
   }
 
   // `among_` becomes the tokens of a bucket that are kept so far.

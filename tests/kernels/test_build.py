@@ -229,6 +229,16 @@ def test_a_number_of_threads_below_one_is_refused() -> None:
         set_threads(0)
 
 
+def test_one_thread_computes_where_linux_tells_no_cores(tmp_path: Path) -> None:
+    """It tells none to who asks with room for fewer than the machine may have."""
+    have(build.instruction_set())
+    source, without = tmp_path / "without.c", tmp_path / "without.so"
+    source.write_text("int sched_getaffinity(int pid, unsigned long size, void *set) { return -1; }\n")
+    subprocess.run([build.compiler(), "-x", "c", "-shared", "-fPIC", str(source), "-o", str(without)], check=True)
+    done = run(f"{PRODUCT}; from kernels import build; print(build.library().get_threads())", LD_PRELOAD=str(without))
+    assert (done.stdout, done.returncode) == ("tensor(160.)\n1\n", 0), done.stderr
+
+
 def test_no_call_waits_for_a_thread_that_does_not_run() -> None:
     """A neighbour computes on one of the cores (tests/bench/neighbour.py measures what that costs)."""
     have(build.instruction_set())

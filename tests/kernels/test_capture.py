@@ -317,6 +317,7 @@ def test_what_is_no_part_of_it_is_not_recorded(compiled: Callable[[int], None]) 
     [
         lambda x: x.sort().values,  # not known to be repeatable
         lambda x: x[x > 0],  # a shape that depends on numbers
+        lambda x: torch.ops.aten.index(x, [(x[:, 0] > 0).to(torch.uint8)]),
         lambda x: x + x.amax().item(),  # a number that would be frozen
         lambda x: x + x.amax().tolist(),
         lambda x: x + float(x.numpy()[0, 0]),
@@ -331,6 +332,19 @@ def test_what_cannot_be_repeated_blindly_is_computed_and_not_captured(
     graph, result = capture(lambda: compute(TABLE))
     assert graph is None
     assert result.equal(compute(TABLE))
+
+
+@torch.inference_mode()
+def test_numbers_of_python_stay_while_a_graph_does(compiled: Callable[[int], None]) -> None:
+    compiled(1)
+    numbers = [2.0] * 64
+    graph, result = capture(lambda: rms_norm(TABLE, torch.tensor(numbers), 1e-5))
+    assert graph is not None
+    gc.collect()
+    others = [torch.full((64,), torch.nan) for _ in range(99)]  # in memory that nobody holds
+    graph.replay()
+    assert result.equal(rms_norm(TABLE, torch.tensor(numbers), 1e-5))
+    assert all(other.isnan().all() for other in others)
 
 
 def test_a_call_of_python_is_repeated_as_a_whole(compiled: Callable[[int], None]) -> None:

@@ -83,3 +83,15 @@ def test_what_is_missing_and_what_does_not_fit() -> None:
         linear(x, weight.bfloat16())
     with pytest.raises(RuntimeError, match="[Ee]xpected"):
         linear_per_head(x[:, None], torch.stack((weight, weight)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("poisoned")
+def test_no_inputs_give_the_bias(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+    """For any number of rows, and in memory that held another product."""
+    compiled(1)
+    weight, bias = randn(20, 64, dtype=dtype), randn(20, dtype=dtype)
+    for num_rows in ROWS:
+        x = randn(num_rows, 64, dtype=dtype)
+        linear(x, weight)
+        assert linear(x[:, :0], weight[:, :0], bias).equal(bias.expand(num_rows, 20))

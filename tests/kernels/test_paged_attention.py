@@ -126,3 +126,19 @@ def test_numbers_that_do_not_lie_side_by_side() -> None:
 
 def test_values_may_have_fewer_channels_than_keys() -> None:
     check(RAGGED, 4, 1, 24, 10, {})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"prefix_lengths": torch.tensor([2])}], ids=str)
+def test_what_a_token_does_not_see_may_be_anything(options: Options, bad: float) -> None:
+    """Its weight is 0, which makes NaN of a value that is not finite."""
+    caches = [PagedVectors((torch.randn(3, BLOCK_SIZE, 2, 8),), Unquantised(), 8, torch.float32) for _ in range(2)]
+    query, numbers = torch.randn(9, 4, 8), (torch.tensor([[1, 0, 2]]), torch.tensor([0, 9]), torch.tensor([9]))
+    expected = paged_attention(query, *caches, *numbers, 0.3, **options)
+    caches[1].tensors[0][0, 1, 1, 5] = bad  # position 5, of the second group
+    result = paged_attention(query, *caches, *numbers, 0.3, **options)
+    sees = torch.arange(9) >= 5
+    if "window" in options:
+        sees &= torch.arange(9) < 8
+    assert not result[sees][:, 2:, 5].isfinite().any()
+    torch.testing.assert_close(result[~sees], expected[~sees], rtol=0, atol=1e-6)  # another order of sums

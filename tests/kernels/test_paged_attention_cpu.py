@@ -245,6 +245,25 @@ def test_what_is_not_a_number_shows(compiled: Threads) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"prefix_lengths": torch.tensor([3])}], ids=str)
+@pytest.mark.parametrize(("dtype", "name"), [*DTYPES, (torch.bfloat16, "int8"), (torch.float32, "fp8 static")], ids=str)
+def test_a_token_has_the_bits_of_a_step_without_those_after_it(
+    compiled: Threads, dtype: torch.dtype, name: str, options: Options, bad: float
+) -> None:
+    """Whatever their values are, of which it takes none."""
+    filled = fill([150], (4, 2, 24, 24), dtype, name)
+    value = torch.ones(1, 2, 24, dtype=dtype)
+    value[0, :, 7] = bad
+    kv_store(torch.ones_like(value), value, filled.keys, filled.values, filled.tables[0, 4:5] * BLOCK_SIZE + 6)
+    (whole,) = attend(filled, [(0, 0, 150)], options)
+    parts = [attend(filled, [(0, *part)], options)[0] for part in ((0, 70), (70, 73), (73, 150))]
+    assert torch.equal(whole.nan_to_num(7), torch.cat(parts).nan_to_num(7))
+    sees = slice(70, 75 if "window" in options else 150)
+    assert not whole[sees, :, 7].isfinite().any()
+    assert torch.cat((whole[:70], whole[sees.stop :])).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("channels", [16, 21])
 @pytest.mark.parametrize(("dtype", "name"), [each for each in QUANTISED if "static" in each[1]], ids=str)
 def test_static_scales_do_not_hide_it(

@@ -103,3 +103,12 @@ def test_refuses_other_shapes_and_dtypes() -> None:
         draw(torch.zeros(1, 4, dtype=torch.bfloat16), torch.zeros(1, 5, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"settings are \[2, 5\] of float64, not \[1, 5\]"):
         draw(torch.zeros(2, 4), torch.zeros(1, 5, dtype=torch.float64))
+
+
+def test_rows_with_nan_are_left_to_the_reference(any_way: str) -> None:
+    """More tokens are asked for than there are beside NaN, too."""
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
+    logits[0, 30:] = torch.nan
+    settings = torch.tensor([(*each, 0.4) for each in (*SETTINGS, (1.0, 35, 1.0, 0.0))], dtype=torch.float64)
+    rows = logits.expand(len(settings), -1)
+    assert torch.equal(draw(rows, settings), reference.draw(rows, settings))

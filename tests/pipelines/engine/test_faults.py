@@ -220,3 +220,18 @@ def test_what_a_sink_raises_is_raised(engine: Engine) -> None:
         with pytest.raises(KeyError):
             list(engine.generate([request]))
     assert run(engine, {})
+
+
+def test_what_comes_before_a_damaged_token_is_sound(chatty: Path) -> None:
+    """Other prompts find its blocks."""
+    engine = engine_of(chatty, tokenizer="", block_size=4)
+    beginning = [0, 70, 71, 72, 73, 74, 75, 76]
+    expected = run(engine, {}, [PROMPTS[0], [*beginning, 77], PROMPTS[2]])[FAULTY].completions
+    assert DAMAGED not in expected[0].token_ids
+    engine = engine_of(chatty, tokenizer="", block_size=4)
+    for module in engine.runner.model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.weight.data[DAMAGED] = torch.nan
+    assert run(engine, {}, [PROMPTS[0], [*beginning, DAMAGED], PROMPTS[2]])[FAULTY].error
+    output = run(engine, {}, [PROMPTS[0], [*beginning, 77], PROMPTS[2]])[FAULTY]
+    assert (output.error, output.completions) == (None, expected)
