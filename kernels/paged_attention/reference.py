@@ -64,7 +64,9 @@ def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     """Return weights [G, H/G, Q, L] times values [G, L, E], without those hidden [Q, L]: [G, H/G * Q, E]. 0 times NaN is NaN."""
     if values.isfinite().all():
         return weights.flatten(1, 2) @ values
-    rows = [weights[:, :, i] @ values.masked_fill(hidden[i, :, None], 0) for i in range(len(hidden))]  # [G, H/G, E] each
+    rows = [
+        weights[:, :, i] @ values.masked_fill(hidden[i, :, None], 0) for i in range(len(hidden))
+    ]  # [G, H/G, E] each
     return torch.stack(rows, dim=2).flatten(1, 2)
 
 
