@@ -388,7 +388,8 @@ def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     e, f, v = 6144, 16384, 32768
     layer = 2 * e * e + 2 * e * 8 * 128 + 8 * e + 2 * e + 2 * 3 * e * f
     cache = 2048 * 56 * 2 * 8 * 128 * 2
-    assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-9)
+    # Arithmetic, 0.006 of the memory's time, adds a third of its third power.
+    assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-6)
 
 
 @pytest.mark.parametrize(
