@@ -165,7 +165,7 @@ class Rank:
     process: "subprocess.Popen[bytes] | None" = None
     """None where a launcher has started it."""
     host: str | None = None
-    """Its machine, where ranks are on several."""
+    """Its machine; None where all ranks are on one."""
     cpus: frozenset[int] = frozenset()
     """Processors that it may use, where a launcher has started it."""
 

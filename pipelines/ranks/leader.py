@@ -90,22 +90,22 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     if device.type != "cpu" or library is None:
         missing = "the C++ kernels, which are off" if device.type == "cpu" else "device=cpu"
         raise UserError(f"parallel={run.parallel.mode.name} needs {missing}: give them, or parallel=single")
-    place = joined(os.environ)
-    if place is not None and place.rank > 0:
-        what = f"{place.launcher} has started this script {place.size} times, but a model in Python starts its ranks itself"
-        raise UserError(f"{what}: run it without {place.launcher}")
-    (tp, pp), cpus = degrees(run, place), os.sched_getaffinity(0)
-    over_tcp = uses_gloo(run, place, tp)
-    if place is None:
+    launched = joined(os.environ)
+    if launched is not None and launched.rank > 0:
+        what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
+        raise UserError(f"{what}: run it without {launched.launcher}")
+    (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
+    over_tcp = uses_gloo(run, launched, tp)
+    if launched is None:
         check_plan(whole, division_of(0, tp, pp, run.parallel))
-    ranks = spawn(tp * pp) if place is None else meet(place)
-    cores = _cores(place, ranks, cpus)
-    is_near = place is None or place.address is None  # then rank 0 has verified the files of all
+    ranks = spawn(tp * pp) if launched is None else meet(launched)
+    cores = _cores(launched, ranks, cpus)
+    is_near = launched is None or launched.address is None  # then rank 0 has verified the files of all
     model = replace(run.model, verify=run.model.verify and not is_near)
     start = {
         "tp": tp,
         "pp": pp,
-        "num_local": place.num_local if place else tp * pp,
+        "num_local": launched.num_local if launched else tp * pp,
         "head": source.architecture.head.name,
         "run": plain(asdict(replace(run, model=model, sweep=SweepConfig()))),
     }
@@ -116,18 +116,18 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     else:
         num_cpus = len(cpus.union(*(rank.cpus for rank in ranks)))
         own = _begin_in_memory(run, library, ranks, starts, spins=num_cpus >= tp * pp)
-    use_cores(cores[0] or (place.cores(cpus) if place else cpus))
+    use_cores(cores[0] or (launched.cores(cpus) if launched else cpus))
     torch.set_num_threads(run.device.threads or library.get_threads())
     set_threads(run.device.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
     return Leader(Workers(workers, own, run.parallel.heartbeat_s), cpus)
 
 
-def _cores(place: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
+def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
     """Return the processors of each rank, first those of rank 0, which may use `cpus`; None where those of a machine have to be divided."""
-    if place is None:
+    if launched is None:
         return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
-    host = None if place.address is None else socket.gethostname()
+    host = None if launched.address is None else socket.gethostname()
     everyone = [(host, cpus), *((rank.host, rank.cpus) for rank in ranks)]
     return [sorted(own) if alone else None for (_, own), alone in zip(everyone, bound(everyone), strict=True)]
 
