@@ -55,19 +55,18 @@ def paged_attention(
         if window is not None:
             hidden |= distance <= -window
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)  # [G, H/G, Q, L]
-        attended = _weighted(weights, values, hidden)
-        output[starts[s] : starts[s + 1]] = attended.reshape(*q.shape[1::-1], -1).transpose(0, 1)
+        output[starts[s] : starts[s + 1]] = _weighted(weights, values, hidden)
     return output
 
 
 def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-    """Return weights [G, H/G, Q, L] times values [G, L, E], without those hidden [Q, L]: [G, H/G * Q, E]. 0 times NaN is NaN."""
+    """Return weights [G, H/G, Q, L] times values [G, L, E], without those hidden [Q, L]: [Q, H, E]. 0 times NaN is NaN."""
     if values.isfinite().all():
-        return weights.flatten(1, 2) @ values
-    rows = [
-        weights[:, :, i] @ values.masked_fill(hidden[i, :, None], 0) for i in range(len(hidden))
-    ]  # [G, H/G, E] each
-    return torch.stack(rows, dim=2).flatten(1, 2)
+        sums = (weights.flatten(1, 2) @ values).unflatten(1, weights.shape[1:3])  # [G, H/G, Q, E]
+    else:
+        seen = [values.masked_fill(each[:, None], 0) for each in hidden]
+        sums = torch.stack([weights[:, :, i] @ own for i, own in enumerate(seen)], dim=2)
+    return sums.flatten(0, 1).transpose(0, 1)
 
 
 def _read(cache: PagedVectors, blocks: Tensor, length: int) -> Tensor:
