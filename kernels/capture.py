@@ -147,9 +147,7 @@ class _Recorder(TorchDispatchMode):
             return result
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        if (
-            not func.is_view or func is aten.lift_fresh.default
-        ):  # a view is of an input, of a weight, or of what is kept
+        if not func.is_view:  # a view is of an input, of a weight, or of what is kept
             self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             if repeat_in_library(self._library, func, args, kwargs, result):
