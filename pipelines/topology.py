@@ -121,11 +121,8 @@ def _refuse_unread(reader: ConfigReader, where: Path | str) -> None:
 
 def find_topology(device: torch.device, dtype: torch.dtype) -> Topology:
     """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in less than a second."""
-    bandwidth, free, measured = (
-        memory_bandwidth(device),
-        free_memory(device, 1.0),
-        partial(_measured_flops, device, dtype),
-    )
+    bandwidth, free = memory_bandwidth(device), free_memory(device, 1.0)
+    measured = partial(_measured_flops, device, dtype)
     if device.type == "cuda":
         link, number = Link(GPU_LATENCY_S, GPU_BANDWIDTH), torch.cuda.device_count()
         return Topology("cuda", 1, number, free, bandwidth, bandwidth, cache(measured), link, None)

@@ -126,9 +126,8 @@ class BlockManager:
         if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
             raise RuntimeError("reference counts differ from what the sequences own")
         if sorted([*self._empty, *self._cached, *owned]) != list(range(self.num_blocks)):
-            counts = (
-                f"{len(self._empty)} empty, {len(self._cached)} cached, {len(owned)} used, {self.num_blocks} in all"
-            )
+            num_empty, num_cached = len(self._empty), len(self._cached)
+            counts = f"{num_empty} empty, {num_cached} cached, {len(owned)} used, {self.num_blocks} in all"
             raise RuntimeError(f"blocks do not add up: {counts}")
         if {block: value for value, block in self._block_of.items()} != self._hash_of:
             raise RuntimeError("hashes and blocks do not match")

@@ -111,9 +111,7 @@ class Engine:
         self.runner = self._make_runner(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # the next step, which runs before its input tokens are known here
-        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = (
-            deque()
-        )  # steps under way, of other groups each
+        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()  # steps under way, of different groups
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""

@@ -41,9 +41,8 @@ def test_exchanges_are_counted_beyond_the_largest_number(size: int) -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, size)
     for rank in range(size):
-        os.pwrite(
-            fd, (2**32 - 3).to_bytes(4, "little"), 64 * (1 + rank)
-        )  # its count, in the cache line after the abort word
+        # its count, in the cache line after the abort word
+        os.pwrite(fd, (2**32 - 3).to_bytes(4, "little"), 64 * (1 + rank))
     with ExitStack() as stack:
         stack.callback(os.close, fd)
         ranks = [start(stack, fd, rank, size, "exchange") for rank in range(size)]
