@@ -62,7 +62,7 @@ def paged_attention(
 def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     """Return weights [G, H/G, Q, L] times values [G, L, E], without those hidden [Q, L]: [Q, H, E]. 0 times NaN is NaN."""
     if values.isfinite().all():
-        sums = (weights.flatten(1, 2) @ values).unflatten(1, weights.shape[1:3])  # [G, H/G, Q, E]
+        sums: Tensor = (weights.flatten(1, 2) @ values).unflatten(1, weights.shape[1:3])  # [G, H/G, Q, E]
     else:
         seen = [values.masked_fill(each[:, None], 0) for each in hidden]
         sums = torch.stack([weights[:, :, i] @ own for i, own in enumerate(seen)], dim=2)
