@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the engine has done since the model was loaded."""
+    """Counts what the engine has done since the model was loaded."""
 
     num_generated_tokens: int
     drafts: DraftCounts
