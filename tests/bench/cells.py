@@ -1,10 +1,10 @@
 """A row for each scheme, dtype and cache format of MODEL, or for each family: decode and prefill beside the memory bandwidth.
 
-`python tests/bench/cells.py [MODEL] --out FILE.json [--formats NAME,NAME] [--rows 1 16]`; MODEL has a config.json, its weights are random.
-Without one the rows are of families in bfloat16 (family_configs.py), some 30 s each with `--rows 1 --new 16 --repeats 1`.
-Every cell is a process of its own. `--formats` takes beginnings of names, `int4,artefact`: so one run becomes several. `--artefacts FOLDER`
-adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static activations,
-act-order and AWQ's order; GGUF's types have files of random blocks. At the end stands the slowest cell of a row, by its
+`python tests/bench/cells.py [MODEL] --out FILE.json [--formats PATTERN PATTERN] [--rows 1 16]`; MODEL has a config.json, its weights are
+random. Without one the rows are of families in bfloat16 (family_configs.py), some 30 s each with `--rows 1 --new 16 --repeats 1`.
+Every cell is a process of its own. `--formats` takes patterns of names, `'int4*' 'artefact*'`: so one run becomes several. `--artefacts
+FOLDER` adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static
+activations, act-order and AWQ's order; GGUF's types have files of random blocks. At the end stands the slowest cell of a row, by its
 share of the bandwidth.
 
 Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Where memory has
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--artefacts", type=Path)
-    parser.add_argument("--formats", type=lambda names: tuple(names.split(",")), help="beginnings of names")
+    parser.add_argument("--formats", nargs="*", default=["*"], help="patterns of names")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
@@ -80,10 +81,12 @@ def main() -> None:
     }
     sizes = [f"bench.new_tokens={args.new}", f"bench.repeats={args.repeats}"]
     with tempfile.TemporaryDirectory() as folder:
-        found = cells(args.model) | block_cells(args.model, Path(folder)) if args.model else family_cells(Path(folder))
-        found |= artefact_cells(args.artefacts) if args.artefacts else {}
+        sources = artefacts_in(args.artefacts) if args.artefacts else {}
+        if args.model:
+            sources |= schemes(args.model) | block_files(args.model, Path(folder))
+        found = cells(sources) or family_cells(Path(folder))
         for name, overrides in found.items():
-            if args.formats and not name.startswith(args.formats):
+            if not any(fnmatchcase(name, pattern) for pattern in args.formats):
                 continue
             settings = [*overrides, *sizes, prompts(Path(folder), name, args.prompt)]
             for rows in args.rows:
@@ -101,7 +104,7 @@ def main() -> None:
 
 def family_cells(folder: Path) -> dict[str, list[str]]:
     """Return each family's cell: its name and settings."""
-    return {f"family {family.name}": random(family, "bfloat16") for family in write_configs(folder)}
+    return {f"family {family.name}": [*random(family), "model.dtype=bfloat16"] for family in write_configs(folder)}
 
 
 def prompts(folder: Path, name: str, num_tokens: int) -> str:
@@ -113,29 +116,30 @@ def prompts(folder: Path, name: str, num_tokens: int) -> str:
     return f"bench.data={data}"
 
 
-def cells(model: Path) -> dict[str, list[str]]:
-    """Return each cell's name and settings: of one model all schemes, dtypes and caches."""
-    found = {}
-    for scheme, quant in SCHEMES.items():
-        for dtype in DTYPES:
-            for cache in CACHES if scheme in ("none", "int8") and dtype == "bfloat16" else CACHES[:1]:
-                found[f"{scheme}, {dtype}, cache {cache}"] = [*random(model, dtype), *quant, f"quant.kv_cache={cache}"]
-    return found
+def cells(sources: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return each cell's name and settings: of each source all dtypes and caches."""
+    return {
+        f"{name}, {dtype}, cache {cache}": [*settings, f"model.dtype={dtype}", f"quant.kv_cache={cache}"]
+        for name, settings in sources.items()
+        for dtype in DTYPES
+        for cache in CACHES
+    }
 
 
-def block_cells(model: Path, folder: Path) -> dict[str, list[str]]:
-    """Return the cell of each of ggml's types: files of random blocks, of a Llama whose widths are whole blocks."""
+def schemes(model: Path) -> dict[str, list[str]]:
+    """Return the settings of each scheme of a model with random weights."""
+    return {name: [*random(model), *quant] for name, quant in SCHEMES.items()}
+
+
+def block_files(model: Path, folder: Path) -> dict[str, list[str]]:
+    """Return the settings of each of ggml's types: files of random blocks, of a Llama whose widths are whole blocks."""
     config = json.loads((model / "config.json").read_text())
     if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
         return {}
     found = {}
     for kind in (*INTEGERS, *KINDS):
         file = folder / f"{kind}.gguf"
-        found[f"gguf {kind}, bfloat16, cache none"] = [
-            f"model.path={file}",
-            "model.tokenizer=null",
-            "model.dtype=bfloat16",
-        ]
+        found[f"gguf {kind}"] = [f"model.path={file}", "model.tokenizer=null"]
         write_random_llama(file, model, kind)
     return found
 
@@ -146,14 +150,13 @@ def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return min(known, key=lambda row: float(row["decode_share_of_bandwidth"]), default=None)
 
 
-def artefact_cells(artefacts: Path) -> dict[str, list[str]]:
-    """Return the cell of each artefact in a folder."""
-    folders = sorted(artefacts.iterdir())
-    return {f"artefact {each.name}": [f"model.path={each}", "model.dtype=bfloat16"] for each in folders}
+def artefacts_in(folder: Path) -> dict[str, list[str]]:
+    """Return the settings of each artefact in a folder."""
+    return {f"artefact {each.name}": [f"model.path={each}"] for each in sorted(folder.iterdir())}
 
 
-def random(model: Path, dtype: str) -> list[str]:
-    return [f"model.path={model}", "model.weights=random", "model.tokenizer=null", f"model.dtype={dtype}"]
+def random(model: Path) -> list[str]:
+    return [f"model.path={model}", "model.weights=random", "model.tokenizer=null"]
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:
@@ -188,7 +191,7 @@ def prefill_beside_llama(folder: Path, family: str, num_tokens: int, repeats: in
     speeds = []
     for name in ("llama", family):
         sizes = [prompts(folder, f"family {name}", num_tokens), "bench.new_tokens=1", f"bench.repeats={repeats}"]
-        found = measure([*random(folder / name, "bfloat16"), *sizes, "bench.batch_size=1"])
+        found = measure([*random(folder / name), "model.dtype=bfloat16", *sizes, "bench.batch_size=1"])
         if "error" in found:
             return None
         speeds.append(found["prefill_tokens_per_s"] * operations_per_token(folder / name, num_tokens))
