@@ -25,6 +25,7 @@ from kernels.linear import (
     pack_float8,
 )
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows, quantize_rows
+from kernels.take_channels import take_channels
 from models.cuts import Cut
 from models.layers.linear_method import LinearMethod, Weight, take
 from quantization.codes import CodeKind
@@ -51,7 +52,6 @@ class CodedMethod(LinearMethod):
         self._layout = layout
         self._shape = shape
         self._weight: CodedWeight | None = None
-        self._permutation: Tensor | None = None  # int64 [I]: the order of input channels in the weight
 
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
@@ -76,7 +76,7 @@ class CodedMethod(LinearMethod):
             return {}
         # the memory that the kernels read, so that it is counted
         parameters = {name: nn.Parameter(part, requires_grad=False) for name, part in self._weight.tensors.items()}
-        buffers = {"permutation": self._permutation, "input_scale": self.input_scale}
+        buffers = {"permutation": self.permutation, "input_scale": self.input_scale}
         return {**parameters, **{name: buffer for name, buffer in buffers.items() if buffer is not None}}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -92,7 +92,7 @@ class CodedMethod(LinearMethod):
         """Make the weight of one that is quantised already."""
         weight, scale = stored.weight, stored.input_scale
         zero_points = None if weight.zero_points is None else weight.zero_points.to(device)
-        self._permutation = None if weight.permutation is None else weight.permutation.to(device)
+        self.permutation = None if weight.permutation is None else weight.permutation.to(device)
         self.input_scale = None if scale is None else scale.to(device, torch.float32)
         self._weight = self.pack(QuantizedWeight(weight.codes.to(device), weight.scales.to(device), zero_points))
 
@@ -101,8 +101,8 @@ class CodedMethod(LinearMethod):
             self.input_scale = take(tensors, "input_scale", (), torch.float32)
         if not self.takes_floats and "permutation" in tensors:
             num_inputs = self._shape[1]
-            self._permutation = take(tensors, "permutation", (num_inputs,), torch.int64)
-            if not self._permutation.sort().values.equal(torch.arange(num_inputs)):
+            self.permutation = take(tensors, "permutation", (num_inputs,), torch.int64)
+            if not self.permutation.sort().values.equal(torch.arange(num_inputs)):
                 raise ValueError(f"its permutation does not name each of {num_inputs} inputs once")
         self._weight = self.take_weight(tensors)
 
@@ -132,21 +132,20 @@ class CodedMethod(LinearMethod):
         return method, {}
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
-        if self._permutation is not None:
-            assert isinstance(x, Tensor)
-            x = x[:, self._permutation]
         return matmul(self.quantized(x), self.weight, bias)
 
     def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:
         """Return None also where activations are permuted first, as no others are."""
         format = self.code_format(num_rows, num_weights)
         return (
-            None if format is None or self._permutation is not None else format._replace(static_scales=self.input_scale)
+            None if format is None or self.permutation is not None else format._replace(static_scales=self.input_scale)
         )
 
     def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
         if isinstance(x, QuantizedActivations):
             return x
+        if self.permutation is not None:
+            x = take_channels(x, self.permutation)
         format = self.code_format(x.shape[0], num_weights)
         if format is None:
             return x
@@ -156,10 +155,11 @@ class CodedMethod(LinearMethod):
     @property
     def merge_key(self) -> Hashable:
         weight = self._weight
-        if self._permutation is not None or weight is None:
+        if weight is None:
             return None
         format = weight.output_format if isinstance(weight, GPUWeight) else weight.format
-        return self.scheme, weight.num_inputs, format
+        order = None if self.permutation is None else tuple(self.permutation.tolist())
+        return self.scheme, weight.num_inputs, format, order
 
     @property
     def gpu_weight(self) -> GPUWeight | None:

@@ -188,6 +188,18 @@ void swiglu(Step &step) {
   step.give(0, out);
 }
 
+void take_channels(Step &step) {
+  const Tensor &x = step.tensor("x"), &order = step.tensor("order");
+  fit(x.rank() == 2 && x.count() > 0 && is_integers(order, 1) && order.count() > 0);
+  const Tensor out = empty(x.type, {x.shape[0], order.shape[0]});
+  for (int64_t i = 0; i < order.shape[0]; ++i) {
+    const int64_t channel = order.as<int64_t>()[i];
+    require(channel >= 0 && channel < x.shape[1], "channel " + std::to_string(channel) + " of " + std::to_string(x.shape[1]));
+  }
+  call_kernel("take_channels", x.data, x.shape[1], order.data, out.data, bytes_of(x.type), x.shape[0], order.shape[0]);
+  step.give(0, out);
+}
+
 void rope_angles(Step &step) {
   const Tensor positions = step.tensor("positions"), frequencies = step.tensor("frequencies");
   fit(is_integers(positions, 1) && frequencies.type == Type::float32 && frequencies.rank() == 1 && positions.count() * frequencies.count() > 0);
@@ -360,7 +372,7 @@ Operator find_operator(const std::string &target) {
       {"aten.unbind.int", unbind}, {"aten.split_with_sizes.default", split_with_sizes}, {"aten.chunk.default", chunk},
       {"aten.narrow.default", narrow_part}, {"aten.add.Tensor", add}, {"aten.relu.default", relu}, {"quintet.rms_norm.default", rms_norm},
       {"quintet.add_rms_norm.default", add_rms_norm}, {"quintet.layer_norm.default", layer_norm}, {"quintet.gelu_tanh.default", gelu_tanh},
-      {"quintet.swiglu.default", swiglu}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
+      {"quintet.swiglu.default", swiglu}, {"quintet.take_channels.default", take_channels}, {"quintet.rope_angles.default", rope_angles}, {"quintet.kv_store.default", kv_store},
       {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention},
       {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear}};
   constexpr std::string_view LIBRARIES = "torch.ops.";

@@ -24,6 +24,7 @@ from pipelines.loading import load_engine
 from runner.build import build_runner
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.goldens import link
+from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="the kernels are not built here")
 
@@ -105,6 +106,13 @@ def test_formats_of_weights(dtype: DType, quant: QuantConfig, program: Path, tmp
     check_tokens(program, exported(run, tmp_path / "made"))
 
 
+def test_channels_in_another_order(program: Path, tmp_path: Path) -> None:
+    source, data = tmp_path / "model", write_rows(tmp_path / "rows.jsonl", random_rows(14, 16))
+    write_llama(source)
+    make(quantize_run(source, CALIBRATED["int4 gptq, groups on the way"], tmp_path / "made", data), tmp_path / "run")
+    check_tokens(program, exported(run_config(tmp_path / "made"), tmp_path / "exported"))
+
+
 def test_it_needs_no_python(artefact: Path, program: Path) -> None:
     libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     assert "libquintet" in libraries or "kernels" in libraries
@@ -184,9 +192,9 @@ def test_output_that_cannot_be_written(artefact: Path, program: Path) -> None:
 def test_what_is_no_file(artefact: Path, program: Path, tmp_path: Path) -> None:
     """A pipe, for which the runner does not wait, and a folder."""
     folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
-    for make in (os.mkfifo, os.mkdir):
+    for replacement in (os.mkfifo, os.mkdir):
         (folder / GRAPH).unlink()
-        make(folder / GRAPH)
+        replacement(folder / GRAPH)
         ran = call(program, folder, "3")
         assert (ran.returncode, ran.stdout) == (1, "")
         assert ran.stderr.endswith("graph.pt2 is no file\n")

@@ -20,6 +20,7 @@ from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_
 from kernels.rope import rope, rope_angles
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
+from kernels.take_channels import take_channels
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -37,7 +38,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         ),
         paged_attention,
         *(quantize_rows, rms_norm, rms_norm_quantize, rope, rope_and_store, rope_angles, route, route_corrected),
-        *(soft_cap, swiglu, swiglu_quantize),
+        *(soft_cap, swiglu, swiglu_quantize, take_channels),
     )
 }
 """Our own, by the names of their nodes."""

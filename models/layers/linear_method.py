@@ -24,6 +24,8 @@ class LinearMethod(ABC):
     """Whether the tensors of `tensors` are floats of 16 or 32 bits."""
     input_scale: Tensor | None = None
     """float32 []: the scale of all activations, where calibration has chosen one."""
+    permutation: Tensor | None = None
+    """int64 [I]: the order of input channels in the weight, where it is another."""
 
     @property
     @abstractmethod
@@ -86,7 +88,7 @@ class LinearMethod(ABC):
         return None
 
     def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
-        """Return x [R, I] in the format of `activations`."""
+        """Return x [R, I] in the format of `activations`, its channels in the order of the weight."""
         return x
 
     @property

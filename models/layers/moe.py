@@ -206,12 +206,13 @@ class SparseMoeBlock(Module):
 
 
 def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> bool:
-    """Return whether the weights have the same sizes, and each gate and its up quantise their input alike."""
+    """Return whether the weights have the same sizes, no order of channels of their own, and each gate and its up quantise alike."""
     formats = [
         {method.gpu_weight and method.gpu_weight.format for method in methods} for methods in (gates + ups, downs)
     ]
     pairs = zip(gates, ups, strict=True)
-    return all(len(each) == 1 for each in formats) and all(share_input_scale(pair) for pair in pairs)
+    is_ordered = all(method.permutation is None for method in (*gates, *ups, *downs))
+    return is_ordered and all(len(each) == 1 for each in formats) and all(share_input_scale(pair) for pair in pairs)
 
 
 def _group(methods: list[LinearMethod]) -> WeightGroup:

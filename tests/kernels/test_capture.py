@@ -41,6 +41,7 @@ from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
+from kernels.take_channels import take_channels
 
 GENERATOR = torch.Generator().manual_seed(0)
 FACTORS = torch.randn(2, 3, 64, generator=GENERATOR)
@@ -56,6 +57,7 @@ CODES = pack_codes(
 )
 FLOATS8 = pack_float8(torch.randn(64, 64, generator=GENERATOR).to(torch.float8_e4m3fn), torch.rand(64, 4))
 SCALE = torch.tensor(0.1)
+ORDER = torch.randperm(64, generator=GENERATOR)
 HEADS = WeightGroup([pack(TABLE[head : head + 8, :16]) for head in range(4)])
 FIRST = torch.zeros(2, dtype=torch.int64)
 
@@ -147,6 +149,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
     "gated product of codes": lambda x: matmul_swiglu(codes(x), CODES, CODES),
     "route": lambda x: route(x, 3, True),
     "soft_cap": lambda x: soft_cap(x, 2.5),
+    "take_channels": lambda x: take_channels(x, ORDER),
     "route_corrected": lambda x: route_corrected(x, NORM, 3, True, False, 4, 2),
     "group_rows": lambda x: group_rows(x, CHOSEN, 3),
     "combine_rows": lambda x: combine_rows(x, x[:, :1] + 1, group_rows(x, CHOSEN, 3)[2]),

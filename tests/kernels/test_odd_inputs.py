@@ -23,6 +23,7 @@ from kernels.rope import rope, rope_angles
 from kernels.sampling import draw
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu
+from kernels.take_channels import take_channels
 
 Place = Callable[[Tensor], Tensor]
 """Puts the numbers of an argument somewhere."""
@@ -140,6 +141,9 @@ CASES: dict[str, Case] = {
         layer_norm(at(waves(rows, channels)), at(waves(channels)), at(waves(channels) / 2), 1e-5)
     ],
     "soft_cap": lambda rows, channels, at: [soft_cap(at(waves(rows, channels)), 0.5)],
+    "take_channels": lambda rows, channels, at: [
+        take_channels(at(waves(rows, channels)), at(torch.arange(channels).flip(0)))
+    ],
     "swiglu": lambda rows, channels, at: [swiglu(at(waves(rows, channels)), at(waves(rows, channels) / 2))],
     "rope": lambda rows, channels, at: [
         rope(at(waves(rows, 3, channels)), at(waves(rows, channels // 2)), at(waves(rows, channels // 2)))

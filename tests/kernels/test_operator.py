@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import kernels.gelu  # noqa: F401 - its operators are asked for by name
 import kernels.soft_cap  # noqa: F401
+import kernels.take_channels  # noqa: F401
 from kernels import linear as products
 from kernels.all_finite import all_finite
 from kernels.kv_format import PARTS, Int4, PagedVectors, allocate
@@ -65,6 +66,7 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
         opcheck(ops.gelu, rows)
         opcheck(ops.gelu_tanh, rows, x)
         opcheck(ops.soft_cap, rows, 2.0)
+        opcheck(ops.take_channels, rows, torch.randperm(33))
         opcheck(ops.add_rms_norm, rows, x, weight, 1e-5)
         opcheck(ops.quantize_rows, rows)
         opcheck(ops.quantize_rows, rows, torch.int8, 16, torch.ones(1))

@@ -59,15 +59,15 @@ def coded(
     format: WeightFormat,
     activations: Activations = Activations.none,
     has_bias: bool = True,
-    permuted: bool = False,
+    order: int | None = None,
     inputs: int = INPUTS,
     scale: float = 0.02,
 ) -> Linear:
     layer = empty(num_outputs, dtype, has_bias, inputs)
     method = method_of(LinearScheme(format, activations), FloatLayout(layer.shape, False, format), layer.shape)
     weight = quantize(randn(num_outputs, inputs), format)
-    if permuted:
-        weight = replace(weight, permutation=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0)))
+    if order is not None:
+        weight = replace(weight, permutation=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(order)))
     method.hold(StoredWeight(weight, torch.tensor(scale) if activations is Activations.static else None), CPU)
     layer.method = method
     return layer
@@ -90,6 +90,8 @@ TOGETHER: dict[str, Any] = {
     "fp8 with groups": lambda dtype: [coded(17, dtype, FP8_GROUPS, DYNAMIC) for _ in range(2)],
     "fp8 weights": lambda dtype: [coded(17, dtype, FP8) for _ in range(2)],
     "static fp8": lambda dtype: [coded(17, dtype, FP8, STATIC) for _ in range(2)],
+    "one order of channels": lambda dtype: [coded(17, dtype, INT4, order=0), coded(17, dtype, INT4, order=0)],
+    "one order of channels, codes": lambda dtype: [coded(17, dtype, INT8, DYNAMIC, order=0) for _ in range(2)],
 }
 APART: dict[str, Any] = {
     "floats": lambda dtype: [floats(17, dtype), floats(17, dtype)],
@@ -97,7 +99,8 @@ APART: dict[str, Any] = {
     "int8 beside floats": lambda dtype: [coded(17, dtype, INT8), floats(17, dtype)],
     "int4 beside int8": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT8)],
     "a8w8 beside int8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, INT8)],
-    "permuted": lambda dtype: [coded(17, dtype, INT4, permuted=True), coded(17, dtype, INT4, permuted=True)],
+    "two orders of channels": lambda dtype: [coded(17, dtype, INT4, order=0), coded(17, dtype, INT4, order=1)],
+    "one in another order": lambda dtype: [coded(17, dtype, INT4), coded(17, dtype, INT4, order=0)],
     "two static scales": lambda dtype: [coded(17, dtype, INT8, STATIC, scale=scale) for scale in (0.02, 0.03)],
 }
 
@@ -159,11 +162,10 @@ SHARED: dict[str, tuple[Any, ActivationFormat]] = {
 UNSHARED: dict[str, Any] = APART | {
     "int8": TOGETHER["int8"],
     "fp8 weights": TOGETHER["fp8 weights"],
+    "one order of channels, codes": TOGETHER["one order of channels, codes"],
     "nobody": lambda dtype: [],
     "a8w8 beside fp8": lambda dtype: [coded(17, dtype, INT8, DYNAMIC), coded(17, dtype, FP8, DYNAMIC)],
-    "a8w8, one permuted": lambda dtype: [
-        coded(17, dtype, INT8, DYNAMIC, permuted=permuted) for permuted in (False, True)
-    ],
+    "a8w8, one permuted": lambda dtype: [coded(17, dtype, INT8, DYNAMIC, order=order) for order in (None, 0)],
 }
 
 
@@ -228,7 +230,7 @@ METHODS: dict[str, Any] = {
     "dense in 12 bits": lambda: dense(70, torch.bfloat16),
     "int8": lambda: coded(70, torch.float32, INT8, DYNAMIC),
     "int4 with zero points": lambda: coded(70, torch.float32, INT4),
-    "int4, permuted": lambda: coded(70, torch.float32, INT4, permuted=True),
+    "int4, permuted": lambda: coded(70, torch.float32, INT4, order=0),
     "static": lambda: coded(70, torch.float32, INT8, STATIC),
     "fp8": lambda: coded(70, torch.float32, FP8, DYNAMIC),
     "fp8 per tensor": lambda: coded(70, torch.float32, replace(FP8, per_tensor=True)),

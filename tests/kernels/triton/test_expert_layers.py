@@ -1,5 +1,7 @@
 """Experts in the GPU's form: together against one by one, in whole models, and in steps that a graph can hold."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,11 +110,15 @@ def test_what_no_kernel_takes_together_stays_one_by_one_and_is_told(caplog: pyte
     mixed, other = (make_experts(LinearScheme(WEIGHTS[weights])) for weights in ("int4", "int8"))
     mixed[2].up_proj.method = other[2].up_proj.method
     permuted = make_experts(LinearScheme(WEIGHTS["int4 groups"]))
-    permuted[1].gate_proj.method._permutation = torch.arange(HIDDEN).flip(0)
-    model = nn.ModuleList([static, mixed, permuted])
+    permuted[1].gate_proj.method.permutation = torch.arange(HIDDEN).flip(0)
+    in_one_order = make_experts(LinearScheme(WEIGHTS["int4 groups"]))
+    for expert, name in itertools.product(in_one_order, NAMES):
+        method = getattr(expert, name).method
+        method.permutation = torch.arange(HIDDEN if name != "down_proj" else CHANNELS).flip(0)
+    model = nn.ModuleList([static, mixed, permuted, in_one_order])
     merge_experts(model, torch.device("cuda"))  # type: ignore[arg-type]
-    assert "the experts of 3 layers are computed one by one, which no CUDA graph can hold" in caplog.text
-    for experts in (static, mixed, permuted):
+    assert "the experts of 4 layers are computed one by one, which no CUDA graph can hold" in caplog.text
+    for experts in (static, mixed, permuted, in_one_order):
         assert not experts.is_merged
         called = own_forwards(experts)
         experts(*inputs(3))

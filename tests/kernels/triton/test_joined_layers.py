@@ -115,11 +115,19 @@ def test_activations_auto_count_the_rows_of_all() -> None:
         check_joined(make_layers("int8", Activations.auto), noise(rows, 256).to(DEVICE))
 
 
+@torch.inference_mode()
+def test_in_one_order_of_channels() -> None:
+    layers = make_layers("int4 groups")
+    for layer in layers:
+        layer.method.permutation = torch.arange(256, device=DEVICE).flip(0)
+    check_joined(layers, noise(3, 256).to(DEVICE))
+
+
 def apart() -> dict[str, list[Linear]]:
     """Layers of which no kernel makes one product."""
     int4, int8 = make_layers("int4 groups"), make_layers("int8")
     permuted = make_layers("int8")
-    permuted[1].method._permutation = torch.arange(256, device=DEVICE).flip(0)  # type: ignore[attr-defined]
+    permuted[1].method.permutation = torch.arange(256, device=DEVICE).flip(0)  # type: ignore[attr-defined]
     static = make_layers("int8", Activations.static)
     static[1].method.input_scale = torch.tensor(0.04, device=DEVICE)
     return {

@@ -1,0 +1,30 @@
+"""take_channels against torch's index."""
+
+import pytest
+import torch
+
+from kernels.take_channels import take_channels
+
+
+@pytest.mark.usefixtures("any_way", "poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (1, 1), (63, 129), (3, 9001)], ids=str)
+def test_equals_an_index(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, order = torch.randn(shape, generator=generator).to(dtype), torch.randperm(shape[1], generator=generator)
+    assert take_channels(x, order).equal(x.index_select(1, order))
+    some = order[: shape[1] // 2]
+    assert take_channels(x, some).equal(x.index_select(1, some))
+    apart = torch.cat((x, x), dim=1)[:, shape[1] :]  # whose rows lie apart
+    assert take_channels(apart, order).equal(x.index_select(1, order))
+    columns = x.T.contiguous().T  # whose channels lie apart
+    assert take_channels(columns, order).equal(x.index_select(1, order))
+
+
+@pytest.mark.usefixtures("any_way")
+def test_keeps_every_bit() -> None:
+    bits = torch.tensor(
+        [[0x7FC1, 0xFF80, 0x8000, 0x0001]], dtype=torch.uint16
+    )  # NaN with a payload, -inf, -0, a denormal
+    taken = take_channels(bits.view(torch.bfloat16), torch.tensor([3, 1, 0, 2]))
+    assert taken.view(torch.uint16).tolist() == [[0x0001, 0xFF80, 0x7FC1, 0x8000]]
