@@ -73,9 +73,10 @@ class ParallelMode(Enum):
 
 
 class Backend(Enum):
-    auto = "auto"  # shared memory where all ranks are on one machine; gloo for stages on several
-    shared_memory = "shared_memory"  # ranks of one machine
+    auto = "auto"  # on CPUs of one machine shared memory, for stages on several gloo; on GPUs NCCL
+    shared_memory = "shared_memory"  # ranks on CPUs of one machine
     gloo = "gloo"  # over TCP
+    nccl = "nccl"  # between GPUs, one for each rank
 
 
 class Sum(Enum):
@@ -311,12 +312,7 @@ class RunConfig:
 
     def _check_ranks(self) -> None:
         """Raises UserError for what several ranks do not do."""
-        refused = {
-            f"task={self.task.name}": self.task in (Task.convert, Task.quantize, Task.prefix),
-            "device=cuda": self.device.type is DeviceType.cuda,
-        }
-        for given, is_given in refused.items():
-            if is_given:
-                mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
-                ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"
-                raise UserError(f"{given} does not work with {ranks}: leave one of them out")
+        if self.task in (Task.convert, Task.quantize, Task.prefix):
+            mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
+            ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"
+            raise UserError(f"task={self.task.name} does not work with {ranks}: leave one of them out")

@@ -163,8 +163,8 @@ def load_planned(
         bring_together(model, device)
 
 
-def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_local: int) -> int:
-    """Return for how many blocks of the KV cache this rank has memory. `num_ranks` share the cache, `num_local` this machine's memory.
+def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_sharing: int) -> int:
+    """Return for how many blocks of the KV cache this rank has memory. `num_ranks` share the cache, `num_sharing` this memory.
 
     Raises UserError as `choose_num_blocks` does.
     """
@@ -172,7 +172,7 @@ def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_local: int)
     size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
     formats = cache_formats(run, plan)
     return choose_num_blocks(
-        heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks, num_local
+        heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks, num_sharing
     )
 
 
@@ -190,7 +190,7 @@ def _make_caches(
     layers = [(plan.model.attention_heads, cache_formats(run, plan)) for run, plan in plans]
     heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
     sizes = wanted_blocks, block_size, config.kv_cache_memory, free
-    ranks = (leader.place.size, leader.place.num_local) if leader else ()
+    ranks = (leader.place.size, leader.place.num_sharing) if leader else ()
     num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, *ranks)
     if leader:
         num_blocks = leader.fewest_blocks(num_blocks)

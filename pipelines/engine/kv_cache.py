@@ -52,20 +52,20 @@ def choose_num_blocks(
     formats: list[tuple[KVFormat, KVFormat]],
     dtype: torch.dtype,
     num_ranks: int = 1,
-    num_local: int = 1,
+    num_sharing: int = 1,
 ) -> int:
     """Return the number of blocks that `device.kv_cache_memory` holds where `free` bytes are free; with auto at most `wanted_blocks`.
 
-    `num_ranks` share a size in bytes equally, and `num_local` of them, which are on this machine, what is free.
+    `num_ranks` share a size in bytes equally, and `num_sharing` of them, which have this memory, what is free.
 
     Raises UserError for none or too many.
     """
     one_block = allocate_kv_cache(heads, 1, block_size, formats, dtype, torch.device("meta"))
     block_bytes = max(1, sum(tensor.nbytes for tensor in one_block.tensors))  # a stage's layers may store nothing
     if memory == "auto":
-        return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // num_local // block_bytes))
-    everywhere = free * num_ranks // num_local  # of machines like this one
-    wanted, free = num_bytes(memory, everywhere) // num_ranks, free // num_local
+        return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // num_sharing // block_bytes))
+    everywhere = free * num_ranks // num_sharing  # of machines like this one
+    wanted, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
     if not block_bytes <= wanted <= free:
         limits = f"from {block_bytes} (one block) to {free} (what is free) bytes"
         raise UserError(f"device.kv_cache_memory={memory} is not possible here: give {limits}, a fraction, or auto")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from conf.compose import from_json
 from conf.errors import UserError
+from conf.schema import Backend
 from conf.speculation import Speculate
 from conf.terminal import log_warnings
 from kernels import build
@@ -25,7 +26,7 @@ from pipelines.journal import Fingerprint
 from pipelines.opening import open_source
 from pipelines.planning import divide_plan, plan_model
 from pipelines.ranks.messages import Channel, Gone, Header
-from pipelines.ranks.place import division_of, gloo_place, shared_place
+from pipelines.ranks.place import division_of, shared_place, torch_place
 from pipelines.ranks.tensors import described, numbers_of, read
 from pipelines.report import peak_memory_bytes
 
@@ -53,19 +54,22 @@ class Follower:
         log_warnings()
         logging.getLogger().setLevel(logging.ERROR)  # rank 0 warns
         library = build.library()
-        if library is None:  # on another machine
+        if library is None and not start["num_gpus"]:  # on another machine
             raise UserError(
                 f"{self._name} has no C++ kernels, which rank 0 has: give it a compiler, or parallel=single"
             )
         run = from_json(start["run"])
+        device = prepare_device(run.device)
         division = division_of(start["rank"], start["tp"], start["pp"], run.parallel)
         if "store" in start:
-            place = gloo_place((start["store"][0], start["store"][1]), start["address"], division, start["num_local"])
+            backend, (host, port) = Backend[start["backend"]], start["store"]
+            local = start["num_local"], start["num_gpus"]
+            place = torch_place(backend, (host, port), start["address"], division, *local)
         else:
+            assert library is not None
             place = shared_place(library, channel.receive_file(), division, start["spins"])
         self._place = place
         self._answers = division.pp > 1 and (division.tp_rank, division.stage) == (0, division.pp - 1)
-        device = prepare_device(run.device)
         head = None if start["head"] is None else Head[start["head"]]
         source = open_source(run.model, head)
         if "common" in start:
@@ -78,7 +82,7 @@ class Follower:
         self._run, self._plan = run, plan
         self._adapters = make_adapters(run, plan)
         self._cache: KVCache | None = None
-        channel.send({"num_blocks": most_blocks(run, plan, place.size, place.num_local)})
+        channel.send({"num_blocks": most_blocks(run, plan, place.size, place.num_sharing)})
 
     def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
         """Raise UserError where this machine has another model or other code than that of rank 0."""
@@ -133,7 +137,8 @@ class Follower:
             sizes = header["num_blocks"], config.block_size or BLOCK_SIZE[plan.device.type]
             formats = cache_formats(self._run, plan)
             self._cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
-        self._runner = Runner(plan.model, self._cache, 0, header["table_width"], config.decode_threads)
+        graphs, width = header["num_graph_sequences"], header["table_width"]
+        self._runner = Runner(plan.model, self._cache, graphs, width, config.decode_threads)
 
     def _execute(self, header: Header, content: bytearray) -> list[Tensor]:
         (batch,) = _batches(header, content)
@@ -151,26 +156,26 @@ class Follower:
 
     def _hidden_from(self, header: Header, content: bytearray) -> list[Tensor]:
         (batch,) = _batches(header, content)
-        return [self._runner.hidden_from(batch, _tensor(header, content))]
+        return [self._runner.hidden_from(batch, self._tensor(header, content))]
 
     def _predict_ahead(self, header: Header, content: bytearray) -> None:
         (batch,) = _batches(header, content)
-        self._runner.predict_ahead(_tensor(header, content), batch)
+        self._runner.predict_ahead(self._tensor(header, content), batch)
 
     def _clear_ahead(self, header: Header, content: bytearray) -> None:
         self._runner.clear_ahead()
 
     def _logits(self, header: Header, content: bytearray) -> list[Tensor]:
-        return [self._runner.unchecked_logits(_tensor(header, content))]
+        return [self._runner.unchecked_logits(self._tensor(header, content))]
 
     def _copy_blocks(self, header: Header, content: bytearray) -> None:
         self._runner.copy_blocks(header["copies"])
 
     def _store(self, header: Header, content: bytearray) -> None:
-        self._runner.store(_tensor(header, content), header["slots"])
+        self._runner.store(self._tensor(header, content), header["slots"])
 
     def _write_blocks(self, header: Header, content: bytearray) -> None:
-        self._runner.write_blocks(header["name"], _tensor(header, content), header["blocks"])
+        self._runner.write_blocks(header["name"], self._tensor(header, content), header["blocks"])
 
     def _load_adapter(self, header: Header, content: bytearray) -> None:
         name = header["name"]
@@ -183,6 +188,12 @@ class Follower:
 
     def _fill_slot(self, header: Header, content: bytearray) -> None:
         self._adapters.fill(header["slot"], self._adapters.find(header["name"]))
+
+    def _tensor(self, header: Header, content: bytearray) -> Tensor:
+        """Return the tensor of a message, whose numbers come after those of the batches, where the model is."""
+        start = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"]) * torch.int64.itemsize
+        (tensor,) = read(header["tensors"], content, start)
+        return tensor.to(self._plan.device)
 
     def _count(self, header: Header, content: bytearray) -> None:
         runner = self._runner
@@ -205,10 +216,3 @@ def _batches(header: Header, content: bytearray) -> list[Batch]:
         batches.append(Batch(numbers[: shape.num_numbers], shape))
         numbers = numbers[shape.num_numbers :]
     return batches
-
-
-def _tensor(header: Header, content: bytearray) -> Tensor:
-    """Return the tensor of a message, whose numbers come after those of the batches."""
-    start = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"]) * torch.int64.itemsize
-    (tensor,) = read(header["tensors"], content, start)
-    return tensor

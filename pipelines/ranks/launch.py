@@ -108,24 +108,46 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
-def uses_gloo(run: RunConfig, place: Joined | None, tp: int) -> bool:
-    """Return whether ranks exchange numbers over TCP.
+def backend_of(run: RunConfig, place: Joined | None, tp: int, num_gpus: int) -> Backend:
+    """Return how ranks exchange numbers, which is never `auto`. `num_gpus`: of this machine; 0: ranks compute on CPUs.
 
-    Raises UserError for shared memory among several machines, and where ranks of several machines share layers unless backend=gloo.
+    Raises UserError for what the device has not, for shared memory among several machines, and where ranks of several machines share layers
+    unless a backend is named.
     """
-    backend, far = run.parallel.backend, place is not None and place.address is not None
-    if not far or backend is Backend.gloo:
-        return backend is Backend.gloo
-    assert place is not None
+    backend, fast = run.parallel.backend, Backend.nccl if num_gpus else Backend.shared_memory
+    if backend is (Backend.shared_memory if num_gpus else Backend.nccl):
+        of, here = ("CPUs", "cuda") if num_gpus else ("GPUs", "cpu")
+        raise UserError(f"parallel.backend={backend.name} is of {of}, but this run has device={here}: leave it out")
+    if place is None or place.address is None:
+        return fast if backend is Backend.auto else backend
     where = f"{place.launcher} started {place.size} ranks on several machines"
     if backend is Backend.shared_memory:
         raise UserError(f"parallel.backend=shared_memory is of one machine, but {where}: leave it out")
-    if tp > 1:
+    over = fast if num_gpus else Backend.gloo
+    if tp > 1 and backend is Backend.auto:
         raise UserError(
             f"{where}, and parallel.tp={tp} exchanges numbers several times in each layer: give parallel=pp, whose stages do so once in a "
-            "step, or parallel.backend=gloo for all of it over TCP"
+            f"step, or parallel.backend={over.name} for all of it over the network"
         )
-    return True
+    return over if backend is Backend.auto else backend
+
+
+def check_gpus(num_ranks: int, num_gpus: int) -> None:
+    """Raise UserError where ranks of one machine are more than its GPUs, of which NCCL wants one for each."""
+    if num_ranks > num_gpus:
+        raise UserError(
+            f"{num_ranks} ranks want a GPU each, but torch sees {num_gpus} here: give fewer ranks, or parallel.backend=gloo, with which "
+            "ranks share GPUs, slowly"
+        )
+
+
+def gpu_of(local_rank: int, num_gpus: int, visible: str | None) -> str:
+    """Return for a rank of this machine the CUDA_VISIBLE_DEVICES of its GPU alone.
+
+    `visible`: that of its process now. A launcher may have given it one GPU.
+    """
+    names = [name.strip() for name in visible.split(",")] if visible else [*map(str, range(num_gpus))]
+    return names[local_rank % len(names)]
 
 
 def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.schema import RunConfig
+from conf.schema import Backend, DeviceType, RunConfig
 from conf.tasks import SweepConfig
 from kernels import build
 from kernels.all_finite import all_finite
-from kernels.collectives.gloo import serve_addresses
+from kernels.collectives.gloo import Gloo
+from kernels.collectives.torch_group import serve_addresses
 from kernels.threads import set_threads, use_cores
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
@@ -30,10 +31,20 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.fingerprint import common_fingerprint, plain
 from pipelines.planning import ModelPlan, check_plan, divide_plan
 from pipelines.ranks.control import Worker, Workers
-from pipelines.ranks.launch import Joined, Rank, bound, cores_of_ranks, degrees, joined, spawn, uses_gloo
+from pipelines.ranks.launch import (
+    Joined,
+    Rank,
+    backend_of,
+    bound,
+    check_gpus,
+    cores_of_ranks,
+    degrees,
+    joined,
+    spawn,
+)
 from pipelines.ranks.meeting import addresses, meet
 from pipelines.ranks.messages import Gone, Header
-from pipelines.ranks.place import Place, create_memory, division_of, gloo_place, shared_place
+from pipelines.ranks.place import Place, create_memory, division_of, shared_place, torch_place
 from pipelines.ranks.tensors import described, numbers_of, read
 
 T = TypeVar("T")
@@ -86,38 +97,49 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
 
     `whole`: the plan of the undivided model.
     """
-    library, source, device = build.library(), whole.source, whole.device
-    if device.type != "cpu" or library is None:
-        missing = "the C++ kernels, which are off" if device.type == "cpu" else "device=cpu"
-        raise UserError(f"parallel={run.parallel.mode.name} needs {missing}: give them, or parallel=single")
+    source, num_gpus = whole.source, torch.cuda.device_count() if whole.device.type == "cuda" else 0
+    library = build.library()
+    if library is None and not num_gpus:
+        what = "needs the C++ kernels, which are off: give them, or parallel=single"
+        raise UserError(f"parallel={run.parallel.mode.name} {what}")
     launched = joined(os.environ)
     if launched is not None and launched.rank > 0:
         what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
         raise UserError(f"{what}: run it without {launched.launcher}")
     (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
-    over_tcp = uses_gloo(run, launched, tp)
+    backend = backend_of(run, launched, tp, num_gpus)
     if launched is None:
         check_plan(whole, division_of(0, tp, pp, run.parallel))
+        if backend is Backend.nccl:
+            check_gpus(tp * pp, num_gpus)
     ranks = spawn(tp * pp) if launched is None else meet(launched)
     cores = _cores(launched, ranks, cpus)
     is_near = launched is None or launched.address is None  # then rank 0 has verified the files of all
     model = replace(run.model, verify=run.model.verify and not is_near)
+    device = replace(run.device, type=DeviceType[whole.device.type])  # the same in all, also where it is auto
     start = {
         "tp": tp,
         "pp": pp,
         "num_local": launched.num_local if launched else tp * pp,
+        "num_gpus": num_gpus,
+        "backend": backend.name,
         "head": source.architecture.head.name,
-        "run": plain(asdict(replace(run, model=model, sweep=SweepConfig()))),
+        "run": plain(asdict(replace(run, model=model, device=device, sweep=SweepConfig()))),
     }
-    starts = [start | {"rank": rank.rank, "name": rank.name, "cores": cores[rank.rank]} for rank in ranks]
-    if over_tcp:
+    starts = [
+        start | {"rank": rank.rank, "local_rank": rank.rank, "name": rank.name, "cores": cores[rank.rank]}
+        for rank in ranks
+    ]
+    if backend is not Backend.shared_memory:
         common = common_fingerprint(source.checkpoint.path)
-        own = _begin_over_tcp(run, ranks, [start | {"common": common} for start in starts])
+        own = _begin_in_groups(run, ranks, [start | {"common": common} for start in starts])
     else:
+        assert library is not None
         num_cpus = len(cpus.union(*(rank.cpus for rank in ranks)))
         own = _begin_in_memory(run, library, ranks, starts, spins=num_cpus >= tp * pp)
     use_cores(cores[0] or (launched.cores(cpus) if launched else cpus))
-    torch.set_num_threads(run.device.threads or library.get_threads())
+    if library is not None:
+        torch.set_num_threads(run.device.threads or library.get_threads())
     set_threads(run.device.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
     return Leader(Workers(workers, own, run.parallel.heartbeat_s), cpus)
@@ -148,7 +170,7 @@ def _begin_in_memory(
         os.close(fd)
 
 
-def _begin_over_tcp(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> Place:
+def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> Place:
     """Send the ranks their first message, and where they find each other. Returns rank 0's place."""
     own, *others = addresses(ranks)
     server = serve_addresses(own)
@@ -157,7 +179,8 @@ def _begin_over_tcp(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> 
             rank.channel.send(start | {"store": [own, server.port], "address": address})
     start = starts[0]
     division = division_of(0, start["tp"], start["pp"], run.parallel)
-    return gloo_place((own, server.port), own, division, start["num_local"], server)
+    local = start["num_local"], start["num_gpus"]
+    return torch_place(Backend[start["backend"]], (own, server.port), own, division, *local, server)
 
 
 class LeadingAdapters(Adapters):
@@ -199,15 +222,18 @@ class LeadingRunner(Runner):
         table_width: int,
         decode_threads: int | None,
     ) -> None:
-        super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         self.leader, self._workers = leader, leader.workers
+        groups = leader.place.group, *leader.place.neighbours
+        if any(isinstance(group, Gloo) for group in groups):
+            num_graph_sequences = 0  # no CUDA graph holds what leaves the GPU
+        sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
+        self._workers.tell({"op": "make_runner", "num_graph_sequences": num_graph_sequences, **sizes})
+        super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         tp, pp = leader.place.division.tp, leader.place.division.pp
         self._answering = tp * (pp - 1) if pp > 1 else None
         """The rank that has a step's results; None: rank 0."""
         self.num_lanes = pp
         self._begun = leader.begun
-        sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
-        self._workers.tell({"op": "make_runner", **sizes})
 
     @property
     def weight_bytes(self) -> int:
@@ -229,9 +255,11 @@ class LeadingRunner(Runner):
             self._led({"op": "copy_blocks", "copies": copies}, [], partial(super().copy_blocks, copies))
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        if token_ids is not None:
+            batch.token_ids.copy_(token_ids)  # the others have not chosen them
         if self._answering is not None:
             return self.begin(batch)()
-        return self._led({"op": "execute"}, [batch], partial(super().execute, batch, token_ids))
+        return self._led({"op": "execute"}, [batch], partial(super().execute, batch))
 
     def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
         if self._answering is None:
@@ -311,7 +339,7 @@ class LeadingRunner(Runner):
     def _next_answer(self) -> list[Tensor]:
         assert self._answering is not None
         header, content = self._workers.answer_of(self._answering)
-        return read(header["tensors"], content)
+        return [tensor.to(self._device) for tensor in read(header["tensors"], content)]
 
     def _of_others(self, name: str, num_sequences: int = 1) -> float:
         """Return the sum of what the other ranks count."""

@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 
-from conf.schema import ExpertDivision, ParallelConfig, Sum
+from conf.schema import Backend, ExpertDivision, ParallelConfig, Sum
 from kernels import build
 from kernels.collectives import Alone, Neighbours
 from kernels.collectives.gloo import Gloo
+from kernels.collectives.nccl import Nccl
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
+from kernels.collectives.torch_group import TorchGroup
 from models.cuts import Division
+
+GROUPS: dict[Backend, type[TorchGroup]] = {Backend.gloo: Gloo, Backend.nccl: Nccl}
 
 
 def division_of(rank: int, tp: int, pp: int, parallel: ParallelConfig) -> Division:
@@ -21,12 +25,12 @@ class Place:
     """A rank's part of the model, and the groups of ranks with which it exchanges numbers."""
 
     division: Division
-    group: SharedMemory | Gloo | Alone
+    group: SharedMemory | TorchGroup | Alone
     """Of its stage."""
     neighbours: Neighbours
-    num_local: int
-    """Ranks of this machine."""
-    aborted: tuple[SharedMemory | Gloo, ...]
+    num_sharing: int
+    """Ranks that share this one's memory: those of its machine, or of its GPU."""
+    aborted: tuple[SharedMemory | TorchGroup, ...]
     """Groups that a failure of this rank ends."""
 
     @property
@@ -69,16 +73,26 @@ def shared_place(library: build.Library, fd: int, division: Division, spins: boo
     return Place(division, group, neighbours, tp * pp, everyone)
 
 
-def gloo_place(
-    store: tuple[str, int], address: str, division: Division, num_local: int, server: object = None
+def torch_place(
+    backend: Backend,
+    store: tuple[str, int],
+    address: str,
+    division: Division,
+    num_local: int,
+    num_gpus: int,
+    server: object = None,
 ) -> Place:
-    """Return the place of a rank that others reach at `address`. `store` and `server`: as for Gloo."""
+    """Return the place of a rank that others reach at `address`. `store` and `server`: as for TorchGroup.
+
+    `num_local`: ranks of this machine, which has `num_gpus`; 0: they compute on CPUs.
+    """
     tp, pp, rank, stage = division.tp, division.pp, division.tp_rank, division.stage
+    kind = GROUPS[backend]
 
-    def pair(border: int, own: int) -> Gloo:
-        return Gloo(store, f"border {border} rank {rank}", own, 2, address, server)
+    def pair(border: int, own: int) -> TorchGroup:
+        return kind(store, f"border {border} rank {rank}", own, 2, address, server)
 
-    group = Gloo(store, f"stage {stage}", rank, tp, address, server) if tp > 1 else Alone()
+    group = kind(store, f"stage {stage}", rank, tp, address, server) if tp > 1 else Alone()
     neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
-    own = tuple(each for each in (group, *neighbours) if isinstance(each, Gloo))
-    return Place(division, group, neighbours, num_local, own)
+    own = tuple(each for each in (group, *neighbours) if isinstance(each, TorchGroup))
+    return Place(division, group, neighbours, -(-num_local // max(num_gpus, 1)), own)

@@ -16,13 +16,13 @@ def described(tensors: Iterable[Tensor]) -> list[Described]:
 
 
 def numbers_of(tensors: Iterable[Tensor]) -> bytes:
-    """Return the numbers of tensors on the CPU."""
-    filled = (tensor.contiguous() for tensor in tensors if tensor.numel())
+    """Return the numbers of tensors."""
+    filled = (tensor.contiguous().cpu() for tensor in tensors if tensor.numel())
     return b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in filled)
 
 
 def read(described: list[Described], content: bytearray, start: int = 0) -> list[Tensor]:
-    """Return the tensors whose numbers begin at `start`. They share the memory of `content`."""
+    """Return the tensors, on the CPU, whose numbers begin at `start`. They share the memory of `content`."""
     tensors = []
     for name, shape in described:
         dtype, count = getattr(torch, name), math.prod(shape)

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from conf.errors import UserError
 from conf.terminal import visible
-from pipelines.ranks.launch import Joined, joined
+from pipelines.ranks.launch import Joined, gpu_of, joined
 from pipelines.ranks.meeting import join, listen
 from pipelines.ranks.messages import Channel, Gone, readable
 
@@ -64,10 +64,13 @@ def follow(channel: Channel, place: Joined | None = None) -> None:
         start, _ = channel.receive()
         has_begun.set()
         if place is not None:
-            start["num_local"] = place.num_local
+            start |= {"num_local": place.num_local, "local_rank": place.local_rank}
             start["cores"] = start["cores"] or place.cores(os.sched_getaffinity(0))
         try:
             os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
+            if start["num_gpus"]:
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(start["local_rank"], start["num_gpus"], visible)
             from pipelines.ranks.following import run_follower
 
             run_follower(channel, start)

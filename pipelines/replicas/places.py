@@ -31,15 +31,15 @@ def place_of(
 ) -> Place:
     """Return the place of each of `number` replicas, of so many ranks each, on machines with so many processors and GPUs.
 
-    A replica has a GPU where the run may use them and there are some, else `device.threads` processors for each rank, or an equal
-    share of all.
+    Each rank has a GPU where the run may use them and there are some, else `device.threads` processors, or an equal share of all.
     Raises UserError, which names the `setting`, where they are too few.
     """
     if device.type is DeviceType.cuda or (device.type is DeviceType.auto and any(gpus)):
-        usable = sum(map(min, cpus, gpus))  # each with a processor
-        if usable < number:
-            raise UserError(f"{setting}={number} is more than the {usable} GPUs that Ray has: give one for each")
-        return Place(1, 1)
+        usable = [min(pair) for pair in zip(cpus, gpus, strict=True)]  # each with a processor
+        if sum(each // num_ranks for each in usable) < number:
+            each = "one for each" if num_ranks == 1 else f"{num_ranks} for each, all on one machine"
+            raise UserError(f"{setting}={number} is more than the {sum(usable)} GPUs that Ray has: give {each}")
+        return Place(num_ranks, num_ranks)
     for threads in [device.threads] if device.threads else range(max(cpus, default=0), 0, -1):
         if sum(each // (threads * num_ranks) for each in cpus) >= number:
             return Place(threads * num_ranks, 0)

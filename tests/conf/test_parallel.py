@@ -44,7 +44,6 @@ REFUSED: dict[str, list[str]] = {
     ],
     "task=convert does not work with parallel=tp: leave one of them out": [*TP, "task=convert", "convert.output=out"],
     "task=prefix does not work with parallel=tp": [*TP, "task=prefix"],
-    "device=cuda does not work with parallel=tp": [*TP, "device=cuda"],
     "parallel.pp=2 is not used by parallel=tp: leave it at null, or give parallel=pp": [*TP, "parallel.pp=2"],
     "parallel.tp=2 is not used by parallel=pp: leave it at null, or give parallel=tp": ["parallel=pp", "parallel.tp=2"],
     "parallel.pp=1 is not allowed: give a number from 2 to 512, or null": ["parallel=pp", "parallel.pp=1"],
@@ -59,7 +58,9 @@ def test_what_ranks_do_not_do_is_one_line(message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("given", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true"])
+@pytest.mark.parametrize(
+    "given", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true", "device=cuda"]
+)
 def test_what_goes_with_ranks(given: str) -> None:
     run: Any = compose_run_config([*TP, given])
     assert (run.parallel.mode.name, run.parallel.tp) == ("tp", 2)

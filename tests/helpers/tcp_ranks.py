@@ -1,4 +1,4 @@
-"""A process that is a rank over TCP: `python -m tests.helpers.tcp_ranks PORT RANK SIZE JOB`, started by test_gloo.py."""
+"""A process that is a rank over TCP: `python -m tests.helpers.tcp_ranks PORT RANK SIZE JOB KIND`, started by test_gloo.py."""
 
 import signal
 import sys
@@ -9,22 +9,33 @@ import torch
 
 from kernels.collectives import RankFailed
 from kernels.collectives.gloo import Gloo
+from kernels.collectives.nccl import Nccl
+from kernels.collectives.torch_group import TorchGroup
 from tests.helpers.shared_ranks import exchange, replay
 
 HOST = "127.0.0.1"
 
 
-def gather_for_ever(group: Gloo) -> None:
+class NcclByGloo(Nccl):
+    """What NCCL's groups do, of a group of gloo's, which torch has everywhere and which is called alike."""
+
+    _connect = Gloo._connect  # type: ignore[assignment]
+
+
+KINDS: dict[str, type[TorchGroup]] = {"gloo": Gloo, "nccl": NcclByGloo}
+
+
+def gather_for_ever(group: TorchGroup) -> None:
     """Rank 0 waits for one that is lost after a first exchange."""
     _wait_for_ever(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
 
 
-def receive_for_ever(group: Gloo) -> None:
+def receive_for_ever(group: TorchGroup) -> None:
     """Rank 0 waits for the rank of the stage before, which is lost after a first exchange."""
     _wait_for_ever(group, lambda: group.gather_first(torch.zeros(1, group.rank), (0, 1)))
 
 
-def send_for_ever(group: Gloo) -> None:
+def send_for_ever(group: TorchGroup) -> None:
     """Rank 1 gives rank 0, which is lost after a first exchange, what it never takes, and is then told."""
     group.gather_first(torch.zeros(1, group.rank), (0, 1))
     if group.rank == 0:
@@ -35,16 +46,16 @@ def send_for_ever(group: Gloo) -> None:
     group.abort()
 
 
-def meet_for_ever(group: Gloo) -> None:
+def meet_for_ever(group: TorchGroup) -> None:
     """Rank 0 waits for one that never comes."""
     _fail(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
 
 
-def leave(group: Gloo) -> None:
+def leave(group: TorchGroup) -> None:
     """Rank 0 ends before another has come."""
 
 
-def _wait_for_ever(group: Gloo, exchange: Callable[[], object]) -> None:
+def _wait_for_ever(group: TorchGroup, exchange: Callable[[], object]) -> None:
     exchange()
     if group.rank:
         print("waiting", flush=True)
@@ -52,7 +63,7 @@ def _wait_for_ever(group: Gloo, exchange: Callable[[], object]) -> None:
     _fail(group, exchange)
 
 
-def _fail(group: Gloo, exchange: Callable[[], object]) -> None:
+def _fail(group: TorchGroup, exchange: Callable[[], object]) -> None:
     """Say whether it was a line of standard input that ended the exchange."""
     told = threading.Event()
 
@@ -81,8 +92,8 @@ JOBS = {
 
 
 def main() -> None:
-    port, rank, size = map(int, sys.argv[1:4])
-    JOBS[sys.argv[4]](Gloo((HOST, port), "ranks", rank, size, HOST))
+    (port, rank, size), job, kind = map(int, sys.argv[1:4]), *sys.argv[4:]
+    JOBS[job](KINDS[kind]((HOST, port), "ranks", rank, size, HOST))
     print("done")
 
 

@@ -1,4 +1,4 @@
-"""Collectives of processes over TCP, against what torch makes of all pieces."""
+"""Collectives of processes over TCP, against what torch makes of all pieces; NCCL's, which are called alike, by gloo."""
 
 import signal
 import subprocess
@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from kernels.collectives import gloo
-from kernels.collectives.gloo import Gloo, serve_addresses
+from kernels.collectives import torch_group
+from kernels.collectives.gloo import Gloo
+from kernels.collectives.torch_group import serve_addresses
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0  # for what takes a second or two
 
 
-def start(stack: ExitStack, port: int, rank: int, size: int, job: str) -> "subprocess.Popen[str]":
+def start(stack: ExitStack, port: int, rank: int, size: int, job: str, kind: str = "gloo") -> "subprocess.Popen[str]":
     """Start a rank; the stack ends it."""
-    command = [sys.executable, "-m", "tests.helpers.tcp_ranks", *map(str, (port, rank, size)), job]
+    command = [sys.executable, "-m", "tests.helpers.tcp_ranks", *map(str, (port, rank, size)), job, kind]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.enter_context(process)
     stack.callback(process.kill)
@@ -38,10 +39,11 @@ def ended(process: "subprocess.Popen[str]", told: str) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("job", ["exchange", "replay"])
-def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
+@pytest.mark.parametrize("kind", ["gloo", "nccl"])
+def test_ranks_have_what_torch_makes_of_all_pieces(kind: str, job: str, size: int) -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
-        ranks = [start(stack, server.port, rank, size, job) for rank in range(size)]
+        ranks = [start(stack, server.port, rank, size, job, kind) for rank in range(size)]
         assert [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks] == ["done\n"] * size
 
 
@@ -92,7 +94,7 @@ def test_wrong_pieces_are_refused() -> None:
 
 
 def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "MEET_S", 1.0)
+    monkeypatch.setattr(torch_group, "MEET_S", 1.0)
     server = serve_addresses(HOST)
     group = Gloo((HOST, server.port), "half", 0, 2, HOST, server)
     with pytest.raises(UserError) as raised:

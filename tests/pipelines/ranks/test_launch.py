@@ -12,14 +12,16 @@ from conf.serving import ChatConfig
 from pipelines.ranks.launch import (
     Joined,
     _cores,
+    backend_of,
     bound,
+    check_gpus,
     cores_of_ranks,
     degrees,
     first_host,
+    gpu_of,
     joined,
     leave_launcher,
     spawn,
-    uses_gloo,
 )
 
 TORCHRUN = {
@@ -107,22 +109,39 @@ def test_the_first_host_of_a_list_of_nodes(nodes: str, first: str) -> None:
 def test_what_ranks_exchange_numbers_by() -> None:
     near, far = joined(TORCHRUN), joined(TWO_NODES)
 
-    def uses(backend: Backend, place: Joined | None, tp: int = 1) -> bool:
+    def used(backend: Backend, place: Joined | None, tp: int = 1, num_gpus: int = 0) -> Backend:
         run = run_of(None, ParallelMode.pp)
-        return uses_gloo(replace(run, parallel=replace(run.parallel, backend=backend)), place, tp)
+        return backend_of(replace(run, parallel=replace(run.parallel, backend=backend)), place, tp, num_gpus)
 
-    assert [uses(Backend.auto, place, 2) for place in (None, near)] == [False, False]
-    assert [uses(Backend.shared_memory, place, 2) for place in (None, near)] == [False, False]
-    assert [uses(Backend.gloo, place, 2) for place in (None, near, far)] == [True, True, True]
-    assert uses(Backend.auto, far)
+    auto, shared_memory, gloo, nccl = Backend
+    assert {used(each, place, 2) for each in (auto, shared_memory) for place in (None, near)} == {shared_memory}
+    assert {used(auto, place, 2, 4) for place in (None, near)} == {used(auto, far, 1, 4)} == {nccl}
+    assert {used(gloo, place, 2, num_gpus) for place in (None, near, far) for num_gpus in (0, 1)} == {gloo}
+    assert used(nccl, far, 2, 4) is nccl
+    assert used(auto, far) is gloo
     with pytest.raises(
         UserError, match="backend=shared_memory is of one machine, but torchrun started 4 ranks on several"
     ):
-        uses(Backend.shared_memory, far)
+        used(shared_memory, far)
+    with pytest.raises(UserError, match="nccl is of GPUs, but this run has device=cpu: leave it out"):
+        used(nccl, None)
+    with pytest.raises(UserError, match="shared_memory is of CPUs, but this run has device=cuda: leave it out"):
+        used(shared_memory, None, num_gpus=1)
+    for num_gpus, over in ((0, "gloo"), (8, "nccl")):
+        wrong = "parallel.tp=2 exchanges numbers several times in each layer: give parallel=pp"
+        with pytest.raises(UserError, match=rf"{wrong}, .* or parallel.backend={over} for all of it over the network"):
+            used(auto, far, 2, num_gpus)
+
+
+def test_each_rank_has_a_gpu() -> None:
+    check_gpus(2, 2)
     with pytest.raises(
-        UserError, match="parallel.tp=2 exchanges numbers several times in each layer: give parallel=pp"
+        UserError, match="^3 ranks want a GPU each, but torch sees 2 here: give fewer ranks, or parallel.backend=gloo"
     ):
-        uses(Backend.auto, far, 2)
+        check_gpus(3, 2)
+    assert [gpu_of(rank, 2, None) for rank in range(3)] == ["0", "1", "0"]
+    assert [gpu_of(rank, 2, "5, GPU-1f") for rank in range(3)] == ["5", "GPU-1f", "5"]
+    assert gpu_of(3, 1, "7") == "7"  # which a launcher has given to this process
 
 
 def run_of(tp: int | None, mode: ParallelMode = ParallelMode.tp, pp: int | None = None) -> RunConfig:

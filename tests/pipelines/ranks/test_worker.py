@@ -41,7 +41,7 @@ def test_a_rank_that_ends_slowly_has_not_failed() -> None:
     with subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()], **pipes) as process:  # type: ignore[call-overload]
         theirs.close()
         channel = Channel(ours)
-        channel.send({"name": "rank 1", "cores": sorted(os.sched_getaffinity(0))})
+        channel.send({"name": "rank 1", "cores": sorted(os.sched_getaffinity(0)), "num_gpus": 0})
         channel.send({"op": "end"})
         assert process.stdout.readline() == "ends\n"
         channel.close()

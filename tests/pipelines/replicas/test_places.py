@@ -27,6 +27,12 @@ def test_each_replica_has_its_share_of_the_machines() -> None:
     ranks = DeviceConfig()
     assert place_of("parallel.replicas", 2, ranks, [8, 5], [0, 0], num_ranks=2).num_cpus == 4
     assert place_of("parallel.replicas", 2, ranks, [8], [0], num_ranks=3).device(ranks, 3).threads == 1
+    on_gpus = place_of("parallel.replicas", 2, ranks, [8, 5], [4, 3], num_ranks=3)
+    assert (on_gpus.num_cpus, on_gpus.num_gpus, str(on_gpus)) == (3, 3, "3 GPU")
+    with pytest.raises(
+        UserError, match="replicas=2 is more than the 4 GPUs that Ray has: give 3 for each, all on one machine"
+    ):
+        place_of("parallel.replicas", 2, ranks, [8, 8], [2, 2], num_ranks=3)
     with pytest.raises(UserError, match="parallel.replicas=2 need 2 of the 3 processors"):
         place_of("parallel.replicas", 2, ranks, [3], [0], num_ranks=2)
     refused = [
