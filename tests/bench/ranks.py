@@ -4,7 +4,7 @@ gather: two processes put pieces beside each other in our shared memory and by g
 call, by the bytes of a piece. divisions: task=bench with as many threads as there are cores, in one process and in two ranks of
 half of them, in turns, for one row and for sixteen, beside the decode speed that parallel=auto plans. replicas: task=predict of --rows
 rows in one process and by two replicas of parallel=ray, in turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until
-the run has ended.
+the run has ended. `--only divisions` measures one of these.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -217,10 +218,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=50, help="of each gather")
     parser.add_argument("--rows", type=int, default=64, help="of the job of two replicas")
+    parser.add_argument("--only", choices=("gather", "divisions", "replicas", "kill_to_exit_s"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        model, given, folder = args.model, args.overrides, Path(name)
+        parts: dict[str, Callable[[], Any]] = {
+            "gather": lambda: gather(args.repeats),
+            "divisions": lambda: divisions(model, given, args.rounds, folder),
+            "replicas": lambda: replicas(model, given, args.rows, args.rounds, folder),
+            "kill_to_exit_s": lambda: kill(model, given, args.rounds, folder),
+        }
         result = {
             "what": (__doc__ or "").splitlines()[0],
             "date": str(date.today()),
@@ -228,13 +237,8 @@ def main() -> None:
             "model": Path(args.model).name,
             "rounds": args.rounds,
             "overrides": args.overrides,
-            "gather": gather(args.repeats),
-            "divisions": divisions(args.model, args.overrides, args.rounds, Path(folder)),
-            "replicas": replicas(args.model, args.overrides, args.rows, args.rounds, Path(folder)),
-            "kill_to_exit_s": kill(args.model, args.overrides, args.rounds, Path(folder)),
-        }
+        } | {part: measure() for part, measure in parts.items() if args.only in (None, part)}
     write_atomically(args.out, [json.dumps(result, indent=1)])
-    print(json.dumps(result["gather"], indent=1))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from conf.schema import RunConfig, Task
 from conf.serving import ServeConfig
 from pipelines.engine_process.client import EngineClient, EngineGone, EngineRefused
 from pipelines.engine_process.frames import Delta, Submit
+from pipelines.ranks.launch import joined
 from pipelines.replicas.cluster import replicas_of
 from pipelines.replicas.replicas import Replicas
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.processes import engines
 from tests.helpers.serving import LIMIT_S, Asked, Whole, run_async, serving, tiny_run, whole
+from tests.pipelines.ranks.test_launch import SRUN, TORCHRUN
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray")
 
@@ -260,3 +262,23 @@ def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
         assert f"error: RAY_ADDRESS={address} cannot be reached (" in done.stderr
         assert "give HOST:PORT of a cluster's head, or leave it out" in done.stderr
+
+
+@pytest.mark.parametrize("started", [SRUN, TORCHRUN], ids=["srun", "torchrun"])
+def test_an_engine_starts_its_ranks_where_a_launcher_has_started_ray(
+    started: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `srun ray start` on two machines, whose variables Ray's workers and their processes have, too."""
+    from pipelines.replicas import workers
+
+    found: list[object] = []
+
+    async def start() -> None:
+        found.append(joined(os.environ))
+
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(workers.LocalChild, "start", start)
+    assert joined(os.environ) is not None
+    asyncio.run(workers.EngineWorker().start(0))
+    assert found == [None]
