@@ -125,7 +125,7 @@ def _six_bits(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """Holds a weight [N, K] in blocks, in the order in which a kernel reads them. K is a multiple of the kind's block size.
+    """A weight [N, K] in blocks, in the order in which a kernel reads them. K is a multiple of the kind's block size.
 
     `memory` [bytes] uint8, which a file may hold, has for 16 outputs (a tile) and each of their blocks:
 

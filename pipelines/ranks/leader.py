@@ -102,10 +102,7 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     if library is None and not num_gpus:
         what = "needs the C++ kernels, which are off: give them, or parallel=single"
         raise UserError(f"parallel={run.parallel.mode.name} {what}")
-    launched = joined(os.environ)
-    if launched is not None and launched.rank > 0:
-        what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
-        raise UserError(f"{what}: run it without {launched.launcher}")
+    launched = _launched()
     (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
     backend = backend_of(run, launched, tp, num_gpus)
     if launched is None:
@@ -143,6 +140,15 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     set_threads(run.device.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
     return Leader(Workers(workers, own, run.parallel.heartbeat_s), cpus)
+
+
+def _launched() -> Joined | None:
+    """Return rank 0's place where a launcher has started this process. Raises UserError where that is another rank."""
+    launched = joined(os.environ)
+    if launched is not None and launched.rank > 0:
+        what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
+        raise UserError(f"{what}: run it without {launched.launcher}")
+    return launched
 
 
 def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
