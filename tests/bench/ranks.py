@@ -2,9 +2,9 @@
 
 gather: two processes put pieces beside each other in our shared memory and by gloo of torch.distributed, in turns: the median seconds of a
 call, by the bytes of a piece. divisions: task=bench with as many threads as there are cores, in one process and in two ranks of
-half of them, in turns, for one row and for sixteen, beside the decode speed that parallel=auto plans. replicas: task=predict of --rows
-rows in one process and by two replicas of parallel=ray, in turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until
-the run has ended. `--only divisions` measures one of these.
+half of them, in turns, for one row and for sixteen, beside the decode speed that parallel=auto plans just before; a round in which
+memory changed its speed is measured again. replicas: task=predict of --rows rows in one process and by two replicas of parallel=ray, in
+turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until the run has ended. `--only divisions` measures one of these.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from conf.compose import compose_run_config
 from kernels import build
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from kernels.threads import use_cores
+from pipelines.bandwidth import memory_bandwidth
 from pipelines.plan_division import plan_division
 from pipelines.report import environment, write_atomically
 from pipelines.topology import Topology
@@ -44,6 +45,8 @@ DIVISIONS = {
     "tp2": ["parallel=tp", "parallel.tp=2"],
     "pp2": ["parallel=pp", "parallel.pp=2"],
 }
+SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
+STEADY = 0.1  # of the memory bandwidth, which is measured before and after each run of a round
 
 
 def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection) -> None:
@@ -97,12 +100,13 @@ def gather(repeats: int) -> list[dict[str, Any]]:
 
 
 def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict[str, float]:
-    """Return what task=bench measures."""
+    """Return what task=bench measures, and the memory bandwidth just after it."""
     command = [sys.executable, "run.py", "task=bench", f"model.path={model}", "device=cpu", f"hydra.run.dir={folder}"]
     command += [f"bench.batch_size={num_rows}", "bench.prompt_tokens=128", "bench.new_tokens=32", *overrides]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     found = json.loads((folder / "metrics.json").read_text())
-    return {name: found[name] for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+    bandwidth = round(memory_bandwidth(torch.device("cpu")))
+    return {name: round(found[name], 2) for name in SPEEDS} | {"memory_bandwidth_bytes_per_s": bandwidth}
 
 
 def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, float], Topology]:
@@ -116,30 +120,49 @@ def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, 
     return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}, topology
 
 
+def one_round(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict[str, Any]:
+    """Return this machine as a plan finds it, and what each division was planned and measured to do just after."""
+    plan, topology = planned(model, overrides, num_rows)
+    flops = {rows: topology.flops(rows) for rows in {num_rows, -(-num_rows // 2)}}
+    found: dict[str, Any] = {"machine": vars(topology) | {"link": vars(topology.link), "flops": flops}}
+    for name, parallel in DIVISIONS.items():
+        row = bench(model, [*parallel, *overrides], num_rows, folder / name)
+        found[name] = row | {"planned_tokens_per_s": round(plan[name], 2)}
+        print(name, num_rows, found[name], flush=True)
+    return found
+
+
+def is_steady(found: dict[str, Any]) -> bool:
+    """Whether memory had one speed in a round: on machines that others share it changes within seconds, and decides who wins."""
+    speeds = [found["machine"]["bandwidth"], *(found[name]["memory_bandwidth_bytes_per_s"] for name in DIVISIONS)]
+    return bool(max(speeds) <= (1 + STEADY) * min(speeds))
+
+
 def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
-    """Return the medians of each division and their ratios to one process in the same round, by the number of rows."""
+    """Return steady rounds by the number of rows, at most twice as many were measured, and the medians of each division in them."""
     result: dict[str, Any] = {}
     for num_rows in (1, 16):
-        plan, topology = planned(model, overrides, num_rows)
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in DIVISIONS}
-        for number in range(rounds):
-            for name, parallel in DIVISIONS.items():
-                row = bench(model, [*parallel, *overrides], num_rows, folder / f"{name}-{num_rows}-{number}")
-                found[name].append(row)
-                print(name, num_rows, row, flush=True)
-        flops = {rows: topology.flops(rows) for rows in {num_rows, -(-num_rows // 2)}}
-        rows: dict[str, Any] = {"machine": vars(topology) | {"link": vars(topology.link), "flops": flops}}
-        for name, measured in found.items():
-            ratios = {
-                key: statistics.median(a[key] / b[key] for a, b in zip(measured, found["single"], strict=True))
-                for key in measured[0]
-            }
-            medians = {key: round(statistics.median(each[key] for each in measured), 2) for key in measured[0]}
-            plans = {"planned_tokens_per_s": round(plan[name], 2)}
-            plans["planned / measured"] = round(plan[name] / medians["decode_tokens_per_s"], 3)
-            rows[name] = medians | plans | {f"{key} / single": round(ratio, 3) for key, ratio in ratios.items()}
-        result[str(num_rows)] = rows
+        steady: list[dict[str, Any]] = []
+        measured = 0
+        while len(steady) < rounds and measured < 2 * rounds:
+            found = one_round(model, overrides, num_rows, folder / f"{num_rows}-{measured}")
+            measured += 1
+            steady += [found] * is_steady(found)
+        result[str(num_rows)] = {"rounds_measured": measured, "rounds": steady} | {
+            name: summary(steady, name) for name in DIVISIONS if steady
+        }
     return result
+
+
+def summary(rounds: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Return the medians of a division's speeds, and of their ratios to the plan and to one process in the same round."""
+    rows, single = [each[name] for each in rounds], [each["single"] for each in rounds]
+    ratios = [row["planned_tokens_per_s"] / row["decode_tokens_per_s"] for row in rows]
+    found = {speed: statistics.median(row[speed] for row in rows) for speed in SPEEDS}
+    found["planned / measured"] = statistics.median(ratios)
+    for speed in SPEEDS:
+        found[f"{speed} / single"] = statistics.median(a[speed] / b[speed] for a, b in zip(rows, single, strict=True))
+    return {key: round(value, 3) for key, value in found.items()}
 
 
 def replicas(model: str, overrides: list[str], num_rows: int, rounds: int, folder: Path) -> dict[str, Any]:
