@@ -46,7 +46,7 @@ DIVISIONS = {
     "pp2": ["parallel=pp", "parallel.pp=2"],
 }
 SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
-STEADY = 0.1  # of the memory bandwidth, which is measured before and after each run of a round
+STEADY = 0.25  # of the memory bandwidth before and after each run of a round: two speeds are farther apart, measurements of one nearer
 
 
 def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection) -> None:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
+from statistics import median
 from time import process_time
 from typing import Any
 
@@ -60,7 +61,6 @@ LLAMA_1B = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
 RANKS_ROWS = {"single": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1)}  # of ranks.json
-APART = 1.25  # plans are right within a quarter, and tell those speeds apart that differ by more
 NONE, INT4 = QuantConfig(), QuantConfig(QuantScheme.int4)
 INT8, GROUPS = QuantConfig(QuantScheme.int8), QuantConfig(QuantScheme.int4, group_size=32)
 A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
@@ -301,21 +301,34 @@ def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
 
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a quarter, and in their order: bfloat16 of 1.1 B on two cores of a Zen 4 with AVX-512, measured just before."""
-    measured = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())["divisions"][str(num_rows)]
-    machine = measured.pop("machine")
+    """Within a quarter, and in the order that all rounds have: bfloat16 of 1.1 B on two cores of a Zen 4, measured just before.
+
+    Two divisions of which each was faster in some round, as one process and tp=2, have no order.
+    """
+    rounds = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())["divisions"][str(num_rows)][
+        "rounds"
+    ]
+    assert len(rounds) >= 4  # two equal speeds are in one order in all of four rounds once in eight times
+    monkeypatch.setattr(division_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
+    run = dry_run(write_config(tmp_path / "llama", LLAMA_1B), None, num_rows)
+    run = replace(run, model=replace(run.model, max_length=160))
+    measured = [{name: each[name]["decode_tokens_per_s"] for name in RANKS_ROWS} for each in rounds]
+    plans = [plan_on(each["machine"], run, monkeypatch) for each in rounds]
+    for name in RANKS_ROWS:
+        ratio = median(plan[name] / found[name] for plan, found in zip(plans, measured, strict=True))
+        assert 0.75 < ratio < 1.25, name
+    for faster, slower in permutations(RANKS_ROWS, 2):
+        if all(found[faster] > found[slower] for found in measured):
+            assert all(plan[faster] > plan[slower] for plan in plans)
+
+
+def plan_on(machine: dict[str, Any], run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Return the tokens/s that are planned for each division of a machine of ranks.json."""
     flops = {int(rows): each for rows, each in machine["flops"].items()}
     found_then = Topology(**machine | {"link": Link(**machine["link"]), "flops": flops.__getitem__})
     monkeypatch.setattr(plan_division, "find_topology", lambda *_: found_then)
-    monkeypatch.setattr(division_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
-    run = dry_run(write_config(tmp_path / "llama", LLAMA_1B), None, num_rows)
-    found = candidates_of(replace(run, model=replace(run.model, max_length=160)))
-    rows = {division: measured[name]["decode_tokens_per_s"] for name, division in RANKS_ROWS.items()}
-    for division, tokens_per_s in rows.items():
-        assert 0.75 < found[division].tokens_per_s / tokens_per_s < 1.25, division
-    for faster, slower in permutations(rows, 2):
-        if rows[faster] > APART * rows[slower]:
-            assert found[faster].tokens_per_s > found[slower].tokens_per_s
+    found = candidates_of(run)
+    return {name: found[division].tokens_per_s for name, division in RANKS_ROWS.items()}
 
 
 def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
