@@ -8,7 +8,8 @@ from typing import Any
 from pipelines.engine_process.frames import Deltas, ToEngine
 from pipelines.engine_process.loading import Served
 from pipelines.engine_process.process import EngineProcess
-from tests.helpers.serving import LIMIT_S, Sample
+from tests.helpers.serving import Sample
+from tests.helpers.waiting import LIMIT_S
 
 
 class Script:

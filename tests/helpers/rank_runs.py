@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.processes import processes
+from tests.helpers.waiting import LIMIT_S, until
 
-DEADLINE_S = 120.0  # for what a busy machine does in seconds
 HEARTBEAT_S = 5
 END_S = 20.0  # for a run to end after a loss is known, which takes a second where nothing else runs
 RESULTS = ("predictions.jsonl", "text_generation_result.txt")
@@ -33,16 +32,9 @@ def start(
 
 def done(process: "subprocess.Popen[str]") -> str:
     """Wait for a run that succeeds, and return what it wrote to standard error."""
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
     return str(errors)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
@@ -63,7 +55,7 @@ def lose(process: "subprocess.Popen[str]", workers: list[int], rank: int, number
     """Kill or stop a rank, and return the one line that its run says. The run ends in time and leaves no process."""
     os.kill(workers[rank - 1], number)
     began = time.monotonic()
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     took = time.monotonic() - began
     assert process.returncode == 1
     (line,) = errors.splitlines()

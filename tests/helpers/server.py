@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.helpers.builders import REPOSITORY
-
-LIMIT_S = 120.0  # for what takes two seconds on an idle machine
+from tests.helpers.waiting import LIMIT_S
 
 
 def start_server(folder: Path, *arguments: str, stderr: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:

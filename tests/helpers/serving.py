@@ -12,9 +12,9 @@ from conf.serving import ServeConfig
 from pipelines.engine_process.client import EngineClient, RemoteEngine
 from pipelines.engine_process.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.waiting import LIMIT_S
 
 T = TypeVar("T")
-LIMIT_S = 120.0  # for what takes a second on an idle machine
 
 
 def tiny_run(**device: Any) -> RunConfig:

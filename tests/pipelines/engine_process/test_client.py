@@ -27,7 +27,8 @@ from pipelines.engine_process.suspects import MAX_CRASHES, digest_of
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, run_config, said
 from tests.helpers.fake_engine import READY
-from tests.helpers.serving import LIMIT_S, Asked, Whole, idle, run_async, serving, tiny_run, whole
+from tests.helpers.serving import Asked, Whole, idle, run_async, serving, tiny_run, whole
+from tests.helpers.waiting import LIMIT_S
 
 ENDLESS = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 SETTINGS: list[dict[str, Any]] = [

@@ -29,7 +29,8 @@ from pipelines.engine_process.frames import (
 from pipelines.engine_process.loading import Served, load_served
 from pipelines.engine_process.process import EngineProcess
 from tests.helpers.engine_script import Script, serve
-from tests.helpers.serving import LIMIT_S, tiny_run
+from tests.helpers.serving import tiny_run
+from tests.helpers.waiting import LIMIT_S
 
 BATCH_SIZE = 4
 TEXTS = ["Once upon a time", "Tom had a red ball.", "What is 3 + 4?", "小猫", "The end"]

@@ -10,7 +10,6 @@ import pytest
 from kernels import build
 from tests.helpers.processes import processes
 from tests.helpers.rank_runs import (
-    DEADLINE_S,
     END_S,
     HEARTBEAT_S,
     are_gone,
@@ -18,11 +17,11 @@ from tests.helpers.rank_runs import (
     lose,
     same_files,
     start,
-    until,
     wait_for_rows,
     workers_of,
     write_prompts,
 )
+from tests.helpers.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 
@@ -100,7 +99,7 @@ def test_an_interrupt_ends_all_ranks_between_two_steps(data: Path, tmp_path: Pat
     wait_for_rows(process, tmp_path / "run")
     for pid in (*workers, process.pid):  # a terminal sends it to all
         os.kill(pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert errors.startswith("interrupted: ")
     assert len(errors.splitlines()) == 1
@@ -112,7 +111,7 @@ def test_an_interrupt_while_ranks_load_ends_them(data: Path, tmp_path: Path) -> 
     workers = workers_of(process, 2)
     for pid in (*workers, process.pid):
         os.kill(pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (130, "interrupted\n")
     until(lambda: are_gone(workers))
     assert not (tmp_path / "run").exists()

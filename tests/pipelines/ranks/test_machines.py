@@ -15,7 +15,6 @@ from kernels import build
 from pipelines.ranks.launch import joined
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.rank_runs import (
-    DEADLINE_S,
     END_S,
     HEARTBEAT_S,
     are_gone,
@@ -23,11 +22,11 @@ from tests.helpers.rank_runs import (
     lose,
     same_files,
     start,
-    until,
     wait_for_rows,
     workers_of,
     write_prompts,
 )
+from tests.helpers.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 
@@ -172,7 +171,7 @@ def test_a_rank_that_waits_ends_with_rank_0(data: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     first.kill()
     first.communicate()
-    second.communicate(timeout=DEADLINE_S)
+    second.communicate(timeout=LIMIT_S)
     assert time.monotonic() - began < END_S
 
 
@@ -184,11 +183,11 @@ def test_a_rank_that_waits_ends_where_a_setting_is_mistyped(data: Path, tmp_path
     assert "waits for rank 0" in second.stderr.readline()
     began = time.monotonic()
     first.send_signal(signal.SIGCONT)
-    _, errors = first.communicate(timeout=DEADLINE_S)
+    _, errors = first.communicate(timeout=LIMIT_S)
     assert first.returncode == 1
     assert "ppp" in errors
     assert len(errors.splitlines()) == 1
-    assert second.communicate(timeout=DEADLINE_S)[1] == ""
+    assert second.communicate(timeout=LIMIT_S)[1] == ""
     assert time.monotonic() - began < END_S
 
 
@@ -209,7 +208,7 @@ def test_a_machine_with_another_model_is_one_line(data: Path, tmp_path: Path) ->
         ]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen(command, cwd=folder, env=os.environ | srun(rank), **pipes))  # type: ignore[call-overload]
-    errors = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     name = f"rank 1 (process {ranks[1].pid} on {socket.gethostname()})"
     wanted = "has not what rank 0 has, but another model/config.json: give all machines the same files and versions"
@@ -218,7 +217,7 @@ def test_a_machine_with_another_model_is_one_line(data: Path, tmp_path: Path) ->
 
 def test_layers_that_several_machines_share_have_to_be_asked_for(data: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", "parallel=tp", **srun(0))
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     wanted = "error: srun started 2 ranks on several machines, and parallel.tp=2 exchanges numbers several times in each layer: "
     assert process.returncode == 1
     assert errors.startswith(wanted + "give parallel=pp")

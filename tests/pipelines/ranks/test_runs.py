@@ -10,7 +10,8 @@ import pytest
 
 from kernels import build
 from tests.helpers.command import run
-from tests.helpers.rank_runs import DEADLINE_S, done, same_files, start, write_prompts
+from tests.helpers.rank_runs import done, same_files, start, write_prompts
+from tests.helpers.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 
@@ -125,7 +126,7 @@ def test_the_same_command_joins_the_ranks_of_srun(data: Path, tmp_path: Path, mo
 
 def test_another_number_of_ranks_than_a_launcher_has_started_is_one_line(data: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", "parallel=tp", "parallel.tp=3", **SRUN, SLURM_PROCID="0", SLURM_LOCALID="0")
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     wanted = "srun started 2 processes, but parallel.tp=3 has 3: give parallel=tp parallel.tp=2, or start 3"
     assert (process.returncode, errors) == (1, f"error: {wanted}\n")
 

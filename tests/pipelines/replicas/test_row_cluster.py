@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import run, run_interrupted
-from tests.helpers.serving import LIMIT_S
+from tests.helpers.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
 

@@ -18,8 +18,9 @@ from pipelines.journal import Journal
 from pipelines.predict import run_predict
 from pipelines.replicas.cluster import _ray
 from tests.helpers.processes import ours, row_workers
-from tests.helpers.rank_runs import RESULTS, are_gone, until, write_prompts
+from tests.helpers.rank_runs import RESULTS, are_gone, write_prompts
 from tests.helpers.serving import tiny_run
+from tests.helpers.waiting import until
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"),

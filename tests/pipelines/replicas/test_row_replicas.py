@@ -27,7 +27,8 @@ from pipelines.prompts import PromptRow
 from pipelines.replicas.cluster import rows_on_ray
 from tests.helpers.faulty_rows import POISON, PoisonRows, UnequalRows, UnloadableRows
 from tests.helpers.processes import row_workers
-from tests.helpers.serving import LIMIT_S, tiny_run
+from tests.helpers.serving import tiny_run
+from tests.helpers.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
 

@@ -26,7 +26,8 @@ from pipelines.replicas.cluster import replicas_of
 from pipelines.replicas.replicas import Replicas
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.processes import engines
-from tests.helpers.serving import LIMIT_S, Asked, Whole, run_async, serving, tiny_run, whole
+from tests.helpers.serving import Asked, Whole, run_async, serving, tiny_run, whole
+from tests.helpers.waiting import LIMIT_S
 from tests.pipelines.ranks.test_launch import SRUN, TORCHRUN
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray")

@@ -18,7 +18,8 @@ from pipelines.engine import Engine, Output
 from pipelines.engine_process.client import EngineClient
 from pipelines.loading import load_engine
 from tests.helpers.local_http import answer_of, exchange_of
-from tests.helpers.serving import LIMIT_S, serving, tiny_run
+from tests.helpers.serving import serving, tiny_run
+from tests.helpers.waiting import LIMIT_S
 
 PROMPT = "Once upon a time"
 

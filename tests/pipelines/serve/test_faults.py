@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import httpx
 import pytest
 
 from tests.helpers.processes import engines
-from tests.helpers.server import LIMIT_S, ended, served
+from tests.helpers.server import ended, served
+from tests.helpers.waiting import LIMIT_S, until
 
 PROMPT = "Once upon a time"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -41,27 +41,20 @@ def metrics(url: str) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0].replace('model_name="tiny"', ""): float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_clients_that_leave_free_what_they_had(tmp_path: Path) -> None:
     """Long before their answers would have ended."""
     with served(tmp_path / "run") as (_, url):
         with begun(url, 3):
             pass
         cancelled = 'quintet:cancelled_total{,why="disconnected"}'
-        wait_for(lambda: metrics(url).get(cancelled) == 3)
+        until(lambda: metrics(url).get(cancelled) == 3)
 
         def is_idle() -> bool:
             now = metrics(url)
             names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
             return not any(now[f"vllm:{name}{{}}"] for name in names)
 
-        wait_for(is_idle)
+        until(is_idle)
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).status_code == 200
         assert metrics(url)["vllm:generation_tokens_total{}"] == 8  # of the one that ended
     lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
@@ -79,7 +72,7 @@ def test_the_listener_outlives_a_killed_engine(tmp_path: Path) -> None:
             last = json.loads(data_of(stream)[-1])
         assert last["error"]["message"] == "the engine was ended by SIGKILL: send the request again"
         assert httpx.get(f"{url}/health").status_code == 200
-        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200)
         after = httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).json()
         for name in ("choices", "system_fingerprint"):
             assert after[name] == before[name]

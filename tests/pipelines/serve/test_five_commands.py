@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.server import LIMIT_S, ended, served
+from tests.helpers.server import ended, served
+from tests.helpers.waiting import LIMIT_S
 
 README = (REPOSITORY / "pipelines" / "README.md").read_text(encoding="utf-8")
 PAGE = README.partition("## Serve\n")[2].partition("### Requests\n")[0]

@@ -15,8 +15,8 @@ from conf.schema import ModelConfig, Task
 from conf.serving import ServeConfig
 from pipelines.serve.serve import local_server
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.server import LIMIT_S
 from tests.helpers.serving import tiny_run
+from tests.helpers.waiting import LIMIT_S
 
 RUN = replace(tiny_run(), task=Task.serve, serve=ServeConfig(port=0))
 

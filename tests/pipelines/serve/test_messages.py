@@ -24,7 +24,8 @@ from pipelines.serve.routes import message
 from pipelines.serve.stream import written as sent
 from tests.helpers.fake_engine import READY
 from tests.helpers.local_http import exchange_of, parsed
-from tests.helpers.serving import LIMIT_S, serving, tiny_run
+from tests.helpers.serving import serving, tiny_run
+from tests.helpers.waiting import LIMIT_S
 from tests.pipelines.api.test_conversation import ARGUMENTS, CALLS, WEATHER, chat_of
 
 SERVED = msgspec.structs.replace(READY, context_length=4096, num_cache_tokens=4096)

@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from pipelines import pipeline
-from tests.helpers.server import LIMIT_S, ended, served
+from tests.helpers.server import ended, served
+from tests.helpers.waiting import LIMIT_S
 
 PROMPT = "Once upon a time"
 
