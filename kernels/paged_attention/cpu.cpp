@@ -162,15 +162,20 @@ struct Unit {
   int64_t place;  // of the partial result, in floats
 
   int64_t work() const {
-    const int64_t num_keys = split < 0 ? rows.end(rows.count - 1) - rows.begin(0) : SPLIT;
-    return (rows.count + 4) * num_keys * (rows.call.keys.channels + rows.call.values.channels);  // 4: for packing
+    return (rows.count + 4) * (split < 0 ? rows.num_keys() : SPLIT) * (rows.call.keys.channels + rows.call.values.channels);  // 4: for packing
   }
 };
 
-// Returns into how many parts the rows of a unit are divided: into more than one where there would be fewer units than threads.
+// Returns into how many parts the rows of a unit are divided: into more than one where there would be fewer large units than threads. A
+// context of 272 keys has one large split.
 int64_t parts_of_rows(const Call &call) {
   int64_t units = 0;
-  for (int64_t s = 0; s < call.num_sequences; ++s) units += divide_up(call.num_new(s) * call.heads_per_group, MAX_ROWS) * call.keys.num_heads;
+  for (int64_t s = 0; s < call.num_sequences; ++s) {
+    const Rows rows{call, s, 0, 0, call.num_new(s) * call.heads_per_group};
+    if (rows.count == 0) continue;
+    const int64_t num_splits = rows.count <= MAX_ROWS ? std::max<int64_t>(rows.num_keys() / SPLIT, 1) : 1;
+    units += divide_up(rows.count, MAX_ROWS) * num_splits * call.keys.num_heads;
+  }
   return divide_up(get_threads(), std::max<int64_t>(units, 1));
 }
 
@@ -183,7 +188,7 @@ int64_t list_units(const Call &call, std::vector<Unit> &units) {
     const int64_t num_rows = call.num_new(s) * call.heads_per_group;
     if (num_rows == 0) continue;
     const bool in_splits = num_rows <= MAX_ROWS && Rows{call, s, 0, 0, num_rows}.num_splits() > 1;
-    const int64_t height = in_splits ? MAX_ROWS : std::max(divide_up(std::min(num_rows, MAX_ROWS), parts), FEW_ROWS);
+    const int64_t height = std::max(divide_up(std::min(num_rows, MAX_ROWS), parts), FEW_ROWS);
     for (int64_t first = (num_rows - 1) / height * height; first >= 0; first -= height) {  // the longest contexts first
       const Rows rows{call, s, 0, first, std::min(num_rows - first, height)};
       for (int64_t split = rows.first_split(); split < (in_splits ? rows.end_split() : rows.first_split() + 1); ++split)

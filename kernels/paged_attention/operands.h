@@ -49,6 +49,7 @@ struct Rows {
     const int64_t prefix = call.prefixes ? std::min(call.prefixes[sequence], length()) : 0;
     return std::max(position(row) + 1, prefix);
   }
+  int64_t num_keys() const { return end(count - 1) - begin(0); }  // that some of the rows see
   const int64_t *table() const { return call.tables + sequence * call.table_width; }
   int64_t first_split() const { return begin(0) / SPLIT; }
   int64_t end_split() const { return divide_up(end(count - 1), SPLIT); }

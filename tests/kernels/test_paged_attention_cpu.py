@@ -199,8 +199,9 @@ def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
 def test_heads_that_share_a_key_are_the_same_to_the_bit_on_any_number_of_threads(
     compiled: Threads, dtype: torch.dtype
 ) -> None:
-    filled = fill([200, 70], (24, 1, 48, 32), dtype)
-    for steps in ([(0, 199, 200)], [(0, 199, 200), (1, 69, 70)], [(1, 60, 70)]):
+    filled = fill([200, 70, 257], (24, 1, 48, 32), dtype)
+    short = ([(0, 199, 200)], [(0, 199, 200), (1, 69, 70)], [(1, 60, 70)])
+    for steps in (*short, [(2, 256, 257)], [(2, 255, 257)]):  # the last: one token sees 256 keys, a split, and one 257
         compiled(1)
         alone = attend(filled, steps, {})
         for threads in range(2, 5):
