@@ -3,7 +3,7 @@
 
 #include "rows.h"
 
-constexpr int ACCUMULATORS = 4;  // pairs; of the 16 registers 8 are left for operands
+constexpr int ACCUMULATORS = 6;  // pairs; of the 16 registers 4 are left for operands
 
 struct Floats {
   __m256 low, high;
@@ -123,21 +123,37 @@ inline __m256 round_to_bfloat16(__m256 x) {
 }
 inline Floats round_to_bfloat16(Floats x) { return {round_to_bfloat16(x.low), round_to_bfloat16(x.high)}; }  // as to_bfloat16 does
 
-// Bytes 0 and 2 of each lane and bytes 1 and 3 are widened to 16 bits: vpmaddubsw on the bytes themselves would saturate.
-inline __m256i dot_bytes(__m256i sum, __m256i bytes, __m256i x) {
-  const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(bytes, 8);
-  const __m256i even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
-  return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, even_x), _mm256_madd_epi16(odd, odd_x)));
-}
 inline __m256 dot_bfloat16(__m256 sum, __m256i a, __m256i b) {
   const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));
   const __m256 even = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), sum);
   return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), even);
 }
 
-// Each lane: sum plus four unsigned bytes times four signed bytes, modulo 2^32.
-inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) {
-  return {dot_bytes(sum.low, bytes.low, x.low), dot_bytes(sum.high, bytes.high, x.high)};
+// Products of unsigned bytes, four in a lane, and a step of a row, four integers: as 16 bits, the even ones and the odd ones, in one sum.
+// vpmaddubsw on the bytes themselves would saturate.
+struct Shorts {
+  Ints even, odd;
+};
+constexpr int sums_of(int) { return 1; }
+constexpr int SUM_WORDS = 2;  // of a step, for each sum
+inline void put_limb(int32_t *step, int limb, const int8_t *from) {  // the lower one first
+  int32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  __m128i shorts = _mm_shufflelo_epi16(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(bytes)), 0xd8);
+  auto *to = reinterpret_cast<__m128i *>(step);
+  if (limb) shorts = _mm_add_epi16(_mm_slli_epi16(shorts, 8), _mm_loadl_epi64(to));
+  _mm_storel_epi64(to, shorts);
+}
+inline Shorts splat_step(const int32_t *words) { return {splat(words[0]), splat(words[1])}; }
+inline Shorts factors_of(Ints bytes) {
+  const __m256i even = _mm256_set1_epi16(0xff);
+  return {{_mm256_and_si256(bytes.low, even), _mm256_and_si256(bytes.high, even)},
+          {_mm256_srli_epi16(bytes.low, 8), _mm256_srli_epi16(bytes.high, 8)}};
+}
+inline __m256i dot_shorts(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline Ints dot_bytes(Ints sum, const Shorts &bytes, const Shorts &x) {  // modulo 2^32
+  return {dot_shorts(dot_shorts(sum.low, bytes.even.low, x.even.low), bytes.odd.low, x.odd.low),
+          dot_shorts(dot_shorts(sum.high, bytes.even.high, x.even.high), bytes.odd.high, x.odd.high)};
 }
 
 // Each lane: sum plus two bfloat16 times two bfloat16.

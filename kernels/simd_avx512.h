@@ -62,8 +62,13 @@ inline Floats round_to_bfloat16(Floats x) {  // as to_bfloat16 does
   return as_floats(bit_and(numbers, splat(-65536)));
 }
 
-// Each lane: sum plus four unsigned bytes times four signed bytes, modulo 2^32.
-inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }
+// Products of unsigned bytes, four in a lane, and a step of a row, four integers: in limbs of int8, each with a sum of its own.
+constexpr int sums_of(int limbs) { return limbs; }
+constexpr int SUM_WORDS = 1;  // of a step, for each sum
+inline void put_limb(int32_t *step, int limb, const int8_t *from) { std::memcpy(step + limb, from, 4); }
+inline Ints splat_step(const int32_t *words) { return splat(*words); }
+inline Ints factors_of(Ints bytes) { return bytes; }
+inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }  // modulo 2^32
 
 // Each lane: sum plus two bfloat16 times two bfloat16. The instruction takes denormals for zero.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }

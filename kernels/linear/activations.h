@@ -39,18 +39,20 @@ struct Layout : Format {
 
 inline int64_t segment_of(const Layout &layout, int limbs) { return limbs == 2 ? std::min(layout.whole_group(), SEGMENT) : layout.whole_group(); }
 
-// Up to MAX_ROWS rows of activations, step after step: bytes [num_steps, num_rows, LIMBS, 4].
+constexpr int step_words(int limbs) { return sums_of(limbs) * SUM_WORDS; }
+
+// Up to MAX_ROWS rows of activations, step after step: words [num_steps, num_rows, step_words(LIMBS)].
 template <int LIMBS> struct Panel {
-  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (LIMBS + 1));  // of one tile, with a total for each
+  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (sums_of(LIMBS) + 1));  // of one tile, with a total for each
   int64_t num_rows;
-  int32_t *bytes;
+  int32_t *words;
   float *scales;  // [num_segments, num_rows]
   int32_t *sums;  // [num_segments, num_rows], of the integers, times minus the weight's offset; -1 if that has zero points
 
   // `count` bytes of a limb of a row, those of the inputs from `first` on; both are multiples of STEP.
   void put(int64_t row, int limb, int64_t first, int64_t count, const int8_t *from) const {
-    int32_t *to = bytes + (first / STEP * num_rows + row) * LIMBS + limb;
-    for (int64_t i = 0; i < count; i += STEP, to += num_rows * LIMBS) std::memcpy(to, from + i, STEP);
+    int32_t *to = words + (first / STEP * num_rows + row) * step_words(LIMBS);
+    for (int64_t i = 0; i < count; i += STEP, to += num_rows * step_words(LIMBS)) put_limb(to, limb, from + i);
   }
 };
 
@@ -61,13 +63,13 @@ template <int LIMBS> struct Activations {
   int64_t num_segments = divide_up(num_inputs, segment);
   int64_t num_panels = divide_up(num_rows, Panel<LIMBS>::MAX_ROWS);
   int64_t height = divide_up(num_rows, std::max<int64_t>(num_panels, 1));
-  int64_t bytes_per_row = num_steps * LIMBS * STEP + num_segments * 8;
+  int64_t bytes_per_row = num_steps * step_words(LIMBS) * 4 + num_segments * 8;
   char *memory = nullptr;
 
   Panel<LIMBS> panel(int64_t index) const {
     const int64_t rows = std::min(height, num_rows - index * height);
     char *at = memory + index * height * bytes_per_row;
-    auto *scales = reinterpret_cast<float *>(at + rows * num_steps * LIMBS * STEP);
+    auto *scales = reinterpret_cast<float *>(at + rows * num_steps * step_words(LIMBS) * 4);
     return {rows, reinterpret_cast<int32_t *>(at), scales, reinterpret_cast<int32_t *>(scales + rows * num_segments)};
   }
 };

@@ -20,8 +20,8 @@ constexpr int64_t ROWS_PER_PACKING = 256;  // of a weight that is not packed: to
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
 constexpr int MAX_UNFETCHED = 2;  // rows by which 12 bits are read as fast as memory gives them; fetching would take 1.17 of one core's time
 // Rows of a panel: up to MAX_ROWS are one, which reads the weight once. More are panels for two tiles, which load less for each product: a
-// core that starts two products a cycle has no more than two loads for them.
-constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
+// core that starts two products a cycle has no more than two loads for them. AVX2 has the registers for one tile.
+constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = ACCUMULATORS < 16 ? 1 : 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
 
 struct Job {
   Product product;

@@ -5,6 +5,7 @@
 // So a row's bits depend neither on the other rows nor on how the work was shared.
 //
 // Activations that are not int8 become 16-bit fixed point with a scale for every row and segment, q = 256 high + low, two "limbs" of int8.
+// Where there are no dot products of bytes (AVX2) the 16 bits are multiplied as they are: exact sums do not tell the difference.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -44,7 +45,7 @@ struct Sources {
   const float *scales;   // of the first tile and group; the next tile is tile_scales after it, the next segment group_scales
   const int8_t *zeros;
   int64_t tile_scales, group_scales;
-  const int32_t *x_bytes;
+  const int32_t *x_words;
   const float *x_scales;
   const int32_t *x_sums;
   int64_t num_segments, num_vectors, last_vectors;  // vectors of codes in a segment, and in the last one
@@ -54,7 +55,7 @@ struct Sources {
 // for the zero points, the compiler keeps half of them in memory (2.2 times slower).
 template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
 [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
-  constexpr int STEPS = 8 / BITS;  // in a vector of codes
+  constexpr int STEPS = 8 / BITS, SUMS = sums_of(LIMBS);  // steps in a vector of codes
   Floats totals[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -63,20 +64,20 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
   const int64_t scales_ahead = PREFETCH_BYTES / (from.num_vectors * VECTOR_BYTES) * from.group_scales;
   const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
   for (int64_t segment = 0; segment < from.num_segments; ++segment) {
-    Ints sums[ROWS][TILES][LIMBS];
+    Ints sums[ROWS][TILES][SUMS];
     UNROLL
     for (int t = 0; t < TILES; ++t)
       UNROLL
       for (int row = 0; row < ROWS; ++row) {
         const Ints begin = splat(from.x_sums[row]);  // what the codes are too large by
         sums[row][t][0] = ZEROS ? multiply(load_bytes(from.zeros + t * from.tile_scales), begin) : begin;
-        if constexpr (LIMBS == 2) sums[row][t][1] = splat(0);
+        if constexpr (SUMS == 2) sums[row][t][1] = splat(0);
       }
     const float *later_scales = from.scales + scales_ahead + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_scales);
     UNROLL
     for (int t = 0; t < TILES; ++t) _mm_prefetch(reinterpret_cast<const char *>(later_scales + t * from.tile_scales), _MM_HINT_T1);
     const uint8_t *end = from.codes + (segment + 1 < from.num_segments ? from.num_vectors : from.last_vectors) * VECTOR_BYTES;
-    for (; from.codes != end; from.codes += VECTOR_BYTES, from.x_bytes += STEPS * ROWS * LIMBS) {
+    for (; from.codes != end; from.codes += VECTOR_BYTES, from.x_words += STEPS * ROWS * step_words(LIMBS)) {
       const int64_t ahead = PREFETCH_BYTES + (from.codes < near_end ? 0 : (TILES - 1) * from.tile_bytes);
       Ints w[TILES];
       UNROLL
@@ -86,17 +87,17 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
       }
       UNROLL
       for (int step = 0; step < STEPS; ++step) {
-        Ints w_step[TILES];
+        decltype(factors_of(w[0])) w_step[TILES];
         UNROLL
         for (int t = 0; t < TILES; ++t)
-          w_step[t] = BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f));
+          w_step[t] = factors_of(BITS == 8 ? w[t] : bit_and(step ? shift_right<4>(w[t]) : w[t], splat(0x0f0f0f0f)));
         UNROLL
         for (int row = 0; row < ROWS; ++row)
           UNROLL
-          for (int limb = 0; limb < LIMBS; ++limb) {
-            const Ints x_step = splat(from.x_bytes[(step * ROWS + row) * LIMBS + limb]);
+          for (int part = 0; part < SUMS; ++part) {
+            const auto x_step = splat_step(from.x_words + ((step * ROWS + row) * SUMS + part) * SUM_WORDS);
             UNROLL
-            for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w_step[t], x_step);
+            for (int t = 0; t < TILES; ++t) sums[row][t][part] = dot_bytes(sums[row][t][part], w_step[t], x_step);
           }
       }
     }
@@ -106,7 +107,7 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
       UNROLL
       for (int row = 0; row < ROWS; ++row) {
         Ints sum = sums[row][t][0];
-        if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
+        if constexpr (SUMS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
         const Floats both = LIMBS == 2 ? multiply(scale, splat(from.x_scales[row])) : scale;
         totals[row][t] = multiply_add(to_floats(sum), both, totals[row][t]);
       }
@@ -132,7 +133,7 @@ void multiply(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, co
   const int64_t num_groups = layout.num_groups(), scale = tile * num_groups * LANES, whole = all.segment * (all.num_segments - 1);
   const auto tiles = num_tiles == TILES ? multiply_tiles<BITS, LIMBS, ZEROS, ROWS, TILES> : multiply_tiles<BITS, LIMBS, ZEROS, ROWS, 1>;
   tiles({weight.memory + tile * layout.tile_bytes(), layout.tile_bytes(), layout.scales(weight, all_tiles) + scale,
-         layout.zeros(weight, all_tiles) + scale, num_groups * LANES, num_groups > 1 ? LANES : 0, x.bytes, x.scales, x.sums,
+         layout.zeros(weight, all_tiles) + scale, num_groups * LANES, num_groups > 1 ? LANES : 0, x.words, x.scales, x.sums,
          all.num_segments, all.segment * BITS / (8 * STEP), (all.num_steps * STEP - whole) * BITS / (8 * STEP)},
         result);
   if (!weight.bias) return;
@@ -146,7 +147,7 @@ void multiply_panel(const Job<LIMBS> &job, const Output &out, int64_t panel, int
   const Panel<LIMBS> x = job.all.panel(panel);
   if constexpr (ROWS > 1)
     if (x.num_rows < ROWS) return multiply_panel<BITS, LIMBS, ZEROS, ROWS - 1>(job, out, panel, first, last);
-  constexpr int FIT = ACCUMULATORS / (ROWS * (LIMBS + 1)), TILES = FIT >= 4 ? 4 : 1;
+  constexpr int FIT = ACCUMULATORS / (ROWS * (sums_of(LIMBS) + 1)), TILES = FIT >= 4 ? 4 : 1;
   write_tiles<ROWS, TILES>(out, job.product.rows.dtype, panel * job.all.height, first, last,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
                              multiply<BITS, LIMBS, ZEROS, ROWS, TILES>(job, weight, out.num_tiles(), x, tile, num_tiles, count, result);

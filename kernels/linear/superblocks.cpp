@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int LIMBS = 2;
+constexpr int LIMBS = 2, SUMS = sums_of(LIMBS);
 constexpr int64_t PANELS_PER_CHUNK = 16;
 #ifdef HAS_TILES
 constexpr int64_t ROWS_FOR_TILES = 16;  // later than in ints.cpp: weights become bytes first, which takes as long as some rows
@@ -22,7 +22,7 @@ constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level, as in
 struct Sources {
   const uint8_t *block;  // of the first tile; the next one is tile_bytes after it
   int64_t tile_bytes;
-  const int32_t *x_bytes;
+  const int32_t *x_words;
   const float *x_scales;
   const int32_t *x_sums;
 };
@@ -48,26 +48,26 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
           _mm_prefetch(reinterpret_cast<const char *>(from.block + t * from.tile_bytes + ahead + number * SHARE + byte), _MM_HINT_T1);
       UNROLL
       for (int group = 0; group < Kind::groups_of_unit; ++group) {
-        Ints sums[ROWS][TILES][LIMBS];
+        Ints sums[ROWS][TILES][SUMS];
         UNROLL
         for (int row = 0; row < ROWS; ++row)
           UNROLL
           for (int t = 0; t < TILES; ++t) {
             sums[row][t][0] = splat(Kind::has_minimums ? 0 : from.x_sums[row]);  // what the codes are too large by
-            sums[row][t][1] = splat(0);
+            if constexpr (SUMS == 2) sums[row][t][1] = splat(0);
           }
         UNROLL
         for (int step = 0; step < GROUP_STEPS; ++step) {
-          Ints w[TILES];
+          decltype(factors_of(Ints())) w[TILES];
           UNROLL
-          for (int t = 0; t < TILES; ++t) w[t] = codes_of<Kind>(unit + t * from.tile_bytes, group * GROUP_STEPS + step);
+          for (int t = 0; t < TILES; ++t) w[t] = factors_of(codes_of<Kind>(unit + t * from.tile_bytes, group * GROUP_STEPS + step));
           UNROLL
           for (int row = 0; row < ROWS; ++row)
             UNROLL
-            for (int limb = 0; limb < LIMBS; ++limb) {
-              const Ints x = splat(from.x_bytes[(step * ROWS + row) * LIMBS + limb]);
+            for (int part = 0; part < SUMS; ++part) {
+              const auto x = splat_step(from.x_words + ((step * ROWS + row) * SUMS + part) * SUM_WORDS);
               UNROLL
-              for (int t = 0; t < TILES; ++t) sums[row][t][limb] = dot_bytes(sums[row][t][limb], w[t], x);
+              for (int t = 0; t < TILES; ++t) sums[row][t][part] = dot_bytes(sums[row][t][part], w[t], x);
             }
         }
         UNROLL
@@ -77,13 +77,14 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
           const Floats scale = scales_of<Kind>(block, index, 0);
           UNROLL
           for (int row = 0; row < ROWS; ++row) {
-            const Ints sum = add(sums[row][t][0], shift_left<8>(sums[row][t][1]));
+            Ints sum = sums[row][t][0];
+            if constexpr (SUMS == 2) sum = add(sum, shift_left<8>(sums[row][t][1]));
             totals[row][t] = multiply_add(to_floats(sum), multiply(scale, splat(from.x_scales[row])), totals[row][t]);
             if constexpr (Kind::has_minimums)
               totals[row][t] = multiply_add(as_floats(splat(from.x_sums[row])), scales_of<Kind>(block, index, 1), totals[row][t]);
           }
         }
-        from.x_bytes += GROUP_STEPS * ROWS * LIMBS;
+        from.x_words += GROUP_STEPS * ROWS * step_words(LIMBS);
         from.x_scales += ROWS, from.x_sums += ROWS;
       }
     }
@@ -115,12 +116,12 @@ template <class Kind, int ROWS> void multiply_panel(const Job<Kind> &job, const 
   const Panel<LIMBS> x = job.all.panel(panel);
   if constexpr (ROWS > 1)
     if (x.num_rows < ROWS) return multiply_panel<Kind, ROWS - 1>(job, out, panel, first, last);
-  constexpr int FIT = ACCUMULATORS / (ROWS * (LIMBS + 1)), TILES = FIT >= 4 ? 4 : 1;
+  constexpr int FIT = ACCUMULATORS / (ROWS * (SUMS + 1)), TILES = FIT >= 4 ? 4 : 1;
   const Dtype dtype = job.product.rows.dtype;
   write_tiles<ROWS, TILES>(out, dtype, panel * job.all.height, first, last,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
     const auto tiles = num_tiles == TILES ? multiply_tiles<Kind, ROWS, TILES> : multiply_tiles<Kind, ROWS, 1>;
-    tiles({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), x.bytes, x.scales, x.sums}, result);
+    tiles({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), x.words, x.scales, x.sums}, result);
     if (!weight.bias) return;
     round_to(dtype, result, ROWS * num_tiles * LANES);
     add_bias(weight, dtype, ROWS, tile, num_tiles, count, result);
