@@ -305,9 +305,8 @@ def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch:
 
     Two divisions of which each was faster in some round, as one process and tp=2, have no order.
     """
-    rounds = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())["divisions"][str(num_rows)][
-        "rounds"
-    ]
+    rows = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())
+    rounds = rows["divisions"][str(num_rows)]["rounds"]
     assert len(rounds) >= 4  # two equal speeds are in one order in all of four rounds once in eight times
     monkeypatch.setattr(division_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
     run = dry_run(write_config(tmp_path / "llama", LLAMA_1B), None, num_rows)
