@@ -129,8 +129,8 @@ inline __m256 dot_bfloat16(__m256 sum, __m256i a, __m256i b) {
   return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), even);
 }
 
-// Products of unsigned bytes, four in a lane, and a step of a row, four integers: as 16 bits, the even ones and the odd ones, in one sum.
-// vpmaddubsw on the bytes themselves would saturate.
+// dot_bytes multiplies the unsigned bytes of a lane (factors_of) by a step of a row, which is four integers: both have 16 bits, and all limbs one
+// sum. vpmaddubsw on the bytes themselves would saturate.
 struct Shorts {
   Ints even, odd;
 };

@@ -62,7 +62,7 @@ inline Floats round_to_bfloat16(Floats x) {  // as to_bfloat16 does
   return as_floats(bit_and(numbers, splat(-65536)));
 }
 
-// Products of unsigned bytes, four in a lane, and a step of a row, four integers: in limbs of int8, each with a sum of its own.
+// dot_bytes multiplies the unsigned bytes of a lane (factors_of) by a step of a row, which is four integers: each limb is int8 and has its own sum.
 constexpr int sums_of(int limbs) { return limbs; }
 constexpr int SUM_WORDS = 1;  // of a step, for each sum
 inline void put_limb(int32_t *step, int limb, const int8_t *from) { std::memcpy(step + limb, from, 4); }

@@ -39,6 +39,7 @@ struct Layout : Format {
 
 inline int64_t segment_of(const Layout &layout, int limbs) { return limbs == 2 ? std::min(layout.whole_group(), SEGMENT) : layout.whole_group(); }
 
+// 32-bit words of a step of a row
 constexpr int step_words(int limbs) { return sums_of(limbs) * SUM_WORDS; }
 
 // Up to MAX_ROWS rows of activations, step after step: words [num_steps, num_rows, step_words(LIMBS)].

@@ -166,8 +166,8 @@ struct Unit {
   }
 };
 
-// Returns into how many parts the rows of a unit are divided: into more than one where there would be fewer large units than threads. A
-// context of 272 keys has one large split.
+// Returns into how many parts the rows of a unit are divided: into more than one where there would be fewer units than threads. Only
+// whole splits count: of 272 keys a thread has 256, and another 16.
 int64_t parts_of_rows(const Call &call) {
   int64_t units = 0;
   for (int64_t s = 0; s < call.num_sequences; ++s) {

@@ -1,4 +1,4 @@
-"""How long a test waits for what comes soon."""
+"""Tests wait for a condition, up to a limit."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ LIMIT_S = 120.0  # for what takes a second or two on an idle machine
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait until it holds."""
+    """Wait until `holds` returns true. Fails after LIMIT_S."""
     end = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < end

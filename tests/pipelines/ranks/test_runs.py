@@ -133,3 +133,4 @@ def test_another_number_of_ranks_than_a_launcher_has_started_is_one_line(data: P
 
 def test_a_plain_batch_script_of_slurm_has_no_other_ranks(data: Path, tmp_path: Path) -> None:
     done(start(data, tmp_path / "run", SLURM_JOB_ID="7", SLURM_NTASKS="8", SLURM_PROCID="0"))
+    assert len((tmp_path / "run" / "predictions.jsonl").read_text().splitlines()) == 24
