@@ -19,7 +19,15 @@ CodesArguments: TypeAlias = tuple[int | None, int | None, bool, int, int | None,
 __all__ = ["ActivationFormat", "CodesArguments", "QuantizedActivations", "Rows", "code_arguments", "quantize_rows"]
 
 
-@operator(reference.quantize_rows, has_triton=True)
+def _empty_codes(
+    x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_inputs = x.shape
+    size = min(group_size or num_inputs, num_inputs)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(num_rows, -(-num_inputs // size), dtype=torch.float32)
+
+
+@operator(reference.quantize_rows, fake=_empty_codes, has_triton=True)
 def quantize_rows(
     cpp: Library,
     x: Tensor,

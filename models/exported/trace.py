@@ -5,12 +5,15 @@ T tokens, S sequences, M blocks in the longest block table, R output rows, N blo
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, ModuleCallEntry
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_structure
 
 from kernels.collectives import Alone, Link
 from kernels.kv_format import PagedVectors
@@ -103,22 +106,6 @@ class Step(nn.Module):
                 layer.adapters = None
 
 
-class WithWeights(nn.Module):
-    """A traced step whose weights are inputs, so that a program holds none: they are in a file that is mapped."""
-
-    def __init__(self, step: nn.Module, sources: list[str | None]) -> None:
-        """`sources`: for each input of the step the name of a weight, or None for the next of the other inputs."""
-        super().__init__()
-        self.step, self._sources = step, sources
-
-    def forward(
-        self, fields: dict[str, Tensor], stored: list[Tensor], weights: dict[str, Tensor], tables: list[list[Tensor]]
-    ) -> tuple[Tensor, ...]:
-        others = chain(fields.values(), stored, *tables)
-        outputs: tuple[Tensor, ...] = self.step(*[weights[s] if s else next(others) for s in self._sources])
-        return outputs
-
-
 def _table(layer: Adaptable, dtype: torch.dtype) -> AdapterTable:
     outputs, inputs = layer.shape
     return AdapterTable.empty(NUM_SLOTS, RANK, inputs, outputs, dtype, torch.device("cpu"))
@@ -148,34 +135,56 @@ def trace(
     any_size["block_tables"] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in stored]
     any_table = [[dict.fromkeys(range(min(part.ndim, 2)), Dim.DYNAMIC) for part in table] for table in tables]
-    step = torch.export.export(
-        Step(model, cache, layers).eval(),
-        (fields, stored, tables),
-        dynamic_shapes=(any_size, any_pool, any_table),
-        strict=False,
-    )
-    held, weights, taken = {**step.state_dict, **step.constants}, dict[str, Tensor](), {*names.values()}
-    sources: list[str | None] = []
+    given = fields, stored, tables
+    any_shape = any_size, any_pool, any_table
+    step = torch.export.export(Step(model, cache, layers).eval(), given, dynamic_shapes=any_shape, strict=False)
+    traced = _with_weights(step, names, *given)
+    for node in traced.program.graph.nodes:  # paths and code of this machine
+        for told in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+            node.meta.pop(told, None)
+    return traced
+
+
+def _with_weights(
+    step: ExportedProgram,
+    names: dict[object, str],
+    fields: dict[str, Tensor],
+    stored: list[Tensor],
+    tables: list[list[Tensor]],
+) -> Traced:
+    """Return a program that holds no weights, which are in a file that is mapped: they are inputs between what is stored and the tables."""
+    held, taken, weights = {**step.state_dict, **step.constants}, {*names.values()}, dict[str, Tensor]()
+    nodes = {node.name: node for node in step.graph.find_nodes(op="placeholder")}
+    own_inputs, others = dict[str, Node](), list[Node]()
     for spec in step.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
         if spec.target is None:
-            sources.append(None)
+            others.append(node)
             continue
         tensor = held[spec.target].detach()
-        # one that has several names is there once
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         own = spec.target.removeprefix("model.")
         name = names.setdefault(place, own if own not in taken else f"{own}.{len(names)}")
-        weights[name] = tensor.contiguous()
-        sources.append(name)
-    fixed = dict.fromkeys(weights)
-    program = torch.export.export(
-        WithWeights(step.graph_module, sources),
-        (fields, stored, weights, tables),
-        dynamic_shapes=(any_size, any_pool, fixed, any_table),
-        strict=False,
+        if name in weights:  # one that has several names is there once
+            node.replace_all_uses_with(own_inputs[name])
+            step.graph.erase_node(node)
+        else:
+            weights[name], own_inputs[name] = tensor.contiguous(), node
+    num_before = len(fields) + len(stored)
+    inputs = [*others[:num_before], *own_inputs.values(), *others[num_before:]]
+    first = next(node for node in step.graph.nodes if node.op != "placeholder")
+    for node in inputs:
+        first.prepend(node)
+    specs = [InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None) for node in inputs]
+    parts, in_spec = ["fields", "stored", "weights", "tables"], tree_structure(((fields, stored, weights, tables), {}))
+    signature = replace(step.module_call_graph[0].signature, in_spec=in_spec, forward_arg_names=parts)
+    program = ExportedProgram(
+        step.graph_module,
+        step.graph,
+        ExportGraphSignature(specs, step.graph_signature.output_specs),
+        {},
+        step.range_constraints,
+        [ModuleCallEntry("", signature)],
+        verifiers=step.verifiers,
     )
-    program._example_inputs = None  # which would be pickled
-    for node in program.graph.nodes:  # paths and code of this machine
-        for told in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
-            node.meta.pop(told, None)
     return Traced(program, weights)
