@@ -26,7 +26,7 @@ from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.loading import load_engine
-from tests.helpers.adapters import ALL_LINEAR, load_with, outputs, write_adapter
+from tests.helpers.adapters import load_with, outputs, write_adapter
 from tests.helpers.builders import complete, engine_of, run_config, write_llama
 from tests.helpers.goldens import GOLDENS
 from tests.helpers.triton_cases import DEVICE
@@ -103,9 +103,9 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
 def test_so_does_one_whose_rows_have_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of different ranks, and a row without: three rows, padded to four."""
     write_llama(tmp_path / "base")
-    names = ["fr", None, "de"]
+    names, layers = ["fr", None, "de"], ["o_proj", "down_proj"]
     for rank, name in ((3, "fr"), (20, "de")):
-        write_adapter(tmp_path / name, tmp_path / "base", LlamaForCausalLM, rank, r=rank, target_modules=ALL_LINEAR)
+        write_adapter(tmp_path / name, tmp_path / "base", LlamaForCausalLM, r=rank, target_modules=layers)
 
     def engine() -> Engine:
         run = run_config(tmp_path / "base")

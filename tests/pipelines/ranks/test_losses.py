@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from tests.helpers.rank_runs import (
     start,
     wait_for_rows,
     workers_of,
-    write_prompts,
 )
 from tests.helpers.waiting import LIMIT_S, until
 
@@ -29,11 +29,6 @@ THREE = ("parallel=tp", "parallel.tp=3")
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2")
 # Steps of one token each: all but two in a hundred are of a prompt.
 PROMPTS = ("device.max_batched_tokens=1", "predict.batch_size=1", "decode.max_new_tokens=1")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("data") / "rows.txt")
 
 
 @pytest.mark.parametrize(
@@ -52,17 +47,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_lost_rank_is_one_line_and_the_job_goes_on(
-    data: Path, tmp_path: Path, number: signal.Signals, how: tuple[str, ...], rank: int, settings: tuple[str, ...]
+    data: Path,
+    run_of: Callable[..., Path],
+    tmp_path: Path,
+    number: signal.Signals,
+    how: tuple[str, ...],
+    rank: int,
+    settings: tuple[str, ...],
 ) -> None:
-    lost, whole = tmp_path / "lost", tmp_path / "whole"
+    lost = tmp_path / "lost"
     process = start(data, lost, *how, *settings, f"parallel.heartbeat_s={HEARTBEAT_S}")
     workers = workers_of(process, 2 if how == THREE else 3)
     wait_for_rows(process, lost)
     line = lose(process, workers, rank, number)
     assert f" rows are done and kept, go on with: python run.py predict.resume={lost}" in line
-    done(start(data, whole, *settings))
     done(start(data, lost, *how, *settings, f"predict.resume={lost}"))
-    assert same_files(lost, whole)
+    assert same_files(lost, run_of(*settings))
 
 
 @pytest.mark.parametrize(

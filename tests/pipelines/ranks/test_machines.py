@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,6 @@ from tests.helpers.rank_runs import (
     start,
     wait_for_rows,
     workers_of,
-    write_prompts,
 )
 from tests.helpers.waiting import LIMIT_S, until
 
@@ -36,25 +36,12 @@ PP = ("parallel=pp", "parallel.pp=2", GLOO)
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2", GLOO)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("data") / "rows.txt")
-
-
-@pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one process."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    done(start(data, folder))
-    return folder
-
-
 @pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp", "tp_pp"])
 def test_ranks_over_tcp_give_the_files_of_one_process(
-    data: Path, whole: Path, tmp_path: Path, how: tuple[str, ...]
+    data: Path, run_of: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
 ) -> None:
     assert done(start(data, tmp_path / "run", *how)) == ""
-    assert same_files(tmp_path / "run", whole)
+    assert same_files(tmp_path / "run", run_of())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +50,7 @@ def test_ranks_over_tcp_give_the_files_of_one_process(
     ids=["killed beside rank 0", "stopped beside rank 0", "killed in the last stage", "stopped in the last stage"],
 )
 def test_a_lost_rank_is_one_line_and_the_job_goes_on(
-    data: Path, whole: Path, tmp_path: Path, number: signal.Signals, how: tuple[str, ...], rank: int
+    data: Path, run_of: Callable[..., Path], tmp_path: Path, number: signal.Signals, how: tuple[str, ...], rank: int
 ) -> None:
     folder = tmp_path / "run"
     process = start(data, folder, *how, f"parallel.heartbeat_s={HEARTBEAT_S}")
@@ -71,7 +58,7 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
     wait_for_rows(process, folder)
     lose(process, workers, rank, number)
     done(start(data, folder, f"predict.resume={folder}"))  # of one process: the division decides nothing
-    assert same_files(folder, whole)
+    assert same_files(folder, run_of())
 
 
 def test_a_rank_that_is_killed_while_it_loads_is_one_line(data: Path, tmp_path: Path) -> None:
@@ -113,14 +100,14 @@ def torchrun(node: int, port: int, per_node: int = 1) -> tuple[str, ...]:
     ("per_node", "how"), [(1, ("parallel=pp",)), (2, TP_PP)], ids=["stages by default", "layers by name"]
 )
 def test_torchrun_on_two_machines_gives_the_files_of_one_process(
-    data: Path, whole: Path, tmp_path: Path, per_node: int, how: tuple[str, ...]
+    data: Path, run_of: Callable[..., Path], tmp_path: Path, per_node: int, how: tuple[str, ...]
 ) -> None:
     """The same command on each: there is one folder, and what is on the second machine has none."""
     port, folders = free_port(), [tmp_path / "0", tmp_path / "1"]
     nodes = [start(data, folders[node], *how, launcher=torchrun(node, port, per_node)) for node in range(2)]
     for node in nodes:
         done(node)
-    assert same_files(folders[0], whole)
+    assert same_files(folders[0], run_of())
     assert not folders[1].exists()
 
 
@@ -131,11 +118,13 @@ def srun(rank: int) -> dict[str, str]:
     return names | nodes | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
 
 
-def test_srun_on_two_machines_gives_the_files_of_one_process(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_srun_on_two_machines_gives_the_files_of_one_process(
+    data: Path, run_of: Callable[..., Path], tmp_path: Path
+) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
     for rank in [start(data, folders[rank], "parallel=pp", **srun(rank)) for rank in (1, 0)]:
         done(rank)
-    assert same_files(folders[0], whole)
+    assert same_files(folders[0], run_of())
     assert not folders[1].exists()
 
 
@@ -151,7 +140,9 @@ def stopped_while_it_listens(data: Path, folder: Path, *arguments: str) -> "subp
     return rank
 
 
-def test_a_rank_waits_aloud_for_as_long_as_rank_0_is_there(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_rank_waits_aloud_for_as_long_as_rank_0_is_there(
+    data: Path, run_of: Callable[..., Path], tmp_path: Path
+) -> None:
     first = stopped_while_it_listens(data, tmp_path / "0")
     second = start(data, tmp_path / "1", "parallel=pp", **srun(1))
     assert second.stderr is not None
@@ -160,7 +151,7 @@ def test_a_rank_waits_aloud_for_as_long_as_rank_0_is_there(data: Path, whole: Pa
     assert line == f"rank 1 waits for rank 0, which has not begun to load: {what}\n"
     first.send_signal(signal.SIGCONT)
     assert done(first) == done(second) == ""
-    assert same_files(tmp_path / "0", whole)
+    assert same_files(tmp_path / "0", run_of())
 
 
 def test_a_rank_that_waits_ends_with_rank_0(data: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ranks that add, and experts that are whole on one rank, in processes: their answers, their recorded steps, and a job that goes on."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kernels import build
 from pipelines.loading import load_engine
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.command import run as run_command
-from tests.helpers.rank_runs import COMMAND, done, same_files, start, wait_for_rows, write_prompts
+from tests.helpers.rank_runs import COMMAND, done, same_files, start, wait_for_rows
 from tests.models.test_model_parts import write_family
 from tests.pipelines.ranks.test_divided import answers, close
 
@@ -67,18 +68,16 @@ def test_stages_of_ranks_that_add(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_runs_of_the_command(tmp_path: Path) -> None:
-    """Of the bundled model: two that add give the same files, and so does a third over TCP."""
-    data = write_prompts(tmp_path / "rows.txt")
-    more: tuple[tuple[str, ...], ...] = ((), (), ("parallel.backend=gloo",))
-    for number, how in enumerate(more):
-        done(start(data, tmp_path / str(number), *REDUCE, *how))
-        assert same_files(tmp_path / str(number), tmp_path / "0")
+@pytest.mark.parametrize("how", [(), ("parallel.backend=gloo",)], ids=["shared memory", "tcp"])
+def test_runs_of_the_command(data: Path, run_of: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]) -> None:
+    """Of the bundled model: two that add give the same files, also over TCP."""
+    done(start(data, tmp_path / "run", *REDUCE, *how))
+    assert same_files(tmp_path / "run", run_of(*REDUCE))
 
 
 @pytest.mark.long
-def test_a_job_goes_on_with_the_same_sums_alone(tmp_path: Path) -> None:
-    data, folder = write_prompts(tmp_path / "rows.txt"), tmp_path / "run"
+def test_a_job_goes_on_with_the_same_sums_alone(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     settings = (*COMMAND[1:], f"predict.data={data}", f"predict.resume={folder}")
     process = start(data, folder, *REDUCE)
     journal = folder / "journal.jsonl"
@@ -91,8 +90,7 @@ def test_a_job_goes_on_with_the_same_sums_alone(tmp_path: Path) -> None:
         assert ended.returncode == 1
         assert f'this changed: parallel.sum ("reduce, tp=2" -> {now}). Give what it had, or begin anew' in ended.stderr
     assert run_command(*settings, *REDUCE).returncode == 0
-    done(start(data, tmp_path / "whole", *REDUCE))
-    assert same_files(folder, tmp_path / "whole")
+    assert same_files(folder, run_of(*REDUCE))
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from kernels import build
 from tests.helpers.command import run
-from tests.helpers.rank_runs import done, same_files, start, write_prompts
+from tests.helpers.rank_runs import done, same_files, start
 from tests.helpers.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
@@ -19,11 +21,6 @@ TP = ("parallel=tp", "parallel.tp=2")
 PP = ("parallel=pp", "parallel.pp=2")
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2")
 each_division = pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp", "tp_pp"])
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_prompts(tmp_path / "rows.txt")
 
 
 WAYS: list[dict[str, Any]] = [
@@ -36,59 +33,74 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@each_division
-def test_every_way_to_choose_tokens_gives_the_files_of_one_process(tmp_path: Path, how: tuple[str, ...]) -> None:
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two rows of each, which begin alike."""
-    data = tmp_path / "rows.jsonl"
+    file = tmp_path_factory.mktemp("ways") / "rows.jsonl"
     rows = [{"prompt": f"Once upon a time there {verb}", "decode": way} for verb in ("was", "were") for way in WAYS]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = ("device=cpu", "decode.max_new_tokens=12", "predict.batch_size=4", f"predict.data={data}")
-    for name, division in (("alone", ()), ("divided", how)):
-        ended = run(*asked, *division, f"hydra.run.dir={tmp_path / name}")
-        assert ended.returncode == 0, ended.stderr
-    assert same_files(tmp_path / "divided", tmp_path / "alone")
-    found = [json.loads(line) for line in (tmp_path / "alone" / "predictions.jsonl").read_text().splitlines()]
-    assert [each["error"] for each in found] == [None] * len(rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def finish(folder: Path, *asked: str) -> Path:
+    ended = run(*asked, "device=cpu", f"hydra.run.dir={folder}")
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the folder of one process that was asked for this, which runs once."""
+    return cache(lambda *asked: finish(tmp_path_factory.mktemp("alone") / "run", *asked))
+
+
+@each_division
+def test_every_way_to_choose_tokens_gives_the_files_of_one_process(
+    ways: Path, alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    asked = ("decode.max_new_tokens=12", "predict.batch_size=4", f"predict.data={ways}")
+    expected = alone(*asked)
+    assert same_files(finish(tmp_path / "run", *asked, *how), expected)
+    found = [json.loads(line) for line in (expected / "predictions.jsonl").read_text().splitlines()]
+    assert [each["error"] for each in found] == [None] * 2 * len(WAYS)
     assert [len(each.get("completions", [each])) for each in found] == [1, 1, 3, 1, 2, 1] * 2
 
 
 @each_division
-def test_evaluate_gives_the_numbers_of_one_process(data: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
-    asked = ("task=evaluate", "device=cpu", f"evaluate.data={data}")
-    found = []
-    for name, division in (("alone", ()), ("divided", how)):
-        ended = run(*asked, *division, f"hydra.run.dir={tmp_path / name}")
-        assert ended.returncode == 0, ended.stderr
-        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
-        found.append((metrics["nll_per_token"], metrics["num_scored_tokens"]))
-    assert found[0] == found[1]
+def test_evaluate_gives_the_numbers_of_one_process(
+    data: Path, alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    asked = ("task=evaluate", f"evaluate.data={data}")
+    expected, found = (metrics_of(each) for each in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
+    assert found["nll_per_token"] == expected["nll_per_token"]
+    assert found["num_scored_tokens"] == expected["num_scored_tokens"]
 
 
 @each_division
-def test_embed_gives_the_vectors_of_one_process(data: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
-    asked = ("task=embed", "device=cpu", f"predict.data={data}")
-    for name, division in (("alone", ()), ("divided", how)):
-        ended = run(*asked, *division, f"hydra.run.dir={tmp_path / name}")
-        assert ended.returncode == 0, ended.stderr
-    alone, divided = ((tmp_path / name / "embeddings.npy").read_bytes() for name in ("alone", "divided"))
-    assert alone == divided
+def test_embed_gives_the_vectors_of_one_process(
+    data: Path, alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    asked = ("task=embed", f"predict.data={data}")
+    name = "embeddings.npy"
+    assert (finish(tmp_path / "run", *asked, *how) / name).read_bytes() == (alone(*asked) / name).read_bytes()
 
 
 @each_division
-def test_bench_counts_all_ranks(tmp_path: Path, how: tuple[str, ...]) -> None:
+def test_bench_counts_all_ranks(alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]) -> None:
     sizes = ("bench.prompt_tokens=8", "bench.new_tokens=4", "bench.batch_size=2", "bench.repeats=1")
-    found = []
-    for name, division in (("alone", ()), ("divided", how)):
-        ended = run("task=bench", "device=cpu", *division, *sizes, f"hydra.run.dir={tmp_path / name}")
-        assert ended.returncode == 0, ended.stderr
-        found.append(json.loads((tmp_path / name / "metrics.json").read_text()))
-    alone, divided = found
+    asked = ("task=bench", *sizes)
+    whole, divided = (metrics_of(each) for each in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
     assert divided["decode_tokens_per_s"] > 0
-    assert divided["kv_bytes"] == alone["kv_bytes"]
+    assert divided["kv_bytes"] == whole["kv_bytes"]
     # Each rank is a process with a torch of its own, which is most of what this model needs.
-    assert divided["peak_memory_bytes"] > 1.5 * alone["peak_memory_bytes"]
+    assert divided["peak_memory_bytes"] > 1.5 * whole["peak_memory_bytes"]
     # Ranks have norms of their own, and the last stage has a tied embedding, too.
-    assert alone["weight_bytes"] <= divided["weight_bytes"] < 1.3 * alone["weight_bytes"]
+    assert whole["weight_bytes"] <= divided["weight_bytes"] < 1.3 * whole["weight_bytes"]
+
+
+def metrics_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    return found
 
 
 SRUN = {
@@ -97,7 +109,7 @@ SRUN = {
 }
 
 
-def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, tmp_path: Path) -> None:
+def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
     """Torchrun itself, twice at once."""
     torchrun = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
     folders = [tmp_path / "0", tmp_path / "1"]
@@ -105,12 +117,13 @@ def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, tmp_path: Path
         start(data, folders[i], f"parallel={mode}", launcher=torchrun) for i, mode in enumerate(("tp", "pp"))
     ]:
         done(process)
-    done(start(data, tmp_path / "whole"))
-    assert all(same_files(folder, tmp_path / "whole") for folder in folders)
+    assert all(same_files(folder, run_of()) for folder in folders)
 
 
 @pytest.mark.parametrize("mode", ["tp", "pp"])
-def test_the_same_command_joins_the_ranks_of_srun(data: Path, tmp_path: Path, mode: str) -> None:
+def test_the_same_command_joins_the_ranks_of_srun(
+    data: Path, run_of: Callable[..., Path], tmp_path: Path, mode: str
+) -> None:
     """There is no Slurm here: the environment is as srun makes it."""
     names = SRUN | {"SLURM_JOB_ID": str(os.getpid())}
     folders = [tmp_path / "0", tmp_path / "1"]
@@ -119,8 +132,7 @@ def test_the_same_command_joins_the_ranks_of_srun(data: Path, tmp_path: Path, mo
     ]
     for rank in ranks:
         done(rank)
-    done(start(data, tmp_path / "whole"))
-    assert same_files(folders[0], tmp_path / "whole")
+    assert same_files(folders[0], run_of())
     assert not folders[1].exists()
 
 
