@@ -152,7 +152,7 @@ def _with_weights(
     stored: list[Tensor],
     tables: list[list[Tensor]],
 ) -> Traced:
-    """Return a program that holds no weights, which are in a file that is mapped: they are inputs between what is stored and the tables."""
+    """Return the step with its weights as inputs, between `stored` and `tables`: a program holds none, and a file of them can be mapped."""
     held, taken, weights = {**step.state_dict, **step.constants}, {*names.values()}, dict[str, Tensor]()
     nodes = {node.name: node for node in step.graph.find_nodes(op="placeholder")}
     own_inputs, others = dict[str, Node](), list[Node]()

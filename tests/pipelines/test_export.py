@@ -113,7 +113,7 @@ def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeyp
     checkpoint = tmp_path / "model"
     checkpoint.mkdir()
     FAMILIES[family](checkpoint)
-    run = run_config(checkpoint, allow_pickle=True)
+    run = run_config(checkpoint)
     check_alone(run, checkpoint, tmp_path, monkeypatch, prompts=prompts_for(family))
 
 

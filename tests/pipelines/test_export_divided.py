@@ -108,7 +108,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     """Two ranks of two stages, or one stage where it has one layer."""
     (tmp_path / "model").mkdir()
     FAMILIES[family](tmp_path / "model")
-    check(run_config(tmp_path / "model", allow_pickle=True), tmp_path / "made", 2, 2, prompts_for(family))
+    check(run_config(tmp_path / "model"), tmp_path / "made", 2, 2, prompts_for(family))
 
 
 @pytest.mark.long

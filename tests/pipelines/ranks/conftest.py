@@ -1,4 +1,4 @@
-"""Rows, and what a run makes of them, which is the same for every test."""
+"""The rows of a job, and its runs that several tests compare with, each of which runs once."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +16,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_of(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return the folder of a run of these settings, which runs once."""
+    """Return what runs the job once by some settings, and gives the folder of that run."""
 
     @cache
     def run(*settings: str) -> Path:

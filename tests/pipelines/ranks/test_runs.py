@@ -50,7 +50,7 @@ def finish(folder: Path, *asked: str) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return the folder of one process that was asked for this, which runs once."""
+    """Return what runs a command once in one process, and gives the folder of that run."""
     return cache(lambda *asked: finish(tmp_path_factory.mktemp("alone") / "run", *asked))
 
 
