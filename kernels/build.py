@@ -1,4 +1,7 @@
-"""Compiles the C++ kernels, once for each instruction set and compiler, and loads them."""
+"""Compiles the C++ kernels, once for each instruction set and compiler, and loads them. Needs no package but the standard library.
+
+`python -m kernels.build` compiles for this CPU.
+"""
 
 import ctypes
 import fcntl
@@ -13,8 +16,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kernels.cache_folder import cache_folder, refuse_foreign, remove_abandoned
 
@@ -40,7 +41,6 @@ INSTRUCTION_SETS = {  # name, best first -> what /proc/cpuinfo must list, what t
         (*AVX2_FLAGS, "-DTILES_IN_CPP"),
     ),  # kernels/tiles.h in plain C++: for tests, for no CPU has it as its best
 }
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `enum class Dtype` in rows.h
 TYPES: dict[str, Any] = {  # by the letters of kernels/operator.h
     "v": None,
     "P": ctypes.c_void_p,
@@ -181,3 +181,10 @@ def run(command: list[str]) -> None:
     if done.returncode != 0:
         said = done.stderr.strip()[:2000]
         raise NotBuilt(f"{command[0]} failed; g++ 11 or later compiles the kernels. It says:\n{said}")
+
+
+if __name__ == "__main__":
+    try:
+        compiled(instruction_set())
+    except (NotBuilt, OSError, UserError) as error:  # the run says what it does without them
+        print(error, file=sys.stderr)

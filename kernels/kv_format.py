@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import build
+from kernels.dtypes import DTYPES
 from kernels.operator import Parts
 
 INT8_MAX, FLOAT8_MAX, INT4_MAX = 127, 448, 15
@@ -214,7 +214,7 @@ class PagedVectors:
     def view(self) -> View | None:
         """For the C++ kernels; None where they cannot read it."""
         stored, scales = self.tensors[0], self.scales
-        if self.dtype not in build.DTYPES or type(self.format) not in NUMBERS or not self._holds_channels():
+        if self.dtype not in DTYPES or type(self.format) not in NUMBERS or not self._holds_channels():
             return None
         if any(part.device.type != "cpu" or not part.is_contiguous() for part in (stored, scales) if part is not None):
             return None
@@ -227,7 +227,7 @@ class PagedVectors:
             stored_size=stored.shape[3],
             scales_size=0 if scales is None or self.has_static_scales else scales[0, 0, 0].numel(),
             format=NUMBERS[type(self.format)],
-            dtype=build.DTYPES[self.dtype],
+            dtype=DTYPES[self.dtype],
             has_margin=_bytes_behind(stored) >= REGISTER_BYTES,
         )
 

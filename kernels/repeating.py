@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 
 aten = torch.ops.aten
 MAX_AXES = 4  # of what is copied

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.all_finite import reference
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.operator import Misfit, operator
 
 __all__ = ["all_finite"]

@@ -6,7 +6,8 @@ T tokens, D channels.
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.layer_norm import reference
 from kernels.operator import Misfit, operator
 from kernels.quantize_rows import CodesArguments, code_arguments

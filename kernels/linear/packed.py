@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.linear import portable
 from kernels.linear.block_weight import BlockWeight
 from kernels.linear.float8_weight import Float8Weight

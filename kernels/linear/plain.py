@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.linear import reference
 from kernels.operator import Misfit, operator
 

@@ -6,7 +6,8 @@ T rows, I inputs, O outputs.
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.lora import reference
 from kernels.lora.table import AdapterTable
 from kernels.operator import Misfit, Parts, operator

@@ -2,7 +2,8 @@
 
 from torch import Tensor, int32
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.mask_logits import reference
 from kernels.operator import Misfit, operator
 

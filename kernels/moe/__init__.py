@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.linear.gpu_weight import GPUWeight
 from kernels.moe import reference
 from kernels.operator import Misfit, operator

@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.operator import Misfit, operator
 from kernels.quantize_rows import reference
 from kernels.quantize_rows.rows import ActivationFormat, QuantizedActivations, Rows

@@ -6,7 +6,8 @@ T tokens, H heads, D channels per head, of which R turn.
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.operator import Misfit, operator
 from kernels.rope import reference
 

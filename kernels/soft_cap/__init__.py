@@ -6,7 +6,8 @@ R rows, C numbers of a row.
 import torch
 from torch import Tensor
 
-from kernels.build import DTYPES, Library
+from kernels.build import Library
+from kernels.dtypes import DTYPES
 from kernels.operator import Misfit, operator
 from kernels.soft_cap import reference
 
