@@ -1,4 +1,4 @@
-"""The budgets of CONTRIBUTING, enforced: lines of files and of functions, and the README's size. Standard library only."""
+"""The budgets of CONTRIBUTING, enforced: lines of files and functions, cases of `make test`. Standard library only."""
 
 import ast
 from collections.abc import Iterator
@@ -12,12 +12,18 @@ FILES = [REPOSITORY / "run.py", *(file for top in TOPS for file in sorted((REPOS
 SOURCES = sorted(
     file for top in ("kernels", "runner") for kind in ("*.cpp", "*.h") for file in (REPOSITORY / top).rglob(kind)
 )
-FILE, TEST_FILE, FUNCTION, TRITON_KERNEL = 400, 600, 50, 120  # lines
+FILE, TEST_FILE, FUNCTION, TRITON_KERNEL, SERVER, RUNNER, README = 400, 600, 50, 120, 3000, 1000, 150  # lines
+README_LINE = 120  # characters
+CASES = 3000  # of `make test`; a loop inside a test (tests/helpers/cases.py) costs one
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def name(file: Path) -> str:
     return str(file.relative_to(REPOSITORY))
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
 
 
 def functions(code: str) -> Iterator[Function]:
@@ -32,30 +38,23 @@ def lines_allowed(function: Function) -> int:
 def too_long(code: str) -> list[str]:
     """Its functions with more lines than they may have."""
     lengths = {each: (each.end_lineno or 0) - each.lineno + 1 for each in functions(code)}
-    return [f"{each.name}: {lines}" for each, lines in lengths.items() if lines > lines_allowed(each)]
+    return [f"{each.name}: {length}" for each, length in lengths.items() if length > lines_allowed(each)]
 
 
-@pytest.mark.parametrize("file", [*FILES, *SOURCES], ids=name)
-def test_a_file_has_at_most_400_lines_and_one_of_tests_600(file: Path) -> None:
-    lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert lines <= (TEST_FILE if name(file).startswith("tests") else FILE)
-
-
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_a_function_has_at_most_50_lines_and_a_triton_kernel_120(file: Path) -> None:
-    assert too_long(file.read_text(encoding="utf-8")) == []
-
-
-def test_the_server_has_at_most_3000_lines() -> None:
-    files = [file for file in FILES if name(file).startswith("pipelines/serve/")]
-    assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 3000
-
-
-def test_the_runner_has_at_most_1000_lines() -> None:
-    """Without those that are empty, and those of comments alone."""
-    files = [file for file in SOURCES if name(file).startswith("runner/")]
-    lines = (line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    assert 0 < sum(bool(line) and not line.startswith("//") for line in lines) <= 1000
+def test_files_and_functions_are_short() -> None:
+    sizes = {name(file): len(lines(file)) for file in [*FILES, *SOURCES]}
+    long_files = {
+        file: size for file, size in sizes.items() if size > (TEST_FILE if file.startswith("tests") else FILE)
+    }
+    assert not long_files
+    long_functions = {name(file): found for file in FILES if (found := too_long(file.read_text(encoding="utf-8")))}
+    assert not long_functions
+    assert 0 < sum(size for file, size in sizes.items() if file.startswith("pipelines/serve/")) <= SERVER
+    runner = [line.strip() for file in SOURCES if name(file).startswith("runner/") for line in lines(file)]
+    assert 0 < sum(bool(line) and not line.startswith("//") for line in runner) <= RUNNER
+    readme = lines(REPOSITORY / "README.md")
+    assert len(readme) <= README
+    assert [line for line in readme if len(line) > README_LINE] == []
 
 
 def test_what_is_too_long_is_found() -> None:
@@ -66,7 +65,9 @@ def test_what_is_too_long_is_found() -> None:
     assert too_long("@triton.jit(do_not_specialize=COUNTS)\ndef f():\n" + body) == []
 
 
-def test_the_readme_is_read_in_four_minutes() -> None:
-    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    assert [line for line in lines if len(line) > 120] == []
+def test_make_test_has_few_cases(request: pytest.FixtureRequest) -> None:
+    """Of all that this run collected."""
+    quick = [
+        item for item in request.session.items if not {"long", "matrix"} & {mark.name for mark in item.iter_markers()}
+    ]
+    assert len(quick) <= CASES

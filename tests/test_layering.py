@@ -4,9 +4,10 @@ import ast
 import functools
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
+from tests.helpers.fork_server import true_starts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FLOORS = ["conf", "kernels", "runner", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
@@ -80,6 +81,8 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+# what talks to another process: kernels, ranks, replicas and the engine's own process; what Ray itself sends is Ray's
+TALKING = ("kernels.collectives", "pipelines.ranks", "pipelines.replicas", "pipelines.engine_process")
 TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "runner")
 FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY / top).rglob("*.py"))} | {
     "run": REPOSITORY / "run.py"
@@ -105,80 +108,127 @@ def floor(name: str) -> int:
     return max(i for i, prefix in enumerate(FLOORS) if name == prefix or name.startswith(prefix + "."))
 
 
-def test_every_file_was_found() -> None:
-    assert len(FILES) > 40
+def top_packages(name: str) -> set[str]:
+    return {used.partition(".")[0] for used in imports(name)}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_go_down(name: str) -> None:
-    upwards = [other for other in imports(name) & FILES.keys() if floor(other) > floor(name)]
-    assert not upwards, f"{name} imports from a floor above: {upwards}"
-
-
-def test_no_cycles() -> None:
-    graph = {name: imports(name) & FILES.keys() for name in FILES}
-    done: set[str] = set()
-    while ready := [name for name in graph if name not in done and graph[name] - {name} <= done]:
-        done.update(ready)
-    assert done == graph.keys(), f"in or after a cycle: {sorted(graph.keys() - done)}"
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if name.rpartition(".")[0] in SERVER])
-def test_packages_of_the_server_have_an_order(name: str) -> None:
-    later = SERVER[SERVER.index(name.rpartition(".")[0]) + 1 :]
-    assert not [other for other in imports(name) if other.rpartition(".")[0] in later]
-
-
-@pytest.mark.parametrize("package", ALLOWED)
-def test_packages_stay_in_their_places(package: str) -> None:
-    users = {name for name in FILES if any(used.split(".")[0] == package for used in imports(name))}
-    wrong = [name for name in users if not any(Path(name).match(pattern) for pattern in ALLOWED[package])]
-    assert not wrong, f"{package} is imported by {wrong}"
-
-
-def test_ranks_alone_use_what_torch_has_for_several_processes() -> None:
-    names = ("torch.distributed", "torch._C._distributed_c10d")
-    users = {name for name in FILES if any(used.startswith(names) for used in imports(name))}
-    assert users
-    assert not [name for name in users if not name.startswith(("kernels.collectives", "pipelines.ranks"))]
-
-
-def test_nothing_between_processes_is_pickled() -> None:
-    """What Ray itself sends is Ray's."""
-    talking = ("kernels.collectives", "pipelines.ranks", "pipelines.replicas", "pipelines.engine_process")
-    names = [name for name in FILES if name.startswith(talking)]
-    assert names
-    for name in names:
-        assert not {used.partition(".")[0] for used in imports(name)} & {"pickle", "cloudpickle", "multiprocessing"}
-
-
-@pytest.mark.parametrize("name", sorted(TORCHLESS))
-def test_what_decides_imports_no_torch(name: str) -> None:
-    reached, todo = set(), {name}
+def reached(name: str) -> set[str]:
+    """Modules of ours that `name` imports, at any depth, and itself."""
+    found, todo = set(), {name}
     while todo:
         module = todo.pop()
-        reached.add(module)
-        todo |= (imports(module) & FILES.keys()) - reached
-    assert not [module for module in reached if any(used.split(".")[0] == "torch" for used in imports(module))]
+        found.add(module)
+        todo |= (imports(module) & FILES.keys()) - found
+    return found
 
 
-def test_schema_needs_only_the_standard_library() -> None:
-    for name in ("conf.schema", "conf.errors"):
-        assert {used.split(".")[0] for used in imports(name)} <= sys.stdlib_module_names | {"conf"}
+def imports_go_down() -> Iterator[str]:
+    for name in FILES:
+        for other in imports(name) & FILES.keys():
+            if floor(other) > floor(name):
+                yield f"{name} imports {other}, which is on a floor above"
 
 
-def test_importing_the_door_loads_no_torch() -> None:
-    code = "import run, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
+def no_cycles() -> Iterator[str]:
+    graph, done = {name: imports(name) & FILES.keys() for name in FILES}, set[str]()
+    while ready := [name for name in graph if name not in done and graph[name] - {name} <= done]:
+        done.update(ready)
+    yield from sorted(graph.keys() - done)
 
 
-def test_the_kernels_package_is_ours() -> None:
-    code = "import kernels, sys; print(kernels.__file__); sys.exit(hasattr(kernels, '__version__') or 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "__init__.py"
+def packages_of_the_server_have_an_order() -> Iterator[str]:
+    for name in FILES:
+        package = name.rpartition(".")[0]
+        if package in SERVER:
+            later = SERVER[SERVER.index(package) + 1 :]
+            yield from (f"{name} imports {other}" for other in imports(name) if other.rpartition(".")[0] in later)
 
 
+def packages_stay_in_their_places() -> Iterator[str]:
+    for name in FILES:
+        for package in top_packages(name) & ALLOWED.keys():
+            if not any(Path(name).match(pattern) for pattern in ALLOWED[package]):
+                yield f"{name} imports {package}"
+
+
+def ranks_alone_use_torch_distributed() -> Iterator[str]:
+    distributed = ("torch.distributed", "torch._C._distributed_c10d")
+    users = [name for name in FILES if any(used.startswith(distributed) for used in imports(name))]
+    assert users
+    yield from (name for name in users if not name.startswith(("kernels.collectives", "pipelines.ranks")))
+
+
+def nothing_between_processes_is_pickled() -> Iterator[str]:
+    names = [name for name in FILES if name.startswith(TALKING)]
+    assert names
+    yield from (name for name in names if top_packages(name) & {"pickle", "cloudpickle", "multiprocessing"})
+
+
+def what_decides_imports_no_torch() -> Iterator[str]:
+    for name in TORCHLESS:
+        yield from (f"{name} by {module}" for module in reached(name) if "torch" in top_packages(module))
+
+
+def schema_and_build_need_only_the_standard_library() -> Iterator[str]:
+    """`make setup` compiles the kernels while torch is still being installed."""
+    for name in ("conf.schema", "conf.errors", "kernels.build"):
+        for module in reached(name):
+            yield from (f"{module} imports {used}" for used in top_packages(module) - sys.stdlib_module_names - {*TOPS})
+
+
+def every_package_is_installed() -> Iterator[str]:
+    """setuptools finds a folder by its `__init__.py`."""
+    folders = {file.parent for top in TOPS for file in (REPOSITORY / top).rglob("*.py")}
+    yield from (str(folder) for folder in folders if not (folder / "__init__.py").is_file())
+
+
+def no_test_module_imports_another() -> Iterator[str]:
+    """What several of them need is in tests/helpers."""
+    for file in sorted((REPOSITORY / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("tests.") and module.rpartition(".")[2].startswith(("test_", "conftest")):
+                yield f"{file.relative_to(REPOSITORY)} imports {module}"
+
+
+RULES: list[Callable[[], Iterator[str]]] = [
+    imports_go_down,
+    no_cycles,
+    packages_of_the_server_have_an_order,
+    packages_stay_in_their_places,
+    ranks_alone_use_torch_distributed,
+    nothing_between_processes_is_pickled,
+    what_decides_imports_no_torch,
+    schema_and_build_need_only_the_standard_library,
+    every_package_is_installed,
+    no_test_module_imports_another,
+]
+
+
+def test_the_plan_holds() -> None:
+    assert len(FILES) > 40
+    broken = {rule.__name__: found for rule in RULES if (found := list(rule()))}
+    assert not broken
+
+
+@true_starts()
+def test_a_start_imports_no_more_than_it_uses() -> None:
+    """Each import takes time of every start. Each line is a process of its own, and the names that must not be imported there."""
+    ours = REPOSITORY / "kernels" / "__init__.py"
+    for code, unused in (
+        ("import run", "torch transformers"),
+        (
+            f"import kernels; assert kernels.__file__ == {str(ours)!r}; assert not hasattr(kernels, '__version__')",
+            "torch",
+        ),
+        ("import pipelines.launch, pipelines.serve.app, models.tokenizers", "torch"),
+    ):
+        check = f"{code}\nimport sys\nsys.exit(', '.join(set({unused!r}.split()) & sys.modules.keys()) or 0)"
+        done = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 0, (code, done.stderr)
+
+
+@true_starts()
 def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
     """Each of these takes time of every start: torch's compiler, other architectures, and what only other tasks, tokenizers, terminals
     and downloads need."""
@@ -193,14 +243,3 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_every_package_is_installed() -> None:
-    """setuptools finds a folder by its `__init__.py`."""
-    folders = {file.parent for top in TOPS for file in (REPOSITORY / top).rglob("*.py")}
-    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
-
-
-def test_the_server_may_be_imported_without_torch() -> None:
-    code = "import pipelines.launch, pipelines.serve.app, models.tokenizers, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

@@ -2,31 +2,41 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 
-def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test with each of `values`, as pytest.mark.parametrize does, but as one case; random numbers start anew for each.
+def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test with each of `values`, as pytest.mark.parametrize does, but as one case.
 
-    `names` are arguments of the test, separated by commas; with several of them a value is a tuple. An error says for which value it came.
-    Fixtures are made once for all values: give files of different values different names.
+    `names` are arguments of the test; with several of them a value is a tuple. An error says for which value it came. Each value has its own
+    `tmp_path` and `monkeypatch`, and random numbers that start anew. Other fixtures are made once for all values. The case is skipped if every
+    value is.
     """
-    keys, every = [name.strip() for name in names.split(",")], list(values)
+    keys, every = names if isinstance(names, tuple) else tuple(names.replace(",", " ").split()), list(values)
+    assert every, "a test without values proves nothing"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**given: Any) -> None:
-            for value in every:
-                torch.manual_seed(0)
+            skipped: list[BaseException] = []
+            for number, value in enumerate(every):
                 arguments = dict(zip(keys, value if len(keys) > 1 else (value,), strict=True))
-                try:
-                    test(**given, **arguments)
-                except Exception as error:
-                    error.add_note(f"with {arguments}")
-                    raise
+                with _own_fixtures(given, number) as own:
+                    try:
+                        test(**own, **arguments)
+                    except pytest.skip.Exception as error:
+                        skipped.append(error)
+                    except Exception as error:
+                        error.add_note(f"with {arguments}")
+                        raise
+            if len(skipped) == len(every):
+                raise skipped[0]
 
         signature = inspect.signature(test)
         left = [parameter for name, parameter in signature.parameters.items() if name not in keys]
@@ -34,3 +44,21 @@ def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], C
         return run
 
     return decorate
+
+
+@contextmanager
+def _own_fixtures(given: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        own: dict[str, Any] = {}
+        if "monkeypatch" in given:
+            own["monkeypatch"] = monkeypatch
+        if "tmp_path" in given:
+            folder: Path = given["tmp_path"] / str(number)
+            folder.mkdir()
+            own["tmp_path"] = folder
+        if "capsys" in given:
+            given["capsys"].readouterr()
+        if "caplog" in given:
+            given["caplog"].clear()
+        yield given | own
