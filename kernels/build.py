@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from conf.errors import UserError
 from kernels.cache_folder import cache_folder, refuse_foreign, remove_abandoned
 
 log = logging.getLogger(__name__)

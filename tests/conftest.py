@@ -1,8 +1,10 @@
-"""A small random Llama with a byte-level tokenizer: what most tests of the faces run on."""
+"""Fixtures of the whole suite, and what a run of it may cost: the number of processes is counted and has a limit."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +26,51 @@ if not torch.cuda.is_available():
 
 from kernels import build  # noqa: E402
 from pipelines.engine.request import SequenceGroup  # noqa: E402
+from tests.helpers import fork_server  # noqa: E402
+from tests.helpers.budget import PROCESSES, QUICK, ProcessCount  # noqa: E402
 from tests.helpers.builders import write_llama  # noqa: E402
+from tests.helpers.exports import Exports  # noqa: E402
+from tests.helpers.matrix_record import write_record  # noqa: E402
 from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
+
+STARTED, BEGAN = pytest.StashKey[ProcessCount](), pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--matrix-record", type=Path, help="write date, revision and result of this run to a file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STARTED], config.stash[BEGAN] = ProcessCount(), time.monotonic()
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        fork_server.install()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add a worker's processes to those of this process, the controller."""
+    node.config.stash[STARTED].count += getattr(node, "workeroutput", {}).get("processes", 0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["processes"] = session.config.stash[STARTED].count
+    elif session.config.option.markexpr == QUICK and session.config.stash[STARTED].count > PROCESSES:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    count, limit = config.stash[STARTED].count, PROCESSES if config.option.markexpr == QUICK else None
+    if limit is not None and count > limit:
+        terminalreporter.write_line(
+            f"make test starts {count} processes, {limit} are allowed (tests/helpers/budget.py)", red=True
+        )
+    else:
+        terminalreporter.write_line(f"{count} processes were started")
+    if config.option.matrix_record:
+        seconds = time.monotonic() - config.stash[BEGAN]
+        write_record(config.option.matrix_record, terminalreporter.stats, seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +94,13 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "generation_config.json").unlink()
     save(tokenizer, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    """Exported models, which all workers of a session share."""
+    base = tmp_path_factory.getbasetemp()
+    return Exports((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "exports")
 
 
 @pytest.fixture

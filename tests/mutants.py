@@ -5,8 +5,8 @@
     python tests/mutants.py run NAME LOG TIMES --jobs 2
                                              run the tests that reach each mutant; write the outcomes to tests/mutants.json under NAME
 
-TIMES is a JUnit file of the probed run (`pytest --junit-xml`): tests that reach a mutant run in the order of their duration, cheapest of each
-file first, for at most BUDGET_S seconds of it. Standard library only, apart from pytest.
+TIMES is a JUnit file of the probed run (`pytest --junit-xml`). Tests that reach a mutant run in the order of their duration, cheapest of
+each file first, for at most BUDGET_S seconds of it. Standard library only, apart from pytest.
 """
 
 import argparse
@@ -23,9 +23,9 @@ import tempfile
 import time
 import xml.etree.ElementTree
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -35,7 +35,8 @@ PACKAGES, PER_PACKAGE, CPP_MUTANTS, SEED = ("kernels", "models", "quantization",
 KINDS = ("swapped comparison", "off by one", "negated condition", "dropped call", "changed constant")
 BUDGET_S = 90  # of the recorded durations of the tests of one mutant
 HANGS_S = 300  # a run that takes longer counts as killed
-PROBE = """import os
+PROBE = """import contextlib
+import os
 
 SEEN = set()
 
@@ -44,7 +45,7 @@ def probe(mutant):
     reached = (mutant, os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
     if reached not in SEEN:
         SEEN.add(reached)
-        with open(f"{LOG}/{os.getpid()}", "a") as log:
+        with contextlib.suppress(OSError), open(f"{LOG}/{os.getpid()}", "a") as log:  # a process of templates opens no file
             log.write(f"{reached[0]}\\t{reached[1]}\\n")
 """
 COMPARISONS = {
@@ -60,7 +61,15 @@ COMPARISONS = {
     ast.NotIn: ast.In,
 }
 CPP_CHANGES = {" < ": " <= ", " <= ": " < ", " + ": " - ", " - ": " + ", " * ": " + ", " && ": " || ", " == ": " != "}
-CPP_CHANGES |= {" >= ": " > ", " > ": " >= ", " || ": " && ", "++": "--", "(0, ": "(1, ", " = 0;": " = 1;", " + 1": " + 2"}
+CPP_CHANGES |= {
+    " >= ": " > ",
+    " > ": " >= ",
+    " || ": " && ",
+    "++": "--",
+    "(0, ": "(1, ",
+    " = 0;": " = 1;",
+    " + 1": " + 2",
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,9 @@ def replacement(node: ast.AST, text: str) -> tuple[str, str] | None:
     """Return the kind of the mutant that `node` gives and its new text; None if it gives none."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
-            return "swapped comparison", ast.unparse(ast.Compare(node.left, [COMPARISONS[type(op)]()], node.comparators))
+            return "swapped comparison", ast.unparse(
+                ast.Compare(node.left, [COMPARISONS[type(op)]()], node.comparators)
+            )
         case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=1)):
             return "off by one", ast.unparse(node.left)
         case ast.Expr(value=ast.Call()):
@@ -207,16 +218,22 @@ def recorded() -> tuple[dict[str, dict[str, str]], list[Mutant]]:
     """Return tests/mutants.json and its mutants, found again in today's code."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     files = {key.partition(":")[0] for key in record}
-    known = {each.key: each for file in files for each in (python_mutants if file.endswith(".py") else cpp_mutants)(file)}
+    known = {
+        each.key: each for file in files for each in (python_mutants if file.endswith(".py") else cpp_mutants)(file)
+    }
     for key in record.keys() - known.keys():
         print(f"gone: {key}")
     return record, [known[key] for key in record if key in known]
 
 
 def copy_repository(target: Path) -> None:
-    left_out = shutil.ignore_patterns(".git", "outputs", "__pycache__", ".*_cache", "build")
+    """Copy what tests read; the real models beside the repository, if any, are linked beside the copy."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache", "build")
     shutil.copytree(REPOSITORY, target, symlinks=True, ignore=left_out)
     (target / "outputs").mkdir()
+    shared, link = REPOSITORY.parent / "shared", target.parent / "shared"
+    if shared.is_dir() and not link.exists():
+        link.symlink_to(shared)
 
 
 def write_probes(tree: Path, log: Path) -> None:
@@ -227,7 +244,9 @@ def write_probes(tree: Path, log: Path) -> None:
     probes: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for mutant in recorded()[1]:
         if mutant.file.endswith(".py"):
-            probes[mutant.file] += [(line, mutant.key) for line in ([mutant.line] if mutant.line else launches(mutant.file))]
+            probes[mutant.file] += [
+                (line, mutant.key) for line in ([mutant.line] if mutant.line else launches(mutant.file))
+            ]
     for file, places in probes.items():
         lines = (REPOSITORY / file).read_text(encoding="utf-8").splitlines()
         for line, key in sorted(places, reverse=True):
@@ -240,7 +259,11 @@ def launches(file: str) -> list[int]:
     """Return the first lines of the functions that launch Triton kernels: of a file, those that are not kernels themselves."""
     tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return [node.body[-1].lineno for node in functions if "triton" not in ast.unparse(node.decorator_list and node.decorator_list[0] or node.args)]
+    return [
+        node.body[-1].lineno
+        for node in functions
+        if not any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    ]
 
 
 def chosen_tests(mutant: Mutant, reached: dict[str, set[str]], durations: dict[str, float]) -> list[str]:
@@ -249,9 +272,11 @@ def chosen_tests(mutant: Mutant, reached: dict[str, set[str]], durations: dict[s
     tests = reached[mutant.key] if mutant.file.endswith(".py") else tests_of_kernel(mutant.file, durations)
     for test in sorted(tests, key=lambda each: durations.get(each, 1.0)):
         by_file[test.partition("::")[0]].append(test)
-    order = [test for _, _, test in sorted((i, durations.get(t, 1.0), t) for each in by_file.values() for i, t in enumerate(each))]
+    ranked = sorted(
+        (place, durations.get(test, 1.0), test) for own in by_file.values() for place, test in enumerate(own)
+    )
     chosen, spent = list[str](), 0.0
-    for test in order:
+    for _, _, test in ranked:
         if not chosen or spent + durations.get(test, 1.0) <= BUDGET_S:
             chosen.append(test)
             spent += durations.get(test, 1.0)
@@ -297,16 +322,20 @@ def outcome(mutant: Mutant, tests: list[str], tree: Path) -> str:
         file.write_text(mutant.apply(original), encoding="utf-8")
         os.utime(file, (time.time(), random.randrange(10**9)))  # a .pyc is told from another by seconds and size
         try:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", f"@{names}"]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+            command = [sys.executable, "-m", "pytest", *options, f"@{names}"]
             environment = {**os.environ, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
             with open(Path(folder) / "output", "w") as output:
-                run = subprocess.Popen(command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True)
+                run = subprocess.Popen(
+                    command, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
+                )
                 try:
                     status = run.wait(HANGS_S)
                 except subprocess.TimeoutExpired:
                     status = -1
                 finally:
-                    os.killpg(run.pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # none of its processes is left
+                        os.killpg(run.pid, signal.SIGKILL)
         finally:
             file.write_text(original, encoding="utf-8")
         text = (Path(folder) / "output").read_text(encoding="utf-8", errors="replace")
@@ -327,10 +356,11 @@ def run_mutants(name: str, log: Path, times: Path, jobs: int) -> None:
             trees.put(Path(folder) / str(i))
 
         def examine(mutant: Mutant) -> None:
-            tree = trees.get()
-            tests = chosen_tests(mutant, reached, durations)
-            result = outcome(mutant, tests, tree)
-            trees.put(tree)
+            tests, tree = chosen_tests(mutant, reached, durations), trees.get()
+            try:
+                result = outcome(mutant, tests, tree)
+            finally:
+                trees.put(tree)
             record[mutant.key][name] = result
             record[mutant.key][f"tests {name}"] = str(len(tests))
             print(f"{mutant.key}: {result}", flush=True)

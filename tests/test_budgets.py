@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.budget import CASES
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "runner", "tests")
 FILES = [REPOSITORY / "run.py", *(file for top in TOPS for file in sorted((REPOSITORY / top).rglob("*.py")))]
@@ -14,7 +16,6 @@ SOURCES = sorted(
 )
 FILE, TEST_FILE, FUNCTION, TRITON_KERNEL, SERVER, RUNNER, README = 400, 600, 50, 120, 3000, 1000, 150  # lines
 README_LINE = 120  # characters
-CASES = 3000  # of `make test`; a loop inside a test (tests/helpers/cases.py) costs one
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

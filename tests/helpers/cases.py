@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,38 +10,50 @@ from typing import Any
 import pytest
 import torch
 
+SPEEDS = {"quick": pytest.param("quick"), "long": pytest.param("long", marks=pytest.mark.long)}
 
-def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+def each(
+    names: str | tuple[str, ...], values: Iterable[Any], quick: Collection[Any] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test with each of `values`, as pytest.mark.parametrize does, but as one case.
 
-    `names` are arguments of the test; with several of them a value is a tuple. An error says for which value it came. Each value has its own
-    `tmp_path` and `monkeypatch`, and random numbers that start anew. Other fixtures are made once for all values. The case is skipped if every
-    value is.
+    `names` are arguments of the test; with several of them a value is a tuple. An error says for which value it came. Each value has its
+    own `tmp_path` and `monkeypatch`, and random numbers that start anew. Other fixtures are made once for all values. The case is skipped
+    if every value is. Where some values are `quick`, the others are a second case, which is long.
     """
     keys, every = names if isinstance(names, tuple) else tuple(names.replace(",", " ").split()), list(values)
     assert every, "a test without values proves nothing"
+    parts = (
+        {} if quick is None else {speed: [v for v in every if (v in quick) == (speed == "quick")] for speed in SPEEDS}
+    )
+    assert all(parts.values()), f"a part without values: {parts}"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**given: Any) -> None:
             skipped: list[BaseException] = []
-            for number, value in enumerate(every):
+            chosen = parts[given.pop("speed")] if parts else every
+            for number, value in enumerate(chosen):
                 arguments = dict(zip(keys, value if len(keys) > 1 else (value,), strict=True))
                 with _own_fixtures(given, number) as own:
                     try:
                         test(**own, **arguments)
                     except pytest.skip.Exception as error:
                         skipped.append(error)
-                    except Exception as error:
+                    except BaseException as error:
                         error.add_note(f"with {arguments}")
                         raise
-            if len(skipped) == len(every):
+            if len(skipped) == len(chosen):
                 raise skipped[0]
 
         signature = inspect.signature(test)
         left = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        if parts:
+            left.append(inspect.Parameter("speed", inspect.Parameter.KEYWORD_ONLY))
         run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-        return run
+        marked: Callable[..., None] = pytest.mark.parametrize("speed", SPEEDS.values())(run) if parts else run
+        return marked
 
     return decorate
 
@@ -57,6 +69,8 @@ def _own_fixtures(given: dict[str, Any], number: int) -> Iterator[dict[str, Any]
             folder: Path = given["tmp_path"] / str(number)
             folder.mkdir()
             own["tmp_path"] = folder
+        if "preempted" in given:
+            given["preempted"].clear()
         if "capsys" in given:
             given["capsys"].readouterr()
         if "caplog" in given:

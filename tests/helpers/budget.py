@@ -1,0 +1,20 @@
+"""What `make test` may cost, and how its processes are counted. tests/test_budgets.py and tests/conftest.py enforce it."""
+
+import sys
+from typing import Any
+
+QUICK = "not long and not matrix"  # the -m of `make test`
+CASES = 3000  # that pytest collects; a loop inside a test (tests/helpers/cases.py) costs one
+PROCESSES = 150  # that its workers start
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")  # audit events
+
+
+class ProcessCount:
+    """Counts the processes that this process starts, from now on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, _: Any) -> None:
+        self.count += event in STARTS
