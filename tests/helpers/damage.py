@@ -1,5 +1,9 @@
 """Damage to the bytes of a file, as hypothesis draws it."""
 
+import os
+from pathlib import Path
+from typing import Any
+
 from hypothesis import strategies as st
 
 MUTATIONS = st.lists(
@@ -25,3 +29,13 @@ def mutated(content: bytes, mutations: list[tuple[str, float, int]], head: int) 
         elif kind == "number" and at < len(data):
             data[at : at + 1] = str(10 ** (value % 20)).encode()
     return bytes(data)
+
+
+class RunsCode:
+    """Makes a folder where it is unpickled without care."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._trace),)

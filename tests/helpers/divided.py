@@ -22,6 +22,17 @@ from pipelines.ranks.threads import ThreadPlace
 from pipelines.request_settings import read_request_settings
 from tests.helpers.rank_threads import run_ranks, run_stages
 
+LAYER_KINDS = {  # what is cut in ways of its own, and a model of tests/helpers/catalog.py that has it
+    "fused queries, keys and values; fused gates": "phi3",
+    "fewer keys than ranks": "falcon_one_key",
+    "tied head": "llama_tied_bias",
+    "ALiBi; a head's query, key and value beside each other": "bloom",
+    "shared experts": "qwen2_moe",
+    "latents": "v3",
+    "attention biases": "qwen2",
+    "parallel blocks": "gpt_neox",
+}
+
 
 def plan_of(run: RunConfig) -> ModelPlan:
     return plan_model(run, open_source(run.model), prepare_device(run.device), packed=True)
@@ -120,3 +131,15 @@ def share_of(model: CausalLM, layer: int, tp: int, rank: int) -> range:
     num_keys = model.attention_heads[layer].num_key_value_heads
     first = rank * num_keys // tp
     return range(first, (rank + 1) * num_keys // tp if tp <= num_keys else first + 1)
+
+
+def assert_same_tokens(whole: list[Step], ranks: list[list[Step]], tolerance: float = 1e-4) -> None:
+    """Each position's likeliest token is one process's; all ranks have the same hidden states.
+
+    The tolerance, a share of the largest logit, is for sums of some hundred float32 numbers in another order, through a few layers.
+    """
+    for step, of_ranks in zip(whole, zip(*ranks, strict=True), strict=True):
+        logits = of_ranks[0].logits
+        assert logits.argmax(-1).equal(step.logits.argmax(-1))
+        assert (logits - step.logits).abs().max() <= tolerance * step.logits.abs().max()
+        assert all(own.hidden.equal(of_ranks[0].hidden) for own in of_ranks)

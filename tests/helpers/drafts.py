@@ -1,12 +1,9 @@
-"""What tests of drafts share: a proposer that knows what the plain run says, and spoils it; and cases."""
+"""What tests of drafts share: a proposer that knows what the plain run says, and spoils it; and settings."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any
-
-import pytest
 
 from conf.decoding import DecodeConfig
 from pipelines.engine.proposers import Proposer
@@ -63,10 +60,12 @@ def at_random(chance: float) -> Callable[[int], bool]:
     return lambda place: generator.random() < chance
 
 
-def with_long(settings: Iterable[str], devices: Iterable[str]) -> list[Any]:
-    """All pairs of a setting and a device. Those are long that are not needed for each setting and each device to come."""
-    settings, devices = list(settings), list(devices)
-    chosen = {(each, devices[i % len(devices)]) for i, each in enumerate(settings)}
-    return [
-        pytest.param(*pair, marks=() if pair in chosen else pytest.mark.long) for pair in product(settings, devices)
-    ]
+class Counted(list[int]):
+    """Tokens that count how often one is read."""
+
+    num_read = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        assert isinstance(key, int), "a slice reads many"
+        self.num_read += 1
+        return super().__getitem__(key)

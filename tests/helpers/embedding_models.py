@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, processors
-from transformers import MistralModel, Qwen3ForCausalLM, Qwen3Model
+from transformers import LlamaForSequenceClassification, MistralModel, Qwen3ForCausalLM, Qwen3Model
 
 from tests.helpers.oracle import write_model
 from tests.helpers.small_tokenizers import byte_level, save
@@ -67,4 +67,20 @@ def write_qwen3_reranker(folder: Path) -> Any:
     size = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 512}
     reference = write_model(folder, Qwen3ForCausalLM, **size, head_dim=16)
     save(tokenizer, folder)
+    return reference
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+)
+
+
+def write_reward_model(folder: Path, **config: Any) -> Any:
+    """Its pad token is the eos, with which conversations end."""
+    tokenizer = byte_level()
+    size = {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 1}
+    reference = write_model(folder, LlamaForSequenceClassification, **{**size, "num_labels": 1, **config})
+    save(tokenizer, folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     return reference

@@ -8,6 +8,9 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
+from models.formats import open_checkpoint
+from models.formats.base import Checkpoint
+
 TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -173,3 +176,7 @@ def pack(*fields: Any) -> bytes:
         else struct.pack(*field)
         for field in fields
     )
+
+
+def opened(path: Path) -> Checkpoint:
+    return open_checkpoint(path, allow_pickle=False)

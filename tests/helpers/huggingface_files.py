@@ -17,6 +17,7 @@ from conf.tasks import PredictConfig
 from pipelines.loading import load_engine
 from pipelines.report import NoProgress
 from tests.helpers.builders import weights_of
+from tests.helpers.fork_server import true_starts
 
 HIDDEN, FEED_FORWARD, VOCAB, LAYERS, CONTEXT = 32, 48, 64, 2, 64
 CONFIG = {
@@ -119,6 +120,7 @@ print(peak() - before)
 """
 
 
+@true_starts()
 def peak_of_loading(small: Path, large: Path) -> int:
     """Bytes above what loading the small one has taken before. Removes the large one: folders of past tests are kept for a while."""
     command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE, str(small), str(large)]

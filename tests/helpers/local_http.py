@@ -1,33 +1,43 @@
 """A server over the fake engine, asked within the process."""
 
 import json
+import tempfile
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
 from pipelines.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswer, MessageAnswer, ResponseAnswer
 from pipelines.api.answers import DONE, Event
+from pipelines.api.conversation import Chat
 from pipelines.api.generation import Generation, Head
 from pipelines.api.requests import Body, check_request
 from pipelines.api.writers import Writer
+from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.client import RemoteEngine
 from pipelines.engine_process.frames import Submit
-from pipelines.serve.app import add_errors
+from pipelines.serve.app import add_errors, create_app
 from pipelines.serve.exchange import Exchange
 from pipelines.serve.guard import Guard
 from pipelines.serve.records import Record
 from pipelines.serve.routes import ROUTES, continued
 from pipelines.serve.service import EngineResponse, Result, Service, Stream, timeout_s
 from pipelines.serve.stream import written
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.serving import run_async, tokenizer
 
 URL = "http://127.0.0.1:8000"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 SHAPES: dict[Any, type[AnswerShape]] = {
     "chat.completion": ChatAnswer,
     "text_completion": CompletionAnswer,
@@ -120,3 +130,26 @@ async def asking(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     hooks = {"response": [check_shape]}
     async with httpx.AsyncClient(transport=transport, base_url=URL, event_hooks=hooks, **options) as client:
         yield client
+
+
+@cache
+def jobs() -> BatchJobs:
+    """Batches that are kept and not run."""
+    folder = tempfile.TemporaryDirectory()
+    jobs = BatchJobs(Path(folder.name), 1, 4096)
+    weakref.finalize(jobs, folder.cleanup)
+    return jobs
+
+
+def app_of(service: Service, keys: dict[str, bytes] | None = None) -> ASGIApp:
+    return create_app(service, Chat(tokenizer(), ServeConfig()), keys or {}, jobs())
+
+
+def ask(
+    method: str, path: str, service: Service | None = None, keys: dict[str, bytes] | None = None, **request: Any
+) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        async with asking(app_of(service or service_of(FakeEngine()), keys)) as client:
+            return await client.request(method, path, **request)
+
+    return run_async(asked())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from models.config import ConfigReader
@@ -41,31 +42,60 @@ def random_prompts(vocab_size: int, lengths: tuple[int, ...] = (5, 1, 40, 17)) -
 
 
 def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[int]]) -> None:
-    """Logits at every position, and greedy tokens alone, together, and with prompts cut into chunks of 5; every key of the config read."""
+    """Compare logits at every position, and greedy tokens of all prompts together, of the first alone, and of prompts in chunks of 5.
+
+    Every key of the config must be read.
+    """
     config = ConfigReader.from_folder(folder)
     find_architecture(config).read_config(config)
     assert config.unread() == []
-    engine = engine_of(folder)
-    expected_ids = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            expected = copy.deepcopy(reference)(ids).logits[0]
+    engine, decode = engine_of(folder), DecodeConfig(max_new_tokens=NEW_TOKENS)
+    answers = [output.token_ids for output in complete(engine, prompts, decode)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = checked_logits(reference, prompt, answer)
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
         assert expected.abs().max() < 100
-        # A fresh copy, because transformers' rotary embedding keeps the longest length of earlier calls.
-        output = copy.deepcopy(reference).generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
-        expected_ids.append(output[0, len(prompt) :].tolist())
-    decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
-    assert [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts] == expected_ids
-    assert [output.token_ids for output in complete(engine, prompts, decode)] == expected_ids
+    assert complete(engine, prompts[:1], decode)[0].token_ids == answers[0]
     chunked = engine_of(folder, max_batched_tokens=5, block_size=4)
-    assert [output.token_ids for output in complete(chunked, prompts, decode)] == expected_ids
+    assert [output.token_ids for output in complete(chunked, prompts, decode)] == answers
 
 
-def check_equals_transformers(folder: Path, model_class: Any, **config: Any) -> None:
-    """A random model of our small sizes, with other settings."""
-    reference = write_model(folder, model_class, **config)
-    assert_equals_transformers(folder, reference, random_prompts(SMALL["vocab_size"] or 0))
+@torch.inference_mode()
+def checked_logits(reference: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Return transformers' logits [T, V] of a prompt; check that the answer is what it generates greedily.
+
+    Where the angles of a position do not depend on the length of the text, one pass over prompt and answer shows it: each token is the
+    likeliest one after those before it, or as likely as that.
+    """
+    if not any(kind in str(getattr(reference.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
+        logits = reference(torch.tensor([prompt + answer])).logits[0]
+        following = logits[len(prompt) - 1 : -1]
+        chosen = following.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert (following.amax(1) - chosen).max() <= TOLERANCE, (following.argmax(1).tolist(), answer)
+        return logits[: len(prompt)]
+    ids = torch.tensor([prompt])
+    logits = copy.deepcopy(reference)(ids).logits[
+        0
+    ]  # a copy: the rotary embedding keeps the longest length of earlier calls
+    output = copy.deepcopy(reference).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(answer), do_sample=False, pad_token_id=0
+    )
+    assert output[0, len(prompt) :].tolist() == answer
+    return logits
+
+
+@torch.inference_mode()
+def contrastive_search(model: LlamaForCausalLM, prompt: list[int], alpha: float, k: int, count: int) -> list[int]:
+    """Eq. 5 of arXiv 2202.06417 over whole recomputed sequences, in float64 from the hidden states on."""
+    tokens = list(prompt)
+    for _ in range(count):
+        probabilities, candidates = model(torch.tensor([tokens])).logits[0, -1].double().softmax(-1).topk(k)
+        scores = []
+        for probability, candidate in zip(probabilities, candidates.tolist(), strict=True):
+            hidden = (
+                model(torch.tensor([[*tokens, candidate]]), output_hidden_states=True).hidden_states[-1][0].double()
+            )
+            similarity = torch.cosine_similarity(hidden[-1:], hidden[:-1]).max()
+            scores.append((1 - alpha) * probability - alpha * similarity)
+        tokens.append(candidates[torch.stack(scores).argmax()].item())
+    return tokens[len(prompt) :]

@@ -126,3 +126,60 @@ def dequantised(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: list[int
 def groups_of(num_inputs: int, size: int) -> list[int]:
     size = num_inputs if size == -1 else size
     return [i // size for i in range(math.ceil(num_inputs / size) * size)]
+
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+IN_ORDER = {4: list(range(8)), 8: list(range(4))}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+
+
+def awq_tensors(weight: Tensor, size: int, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    group_of = groups_of(weight.shape[1], size)
+    codes, zeros, scales = round_half_even(weight, group_of, symmetric, 4)
+    tensors = {
+        "qweight": words(codes.T.tolist(), 4, AWQ_ORDER),
+        "qzeros": words(zeros.T.tolist(), 4, AWQ_ORDER),
+        "scales": scales.T.half(),
+    }
+    return tensors, dequantised(codes, zeros, scales, group_of)
+
+
+def gptq_tensors(weight: Tensor, config: dict[str, Any], shuffled: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    bits, group_of = config["bits"], groups_of(weight.shape[1], config["group_size"])
+    if shuffled:
+        order = torch.randperm(len(group_of), generator=torch.Generator().manual_seed(3)).tolist()
+        group_of = [group_of[place] for place in order]
+    codes, zeros, scales = round_half_even(weight, group_of, config["sym"], bits)
+    stored = zeros if config.get("checkpoint_format") == "gptq_v2" else zeros - 1
+    assert stored.min() >= 0  # as in AutoGPTQ; a zero point of 0 has a test of its own
+    tensors = {
+        "qweight": words(codes.tolist(), bits, IN_ORDER[bits]).T,
+        "qzeros": words(stored.T.tolist(), bits, IN_ORDER[bits]),
+        "scales": scales.T.half(),
+        "g_idx": torch.tensor(group_of, dtype=torch.int32),
+    }
+    return tensors, dequantised(codes, zeros, scales, group_of)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "awq": AWQ,
+    "awq centred": AWQ | {"zero_point": False, "modules_to_not_convert": ["lm_head"]},
+    "gptq": GPTQ | {"damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": None},
+    "gptq 8": GPTQ | {"bits": 8, "group_size": -1},
+    "gptq asymmetric": GPTQ | {"sym": False},
+    "gptq v2": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "lm_head": False, "meta": {"quantizer": ["x:1"]}},
+    "desc_act": GPTQ | {"desc_act": True},
+}
+
+
+def write_case(case: str, folder: Path) -> tuple[Path, Path]:
+    """A packed Llama and its twin in floats."""
+    config = CASES[case]
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if config["quant_method"] == "awq":
+            return awq_tensors(weight, 32, not config["zero_point"])
+        return gptq_tensors(weight, config, shuffled=config["desc_act"])
+
+    return write_twins(folder, config, encode)

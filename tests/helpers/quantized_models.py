@@ -114,3 +114,30 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
 def reloaded(folder: Path, kv_cache: str = "none") -> Engine:
     """As anybody loads it, without a quant option but the cache's."""
     return load_engine(replace(run_config(folder), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), 3)
+
+
+SCHEMES = {
+    "none": QuantConfig(),
+    "int8": QuantConfig(INT8),
+    "int8, groups": QuantConfig(INT8, group_size=32),
+    "int4": QuantConfig(INT4, group_size=32),
+    "int4, zero points": QuantConfig(INT4, group_size=32, symmetric=False),
+    "int4 gptq": replace(CALIBRATED["int4 gptq"], overrides={}),
+    "int4 awq": replace(CALIBRATED["int4 awq, auto_clip"], overrides={}),
+    "a8w8 dynamic": QuantConfig(A8W8, activations=DYNAMIC),
+    "a8w8 static": CALIBRATED["a8w8 static"],
+    "a8w8 smoothquant": CALIBRATED["a8w8 static smoothquant"],
+    "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC),
+    "fp8 static": CALIBRATED["fp8 static"],
+}
+CACHES: dict[str, dict[str, Any]] = {format.name: {"kv_cache": format} for format in KVCacheFormat} | STATIC_CACHES
+
+
+EVERY = {
+    **SCHEMES,
+    "int8 auto": QuantConfig(INT8, activations=Activations.auto),
+    "int4, whole rows": QuantConfig(INT4, symmetric=False),
+    "int4 gptq, act-order": replace(CALIBRATED["int4 gptq, groups on the way"], overrides={}),
+    "fp8 per tensor": QuantConfig(FP8, activations=Activations.dynamic, per_tensor=True),
+    "fp8 static per tensor": CALIBRATED["fp8 static per tensor"],
+}

@@ -12,23 +12,11 @@ OPTIMISATION = "-O1"  # compiles four times as fast, and lines of a report are t
 def pytest_sessionstart() -> None:
     """Compile before any test: one that found no kernels would be skipped, and nothing would have been looked at."""
     from kernels import build  # not at the top: conftest.py sets the environment of torch before it is imported
+    from tests.helpers import ways
 
+    ways.WITHOUT_KERNELS.clear()  # torch's operators are not looked at
     build.FLAGS = (*build.FLAGS, OPTIMISATION, *SANITIZERS, "-D_GLIBCXX_ASSERTIONS")
     try:
         build.load(build.instruction_set())
     except build.NotBuilt as error:
         pytest.exit(f"nothing is sanitized: {error}", returncode=1)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of torch's operators: by the fixture's value, because dtypes have torch in their names, too."""
-    config.hook.pytest_deselected(items=[item for item in items if _computes_by_torch(item)])
-    items[:] = [item for item in items if not _computes_by_torch(item)]
-
-
-def _computes_by_torch(item: pytest.Item) -> bool:
-    return (
-        isinstance(item, pytest.Function)
-        and hasattr(item, "callspec")
-        and item.callspec.params.get("any_way") == "torch"
-    )

@@ -5,10 +5,12 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
+from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.engine_process.client import EngineClient, RemoteEngine
 from pipelines.engine_process.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
 from tests.helpers.builders import REPOSITORY
@@ -109,3 +111,10 @@ async def idle(client: EngineClient) -> Beat:
 def run_async(test: Coroutine[Any, Any, T]) -> T:
     """What the test returns; it fails if that takes too long."""
     return asyncio.run(asyncio.wait_for(test, LIMIT_S))
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    own = load_tokenizer(REPOSITORY / "models" / "tiny")
+    assert own is not None
+    return own

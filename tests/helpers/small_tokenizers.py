@@ -1,6 +1,7 @@
 """Two small tokenizers of the kinds that matter for text in pieces: bytes as letters (GPT-2) and byte fallback (Llama)."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -60,3 +61,37 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+MIXED = [
+    "中文English混合 of 汉字and kana かな汉カナ, 한국어 Ünïcode",
+    "McDonald'S HTTPServer's WE'LL DON'T ÀÉ don't 1234567890 x2y",
+    "(。，)  \t trailing   \r\n\r\n  next\nq",
+]
+NUM_MERGES = 600
+
+
+def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
+    """Merge the two neighbours whose merge has the lowest rank, the first of equal ones, until there are none."""
+    while found := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        _, i = min(found)
+        parts = [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
+    return parts
+
+
+def make_ranks() -> dict[bytes, int]:
+    """Merges of neighbours wherever they stand, so that every border that the pattern misses would change the tokens."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    texts = [[bytes([byte]) for byte in text.encode()] for text in (*MIXED, *TEXTS, TRICKY)]
+    while len(ranks) < 256 + NUM_MERGES:
+        counts: dict[bytes, int] = {}
+        for parts in texts:
+            for a, b in pairwise(parts):
+                if a + b not in ranks:
+                    counts[a + b] = counts.get(a + b, 0) + 1
+        if not counts:
+            break
+        for each in sorted(counts, key=lambda token: (-counts[token], token))[:20]:
+            ranks[each] = len(ranks)
+        texts = [merged(parts, ranks) for parts in texts]
+    return ranks

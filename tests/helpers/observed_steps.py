@@ -1,0 +1,72 @@
+"""Engines whose steps are padded as a graph's are, or looked at."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad as pad_rows
+
+from models.adapters import has_adapters
+from models.batch import Batch, BatchShape
+from pipelines.engine import Engine
+from pipelines.engine.graph_steps import GraphSteps
+from pipelines.engine.steps import StepOutputs
+
+CPU = torch.device("cpu")
+
+
+def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
+    """Stands for the capture of a graph."""
+    compute()
+    return compute
+
+
+def pad(engine: Engine, most: int) -> list[BatchShape]:
+    """Let the engine's decode steps be padded. Returns the shapes of those that are computed from then on."""
+    runner, shapes = engine.runner, list[BatchShape]()
+    runner.decode_steps = padded(engine, most, shapes)
+    if has_adapters(runner.model):
+        runner.adapted_steps = padded(engine, most, shapes, with_adapters=True)
+    shapes.clear()
+    return shapes
+
+
+def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: bool = False) -> GraphSteps:
+    """Steps whose shapes are noted. The CPU's kernels see the true rows alone, the others become NaN."""
+    runner = engine.runner
+
+    def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
+        if batch.shape.num_sequences > most:  # has no graph
+            return runner.compute(batch, token_ids)
+        shapes.append(batch.shape)
+        count = int((batch.slots >= 0).sum())
+        assert batch.query_starts[count:].eq(count).all()
+        assert batch.adapter_slots[count:].eq(-1).all()
+        own = max(count, 1)  # where there are none, one row shows the outputs' shapes
+        true = BatchShape(own, own, batch.block_tables.shape[1], 0, own, own if with_adapters else 0)
+        rows = Batch(torch.zeros(10**4, dtype=torch.int64), true)
+        for field in batch.shape.fields:
+            part = getattr(rows, field)
+            part.copy_(getattr(batch, field)[: len(part)])
+        if not count:
+            rows.query_starts[1], rows.slots[0], rows.context_lengths[0] = 1, 0, 1
+        hidden, logits, finite = runner.compute(rows)
+        padding = (0, 0, 0, len(batch.token_ids) - count)
+        hidden, logits = (pad_rows(each[:count], padding, value=torch.nan) for each in (hidden, logits))
+        return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
+
+    width = -(-engine.context.num_tokens // engine.block_size)
+    return GraphSteps(compute, compute_again, most, width, 0, CPU, with_adapters)
+
+
+def look_ahead(engine: Engine) -> list[bool]:
+    """Returns for each step that is launched whether its inputs were on the device alone."""
+    engine.looks_ahead = True
+    ahead, execute = [], engine.runner.execute
+
+    def observed(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        ahead.append(token_ids is not None)
+        return execute(batch, token_ids)
+
+    engine.runner.execute = observed  # type: ignore[method-assign]
+    return ahead

@@ -1,0 +1,85 @@
+"""The ways to compute an operator on this CPU: the C++ kernels of each instruction set that it has, and torch's operators.
+
+A test tries one after the other, as one case; an error says in which way it came. test_build.py says which instruction sets are left out.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import build
+
+Test = Callable[..., None]
+WITHOUT_KERNELS = ["torch"]  # tests/helpers/sanitize.py empties it
+
+
+@functools.cache
+def why_not(name: str) -> str | None:
+    """Return why the kernels of an instruction set cannot be tested: no compiler, or not such a CPU. None where they can."""
+    names = list(build.INSTRUCTION_SETS)
+    try:
+        if names.index(name) < names.index(build.instruction_set()):
+            return f"this CPU has no {name}"
+        build.load(name)
+    except build.NotBuilt as error:
+        return str(error)
+    return None
+
+
+def need(name: str) -> None:
+    """Skip the test where the kernels of an instruction set cannot be tested."""
+    if reason := why_not(name):
+        pytest.skip(reason)
+
+
+def every_way() -> list[str]:
+    return [*(name for name in build.INSTRUCTION_SETS if why_not(name) is None), *WITHOUT_KERNELS]
+
+
+def instruction_sets(begin: str = "") -> list[str]:
+    """Return those with this begin whose kernels can be tested, the best first. Skips the test where there are none."""
+    found = [name for name in every_way() if name in build.INSTRUCTION_SETS and name.startswith(begin)]
+    if not found:
+        pytest.skip("there are no such kernels here: test_build.py says why")
+    return found
+
+
+@contextmanager
+def computing(way: str) -> Iterator[None]:
+    """Compute with the kernels of an instruction set, or with torch's operators; the number of threads is set back at the end."""
+    library = None if way == "torch" else build.load(way)
+    before = library.get_threads() if library else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "library", lambda: library)
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"computed by {way}")
+            raise
+        finally:
+            if library:
+                library.set_threads(before)
+
+
+def by_ways(ways: Callable[[], list[str]]) -> Callable[[Test], Test]:
+    """Run a test in each of the ways, with the same random numbers."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            for way in ways():
+                torch.manual_seed(0)
+                with computing(way):
+                    test(**given)
+
+        return run
+
+    return decorate
+
+
+any_way = by_ways(every_way)
+compiled = by_ways(instruction_sets)
