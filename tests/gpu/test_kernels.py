@@ -27,7 +27,7 @@ def _never_waits() -> Iterator[None]:
 @pytest.mark.parametrize("kv_cache", NAMES)
 @pytest.mark.parametrize("lengths", [[(1, 1500)] * 2, LENGTHS], ids=["decode", "mixed"])
 def test_attention_of_llama(kv_cache: str, lengths: list[tuple[int, int]]) -> None:
-    from tests.kernels.triton.test_paged_attention import check
+    from tests.helpers.triton_attention import check
 
     check(lengths, 32, 8, 128, dtype=BF16, kv_cache=kv_cache)
 
@@ -43,14 +43,14 @@ def test_attention_of_llama(kv_cache: str, lengths: list[tuple[int, int]]) -> No
     ids=["qwen2.5-1.5b", "gemma-2-9b", "baichuan-13b", "bloom-3b"],
 )
 def test_attention_of_other_models(heads: int, groups: int, head_dim: int, options: dict[str, Any]) -> None:
-    from tests.kernels.triton.test_paged_attention import check
+    from tests.helpers.triton_attention import check
 
     check(LENGTHS, heads, groups, head_dim, dtype=BF16, **options)
 
 
 @pytest.mark.parametrize("lengths", [[(1, 700)] * 3, LENGTHS], ids=["decode", "mixed"])
 def test_attention_over_latents(lengths: list[tuple[int, int]]) -> None:
-    from tests.kernels.triton.test_paged_attention import check
+    from tests.helpers.triton_attention import check
 
     check(lengths, 16, 1, 576, 512, dtype=BF16)
 
@@ -58,7 +58,7 @@ def test_attention_over_latents(lengths: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 50, 300])
 @pytest.mark.parametrize(("bits", "group_size", "zero_points"), [(8, None, False), (4, 128, False), (4, 32, True)])
 def test_quantised_products(rows: int, bits: int, group_size: int | None, zero_points: bool) -> None:
-    from tests.kernels.triton.test_matmul import check_weight
+    from tests.helpers.triton_products import check_weight
 
     check_weight(rows, 1536, 4096, bits, group_size, zero_points, BF16)
 
@@ -71,7 +71,7 @@ def test_quantised_products(rows: int, bits: int, group_size: int | None, zero_p
 def test_products_of_joined_layers(kind: str, activations: str) -> None:
     """Queries, keys and values of an 8B model."""
     from conf.quantization import Activations
-    from tests.kernels.triton.test_joined_layers import check_joined, make_layers
+    from tests.helpers.triton_layers import check_joined, make_layers
 
     for rows in (1, 16):
         layers = make_layers(kind, Activations[activations], (4096, 1024, 1024), 4096, BF16)
@@ -172,7 +172,7 @@ def test_a_mixture(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 600])
 @pytest.mark.parametrize(("experts", "size", "channels"), [(8, 1024, 1792), (60, 512, 704)], ids=["mixtral", "qwen"])
 def test_a_quantised_mixture(kind: str, tokens: int, experts: int, size: int, channels: int) -> None:
-    from tests.kernels.triton.test_moe import check_mixture, choose
+    from tests.helpers.triton_experts import check_mixture, choose
 
     check_mixture(kind, choose(tokens, experts, 4), experts, size, channels, BF16)
 
@@ -182,7 +182,7 @@ def test_a_graph_of_a_mixture_follows_new_choices(kind: str) -> None:
     """Captured with all tokens at the same experts, replayed with others."""
     from kernels.linear.gpu_weight import of_floats
     from kernels.moe import triton
-    from tests.kernels.triton.test_moe import make_experts
+    from tests.helpers.triton_experts import make_experts
 
     if kind == "bf16":
         stacked = (of_floats(noise(*shape, dtype=BF16).cuda()) for shape in ((16, 256, 512), (8, 512, 256)))

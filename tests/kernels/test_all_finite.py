@@ -2,15 +2,18 @@
 
 import math
 
-import pytest
 import torch
 
 from kernels.all_finite import all_finite
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(0, 5), (1, 0), (1, 1), (3, 63), (5, 65536 + 1), (200, 1000)], ids=str)
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("shape", [(0, 5), (1, 0), (1, 1), (3, 63), (5, 65536 + 1), (200, 1000)])
+@poisoned()
 def test_finds_the_rows_that_are_not_finite_wherever_it_shows(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = torch.linspace(-1, 1, math.prod(shape)).to(dtype).view(shape)
     if x.numel():

@@ -1,7 +1,5 @@
 """Weights in ggml's blocks: their numbers against the gguf package, products against float64, bits in any company."""
 
-from collections.abc import Callable
-
 import gguf
 import numpy as np
 import pytest
@@ -12,7 +10,11 @@ from kernels.linear import BlockWeight, WeightGroup, grouped_matmul, matmul, mat
 from kernels.linear.block_weight import KINDS, read_blocks
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
+from kernels.threads import set_threads
+from tests.helpers.cases import each
 from tests.helpers.gguf_files import random_blocks
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
 ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33]  # tiles take 16 or more
 SHAPES = [(1, 256), (15, 512), (16, 256), (70, 768)]
@@ -30,7 +32,7 @@ def randn(num_rows: int, num_inputs: int) -> Tensor:
     return torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_inputs))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.linear.block_weight.PACKED_AT_ONCE", 10000)  # several pieces, the last one shorter
     for shape in SHAPES:
@@ -42,7 +44,7 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
         assert weight.cut(slice(shape[0] // 2, shape[0])).unpack().dequantize().equal(expected[shape[0] // 2 :])
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q5_0", 6), ("Q4_K", 4.75), ("Q5_K", 5.75), ("Q6_K", 6.625)])
+@each("kind, bits", [("Q5_0", 6), ("Q4_K", 4.75), ("Q5_K", 5.75), ("Q6_K", 6.625)])
 def test_bits_of_a_weight(kind: str, bits: float) -> None:
     """At most a tenth more than in the file, because the blocks' factors are float32."""
     raw, _ = blocks_of(kind, 16, 256)
@@ -51,8 +53,9 @@ def test_bits_of_a_weight(kind: str, bits: float) -> None:
     assert raw.numel() < size < 1.1 * raw.numel()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("any_way", "poisoned")
+@any_way
+@each("kind", KINDS)
+@poisoned()
 def test_products_are_those_of_the_numbers(kind: str) -> None:
     for shape in SHAPES:
         raw, values = blocks_of(kind, *shape)
@@ -80,19 +83,18 @@ class BlockMagnitudes:
         return x.double().abs().unflatten(1, (-1, self._size)).amax(2) @ self._groups.T
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("poisoned")
-def test_a_rows_bits_do_not_depend_on_its_company(
-    compiled: Callable[[int], None], kind: str, dtype: torch.dtype
-) -> None:
+@compiled
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("kind", KINDS)
+@poisoned()
+def test_a_rows_bits_do_not_depend_on_its_company(kind: str, dtype: torch.dtype) -> None:
     raw, _ = blocks_of(kind, 70, 768)
     weight, other, x = pack_blocks(kind, raw), pack_blocks(kind, raw.flip(0).contiguous()), randn(33, 768).to(dtype)
     bias = randn(1, 70)[0].to(dtype)
-    compiled(1)
+    set_threads(1)
     whole = matmul(x, weight, bias)
     for num_threads, num_rows in enumerate(ROWS, start=1):
-        compiled(num_threads % 4 + 1)
+        set_threads(num_threads % 4 + 1)
         assert matmul(x[-num_rows:], weight, bias).equal(whole[-num_rows:]), num_rows
         assert matmul(x[:num_rows], weight, bias).equal(whole[:num_rows]), num_rows
         together = matmul_together(x[:num_rows], [other, weight], [None, bias])
@@ -104,9 +106,9 @@ def test_a_rows_bits_do_not_depend_on_its_company(
     assert grouped.equal(matmul(x, weight))
 
 
-@pytest.mark.parametrize("num_rows", [4, 17])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("any_way")
+@any_way
+@each("num_rows", [4, 17])
+@each("kind", KINDS)
 def test_rows_that_are_not_finite(kind: str, num_rows: int) -> None:
     raw, _ = blocks_of(kind, 16, 256)
     x = randn(num_rows, 256)
@@ -117,8 +119,9 @@ def test_rows_that_are_not_finite(kind: str, num_rows: int) -> None:
     assert y[3:].isfinite().all()
 
 
-def test_inputs_that_fill_no_step_of_tiles(compiled: Callable[[int], None]) -> None:
-    compiled(2)
+@compiled
+def test_inputs_that_fill_no_step_of_tiles() -> None:
+    set_threads(2)
     raw, values = blocks_of("Q5_0", 70, 96)
     x = randn(33, 96)
     y = matmul(x, pack_blocks("Q5_0", raw))

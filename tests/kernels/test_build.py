@@ -1,13 +1,16 @@
 """Building and loading the C++ kernels, and the threads that run them."""
 
 import ctypes
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +18,14 @@ import torch
 from kernels import build
 from kernels.linear import matmul, pack
 from kernels.threads import set_threads, threads
-from tests.kernels.conftest import have
+from tests.helpers.cases import each
+from tests.helpers.ways import compiled, computing, instruction_sets, need
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRODUCT = "import torch; from kernels.linear import matmul, pack; p = pack(torch.ones(20, 8)); print(matmul(torch.ones(1, 8), p).sum())"
-ONE_FILE = (
-    "from kernels import build; "
-    "build.sources = lambda: [build.KERNELS / f'{name}.cpp' for name in ('operator', 'threads')]; "  # compile in seconds
-)
+NOTHING = 'extern "C" [[gnu::visibility("default")]] void *first_exported() { return nullptr; }'
+
+WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)  # gives other Python threads a chance to begin a call
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,8 +39,14 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def need_compiler() -> None:
-    have("avx2")
+@pytest.mark.parametrize("name", build.INSTRUCTION_SETS)
+def test_kernels_of_an_instruction_set_compute(name: str) -> None:
+    """Where it is skipped, no other test computes with them either."""
+    need(name)
+    with computing(name):
+        packed = pack(torch.ones(20, 8))
+        assert isinstance(build.library(), build.Library)
+        assert matmul(torch.ones(1, 8), packed).sum() == 160
 
 
 def test_without_a_compiler_torch_computes_and_one_warning_says_what_to_do(tmp_path: Path) -> None:
@@ -49,36 +58,16 @@ def test_without_a_compiler_torch_computes_and_one_warning_says_what_to_do(tmp_p
     )
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    need_compiler()
-    (tmp_path / "file").touch()
-    done = run(PRODUCT, XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert done.stdout == "tensor(160.)\n"
-    assert "the CPU kernels are off" in done.stderr
-    assert "make the folder writable, or name another in the environment variable XDG_CACHE_HOME" in done.stderr
-
-
-def test_an_error_of_the_compiler_is_shown(tmp_path: Path) -> None:
-    need_compiler()
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("int f() { return nonsense; }")
-    code = f"from kernels import build; from pathlib import Path; build.sources = lambda: [Path({str(broken)!r})]; {PRODUCT}"
-    done = run(code, XDG_CACHE_HOME=str(tmp_path))
-    assert done.stdout == "tensor(160.)\n"
-    assert "failed; g++ 11 or later compiles the kernels. It says:" in done.stderr
-    assert "nonsense" in done.stderr
-    assert not list(tmp_path.glob("quintet/*.so"))
-
-
 def test_an_old_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu sse2\n")
     with pytest.raises(build.NotBuilt, match="this CPU has neither AVX-512 with VNNI and BF16 nor AVX2 with FMA"):
         build.instruction_set()
 
 
-@pytest.mark.parametrize("may_use_tiles", [True, False])
+@each("may_use_tiles", [True, False])
 def test_the_best_instruction_set_is_taken(may_use_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: may_use_tiles)
+    linux = SimpleNamespace(syscall=lambda *_: 0 if may_use_tiles else -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: linux)
     amx, avx512, avx2, _ = (" ".join(needed) for needed, _ in build.INSTRUCTION_SETS.values())
     for flags, name in (
         (amx, "amx" if may_use_tiles else "avx512"),
@@ -90,18 +79,26 @@ def test_the_best_instruction_set_is_taken(may_use_tiles: bool, monkeypatch: pyt
 
 
 def test_two_instruction_sets_in_one_process_have_each_their_functions() -> None:
-    have("avx512")
-    addresses = {ctypes.cast(build.load(name).matmul, ctypes.c_void_p).value for name in ("avx512", "avx2")}
-    assert len(addresses) == 2
+    names = instruction_sets()
+    if len(names) < 2:
+        pytest.skip("there are no kernels of two instruction sets")
+    addresses = {ctypes.cast(build.load(name).matmul, ctypes.c_void_p).value for name in names}
+    assert len(addresses) == len(names)
 
 
 def test_processes_build_at_once(tmp_path: Path) -> None:
-    need_compiler()
-    code = f"{ONE_FILE} print(build.load('avx2').get_threads() > 0)"
+    need("avx2")
+    source = tmp_path / "nothing.cpp"
+    source.write_text(NOTHING)
+    code = f"from kernels import build; build.sources = lambda: [build.Path({str(source)!r})]; print(vars(build.load('avx2')))"
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(lambda _: run(code, XDG_CACHE_HOME=str(tmp_path)), range(3)))
-    assert [each.stdout for each in done] == ["True\n"] * 3
-    assert sorted(each.stderr for each in done) == ["", "", "compiling the kernels for avx2, once: a minute or two\n"]
+    assert [process.stdout for process in done] == ["{}\n"] * 3
+    assert sorted(process.stderr for process in done) == [
+        "",
+        "",
+        "compiling the kernels for avx2, once: a minute or two\n",
+    ]
     made = sorted(path.suffix for path in (tmp_path / "quintet").iterdir())
     assert made == [".lock", ".so"]
 
@@ -125,11 +122,6 @@ def test_what_changes_the_library_changes_its_name(tmp_path: Path, monkeypatch: 
 # --- threads ---
 
 
-WORK = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_int64
-)  # which gives other Python threads a chance to begin a call
-
-
 @pytest.fixture
 def python_threads_alternate() -> Iterator[None]:
     before = sys.getswitchinterval()
@@ -139,8 +131,9 @@ def python_threads_alternate() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("python_threads_alternate")
-def test_several_python_threads_share_the_pool(compiled: Callable[[int], None]) -> None:
-    compiled(3)
+@compiled
+def test_several_python_threads_share_the_pool() -> None:
+    set_threads(3)
     library = build.library()
     assert library is not None
 
@@ -156,48 +149,49 @@ def test_several_python_threads_share_the_pool(compiled: Callable[[int], None]) 
         assert list(pool.map(chunks_seen, counts)) == [sorted([*range(count)] * 200) for count in counts]
 
 
+@compiled
 def test_a_forked_child_computes_while_its_parent_does() -> None:
     """The child has neither the workers nor the thread that is amid a call."""
-    need_compiler()
-    code = """
-import ctypes, os, signal, threading, torch
-from kernels import build
-from kernels.linear import matmul, pack
-from kernels.threads import set_threads
-set_threads(3)
-p, x = pack(torch.ones(200, 64)), torch.ones(2, 64)
-before = matmul(x, p)
-begun, forked = threading.Event(), threading.Event()
-wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: [begun.set(), forked.wait()] and None)
-other = threading.Thread(target=lambda: build.library().run_chunks(ctypes.c_int64(2), wait, None))
-other.start()
-begun.wait()
-child = os.fork()
-if child == 0:
-    signal.alarm(30)
-    os._exit(0 if torch.equal(matmul(x, p), before) else 1)
-status = os.waitpid(child, 0)[1]
-forked.set()
-other.join()
-print(torch.equal(matmul(x, p), before), status)
-"""
-    done = run(code)
-    assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)
+    set_threads(3)
+    library = build.library()
+    assert library is not None
+    packed, x = pack(torch.ones(200, 64)), torch.ones(2, 64)
+    before = matmul(x, packed)
+    begun, forked = threading.Event(), threading.Event()
+
+    @WORK
+    def wait(_: object, chunk: int) -> None:
+        begun.set()
+        forked.wait()
+
+    other = threading.Thread(target=lambda: library.run_chunks(ctypes.c_int64(2), wait, None))
+    other.start()
+    begun.wait()
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not matmul(x, packed).equal(before)))
+    child.start()
+    child.join(30)
+    child.kill()
+    forked.set()
+    other.join()
+    assert child.exitcode == 0
+    assert matmul(x, packed).equal(before)
 
 
-def test_the_calling_thread_keeps_its_cores(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_the_calling_thread_keeps_its_cores() -> None:
     """Threads that torch starts later inherit the caller's cores: it must not be left with one."""
     before = os.sched_getaffinity(0)
-    compiled(2)
+    set_threads(2)
     matmul(torch.ones(1, 8), pack(torch.ones(200, 8)))
     assert os.sched_getaffinity(0) == before
 
 
-def test_each_chunk_runs_once_whatever_the_number_of_threads(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_each_chunk_runs_once_whatever_the_number_of_threads() -> None:
     library = build.library()
     assert library is not None
     for num_threads in (1, 2, 5, 3):
-        compiled(num_threads)
+        set_threads(num_threads)
         seen: list[int] = []
         note = WORK(lambda _, chunk, seen=seen: seen.append(chunk))
         for _ in range(20):
@@ -205,8 +199,9 @@ def test_each_chunk_runs_once_whatever_the_number_of_threads(compiled: Callable[
         assert sorted(seen) == sorted([*range(40)] * 20)
 
 
-def test_another_number_of_threads_for_a_while(compiled: Callable[[int], None]) -> None:
-    compiled(3)
+@compiled
+def test_another_number_of_threads_for_a_while() -> None:
+    set_threads(3)
     library = build.library()
     assert library is not None
     before = torch.get_num_threads()
@@ -231,17 +226,25 @@ def test_a_number_of_threads_below_one_is_refused() -> None:
 
 def test_one_thread_computes_where_linux_tells_no_cores(tmp_path: Path) -> None:
     """It tells none to who asks with room for fewer than the machine may have."""
-    have(build.instruction_set())
+    need(build.instruction_set())
     source, without = tmp_path / "without.c", tmp_path / "without.so"
     source.write_text("int sched_getaffinity(int pid, unsigned long size, void *set) { return -1; }\n")
     subprocess.run([build.compiler(), "-x", "c", "-shared", "-fPIC", str(source), "-o", str(without)], check=True)
-    done = run(f"{PRODUCT}; from kernels import build; print(build.library().get_threads())", LD_PRELOAD=str(without))
-    assert (done.stdout, done.returncode) == ("tensor(160.)\n1\n", 0), done.stderr
+    code = """
+import ctypes
+from kernels import build
+library, seen = build.library(), []
+note = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda _, chunk: seen.append(chunk))
+library.run_chunks(ctypes.c_int64(3), note, None)
+print(library.get_threads(), seen)
+"""
+    done = run(code, LD_PRELOAD=str(without))
+    assert (done.stdout, done.returncode) == ("1 [0, 1, 2]\n", 0), done.stderr
 
 
 def test_no_call_waits_for_a_thread_that_does_not_run() -> None:
     """A neighbour computes on one of the cores (tests/bench/neighbour.py measures what that costs)."""
-    have(build.instruction_set())
+    need(build.instruction_set())
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("one core: there is no neighbour's core")

@@ -13,7 +13,8 @@ import pytest
 
 from conf.errors import UserError
 from kernels import build, cache_folder
-from tests.kernels.conftest import have
+from tests.helpers.cases import each
+from tests.helpers.ways import need
 
 STRANGER = 12345
 
@@ -30,7 +31,7 @@ extern "C" [[gnu::visibility("default")]] void *first_exported() { return nullpt
 @pytest.fixture(scope="module")
 def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source beside the library that a process before this one made of it."""
-    have("avx2")
+    need("avx2")
     source = tmp_path_factory.mktemp("compiled") / "source.cpp"
     source.write_text(SOURCE)
     command = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
@@ -88,24 +89,22 @@ def above(path: Path) -> Path:
     return path.parent
 
 
-PLACES = pytest.mark.parametrize(
-    ("place", "remedy"),
-    [
-        (library_in, "remove it, and it is made anew"),
-        (itself, "remove it, and it is made anew"),
-        (above, "make it your own with chown and chmod go-w"),
-    ],
-)
+REMEDIES: list[tuple[Callable[[Path], Path], str]] = [
+    (library_in, "remove it, and it is made anew"),
+    (itself, "remove it, and it is made anew"),
+    (above, "make it your own with chown and chmod go-w"),
+]
 
 
-@PLACES
-@pytest.mark.parametrize("mode", [0o020, 0o002])
+@each("place, remedy", REMEDIES)
+@each("mode", [0o020, 0o002])
 def test_what_others_can_write_is_not_loaded(
     filled: Path, place: Callable[[Path], Path], remedy: str, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_folder, "is_private", lambda group: False)
     path = place(filled)
-    path.chmod(stat.S_IMODE(path.stat().st_mode) | mode)
+    before = stat.S_IMODE(path.stat().st_mode)
+    path.chmod(before | mode)
     with pytest.raises(UserError) as raised:
         build.library.__wrapped__()  # which only warns of kernels that are not there
     assert str(raised.value) == (
@@ -113,6 +112,7 @@ def test_what_others_can_write_is_not_loaded(
         "or name a folder of your own in the environment variable XDG_CACHE_HOME"
     )
     assert not is_loaded(filled)
+    path.chmod(before)
 
 
 def test_a_folder_above_may_be_written_by_a_group_of_the_user_alone(
@@ -128,8 +128,8 @@ def test_a_folder_above_may_be_written_by_a_group_of_the_user_alone(
         load()
 
 
-@pytest.mark.parametrize(
-    ("user", "group", "members", "expected"),
+@each(
+    "user, group, members, expected",
     [
         ("ada", "ada", [], True),
         ("ada", "ada", ["ada"], True),
@@ -151,7 +151,7 @@ def test_roots_group_is_private_for_a_user_without_a_name(monkeypatch: pytest.Mo
     assert [cache_folder.is_private(group) for group in (0, STRANGER)] == [True, False]
 
 
-@PLACES
+@each("place, remedy", REMEDIES)
 def test_what_belongs_to_another_user_is_not_loaded(
     filled: Path, place: Callable[[Path], Path], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +161,9 @@ def test_what_belongs_to_another_user_is_not_loaded(
         found = real(self, **options)
         return os.stat_result((*found[:4], STRANGER, *found[5:])) if self == path else found
 
-    monkeypatch.setattr(Path, "stat", belongs_to_a_stranger)
-    with pytest.raises(UserError, match=f"{path} belongs to another user .number {STRANGER}.*not loaded: {remedy}, or"):
+    refused = pytest.raises(UserError, match=f"{path} belongs to another user .number {STRANGER}.*loaded: {remedy}, or")
+    with monkeypatch.context() as patch, refused:
+        patch.setattr(Path, "stat", belongs_to_a_stranger)
         load()
     assert not is_loaded(filled)
 
@@ -220,6 +221,25 @@ def test_what_is_made_is_nobody_elses_whatever_the_umask(cache: Path) -> None:
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache)] == [0o700] * 2
+
+
+def test_a_cache_that_cannot_be_written_is_named(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.parent.touch()  # a file
+    assert build.library.__wrapped__() is None
+    assert caplog.text.count("the CPU kernels are off") == 1
+    assert "make the folder writable, or name another in the environment variable XDG_CACHE_HOME" in caplog.text
+
+
+def test_an_error_of_the_compiler_is_shown(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = cache.parents[1] / "broken.cpp"
+    broken.write_text("int f() { return nonsense; }")
+    monkeypatch.setattr(build, "sources", lambda: [broken])
+    assert build.library.__wrapped__() is None
+    assert "failed; g++ 11 or later compiles the kernels. It says:" in caplog.text
+    assert "nonsense" in caplog.text
+    assert not list(cache.glob("*.so"))
 
 
 @pytest.mark.usefixtures("cache")

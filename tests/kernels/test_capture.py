@@ -42,6 +42,9 @@ from kernels.sampling import most_likely
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu, swiglu_quantize
 from kernels.take_channels import take_channels
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.ways import compiled, computing
 
 GENERATOR = torch.Generator().manual_seed(0)
 FACTORS = torch.randn(2, 3, 64, generator=GENERATOR)
@@ -74,10 +77,12 @@ def layer(ids: Tensor, rows: Tensor) -> Tensor:
     return (first.contiguous().double() + second.flatten(1)).float() * x.new_full((), 2)
 
 
+@pytest.mark.long
 @torch.inference_mode()
-@pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_a_replay_computes_on_the_new_inputs(compiled: Callable[[int], None], num_rows: int) -> None:
-    compiled(2)
+@compiled
+@each("num_rows", [1, 3, 17])
+def test_a_replay_computes_on_the_new_inputs(num_rows: int) -> None:
+    set_threads(2)
     ids, rows = torch.arange(num_rows), torch.arange(num_rows)
     graph, result = capture(lambda: layer(ids, rows))
     assert graph is not None
@@ -164,9 +169,10 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...] | list[Tenso
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", OPERATORS)
-def test_every_operator_is_replayed(compiled: Callable[[int], None], name: str) -> None:
-    compiled(2)
+@compiled
+@each("name", OPERATORS)
+def test_every_operator_is_replayed(name: str) -> None:
+    set_threads(2)
     x, others = 9 * torch.randn(4, 64, generator=GENERATOR), 9 * torch.randn(4, 64, generator=GENERATOR)
     others[0, 0] = 0
     graph, result = capture(lambda: OPERATORS[name](x))
@@ -205,9 +211,8 @@ def test_all_but_what_governs_is_recorded() -> None:
     assert not forgotten, f"no recording has calls of {forgotten}: declare them by OPERATOR, not by EXPORT"
 
 
-def test_operators_are_all_that_are_declared_and_take_what_they_declare(
-    compiled: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@compiled
+def test_operators_are_all_that_are_declared_and_take_what_they_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is missing above is proved to be replayed by nobody; an argument too many is one that C++ would not read."""
     functions, given = vars(build.library()), dict[str, int]()
 
@@ -218,9 +223,10 @@ def test_operators_are_all_that_are_declared_and_take_what_they_declare(
 
         return call
 
-    monkeypatch.setattr(build, "library", lambda: SimpleNamespace(**{name: watched(name) for name in functions}))
-    for compute in OPERATORS.values():
-        compute(torch.randn(4, 64, generator=GENERATOR))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "library", lambda: SimpleNamespace(**{name: watched(name) for name in functions}))
+        for compute in OPERATORS.values():
+            compute(torch.randn(4, 64, generator=GENERATOR))
     others = GOVERNING | OUTSIDE_OF_STEPS | BETWEEN_RANKS | OF_TORCH
     declared = {name: len(functions[name].argtypes) for name in functions.keys() - others}
     assert given == declared, "arguments that Python gives beside those that C++ declares"
@@ -253,12 +259,11 @@ IN_LIBRARY: dict[str, Callable[[Tensor], Tensor]] = {  # of x [6, 2 * 35 or more
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", IN_LIBRARY)
-def test_simple_operators_of_torch_are_repeated_by_the_library(
-    compiled: Callable[[int], None], name: str, dtype: torch.dtype
-) -> None:
-    compiled(3)
+@compiled
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("name", IN_LIBRARY)
+def test_simple_operators_of_torch_are_repeated_by_the_library(name: str, dtype: torch.dtype) -> None:
+    set_threads(3)
     for channels in (70, 20_002):
         size = 2.0 ** torch.randint(-140, 100, (6, channels), generator=GENERATOR)
         x, others = ((torch.randn(6, channels, generator=GENERATOR) * size).to(dtype) for _ in range(2))
@@ -286,9 +291,10 @@ IN_PYTHON: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", IN_PYTHON)
-def test_other_arguments_are_repeated_by_torch(compiled: Callable[[int], None], name: str) -> None:
-    compiled(2)
+@compiled
+@each("name", IN_PYTHON)
+def test_other_arguments_are_repeated_by_torch(name: str) -> None:
+    set_threads(2)
     x, others = 9 * torch.randn(6, 70, generator=GENERATOR), 9 * torch.randn(6, 70, generator=GENERATOR)
     graph, result = capture(lambda: IN_PYTHON[name](x))
     assert graph is not None
@@ -298,8 +304,9 @@ def test_other_arguments_are_repeated_by_torch(compiled: Callable[[int], None], 
 
 
 @torch.inference_mode()
-def test_what_is_no_part_of_it_is_not_recorded(compiled: Callable[[int], None]) -> None:
-    compiled(1)
+@compiled
+def test_what_is_no_part_of_it_is_not_recorded() -> None:
+    set_threads(1)
     ids = torch.tensor([1, 2])
     graph, result = capture(lambda: layer(ids, FIRST))
     assert graph is not None
@@ -315,7 +322,8 @@ def test_what_is_no_part_of_it_is_not_recorded(compiled: Callable[[int], None]) 
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(
+@compiled
+@each(
     "compute",
     [
         lambda x: x.sort().values,  # not known to be repeatable
@@ -328,17 +336,16 @@ def test_what_is_no_part_of_it_is_not_recorded(compiled: Callable[[int], None]) 
         lambda x: x + float(rms_norm(x, NORM, 1e-5)[0, 0]),
     ],
 )
-def test_what_cannot_be_repeated_blindly_is_computed_and_not_captured(
-    compiled: Callable[[int], None], compute: Callable[[Tensor], Tensor]
-) -> None:
-    compiled(1)
+def test_what_cannot_be_repeated_blindly_is_computed_and_not_captured(compute: Callable[[Tensor], Tensor]) -> None:
+    set_threads(1)
     graph, result = capture(lambda: compute(TABLE))
     assert graph is None
     assert result.equal(compute(TABLE))
 
 
-def test_a_call_of_python_is_repeated_as_a_whole(compiled: Callable[[int], None]) -> None:
-    compiled(1)
+@compiled
+def test_a_call_of_python_is_repeated_as_a_whole() -> None:
+    set_threads(1)
     source, out, times = torch.ones(3), torch.empty(3), []
 
     def call() -> None:
@@ -363,8 +370,8 @@ def test_a_call_of_python_is_repeated_as_a_whole(compiled: Callable[[int], None]
     assert out.tolist() == [7.0] * 3  # where nothing is recorded it is a call
 
 
-def test_without_the_library_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "library", lambda: None)
-    graph, result = capture(lambda: TABLE + 1)
+def test_without_the_library_nothing_is_captured() -> None:
+    with computing("torch"):
+        graph, result = capture(lambda: TABLE + 1)
     assert graph is None
     assert result.equal(TABLE + 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.collectives import Alone, RankFailed, Threads
+from tests.helpers.cases import each
 from tests.helpers.rank_threads import run_ranks
 
 WIDTHS = [(3, 5), (1, 2, 4), (0, 4, 0, 3)]
@@ -15,8 +16,8 @@ def slices(widths: tuple[int, ...]) -> list[slice]:
     return [slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths))]
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@each("widths", WIDTHS)
+@each("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_pieces_beside_each_other_are_the_whole(widths: tuple[int, ...], dtype: torch.dtype) -> None:
     whole = torch.randint(-100, 100, (7, sum(widths))).to(dtype)
     pieces = slices(widths)

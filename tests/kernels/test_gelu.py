@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.gelu import gelu, gelu_tanh
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]  # two roundings of half a unit
 ABSOLUTE = 2e-6  # 1 + erf and 1 + tanh lose digits near -1
@@ -21,9 +24,10 @@ def exact_tanh(x: Tensor) -> Tensor:
     return x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()) / 2
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("shape", [(1, 7), (63, 129), (3, 9000)], ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@any_way
+@each("shape", [(1, 7), (63, 129), (3, 9000)])
+@each("dtype, tolerance", DTYPES)
+@poisoned()
 def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
     x, up = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     near = {
@@ -37,8 +41,8 @@ def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: f
     assert torch.equal(gelu_tanh(x, up), active * up)  # it is rounded before it is multiplied
 
 
-@pytest.mark.usefixtures("any_way")
-@pytest.mark.parametrize("form", [gelu, gelu_tanh])
+@any_way
+@each("form", [gelu, gelu_tanh])
 def test_every_part_of_the_line(form: Callable[[Tensor], Tensor]) -> None:
     x = torch.cat((torch.linspace(-30, 30, 10_001), torch.tensor([-1e30, -1e4, 1e4, 1e30, torch.inf, torch.nan])))
     result = form(x[None])[0]
@@ -48,12 +52,13 @@ def test_every_part_of_the_line(form: Callable[[Tensor], Tensor]) -> None:
     assert result[-1].isnan()
 
 
-def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads() -> None:
     gate, up = torch.randn(300, 2 * 1001).chunk(2, dim=-1)
     pairs = list(zip(gate.contiguous().split(1), up.contiguous().split(1), strict=True))
     gated, alone = (torch.cat([gelu_tanh(g, u) for g, u in pairs]), torch.cat([gelu(g) for g, _ in pairs]))
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         assert torch.equal(gelu_tanh(gate, up), gated)
         assert torch.equal(gelu_tanh(gate, up.contiguous()), gated)  # whose rows are another distance apart
         assert torch.equal(gelu(gate), alone)

@@ -5,14 +5,19 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import product
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from conf.errors import UserError
 from kernels.collectives import torch_group
 from kernels.collectives.gloo import Gloo
 from kernels.collectives.torch_group import serve_addresses
+from tests.helpers.cases import each
+from tests.helpers.tiers import tiers
 
 HOST = "127.0.0.1"
 DEADLINE_S = 60.0  # for what takes a second or two
@@ -37,9 +42,12 @@ def ended(process: "subprocess.Popen[str]", told: str) -> list[str]:
     return process.stdout.read().splitlines()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("job", ["exchange", "replay"])
-@pytest.mark.parametrize("kind", ["gloo", "nccl"])
+EVERY = [*product(("gloo", "nccl"), ("exchange", "replay"), (2, 3))]
+QUICK = [("gloo", "exchange", 2), ("gloo", "replay", 3), ("nccl", "replay", 2)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "job", "size"), tiers(EVERY, QUICK, EVERY))
 def test_ranks_have_what_torch_makes_of_all_pieces(kind: str, job: str, size: int) -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
@@ -47,14 +55,14 @@ def test_ranks_have_what_torch_makes_of_all_pieces(kind: str, job: str, size: in
         assert [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks] == ["done\n"] * size
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("job", ["gather_for_ever", "receive_for_ever"])
+@each("number", [signal.SIGKILL, signal.SIGSTOP])
+@each("job", ["gather_for_ever", "receive_for_ever"])
 def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.Signals) -> None:
     """One that is killed closes its sockets; of one that is stopped the rank is told, by `abort`."""
     server = serve_addresses(HOST)
     with ExitStack() as stack:
-        rank, lost = (start(stack, server.port, each, 2, job) for each in range(2))
-        assert [each.stdout and each.stdout.readline() for each in (rank, lost)] == ["waiting\n"] * 2
+        rank, lost = (start(stack, server.port, place, 2, job) for place in range(2))
+        assert [process.stdout and process.stdout.readline() for process in (rank, lost)] == ["waiting\n"] * 2
         lost.send_signal(number)
         told = "" if number == signal.SIGKILL else "abort\n"
         assert ended(rank, told) == ["aborted" if told else "lost", "done"]
@@ -63,7 +71,7 @@ def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.
 def test_a_rank_ends_whose_numbers_nobody_takes() -> None:
     server = serve_addresses(HOST)
     with ExitStack() as stack:
-        lost, rank = (start(stack, server.port, each, 2, "send_for_ever") for each in range(2))
+        lost, rank = (start(stack, server.port, place, 2, "send_for_ever") for place in range(2))
         assert lost.stdout is not None
         assert lost.stdout.readline() == "waiting\n"
         lost.send_signal(signal.SIGSTOP)
@@ -105,8 +113,8 @@ def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert "\n" not in str(raised.value)
 
 
-class Work:
-    """Gloo's, of which a first wait is over just before the numbers are there."""
+class LateWork:
+    """In place of torch's, of which a first wait is over just before the numbers are there."""
 
     num_waits = 0
 
@@ -119,19 +127,44 @@ class Work:
         return self.num_waits > 0
 
 
+class LateGroup:
+    """In place of torch's, whose work is late."""
+
+    def __init__(self) -> None:
+        self.works: list[LateWork] = []
+        self.sent: list[ReferenceType[Tensor]] = []
+
+    def _allgather_base(self, every: Tensor, own: Tensor) -> LateWork:
+        every.copy_(own)
+        return self._begun()
+
+    def gather(self, every: list[Tensor], own: list[Tensor], options: object) -> LateWork:
+        self.sent.append(ref(own[0]))
+        return self._begun()
+
+    def _begun(self) -> LateWork:
+        self.works.append(LateWork())
+        return self.works[-1]
+
+
+class LateGloo(Gloo):
+    def _connect(self, ranks: object, address: str) -> LateGroup:
+        self.late = LateGroup()
+        return self.late
+
+
 def test_work_that_ends_between_two_looks_is_no_failure() -> None:
-    server, work = serve_addresses(HOST), Work()
-    group = Gloo((HOST, server.port), "alone", 0, 1, HOST, server)
-    group._wait(work)
+    server = serve_addresses(HOST)
+    group, x = LateGloo((HOST, server.port), "alone", 0, 1, HOST, server), torch.randn(3, 5)
+    assert torch.equal(group.gather(x, (5,)), x)
     group.check()
-    assert work.num_waits == 2
+    assert [work.num_waits for work in group.late.works] == [2]
 
 
 def test_what_was_sent_is_kept_until_it_has_left() -> None:
-    server, work = serve_addresses(HOST), Work()
-    group = Gloo((HOST, server.port), "alone", 0, 1, HOST, server)
-    group._sending = work, torch.zeros(3)
-    x = torch.randn(3, 5)
-    assert torch.equal(group.gather(x, (5,)), x)
-    assert work.num_waits == 2
-    assert group._sending is None
+    server = serve_addresses(HOST)
+    _, group = (LateGloo((HOST, server.port), "two", rank, 2, HOST, server) for rank in range(2))
+    for waits, kept in (([0], [True]), ([2, 0], [False, True])):
+        assert group.gather_first(torch.zeros(3, 1), (5, 1)) is None
+        assert [work.num_waits for work in group.late.works] == waits
+        assert [numbers() is not None for numbers in group.late.sent] == kept

@@ -1,13 +1,18 @@
 """The quantised products against float64, and their bits against any other batch and number of threads."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import build
 from kernels.linear import Float8Weight, IntWeight, matmul, pack_codes, pack_float8, reference
 from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.integer_weights import FORMATS, make
+from tests.helpers.poison import poisoned
+from tests.helpers.tiers import tiers
+from tests.helpers.ways import any_way, compiled, computing, every_way
 
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
 SHAPES = [
@@ -23,29 +28,16 @@ SHAPES = [
     (16, 4096),
     (17, 4096),
 ]
-FORMATS = [  # bits, group size (0: all inputs), with zero points
-    *((8, group, False) for group in (0, 32, 64, 128)),
-    *((4, group, zeros) for group in (0, 32, 64, 128) for zeros in (False, True)),
-]
+QUICK = [(8, 0, False), (8, 32, False), (4, 32, True), (4, 128, False)]  # of FORMATS, the others are long
 FLOAT32 = 2**-20  # of the sum of magnitudes: what a float32 sum over the groups of 4096 inputs may round
-
-
-def make(
-    num_outputs: int, num_inputs: int, bits: int, group: int, zeros: bool
-) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Codes that use the whole range, scales, zero points, group size."""
-    generator = torch.Generator().manual_seed(num_outputs * num_inputs)
-    group = min(group or num_inputs, num_inputs)
-    groups = -(-num_inputs // group)
-    low, high = (-128, 128) if bits == 8 else (0, 16) if zeros else (-8, 8)
-    codes = torch.randint(low, high, (num_outputs, num_inputs), dtype=torch.int8, generator=generator)
-    scales = torch.rand(num_outputs, groups, generator=generator) + 0.1
-    points = torch.randint(0, 17, (num_outputs, groups), dtype=torch.int8, generator=generator) if zeros else None
-    return codes, scales, points, group
 
 
 def randn(num_rows: int, num_inputs: int) -> Tensor:
     return torch.randn(num_rows, num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+
+
+def first_rows(x: QuantizedActivations, count: int) -> QuantizedActivations:
+    return QuantizedActivations(x.codes[:count], x.scales[:count], x.dtype, x.group_size)
 
 
 def fixed_point_error(x: Tensor, values: Tensor, group: int) -> Tensor:
@@ -55,7 +47,7 @@ def fixed_point_error(x: Tensor, values: Tensor, group: int) -> Tensor:
     return 2**-16 * largest @ values.abs().T
 
 
-@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
+@each("bits, group, zeros", FORMATS)
 def test_unpacks_to_what_was_packed(bits: int, group: int, zeros: bool) -> None:
     for num_outputs, num_inputs in SHAPES:
         codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
@@ -67,58 +59,59 @@ def test_unpacks_to_what_was_packed(bits: int, group: int, zeros: bool) -> None:
         assert points is None if again[2] is None else torch.equal(again[2], points)
 
 
-@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("bits", "group", "zeros"), tiers(FORMATS, QUICK, FORMATS))
 def test_weight_only_equals_float64_and_with_the_kernels_itself_in_any_batch(
-    any_way: str, bits: int, group: int, zeros: bool
+    bits: int, group: int, zeros: bool
 ) -> None:
     for num_outputs, num_inputs in SHAPES:
         codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
-        packed, x = pack_codes(codes, scales, points, bits), randn(max(ROWS), num_inputs)
-        values = reference.dequantize(codes, scales.double(), points, size)
+        x, values = randn(max(ROWS), num_inputs), reference.dequantize(codes, scales.double(), points, size)
         expected = reference.int_matmul(x, codes, scales, points, size)
         allowed = fixed_point_error(x, values, size) + FLOAT32 * (x.double().abs() @ values.abs().T)
-        whole = matmul(x, packed)
-        assert ((whole - expected).abs() <= allowed).all()
-        for num_rows in ROWS:
-            part = matmul(x[:num_rows], packed)
-            assert ((part - expected[:num_rows]).abs() <= allowed[:num_rows]).all()
-            assert any_way == "torch" or torch.equal(part, whole[:num_rows])
+        for way in every_way():
+            with computing(way), poisoned():
+                packed = pack_codes(codes, scales, points, bits)
+                whole = matmul(x, packed)
+                assert ((whole - expected).abs() <= allowed).all()
+                for num_rows in ROWS:
+                    part = matmul(x[:num_rows], packed)
+                    assert ((part - expected[:num_rows]).abs() <= allowed[:num_rows]).all()
+                    assert way == "torch" or torch.equal(part, whole[:num_rows])
 
 
-@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
-@pytest.mark.usefixtures("poisoned")
-def test_int8_equals_exact_integers_and_itself_in_any_batch(any_way: str, bits: int, group: int, zeros: bool) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("bits", "group", "zeros"), tiers(FORMATS, QUICK, FORMATS))
+def test_int8_equals_exact_integers_and_itself_in_any_batch(bits: int, group: int, zeros: bool) -> None:
     for num_outputs, num_inputs in SHAPES:
         codes, scales, points, size = make(num_outputs, num_inputs, bits, group, zeros)
-        packed = pack_codes(codes, scales, points, bits)
         x_codes, x_scales = quantize_rows(randn(max(ROWS), num_inputs))
         x_codes[0], x_codes[1] = -128, 127  # the largest sums
+        x = QuantizedActivations(x_codes, x_scales, torch.float32)
+        one_scale = QuantizedActivations(x_codes, x_scales[:1], torch.float32)
+        same_scales = QuantizedActivations(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32)
         expected = reference.int8_matmul(x_codes, x_scales, codes, scales, points, size)
         values = reference.dequantize(codes, scales.double(), points, size)
-        whole = matmul(QuantizedActivations(x_codes, x_scales, torch.float32), packed)
-        assert ((whole - expected).abs() <= FLOAT32 * ((x_codes * x_scales).double().abs() @ values.abs().T)).all()
-        for num_rows in ROWS:
-            assert torch.equal(
-                matmul(QuantizedActivations(x_codes[:num_rows], x_scales[:num_rows], torch.float32), packed),
-                whole[:num_rows],
-            )
-        one = matmul(QuantizedActivations(x_codes, x_scales[:1], torch.float32), packed)
-        assert torch.equal(
-            one, matmul(QuantizedActivations(x_codes, x_scales[:1].expand(max(ROWS), 1), torch.float32), packed)
-        )
+        allowed = FLOAT32 * ((x_codes * x_scales).double().abs() @ values.abs().T)
+        for way in every_way():
+            with computing(way), poisoned():
+                packed = pack_codes(codes, scales, points, bits)
+                whole = matmul(x, packed)
+                assert ((whole - expected).abs() <= allowed).all()
+                for num_rows in ROWS:
+                    assert torch.equal(matmul(first_rows(x, num_rows), packed), whole[:num_rows])
+                assert torch.equal(matmul(one_scale, packed), matmul(same_scales, packed))
 
 
-@pytest.mark.parametrize(("bits", "group", "zeros"), [(8, 0, False), (4, 32, True), (4, 128, False)])
-def test_bits_do_not_depend_on_rows_or_threads(
-    compiled: Callable[[int], None], bits: int, group: int, zeros: bool
-) -> None:
+@pytest.mark.long
+@compiled
+@each("bits, group, zeros", [(8, 0, False), (4, 32, True), (4, 128, False)])
+def test_bits_do_not_depend_on_rows_or_threads(bits: int, group: int, zeros: bool) -> None:
     packed, x = pack_codes(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
-    compiled(1)
+    set_threads(1)
     codes, scales = quantize_rows(x)
     whole, whole_int8 = matmul(x, packed), matmul(QuantizedActivations(codes, scales, torch.float32), packed)
     for num_threads in (1, 2, 3, 4):
-        compiled(num_threads)
+        set_threads(num_threads)
         for rows in [*range(1, 41), 64, 65, 512]:
             assert torch.equal(matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
             part = quantize_rows(x[-rows:])
@@ -129,8 +122,9 @@ def test_bits_do_not_depend_on_rows_or_threads(
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype) -> None:
+@any_way
+@each("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_float32_rounded_once(dtype: torch.dtype) -> None:
     packed, x = pack_codes(*make(17, 127, 8, 0, False)[:3], 8), randn(9, 127).to(dtype)
     assert torch.equal(matmul(x, packed), matmul(x.float(), packed).to(dtype))
     codes, scales = quantize_rows(x)
@@ -139,9 +133,10 @@ def test_half_precision_is_float32_rounded_once(any_way: str, dtype: torch.dtype
     assert torch.equal(narrow, wide.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("groups", [1, 4])
-def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.dtype) -> None:
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("groups", [1, 4])
+def test_float8_products_equal_float64(groups: int, dtype: torch.dtype) -> None:
     """Of floats and of codes, whose sums do not fit into float16; with the kernels a row's bits do not depend on the others."""
     generator = torch.Generator().manual_seed(0)
     codes, row_codes = (
@@ -163,7 +158,7 @@ def test_float8_products_equal_float64(any_way: str, groups: int, dtype: torch.d
                 if given is rows
                 else x[:count]
             )
-            assert any_way == "torch" or torch.equal(matmul(part, weight), whole[:count])
+            assert build.library() is None or torch.equal(matmul(part, weight), whole[:count])
 
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -178,8 +173,9 @@ def float8(num_outputs: int, num_inputs: int, groups: int) -> tuple[Tensor, Tens
     return codes.view(torch.float8_e4m3fn).view(num_outputs, num_inputs), scales
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_float8_code_is_exact(any_way: str, dtype: torch.dtype) -> None:
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_float8_code_is_exact(dtype: torch.dtype) -> None:
     """One input at a time, denormals too, in every place of a vector; NaN makes its output NaN and no other."""
     codes = ALL_CODES.view(64, 4)
     found = matmul(torch.eye(4, dtype=dtype), pack_float8(codes, torch.ones(64, 1))).T
@@ -188,11 +184,10 @@ def test_every_float8_code_is_exact(any_way: str, dtype: torch.dtype) -> None:
     assert found[bad].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("num_outputs", "num_inputs", "groups"), [(1, 1, 1), (17, 6, 2), (33, 50, 1), (100, 384, 3), (70, 200, 4)]
-)
-@pytest.mark.usefixtures("poisoned")
-def test_float8_of_any_shape(any_way: str, num_outputs: int, num_inputs: int, groups: int) -> None:
+@any_way
+@each("num_outputs, num_inputs, groups", [(1, 1, 1), (17, 6, 2), (33, 50, 1), (100, 384, 3), (70, 200, 4)])
+@poisoned()
+def test_float8_of_any_shape(num_outputs: int, num_inputs: int, groups: int) -> None:
     """Against float64: rows of every dtype, and of codes with a scale for each row, each group of the weight, two of them, or all rows."""
     codes, scales = float8(num_outputs, num_inputs, groups)
     weight, size = pack_float8(codes, scales), num_inputs // groups
@@ -218,22 +213,19 @@ def test_float8_of_any_shape(any_way: str, num_outputs: int, num_inputs: int, gr
         assert ((whole.double() - exact @ values.T).abs() <= allowed).all()
         for count in ROWS:
             part = given[:count] if isinstance(given, Tensor) else first_rows(given, count)
-            assert any_way == "torch" or torch.equal(matmul(part, weight), whole[:count])
+            assert build.library() is None or torch.equal(matmul(part, weight), whole[:count])
 
 
-def first_rows(x: QuantizedActivations, count: int) -> QuantizedActivations:
-    return QuantizedActivations(x.codes[:count], x.scales[:count], x.dtype, x.group_size)
-
-
-def test_float8_bits_do_not_depend_on_threads(compiled: Callable[[int], None]) -> None:
-    compiled(1)
+@compiled
+def test_float8_bits_do_not_depend_on_threads() -> None:
+    set_threads(1)
     weight, x = pack_float8(*float8(100, 320, 5)), randn(100, 320)
     rows = [x, x.bfloat16(), QuantizedActivations(*quantize_rows(x, torch.float8_e4m3fn, 64), torch.float16, 64)]
-    alone = [matmul(each, weight, torch.ones(100, dtype=each.dtype)) for each in rows]
+    alone = [matmul(given, weight, torch.ones(100, dtype=given.dtype)) for given in rows]
     for num_threads in (2, 3):
-        compiled(num_threads)
-        for each, expected in zip(rows, alone, strict=True):
-            assert torch.equal(matmul(each, weight, torch.ones(100, dtype=each.dtype)), expected)
+        set_threads(num_threads)
+        for given, expected in zip(rows, alone, strict=True):
+            assert torch.equal(matmul(given, weight, torch.ones(100, dtype=given.dtype)), expected)
 
 
 def test_float8_that_cannot_be_packed_or_multiplied() -> None:
@@ -260,7 +252,8 @@ def test_float8_that_cannot_be_packed_or_multiplied() -> None:
         Float8Weight(weight.memory, 17, 64, 24)
 
 
-def test_float32_contract(any_way: str) -> None:
+@any_way
+def test_float32_contract() -> None:
     """8 bits, weight only: within 1e-4 of the reference (measured: 2.6e-5)."""
     codes, scales, _, group = make(100, 4096, 8, 0, False)
     x = randn(9, 4096)
@@ -269,8 +262,9 @@ def test_float32_contract(any_way: str) -> None:
     assert error < 1e-4
 
 
-@pytest.mark.parametrize("group", [0, 128])
-def test_an_outlier_costs_less_than_rounding_to_bfloat16(any_way: str, group: int) -> None:
+@any_way
+@each("group", [0, 128])
+def test_an_outlier_costs_less_than_rounding_to_bfloat16(group: int) -> None:
     """One channel 1000 times the others: its neighbours lose bits of fixed point, the other 128s do not."""
     codes, scales, _, size = make(100, 4096, 8, group, False)
     x = randn(9, 4096)
@@ -281,7 +275,8 @@ def test_an_outlier_costs_less_than_rounding_to_bfloat16(any_way: str, group: in
     assert error < rounded / 4
 
 
-def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
+@any_way
+def test_not_finite_rows_are_seen_and_do_not_touch_others() -> None:
     packed, x = pack_codes(*make(17, 127, 8, 0, False)[:3], 8), randn(4, 127)
     before = matmul(x, packed)
     x[1, 3], x[2, 100] = torch.nan, torch.inf
@@ -294,7 +289,8 @@ def test_not_finite_rows_are_seen_and_do_not_touch_others(any_way: str) -> None:
     assert int8[1:3].isnan().all()
 
 
-def test_no_rows_and_tiny_numbers(any_way: str) -> None:
+@any_way
+def test_no_rows_and_tiny_numbers() -> None:
     packed = pack_codes(*make(17, 64, 4, 32, True)[:3], 4)
     assert matmul(torch.zeros(0, 64), packed).shape == (0, 17)
     assert matmul(
@@ -305,10 +301,11 @@ def test_no_rows_and_tiny_numbers(any_way: str) -> None:
     )
     assert matmul(torch.full((1, 64), 1e-40), packed).abs().max() < 1e-35
     # Torch's sums overflow on the way, to both sides, in an order of its own.
-    assert any_way == "torch" or matmul(torch.full((1, 64), 1e38), packed).isnan().sum() == 0
+    assert build.library() is None or matmul(torch.full((1, 64), 1e38), packed).isnan().sum() == 0
 
 
-def test_the_largest_sums_do_not_overflow(any_way: str) -> None:
+@any_way
+def test_the_largest_sums_do_not_overflow() -> None:
     num_inputs = 2**17 - 1
     codes = torch.full((2, num_inputs), -128, dtype=torch.int8)
     packed = pack_codes(codes, torch.ones(2, 1), None, 8)

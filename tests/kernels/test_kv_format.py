@@ -23,7 +23,8 @@ from kernels.kv_format import (
 from kernels.kv_store import kv_store
 from kernels.paged_attention import paged_attention
 from tests.helpers.cache_formats import NAMES, formats_of
-from tests.kernels.test_paged_attention import Options, written_out
+from tests.helpers.cases import each
+from tests.helpers.written_attention import Options, written_out
 
 FORMATS: dict[str, KVFormat] = {
     "int8": Int8(),
@@ -73,8 +74,8 @@ def bound(name: str, x: torch.Tensor) -> torch.Tensor:
     return half * (1 + 2**-20)
 
 
-@pytest.mark.parametrize("channels", GROUP_SIZES)
-@pytest.mark.parametrize("name", QUANTISED)
+@each("channels", GROUP_SIZES)
+@each("name", QUANTISED)
 def test_every_element_is_within_half_a_step(name: str, channels: int) -> None:
     x = vectors(29, channels)
     stored = FORMATS[name].encode(x)
@@ -85,8 +86,8 @@ def test_every_element_is_within_half_a_step(name: str, channels: int) -> None:
             assert part.view(torch.uint8).equal(whole[i].view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("name", QUANTISED)
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_encoded_as_the_same_numbers_in_float32(name: str, dtype: torch.dtype) -> None:
     x = vectors(9, 64, torch.float32).clamp(-6e4, 6e4).to(dtype)
     for half, single in zip(FORMATS[name].encode(x), FORMATS[name].encode(x.float()), strict=True):
@@ -113,8 +114,8 @@ def test_int4_written_out() -> None:
     assert back[:6].tolist() == [-1.0, 14.0, 2.0, 0.0, 10.0, 10.0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", QUANTISED)
+@each("bad", [math.nan, math.inf, -math.inf])
+@each("name", QUANTISED)
 def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     x = vectors(2, 16)
     x[0, 1, 3] = bad
@@ -126,8 +127,8 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
 STATIC = {"int8": (127, StaticInt8), "fp8": (448, StaticFloat8)}
 
 
-@pytest.mark.parametrize("channels", [1, 8, 17, 64, 128])
-@pytest.mark.parametrize("name", STATIC)
+@each("channels", [1, 8, 17, 64, 128])
+@each("name", STATIC)
 def test_static_scales_bound_every_element_and_saturate(name: str, channels: int) -> None:
     largest, kind = STATIC[name]
     x = vectors(29, channels)
@@ -143,8 +144,8 @@ def test_static_scales_bound_every_element_and_saturate(name: str, channels: int
     assert (back[x.double() > limit] == limit.expand_as(x)[x.double() > limit].float()).all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", STATIC)
+@each("bad", [math.nan, math.inf, -math.inf])
+@each("name", STATIC)
 def test_static_scales_hide_nothing_that_is_not_finite(name: str, bad: float) -> None:
     """Only the element itself: its neighbours have the scale that they always have."""
     x = torch.ones(2, GROUPS, 16)
@@ -161,18 +162,15 @@ def test_static_scales_written_out() -> None:
     assert codes.float().tolist() == [[-448.0, 6.0, 448.0], [10.0, -3.0, 0.5]]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("none", (256, 256)), ("int8", (132, 132)), ("fp8", (132, 132)), ("int4", (80, 68))],
-)
+@each("name, expected", [("none", (256, 256)), ("int8", (132, 132)), ("fp8", (132, 132)), ("int4", (80, 68))])
 def test_bytes_of_a_key_and_a_value_of_128_bfloat16_channels(name: str, expected: tuple[int, int]) -> None:
     for format, size in zip(BY_NAME[name], expected, strict=True):
         pool = allocate(format, (BLOCKS, BLOCK_SIZE, GROUPS), 128, torch.bfloat16, torch.device("meta"))
         assert sum(tensor.nbytes for tensor in pool.tensors) == BLOCKS * BLOCK_SIZE * GROUPS * size
 
 
-@pytest.mark.parametrize("channels", [5, 64])
-@pytest.mark.parametrize("name", FORMATS)
+@each("channels", [5, 64])
+@each("name", FORMATS)
 def test_store_and_copy_touch_nothing_else(name: str, channels: int) -> None:
     keys, values = poisoned(name, channels), poisoned(name, channels)
     before = [tensor.clone() for tensor in keys.tensors]
@@ -197,9 +195,9 @@ OPTIONS: list[Options] = [
 ]
 
 
-@pytest.mark.parametrize(("channels", "value_channels"), [(8, 8), (17, 5), (80, 80), (64, 40)], ids=str)
-@pytest.mark.parametrize("name", QUANTISED)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@each("channels, value_channels", [(8, 8), (17, 5), (80, 80), (64, 40)])
+@each("name", QUANTISED)
+@each("options", OPTIONS)
 def test_attention_reads_what_was_stored(name: str, channels: int, value_channels: int, options: Options) -> None:
     """In a pool of NaN, against attention in float64 over the vectors that were encoded and decoded one by one."""
     keys, values = poisoned(name, channels), poisoned(name, value_channels)
@@ -227,7 +225,7 @@ def test_attention_reads_what_was_stored(name: str, channels: int, value_channel
     torch.testing.assert_close(result.double(), torch.cat(expected), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_tensors_that_hold_other_vectors_are_not_for_the_kernels(name: str) -> None:
     cache = allocate(formats_of(name, GROUPS)[0], (BLOCKS, BLOCK_SIZE, GROUPS), 80, torch.float32, torch.device("cpu"))
     assert cache.view is not None

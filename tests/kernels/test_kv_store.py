@@ -12,9 +12,13 @@ from kernels.kv_format import PagedVectors, Unquantised, allocate
 from kernels.kv_store import kv_store, reference, rope_and_store
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
+from kernels.threads import set_threads
 from tests.helpers.cache_formats import NAMES, formats_of
+from tests.helpers.cases import each
+from tests.helpers.ways import any_way, compiled, computing, instruction_sets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LONG_DTYPES = [pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:]]
 
 
 def test_writes_slots_and_nothing_else() -> None:
@@ -30,38 +34,37 @@ def test_writes_slots_and_nothing_else() -> None:
         assert cache.isnan().sum() == (5 * 4 - 3) * 2 * 8
 
 
-@pytest.mark.parametrize("channels", [8, 17, 64, 80, 576])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_compiled_one_stores_the_same_bits(
-    compiled: Callable[[int], None], name: str, dtype: torch.dtype, channels: int
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *LONG_DTYPES])
+@each("channels", [8, 17, 64, 80, 576])
+@each("name", NAMES)
+def test_the_compiled_one_stores_the_same_bits(name: str, dtype: torch.dtype, channels: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    fused = torch.randn(1000, 3, 2 * channels, generator=generator).to(
-        dtype
-    )  # key and value of a token beside each other
-    fused *= torch.logspace(-9, 4, 1000)[:, None, None].to(dtype)
+    # key and value of a token lie beside each other; three chunks of tokens at least
+    fused = torch.randn(400, 3, 2 * channels, generator=generator).to(dtype)
+    fused *= torch.logspace(-9, 4, 400)[:, None, None].to(dtype)
     fused[5], fused[6, 1, 3], fused[7, 2, 1] = 0, torch.nan, -torch.inf
     key, value = fused[..., :channels].contiguous(), fused[..., channels:]
-    slots = torch.randperm(1600, generator=generator)[:1000]
-    stored = []
-    for store in (reference.kv_store, kv_store):
-        compiled(3)
-        caches = [
-            allocate(format, (100, 16, 3), channels, dtype, torch.device("cpu")) for format in formats_of(name, 3)
-        ]
+    slots = torch.randperm(640, generator=generator)[:400]
+
+    def stored(store: Callable[..., None]) -> list[Tensor]:
+        caches = [allocate(format, (40, 16, 3), channels, dtype, torch.device("cpu")) for format in formats_of(name, 3)]
         tensors = caches[0].tensors + caches[1].tensors
         for part in tensors:
             part.copy_(torch.full(part.shape, torch.nan if part.dtype.is_floating_point else 99.0))
         store(key, value, caches[0], caches[1], slots)
-        stored.append([part.float() if part.dtype == torch.float8_e4m3fn else part for part in tensors])
-    for expected, part in zip(*stored, strict=True):
-        torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)
+        return [part.float() if part.dtype == torch.float8_e4m3fn else part for part in tensors]
+
+    wanted = stored(reference.kv_store)
+    for way in instruction_sets():
+        with computing(way):
+            set_threads(3)
+            for part, expected in zip(stored(kv_store), wanted, strict=True):
+                torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def caches_of(name: str, channels: int, dtype: torch.dtype) -> list[PagedVectors]:
-    """Of 100 blocks of 16 slots for 2 heads; no byte is 0, nor a number that is stored."""
-    caches = [allocate(format, (100, 16, 2), channels, dtype, torch.device("cpu")) for format in formats_of(name, 2)]
+    """Of 25 blocks of 16 slots for 2 heads; no byte is 0, nor a number that is stored."""
+    caches = [allocate(format, (25, 16, 2), channels, dtype, torch.device("cpu")) for format in formats_of(name, 2)]
     for part in caches[0].tensors + caches[1].tensors:
         part.view(torch.uint8).fill_(0x5A)
     return caches
@@ -73,7 +76,7 @@ def new_tokens(count: int, channels: int, turning: int, dtype: torch.dtype) -> t
     fused = torch.randn(count, 9, channels, generator=generator).to(dtype)
     angles = torch.rand(count, turning // 2, generator=generator) * 100
     parts = [*fused.split((5, 2, 2), dim=1), angles.cos().to(dtype), angles.sin().to(dtype)]
-    return parts, torch.randperm(1600, generator=generator)[:count]
+    return parts, torch.randperm(400, generator=generator)[:count]
 
 
 def norms_of(channels: int, dtype: torch.dtype) -> list[Tensor]:
@@ -96,30 +99,33 @@ def assert_stored_alike(ours: list[PagedVectors], expected: list[PagedVectors]) 
             assert part.view(torch.uint8).equal(wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("channels", "turning", "interleaved"), [(64, 64, False), (80, 20, True), (18, 18, False)])
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.long
+@compiled
+@each("channels, turning, interleaved", [(64, 64, False), (80, 20, True), (18, 18, False)])
+@each("name", NAMES)
+@each("dtype", DTYPES)
 def test_one_call_gives_the_bits_of_norm_turn_and_store(
-    compiled: Callable[[int], None], name: str, dtype: torch.dtype, channels: int, turning: int, interleaved: bool
+    name: str, dtype: torch.dtype, channels: int, turning: int, interleaved: bool
 ) -> None:
-    new, slots = new_tokens(700, channels, turning, dtype)
+    new, slots = new_tokens(200, channels, turning, dtype)
     new[1][5], new[1][6, 1, 3], new[2][7, 1, 1] = 0, torch.nan, -torch.inf
     norms = norms_of(channels, dtype)
     for own, options in (([], ()), (norms, (*norms, 1e-6))):
         expected_caches = caches_of(name, channels, dtype)
-        compiled(1)
+        set_threads(1)
         expected = one_after_the_other(new, expected_caches, slots, interleaved, own)
         for threads in (1, 2, 4):
-            compiled(threads)
+            set_threads(threads)
             caches = caches_of(name, channels, dtype)
             query = rope_and_store(*new, *caches, slots, interleaved, *options)
             assert query.view(torch.uint8).equal(expected.view(torch.uint8))
             assert_stored_alike(caches, expected_caches)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_token_alone_has_the_bits_it_has_among_others(compiled: Callable[[int], None], name: str) -> None:
-    compiled(2)
+@compiled
+@each("name", NAMES)
+def test_a_token_alone_has_the_bits_it_has_among_others(name: str) -> None:
+    set_threads(2)
     new, slots = new_tokens(300, 48, 48, torch.bfloat16)
     norms = norms_of(48, torch.bfloat16)
     together, alone = caches_of(name, 48, torch.bfloat16), caches_of(name, 48, torch.bfloat16)
@@ -130,8 +136,8 @@ def test_a_token_alone_has_the_bits_it_has_among_others(compiled: Callable[[int]
     assert_stored_alike(alone, together)
 
 
-@pytest.mark.usefixtures("any_way")
-@pytest.mark.parametrize("interleaved", [False, True])
+@any_way
+@each("interleaved", [False, True])
 def test_norm_and_turn_are_those_of_float64(interleaved: bool) -> None:
     new, slots = new_tokens(63, 24, 16, torch.float32)
     norms, caches = norms_of(24, torch.float32), caches_of("none", 24, torch.float32)
@@ -154,8 +160,9 @@ def test_norm_and_turn_are_those_of_float64(interleaved: bool) -> None:
     assert kept[1].equal(new[2])
 
 
-def test_a_recorded_call_turns_and_stores_what_its_inputs_hold_by_then(compiled: Callable[[int], None]) -> None:
-    compiled(2)
+@compiled
+def test_a_recorded_call_turns_and_stores_what_its_inputs_hold_by_then() -> None:
+    set_threads(2)
     (new, slots), (others, other_slots) = (new_tokens(3, 32, 32, torch.bfloat16) for _ in range(2))
     others, other_slots = [part.flip(0).contiguous() for part in others], other_slots.flip(0) + 1
     caches, expected_caches = (caches_of("int8", 32, torch.bfloat16) for _ in range(2))

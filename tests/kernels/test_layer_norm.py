@@ -1,14 +1,16 @@
 """layer_norm against the formula in float64; layer_norm_quantize against the codes of its rows, to the bit."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.layer_norm import layer_norm, layer_norm_quantize
 from kernels.quantize_rows import reference
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
+DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]  # one rounding of half an ulp
 SHAPES = [(1, 8), (63, 80), (1000, 129), (0, 16)]
 
 
@@ -19,12 +21,11 @@ def rows(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("shape", SHAPES, ids="T{0[0]}-D{0[1]}".format)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
-)  # one rounding of half an ulp
-@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, True), (False, False)])
+@any_way
+@each("shape", SHAPES)
+@each("dtype, tolerance", DTYPES)
+@each("has_weight, has_bias", [(True, True), (True, False), (False, True), (False, False)])
+@poisoned()
 def test_equals_formula(
     shape: tuple[int, int], dtype: torch.dtype, tolerance: float, has_weight: bool, has_bias: bool
 ) -> None:
@@ -38,15 +39,16 @@ def test_equals_formula(
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=4e-6)  # weight and bias may cancel
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_eps_keeps_equal_channels_finite() -> None:
     assert layer_norm(torch.full((2, 5), 7.0), torch.ones(5), torch.ones(5), 1e-6).tolist() == [[1.0] * 5] * 2
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("group_size", [None, 32])
-@pytest.mark.parametrize("static", [False, True])
+@any_way
+@each("dtype", [torch.int8, torch.float8_e4m3fn])
+@each("group_size", [None, 32])
+@each("static", [False, True])
+@poisoned()
 def test_codes_of_its_rows(dtype: torch.dtype, group_size: int | None, static: bool) -> None:
     x, weight, bias = rows((63, 80), torch.bfloat16)
     x[1], x[2, 3] = 5, torch.nan
@@ -59,9 +61,10 @@ def test_codes_of_its_rows(dtype: torch.dtype, group_size: int | None, static: b
     assert torch.equal(codes[finite].float(), wanted[finite].float())
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
     x, weight, bias = rows((300, 599), torch.float32)
     alone = torch.cat([layer_norm(row, weight, bias, 1e-5) for row in x.split(1)])
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         assert torch.equal(layer_norm(x, weight, bias, 1e-5), alone)

@@ -1,14 +1,17 @@
 """The product with a weight that is not packed: with the C++ kernels the bits of the packed one, without them torch's product."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.linear import linear, linear_per_head, matmul, pack
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LONG_DTYPES = [pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:]]
 ROWS = [1, 2, 3, 5, 11, 12, 13, 25, 64, 101, 300]  # the last ones share the work by rows, too
 SHAPES = [(1, 64), (33, 40), (96, 7), (16, 16), (70, 321), (256, 704), (512, 2048)]  # outputs, inputs
 
@@ -22,13 +25,14 @@ def bits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return matmul(x, pack(weight), bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("poisoned")
-def test_has_the_bits_of_the_packed_product(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *LONG_DTYPES])
+@compiled
+@poisoned()
+def test_has_the_bits_of_the_packed_product(dtype: torch.dtype) -> None:
     for outputs, inputs in SHAPES:
         weight, x = randn(outputs, inputs, dtype=dtype), randn(max(ROWS), inputs, dtype=dtype)
         bias = randn(outputs, dtype=dtype) if outputs % 2 else None
-        compiled(1)
+        set_threads(1)
         whole = bits_of(x, weight, bias)
         lies = [
             weight,
@@ -36,18 +40,18 @@ def test_has_the_bits_of_the_packed_product(compiled: Callable[[int], None], dty
             torch.stack((weight, weight), -1)[..., 0],
         ]  # by inputs, outputs, neither
         for num_threads, num_rows, held in zip((1, 2, 3, 4) * 3, ROWS, lies * 4, strict=False):
-            compiled(num_threads)
+            set_threads(num_threads)
             assert torch.equal(linear(x[-num_rows:], held, bias), whole[-num_rows:]), (outputs, inputs, num_rows)
             assert torch.equal(linear(x[:num_rows], held, bias), whole[:num_rows]), (outputs, inputs, num_rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "inputs", "outputs"), [(4, 12, 24), (3, 24, 10), (16, 128, 512), (2, 512, 128)])
-@pytest.mark.usefixtures("poisoned")
-def test_every_head_has_the_bits_of_its_own_product(
-    compiled: Callable[[int], None], dtype: torch.dtype, heads: int, inputs: int, outputs: int
-) -> None:
-    compiled(3)
+@pytest.mark.long
+@compiled
+@each("dtype", DTYPES)
+@each("heads, inputs, outputs", [(4, 12, 24), (3, 24, 10), (16, 128, 512), (2, 512, 128)])
+@poisoned()
+def test_every_head_has_the_bits_of_its_own_product(dtype: torch.dtype, heads: int, inputs: int, outputs: int) -> None:
+    set_threads(3)
     wide = randn(heads, outputs + 8, inputs, dtype=dtype)
     x = randn(max(ROWS), heads, inputs + 8, dtype=dtype)[..., :inputs]  # a part of each head
     for weight in (wide[:, 8:], wide[:, 8:].transpose(1, 2).contiguous().transpose(1, 2)):
@@ -56,8 +60,8 @@ def test_every_head_has_the_bits_of_its_own_product(
             assert torch.equal(linear_per_head(x[-count:], weight), expected[-count:]), count
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("any_way")
+@any_way
+@each("dtype", DTYPES)
 def test_equals_torch(dtype: torch.dtype) -> None:
     x, weight, bias = randn(9, 65, dtype=dtype), randn(17, 65, dtype=dtype), randn(17, dtype=dtype)
     # Sums of 65 products of size 1 in another order; a half-precision result is rounded once.
@@ -70,7 +74,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
     torch.testing.assert_close(linear_per_head(heads, weights), expected, **tolerance)
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_what_is_missing_and_what_does_not_fit() -> None:
     x, weight = randn(3, 8, dtype=torch.float32), randn(5, 8, dtype=torch.float32)
     assert linear(x[:0], weight).shape == (0, 5)
@@ -85,11 +89,12 @@ def test_what_is_missing_and_what_does_not_fit() -> None:
         linear_per_head(x[:, None], torch.stack((weight, weight)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("poisoned")
-def test_no_inputs_give_the_bias(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+@compiled
+@each("dtype", DTYPES)
+@poisoned()
+def test_no_inputs_give_the_bias(dtype: torch.dtype) -> None:
     """For any number of rows, and in memory that held another product."""
-    compiled(1)
+    set_threads(1)
     weight, bias = randn(20, 64, dtype=dtype), randn(20, dtype=dtype)
     for num_rows in ROWS:
         x = randn(num_rows, 64, dtype=dtype)

@@ -3,30 +3,18 @@
 T rows, I inputs, O outputs.
 """
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.lora import AdapterTable, lora_add
+from kernels.threads import set_threads
+from tests.helpers.adapter_tables import make_table, noise
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
-RANKS = [4, 0, 17, 1]  # of slot 0, 1, ...
 # float32 sums of some 300 terms; one rounding of the result to 8 or 11 bits.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_table(inputs: int, outputs: int, dtype: torch.dtype, ranks: list[int] = RANKS, room: int = 20) -> AdapterTable:
-    """Factors of these ranks, and NaN in all that must not be read."""
-    table = AdapterTable.empty(len(ranks), room, inputs, outputs, dtype, torch.device("cpu"))
-    table.a.fill_(torch.nan), table.b.fill_(torch.nan)
-    for slot, rank in enumerate(ranks):
-        table.put(slot, noise(rank, inputs, seed=rank), noise(outputs, rank, seed=rank + 100), 0.5 + slot)
-    return table
 
 
 def added(y: Tensor, x: Tensor, table: AdapterTable, slots: list[int]) -> Tensor:
@@ -51,10 +39,11 @@ def assert_near(result: Tensor, wanted: Tensor) -> None:
     assert (result.double() - wanted).abs().max() <= TOLERANCES[result.dtype] * wanted.abs().max().clamp(min=1)
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (33, 700), (300, 47)])
-@pytest.mark.parametrize("slots", [[2], [0, 0, 0, 0, 0, -1], [3, -1, 2, 0, 1, 2, 2, 2, 2, 0, 0, 1, -1]], ids=len)
+@any_way
+@each("dtype", TOLERANCES)
+@each("inputs, outputs", [(1, 1), (33, 700), (300, 47)])
+@each("slots", [[2], [0, 0, 0, 0, 0, -1], [3, -1, 2, 0, 1, 2, 2, 2, 2, 0, 0, 1, -1]])
+@poisoned()
 def test_equals_formula(dtype: torch.dtype, inputs: int, outputs: int, slots: list[int]) -> None:
     y, x = noise(len(slots), outputs, seed=1).to(dtype), noise(len(slots), inputs, seed=2).to(dtype)
     table = make_table(inputs, outputs, dtype)
@@ -67,7 +56,7 @@ def test_equals_formula(dtype: torch.dtype, inputs: int, outputs: int, slots: li
             assert torch.equal(result[row], y[row])
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_rows_may_lie_apart() -> None:
     table, slots = make_table(33, 70, torch.float32), [0, 2, -1]
     y, x = noise(3, 99, seed=1), noise(3, 50, seed=2)
@@ -80,14 +69,15 @@ def test_rows_may_lie_apart() -> None:
     assert_near(added(y[:, :70], columns, table, slots), expected(y[:, :70], columns, table, slots))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_rows_bits_are_its_own(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+@compiled
+@each("dtype", TOLERANCES)
+def test_a_rows_bits_are_its_own(dtype: torch.dtype) -> None:
     """Alone and among others, in any slot of a table with room for any rank, on any number of threads."""
     slots = [2, 0, 0, 0, 0, 2, -1, 3, 2, 2, 2, 2, 2, 2, 2, 2, 0]
     y, x = noise(len(slots), 530, seed=1).to(dtype), noise(len(slots), 333, seed=2).to(dtype)
-    compiled(1)
+    set_threads(1)
     together = added(y, x, make_table(333, 530, dtype), slots)
-    compiled(3)
+    set_threads(3)
     other = make_table(333, 530, dtype, [1, 17, 0, 64, 4], room=64)
     for row, slot in enumerate(slots):
         there = {-1: -1, 0: 4, 2: 1, 3: 0}[slot]
@@ -97,7 +87,7 @@ def test_a_rows_bits_are_its_own(compiled: Callable[[int], None], dtype: torch.d
         assert torch.equal(alone[0], together[row]), row
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_a_slot_is_filled_again() -> None:
     """By a smaller rank: nothing of the last one is left."""
     y, x, table = noise(1, 40, seed=1), noise(1, 24, seed=2), make_table(24, 40, torch.float32)
@@ -107,9 +97,10 @@ def test_a_slot_is_filled_again() -> None:
     assert torch.equal(added(y, x, table, [2]), y)
 
 
-def test_slots_and_ranks_that_no_table_has(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_slots_and_ranks_that_no_table_has() -> None:
     """A row of such a slot stays as it is; a rank counts up to the table's own."""
-    compiled(2)
+    set_threads(2)
     slots, y, x = [2, 4096, 0, -4096], noise(4, 40, seed=1), noise(4, 24, seed=2)
     table, full = (make_table(24, 40, torch.float32, [4, 0, 17, 1], room=17) for _ in range(2))
     table.ranks[2] = 4096

@@ -1,12 +1,15 @@
 """The dense product against float64, and its bits against any other batch and number of threads."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import build
 from kernels.linear import FloatWeight, matmul, pack
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
 OUTPUTS = [1, 15, 16, 17, 100]
@@ -19,11 +22,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-@pytest.mark.usefixtures("poisoned")
-def test_equals_float64_and_with_the_kernels_itself_in_any_batch(
-    any_way: str, dtype: torch.dtype, tolerance: float
-) -> None:
+@any_way
+@each("dtype, tolerance", TOLERANCES)
+@poisoned()
+def test_equals_float64_and_with_the_kernels_itself_in_any_batch(dtype: torch.dtype, tolerance: float) -> None:
     for num_outputs in OUTPUTS:
         for num_inputs in INPUTS:
             weight, x = randn(num_outputs, num_inputs, dtype=dtype), randn(max(ROWS), num_inputs, dtype=dtype)
@@ -39,27 +41,30 @@ def test_equals_float64_and_with_the_kernels_itself_in_any_batch(
             for num_rows in ROWS:
                 part = matmul(x[:num_rows], packed, bias)
                 assert ((part - expected[:num_rows]).abs() <= tolerance * size[:num_rows]).all()
-                assert any_way == "torch" or torch.equal(part, whole[:num_rows])
+                assert build.library() is None or torch.equal(part, whole[:num_rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+@compiled
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_do_not_depend_on_rows_or_threads(dtype: torch.dtype) -> None:
     packed, x = pack(randn(100, 321, dtype=dtype)), randn(512, 321, dtype=dtype)
-    compiled(1)
+    set_threads(1)
     whole = matmul(x, packed)
     for num_threads in (1, 2, 3, 4):
-        compiled(num_threads)
+        set_threads(num_threads)
         for num_rows in [*range(1, 41), 64, 65, 512]:
             assert torch.equal(matmul(x[-num_rows:], packed), whole[-num_rows:]), (num_threads, num_rows)
 
 
-def test_no_rows_no_columns_and_strided_rows(any_way: str) -> None:
+@any_way
+def test_no_rows_no_columns_and_strided_rows() -> None:
     weight, x = randn(17, 32), randn(5, 64)
     assert matmul(x[:0, :32], pack(weight)).shape == (0, 17)
     assert torch.equal(matmul(x[:, ::2], pack(weight)), matmul(x[:, ::2].contiguous(), pack(weight)))
 
 
-def test_nan_and_infinity_stay_in_their_row(any_way: str) -> None:
+@any_way
+def test_nan_and_infinity_stay_in_their_row() -> None:
     x = randn(3, 32)
     x[1, 5], x[2, 7] = torch.nan, torch.inf
     result = matmul(x, pack(randn(17, 32)))

@@ -28,7 +28,9 @@ from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
 from kernels.rope import rope, rope_angles
 from kernels.sampling import most_likely
 from kernels.swiglu import swiglu
-from tests.kernels.test_odd_inputs import caches, waves
+from tests.helpers.cases import each
+from tests.helpers.odd_inputs import caches, waves
+from tests.helpers.ways import any_way, compiled, computing
 
 INT32, HALF, DOUBLE = torch.int32, torch.float16, torch.float64
 FAR = 4096  # numbers: what is read this far beyond a tensor is not what is there by chance
@@ -148,21 +150,21 @@ def outcome(case: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | type[Exc
         return type(error)
 
 
-@pytest.mark.parametrize("misfit", MISFITS)
-def test_what_does_not_fit_is_for_torch_to_judge(
-    compiled: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, misfit: str
-) -> None:
+@compiled
+@each("misfit", MISFITS)
+def test_what_does_not_fit_is_for_torch_to_judge(misfit: str) -> None:
     found = outcome(MISFITS[misfit])
-    monkeypatch.setattr(build, "library", lambda: None)
-    expected = outcome(MISFITS[misfit])
+    with computing("torch"):
+        expected = outcome(MISFITS[misfit])
     if isinstance(expected, type):
         assert found is expected
     else:
         torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0)  # the same operators computed it
 
 
-@pytest.mark.parametrize("starts", [torch.tensor([0, 2]).to(INT32), torch.tensor([0, 1, 2])])
-def test_starts_that_do_not_fit_are_refused(compiled: Callable[[int], None], starts: Tensor) -> None:
+@compiled
+@each("starts", [torch.tensor([0, 2]).to(INT32), torch.tensor([0, 1, 2])])
+def test_starts_that_do_not_fit_are_refused(starts: Tensor) -> None:
     coded = products.pack_codes(torch.ones(20, 8, dtype=torch.int8), torch.ones(20, 1), None, 8)
     assert isinstance(coded, products.IntWeight)
     with pytest.raises(ValueError, match=r"starts \[\d\] of torch.int\d\d for 1 weights"):
@@ -171,12 +173,14 @@ def test_starts_that_do_not_fit_are_refused(compiled: Callable[[int], None], sta
         products.grouped_matmul(torch.ones(2, 8), products.WeightGroup([coded]), starts)
 
 
-def test_a_weight_on_another_device_is_not_read(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_a_weight_on_another_device_is_not_read() -> None:
     """Its address is no memory of ours; torch makes of it what it will."""
     assert linear(torch.ones(2, 8), torch.empty(4, 8, device="meta")).shape == (2, 4)
 
 
-def test_rows_on_another_device_are_refused(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_rows_on_another_device_are_refused() -> None:
     with pytest.raises(ValueError, match="rows on meta and a weight on cpu"):
         matmul(torch.ones(2, 8, device="meta"), pack(torch.ones(20, 8)))
 
@@ -197,14 +201,14 @@ OTHERS: dict[str, Callable[[Tensor], object]] = {  # of a tensor [8] on another 
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each("name", OTHERS)
 def test_what_lies_on_another_device_is_not_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(build, "library", lambda: Unused())
     with contextlib.suppress(RuntimeError):  # what torch says of two devices
         OTHERS[name](torch.empty(8, device="meta"))
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_scales_and_biases_of_other_dtypes_and_devices_are_refused() -> None:
     codes, scales = torch.ones(3, 8, dtype=torch.int8), torch.ones(3, 1)
     weight = products.pack_codes(torch.ones(20, 8, dtype=torch.int8), torch.ones(20, 1), None, 8)

@@ -1,7 +1,5 @@
 """Rows grouped by expert and summed again: as the reference says, to the bit; products of groups have the bits of single ones."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +7,10 @@ from torch import Tensor
 from kernels import linear as products
 from kernels.moe import combine_rows, group_rows, reference, route, route_corrected
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
 SIZES = [(1, 1, 1, 8), (1, 8, 128, 33), (5, 2, 3, 1500), (63, 4, 60, 40), (1000, 8, 128, 5)]  # T, K, N, E
 
@@ -22,10 +24,11 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.usefixtures("poisoned")
-def test_equals_the_reference(any_way: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("sizes", SIZES)
+@poisoned()
+def test_equals_the_reference(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     num_tokens, num_chosen, num_experts, channels = sizes
     x, chosen = randn(num_tokens, channels, dtype=dtype), choose(num_tokens, num_chosen, num_experts)
     rows, starts, places = group_rows(x, chosen, num_experts)
@@ -35,13 +38,12 @@ def test_equals_the_reference(any_way: str, sizes: tuple[int, int, int, int], dt
     assert torch.equal(combine_rows(parts, weights, places), reference.combine_rows(parts, weights, places))
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.usefixtures("poisoned")
-def test_routes_by_a_softmax(
-    any_way: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, renormalise: bool
-) -> None:
+@any_way
+@each("renormalise", [False, True])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("sizes", SIZES)
+@poisoned()
+def test_routes_by_a_softmax(sizes: tuple[int, int, int, int], dtype: torch.dtype, renormalise: bool) -> None:
     num_tokens, num_chosen, num_experts, _ = sizes
     logits = (3 * randn(num_tokens, num_experts)).to(dtype)  # of 16 bits: with ties
     weights, chosen = route(logits, num_chosen, renormalise)
@@ -57,8 +59,9 @@ def test_routes_by_a_softmax(
         assert all(torch.equal(a, b[rows]) for a, b in zip(part, (weights, chosen), strict=True))
 
 
-@pytest.mark.parametrize("num_chosen", [0, 4])
-def test_refuses_to_choose_none_or_more_than_there_are(any_way: str, num_chosen: int) -> None:
+@any_way
+@each("num_chosen", [0, 4])
+def test_refuses_to_choose_none_or_more_than_there_are(num_chosen: int) -> None:
     with pytest.raises(ValueError, match=f"{num_chosen} of 3 experts cannot be chosen: at least 1, at most all"):
         route(randn(5, 3), num_chosen, True)
 
@@ -71,13 +74,14 @@ def chosen_by_hand(corrected: list[float], num_chosen: int, num_groups: int, num
     return sorted((i for group in best for i in group), key=lambda i: -corrected[i])[:num_chosen]
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("is_softmax", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "num_groups", "num_kept"),
+@any_way
+@each("renormalise", [False, True])
+@each("is_softmax", [False, True])
+@each(
+    "sizes, num_groups, num_kept",
     [((1, 1, 1), 1, 1), ((70, 4, 24), 1, 1), ((70, 4, 24), 4, 2), ((33, 6, 12), 2, 1), ((33, 8, 256), 8, 8)],
 )
-@pytest.mark.usefixtures("any_way", "poisoned")
+@poisoned()
 def test_routes_by_corrected_scores(
     sizes: tuple[int, int, int], num_groups: int, num_kept: int, is_softmax: bool, renormalise: bool
 ) -> None:
@@ -97,7 +101,7 @@ def test_routes_by_corrected_scores(
         assert all(torch.equal(a, b[rows]) for a, b in zip(part, (weights, chosen), strict=True))
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_refuses_corrections_groups_and_choices_that_cannot_be() -> None:
     logits, correction = randn(5, 12), randn(12)
     for others in (
@@ -116,7 +120,8 @@ def test_refuses_corrections_groups_and_choices_that_cannot_be() -> None:
             route_corrected(logits, correction, num_chosen, True, False, 3, 1)
 
 
-def test_damaged_logits_choose_experts_that_exist(any_way: str) -> None:
+@any_way
+def test_damaged_logits_choose_experts_that_exist() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         logits = torch.full((2, 6), bad)
         logits[1, 2] = 1
@@ -125,8 +130,9 @@ def test_damaged_logits_choose_experts_that_exist(any_way: str) -> None:
             assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in chosen.tolist())
 
 
-@pytest.mark.usefixtures("poisoned")
-def test_what_the_rows_and_the_sum_are(any_way: str) -> None:
+@any_way
+@poisoned()
+def test_what_the_rows_and_the_sum_are() -> None:
     x, chosen = randn(7, 5, dtype=torch.bfloat16), choose(7, 3, 6)
     rows, starts, places = group_rows(x, chosen, 6)
     assert torch.equal(rows[places], x[:, None].expand(7, 3, 5))
@@ -138,19 +144,21 @@ def test_what_the_rows_and_the_sum_are(any_way: str) -> None:
     torch.testing.assert_close(combine_rows(parts, weights, places).double(), exact, rtol=2**-8, atol=1e-6)
 
 
-def test_no_tokens(any_way: str) -> None:
+@any_way
+def test_no_tokens() -> None:
     rows, starts, places = group_rows(torch.empty(0, 8), torch.empty(0, 2, dtype=torch.int64), 3)
     assert (rows.shape, starts.tolist(), places.shape) == ((0, 8), [0, 0, 0, 0], (0, 2))
     assert combine_rows(rows, torch.empty(0, 2), places).shape == (0, 8)
 
 
-def test_the_sum_does_not_depend_on_threads_or_on_the_order_of_choice(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_the_sum_does_not_depend_on_threads_or_on_the_order_of_choice() -> None:
     chosen, parts, weights = choose(90, 4, 9), randn(360, 700), torch.rand(90, 4)
     places = group_rows(parts[:90], chosen, 9)[2]
-    compiled(1)
+    set_threads(1)
     whole = combine_rows(parts, weights, places)
     for num_threads in (1, 2, 3, 4):
-        compiled(num_threads)
+        set_threads(num_threads)
         assert torch.equal(combine_rows(parts, weights, places), whole)
         assert torch.equal(combine_rows(parts, weights.flip(1), places.flip(1)), whole)
 
@@ -158,10 +166,11 @@ def test_the_sum_does_not_depend_on_threads_or_on_the_order_of_choice(compiled: 
 STARTS = [[0, 5], [0, 0, 1, 1, 40, 57, 57], [0, 0, 0], list(range(0, 130, 3))]
 
 
-@pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.usefixtures("poisoned")
-def test_grouped_product_has_the_bits_of_single_ones(any_way: str, starts: list[int], dtype: torch.dtype) -> None:
+@any_way
+@each("starts", STARTS)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@poisoned()
+def test_grouped_product_has_the_bits_of_single_ones(starts: list[int], dtype: torch.dtype) -> None:
     for num_outputs, num_inputs in ((100, 65), (16, 32), (257, 8)):
         x = randn(starts[-1], num_inputs, dtype=dtype)
         packed = [products.pack(randn(num_outputs, num_inputs, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
@@ -174,9 +183,10 @@ def test_grouped_product_has_the_bits_of_single_ones(any_way: str, starts: list[
         assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3, 5])
-@pytest.mark.usefixtures("poisoned")
-def test_grouped_product_of_some_weights(any_way: str, first: int) -> None:
+@any_way
+@each("first", [0, 1, 2, 3, 5])
+@poisoned()
+def test_grouped_product_of_some_weights(first: int) -> None:
     """Their rows lie among those of others, and may be none."""
     starts, weights = [0, 0, 1, 1, 40, 57, 57, 60], [products.pack(randn(33, 17, i)[:, :, 0]) for i in range(1, 8)]
     x, own = randn(60, 17), slice(starts[first], starts[first + 2])
@@ -187,11 +197,12 @@ def test_grouped_product_of_some_weights(any_way: str, first: int) -> None:
     assert torch.equal(found[own], whole[own])
 
 
-@pytest.mark.parametrize("starts", STARTS, ids=lambda starts: f"{len(starts) - 1} weights")
-@pytest.mark.parametrize(("bits", "groups", "zeros"), [(8, 1, False), (8, 2, False), (4, 1, True), (4, 4, False)])
-@pytest.mark.usefixtures("poisoned")
+@any_way
+@each("starts", STARTS)
+@each("bits, groups, zeros", [(8, 1, False), (8, 2, False), (4, 1, True), (4, 4, False)])
+@poisoned()
 def test_grouped_quantised_product_has_the_bits_of_single_ones(
-    any_way: str, starts: list[int], bits: int, groups: int, zeros: bool
+    starts: list[int], bits: int, groups: int, zeros: bool
 ) -> None:
     num_outputs, num_inputs = 100, 128
     x = randn(starts[-1], num_inputs, dtype=torch.bfloat16)
@@ -217,21 +228,23 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
     assert torch.equal(found, torch.cat(single))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_grouped_bits_do_not_depend_on_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+@compiled
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grouped_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:
     starts = torch.tensor(STARTS[1])
     packed = products.WeightGroup(
         [products.pack(randn(300, 65, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
     )
     x = randn(57, 65, dtype=dtype)
-    compiled(1)
+    set_threads(1)
     whole = products.grouped_matmul(x, packed, starts)
     for num_threads in (2, 3, 4):
-        compiled(num_threads)
+        set_threads(num_threads)
         assert torch.equal(products.grouped_matmul(x, packed, starts), whole)
 
 
-def test_numbers_that_do_not_lie_side_by_side(any_way: str) -> None:
+@any_way
+def test_numbers_that_do_not_lie_side_by_side() -> None:
     chosen, parts, weights = choose(7, 2, 5), randn(14, 9), randn(2, 7).abs().T
     places = group_rows(parts[:7], chosen, 5)[2]
     apart = torch.stack((places, torch.full_like(places, 10**9)), -1)[..., 0]
@@ -243,7 +256,8 @@ def test_numbers_that_do_not_lie_side_by_side(any_way: str) -> None:
         assert torch.equal(found, expected)
 
 
-def test_refuses_gates_and_partners_that_differ(any_way: str) -> None:
+@any_way
+def test_refuses_gates_and_partners_that_differ() -> None:
     x, starts = randn(6, 64), torch.tensor([0, 2, 6])
     dense = {n: products.WeightGroup([products.pack(randn(n, 64))] * 2) for n in (17, 18)}
     one, narrow = (products.WeightGroup([products.pack(randn(17, n))]) for n in (64, 63))

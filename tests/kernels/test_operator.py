@@ -1,10 +1,8 @@
 """The operators as nodes of torch's graphs: what they say of themselves is true, and a graph computes what Python does, to the bit."""
 
 import io
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +25,10 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope, rope_angles
 from kernels.swiglu import swiglu
 from tests.helpers.cache_formats import NAMES, formats_of
-from tests.kernels.test_int_matmul import make
+from tests.helpers.cases import each
+from tests.helpers.integer_weights import make
+from tests.helpers.ways import any_way, by_ways, every_way
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 GENERATOR = torch.Generator().manual_seed(0)
 ops = torch.ops.quintet
 
@@ -38,24 +37,33 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=GENERATOR).to(dtype)
 
 
-# What an operator says of itself is the same for both instruction sets.
-both_ways = pytest.mark.parametrize(
-    "any_way", ["avx512", pytest.param("avx2", marks=pytest.mark.long), "torch"], indirect=True
+# What an operator says of itself is the same for all instruction sets.
+best_and_torch = by_ways(lambda: [every_way()[0], "torch"])
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)]
+STRICT = [False, pytest.param(True, marks=pytest.mark.long)]
+Check = Callable[..., None]
+
+
+@pytest.fixture(
+    params=[
+        ("test_schema", "test_autograd_registration", "test_faketensor"),
+        pytest.param(("test_aot_dispatch_dynamic",), marks=pytest.mark.long),  # 0.1 s for a call
+    ],
+    ids=["sizes", "symbols"],
 )
+def opcheck(request: pytest.FixtureRequest) -> Check:
+    """The schema, fake tensors' shapes, strides and dtypes, and that nothing else is written to; or shapes whose sizes are symbols."""
+
+    def check(op: Any, *args: Any, **kwargs: Any) -> None:
+        torch.library.opcheck(op.default, args, kwargs, test_utils=request.param)
+
+    return check
 
 
-def opcheck(op: Any, *args: Any, **kwargs: Any) -> None:
-    """The schema, fake tensors' shapes, strides and dtypes, also with sizes that are symbols, and that nothing else is written to."""
-    torch.library.opcheck(op.default, args, kwargs)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "dtype"),
-    [(1, torch.float32), (13, torch.bfloat16), pytest.param(13, torch.float16, marks=pytest.mark.long)],
-)
-@both_ways
-@pytest.mark.usefixtures("any_way")
-def test_rows(num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@best_and_torch
+def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
+    num_rows = 1 if dtype == torch.float32 else 13
     x, weight, wide = randn(num_rows, 33, dtype=dtype), randn(33, dtype=dtype), randn(num_rows, 66, dtype=dtype)
     columns = randn(33, num_rows, dtype=dtype).T
     for rows in (x, columns):
@@ -84,10 +92,9 @@ def test_rows(num_rows: int, dtype: torch.dtype) -> None:
     opcheck(ops.rope_angles, torch.arange(num_rows), torch.rand(17), 1.25, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
-@both_ways
-@pytest.mark.usefixtures("any_way")
-def test_products(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@best_and_torch
+def test_products(opcheck: Check, dtype: torch.dtype) -> None:
     x, sizes, bias = randn(5, 31, dtype=dtype), (17, 16), randn(17, dtype=dtype)
     opcheck(ops.linear, x, randn(17, 31, dtype=dtype), bias)
     opcheck(ops.linear_per_head, randn(5, 3, 31, dtype=dtype), randn(3, 17, 31, dtype=dtype))
@@ -106,9 +113,9 @@ def test_products(dtype: torch.dtype) -> None:
                 opcheck(ops.grouped_matmul, *rows, *group_of, torch.tensor([0, 2, 5]), *ups)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("any_way")
-def test_choices(dtype: torch.dtype) -> None:
+@best_and_torch
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_choices(opcheck: Check, dtype: torch.dtype) -> None:
     x, logits, chosen = (
         randn(4, 6, dtype=dtype),
         randn(4, 9, dtype=dtype),
@@ -135,10 +142,9 @@ SLOTS, TABLES = torch.tensor([8, 9, 10, 0, 1]), torch.tensor([[2], [0]])
 STARTS, LENGTHS = torch.tensor([0, 3, 5]), torch.tensor([3, 2])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "fp8" not in name])  # opcheck multiplies what it compares
-@both_ways
-@pytest.mark.usefixtures("any_way")
-def test_the_cache(name: str) -> None:
+@best_and_torch
+@each("name", [name for name in NAMES if "fp8" not in name])  # opcheck multiplies what it compares
+def test_the_cache(opcheck: Check, name: str) -> None:
     keys, values = (PARTS.take(cache) for cache in caches_of(name))
     opcheck(ops.kv_store, randn(5, 2, 12), randn(5, 4, 12)[:, ::2], *keys, *values, SLOTS)
     new = randn(5, 6, 12), randn(5, 2, 12), randn(5, 4, 12)[:, ::2]
@@ -163,9 +169,9 @@ class Attention(nn.Module):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.usefixtures("any_way")
+@pytest.mark.parametrize("strict", STRICT)
+@any_way
+@each("name", NAMES)
 def test_exported_attention_stores_and_reads_the_same_bits(name: str, strict: bool) -> None:
     caches, vectors = caches_of(name), (randn(5, 6, 12), randn(5, 2, 12), randn(5, 2, 12))
     layer = Attention(caches)
@@ -178,7 +184,7 @@ def test_exported_attention_stores_and_reads_the_same_bits(name: str, strict: bo
         assert mine.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_cache_is_its_parts(name: str) -> None:
     for format in formats_of(name, 2):
         cache = allocate(format, (3, 4, 2), 12, torch.bfloat16, torch.device("cpu"))
@@ -233,8 +239,8 @@ def equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.usefixtures("any_way")
+@pytest.mark.parametrize("strict", STRICT)
+@any_way
 def test_an_exported_layer_computes_the_same_bits(strict: bool) -> None:
     layer, num_rows = Layer(), {0: torch.export.Dim.DYNAMIC}
     program = torch.export.export(
@@ -252,7 +258,7 @@ def test_an_exported_layer_computes_the_same_bits(strict: bool) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_a_compiled_layer_computes_the_same_bits() -> None:
     layer = Layer()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)  # inductor would want a compiler of its own
@@ -275,12 +281,3 @@ def test_errors_are_those_of_the_function() -> None:
         ValueError, match=r"a cache of Int4\(num_groups=2\) cannot be part of a graph: those of none, int8"
     ):
         torch.export.export(Attention([cache, cache]), inputs)
-
-
-def test_importing_them_imports_no_compiler() -> None:
-    code = """
-import sys
-import kernels.kv_store, kernels.paged_attention, kernels.linear, kernels.rms_norm, kernels.rope
-sys.exit(any(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd")))
-"""
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

@@ -1,42 +1,16 @@
 """paged_attention against attention written out token by token in float64, over a cache full of NaN where nothing was written."""
 
 import math
-from typing import Any
 
-import pytest
 import torch
 
 from kernels.kv_format import PagedVectors, Unquantised
 from kernels.paged_attention import paged_attention
+from tests.helpers.cases import each
+from tests.helpers.ways import any_way, computing, every_way
+from tests.helpers.written_attention import Options, written_out
 
-pytestmark = pytest.mark.usefixtures("any_way")  # the reference, too, which others are compared with
 BLOCK_SIZE = 4
-
-
-Options = dict[str, Any]
-
-
-def written_out(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, s: int, options: Options
-) -> torch.Tensor:
-    """query [Q, H, D] are the last of the L tokens of keys [L, G, D] and values [L, G, E], of sequence s."""
-    result = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
-    first, heads_per_group = len(keys) - len(query), query.shape[1] // keys.shape[1]
-    cap, window, slopes = options.get("soft_cap"), options.get("window"), options.get("alibi_slopes")
-    prefix = int(options["prefix_lengths"][s]) if "prefix_lengths" in options else 0
-    for i in range(len(query)):
-        position = first + i
-        seen = [j for j in range(len(keys)) if j <= position or j < prefix]
-        seen = [j for j in seen if window is None or j > position - window]
-        for h in range(query.shape[1]):
-            scores = keys[seen, h // heads_per_group].double() @ query[i, h].double() * scale
-            if cap is not None:
-                scores = cap * (scores / cap).tanh()
-            if slopes is not None:
-                scores = scores + slopes[h].double() * torch.tensor([j - position for j in seen])
-            weights = (scores - scores.max()).exp()
-            result[i, h] = (weights / weights.sum()) @ values[seen, h // heads_per_group].double()
-    return result
 
 
 def check(
@@ -62,7 +36,7 @@ def check(
         expected.append(written_out(query, keys, values, scale, s, options))
         tables.append(table)
     width = max(map(len, tables))
-    result = paged_attention(
+    inputs = (
         torch.cat(queries),
         PagedVectors((key_cache,), Unquantised(), head_dim, torch.float32),
         PagedVectors((value_cache,), Unquantised(), value_dim, torch.float32),
@@ -70,23 +44,25 @@ def check(
         torch.tensor([0, *torch.tensor([new for new, _ in lengths]).cumsum(0).tolist()]),
         torch.tensor([total for _, total in lengths]),
         scale,
-        **options,
     )
-    # float32 sums of at most 128 terms
-    torch.testing.assert_close(result.double(), torch.cat(expected), rtol=0, atol=2e-6)
+    for way in every_way():  # torch's too, with which others are compared
+        with computing(way):
+            # float32 sums of at most 128 terms
+            result = paged_attention(*inputs, **options).double()
+            torch.testing.assert_close(result, torch.cat(expected), rtol=0, atol=2e-6)
 
 
 RAGGED = [(1, 64), (5, 5), (0, 9), (1, 1), (7, 29), (4, 8)]
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (8, 1), (6, 2)], ids=["gqa1", "gqa4", "gqa8", "gqa3"])
-@pytest.mark.parametrize("lengths", [[(1, 1)], [(63, 63)], RAGGED], ids=["T1", "T63", "ragged"])
+@each("head_dim", [8, 64, 80, 128])
+@each("heads, groups", [(4, 4), (4, 1), (8, 1), (6, 2)])
+@each("lengths", [[(1, 1)], [(63, 63)], RAGGED])
 def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, lengths: list[tuple[int, int]]) -> None:
     check(lengths, heads, groups, head_dim, head_dim, {})
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"soft_cap": 0.7},
@@ -96,9 +72,8 @@ def test_equals_attention_written_out(head_dim: int, heads: int, groups: int, le
         {"prefix_lengths": torch.tensor([10, 3, 9, 7, 29, 0])},
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
     ],
-    ids=lambda options: "+".join(options),
 )
-@pytest.mark.parametrize("groups", [1, 2])
+@each("groups", [1, 2])
 def test_options_equal_attention_written_out(options: Options, groups: int) -> None:
     check(RAGGED, 4, groups, 16, 16, options)
 
@@ -108,6 +83,7 @@ def test_sequences_without_new_tokens() -> None:
     check([(0, 5), (0, 1)], 4, 2, 24, 24, {})
 
 
+@any_way
 def test_numbers_that_do_not_lie_side_by_side() -> None:
     """Between them lie others, which nobody may read."""
     caches = [PagedVectors((torch.randn(6, BLOCK_SIZE, 1, 16),), Unquantised(), 16, torch.float32) for _ in range(2)]
@@ -128,8 +104,9 @@ def test_values_may_have_fewer_channels_than_keys() -> None:
     check(RAGGED, 4, 1, 24, 10, {})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"prefix_lengths": torch.tensor([2])}], ids=str)
+@any_way
+@each("bad", [math.nan, math.inf])
+@each("options", [{}, {"window": 3}, {"prefix_lengths": torch.tensor([2])}])
 def test_what_a_token_does_not_see_may_be_anything(options: Options, bad: float) -> None:
     """Its weight is 0, which makes NaN of a value that is not finite."""
     caches = [PagedVectors((torch.randn(3, BLOCK_SIZE, 2, 8),), Unquantised(), 8, torch.float32) for _ in range(2)]

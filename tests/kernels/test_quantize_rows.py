@@ -1,15 +1,16 @@
 """Rows as codes: alone, and by the operators that make them - norm and activation - against the formula in float64, and to the bit against
 one another."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.quantize_rows import ActivationFormat, quantize_rows, reference
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantize, rms_norm, rms_norm_quantize
 from kernels.swiglu import swiglu, swiglu_quantize
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
 
 INT8, FP8 = ActivationFormat(torch.int8), ActivationFormat(torch.float8_e4m3fn)
 CODES = [INT8, FP8, ActivationFormat(torch.float8_e4m3fn, 32), ActivationFormat(torch.float8_e4m3fn, 128)]
@@ -28,9 +29,10 @@ def assert_same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
         torch.testing.assert_close(result.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("num_inputs", [1, 15, 16, 17, 1000])
+@any_way
+@each("codes", CODES)
+@each("num_inputs", [1, 15, 16, 17, 1000])
+@poisoned()
 def test_equals_formula(codes: ActivationFormat, num_inputs: int) -> None:
     x, largest = randn(20, num_inputs), 127 if codes == INT8 else 448
     x[3] = 0
@@ -51,14 +53,16 @@ def test_equals_formula(codes: ActivationFormat, num_inputs: int) -> None:
     assert_same(quantize_rows(x.double(), *codes[:2]), (found, scales))
 
 
-def test_ties_become_even(any_way: str) -> None:
+@any_way
+def test_ties_become_even() -> None:
     codes, scales = quantize_rows(torch.tensor([[127, 0.5, 1.5, -2.5, -3.5, 126.5]]))
     assert codes.tolist() == [[127, 0, 2, -2, -4, 126]]
     assert scales.tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_float8_codes_are_those_of_torch(any_way: str, dtype: torch.dtype) -> None:
+@any_way
+@each("dtype", DTYPES)
+def test_float8_codes_are_those_of_torch(dtype: torch.dtype) -> None:
     """Under a scale of 1, of numbers at, beside and between all codes, and beyond them."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles, ulp = (codes[1:] + codes[:-1]) / 2, 1 + 2**-20
@@ -69,10 +73,11 @@ def test_float8_codes_are_those_of_torch(any_way: str, dtype: torch.dtype) -> No
     assert scales.tolist() == [[1.0]]
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_scales", [1, 20])
+@any_way
+@each("codes", CODES)
+@each("dtype", DTYPES)
+@each("num_scales", [1, 20])
+@poisoned()
 def test_static_scales(codes: ActivationFormat, dtype: torch.dtype, num_scales: int) -> None:
     """They saturate; rows that are not finite have NaN for a scale. A norm and a gate make the same codes."""
     x, weight, residual = odd_rows((20, 144), dtype), randn(144, dtype=dtype), randn(20, 144, dtype=dtype)
@@ -95,10 +100,11 @@ def odd_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@any_way
+@each("codes", CODES)
+@each("dtype", DTYPES)
+@each("shape", SHAPES)
+@poisoned()
 def test_a_norm_makes_the_codes_of_its_rows(
     shape: tuple[int, int], dtype: torch.dtype, codes: ActivationFormat
 ) -> None:
@@ -114,10 +120,11 @@ def test_a_norm_makes_the_codes_of_its_rows(
         assert expected[1][[0, 1, 5]].isfinite().all()
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@any_way
+@each("codes", CODES)
+@each("dtype", DTYPES)
+@each("shape", SHAPES)
+@poisoned()
 def test_swiglu_makes_the_codes_of_its_rows(
     shape: tuple[int, int], dtype: torch.dtype, codes: ActivationFormat
 ) -> None:
@@ -125,22 +132,24 @@ def test_swiglu_makes_the_codes_of_its_rows(
     assert_same(swiglu_quantize(gate, up, *codes[:2]), reference.quantize_rows(swiglu(gate, up), *codes[:2]))
 
 
-def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_bits_do_not_depend_on_rows_or_threads() -> None:
     x, residual, weight = randn(300, 599), randn(300, 599), randn(599)
-    compiled(1)
+    set_threads(1)
     alone = [
         add_rms_norm_quantize(*pair, weight, 1e-5, *INT8[:2])
         for pair in zip(x.split(1), residual.split(1), strict=True)
     ]
     expected = tuple(torch.cat(parts) for parts in zip(*alone, strict=True))
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         assert_same(add_rms_norm_quantize(x, residual, weight, 1e-5, *INT8[:2]), expected)
         assert_same(rms_norm_quantize(residual + x, weight, 1e-5, *INT8[:2]), expected[:2])
         assert_same(quantize_rows(rms_norm(residual + x, weight, 1e-5)), expected[:2])
 
 
-def test_dtypes_that_no_kernel_takes(any_way: str) -> None:
+@any_way
+def test_dtypes_that_no_kernel_takes() -> None:
     x, residual, weight = randn(3, 40).double(), randn(3, 40).double(), randn(40)
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
     found = add_rms_norm_quantize(x, residual, weight, 1e-5, *INT8[:2])

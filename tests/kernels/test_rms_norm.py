@@ -1,19 +1,21 @@
 """rms_norm against the formula in float64; add_rms_norm against rms_norm of torch's sum, to the bit."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 
 from kernels.quantize_rows import quantize_rows
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quantize
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
+
+DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]  # two roundings of half an ulp
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("shape", [(1, 8), (63, 80), (1000, 129)], ids="T{0[0]}-D{0[1]}".format)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
-)  # two roundings of half an ulp
+@any_way
+@each("shape", [(1, 8), (63, 80), (1000, 129)])
+@each("dtype, tolerance", DTYPES)
+@poisoned()
 def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(shape, generator=generator) * 3).to(dtype)
@@ -25,9 +27,10 @@ def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: f
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("shape", [(1, 8), (63, 80), (1000, 129)], ids="T{0[0]}-D{0[1]}".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@any_way
+@each("shape", [(1, 8), (63, 80), (1000, 129)])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@poisoned()
 def test_with_an_offset_nothing_is_rounded_before_the_end(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """To the bit the norm of float32 rows times offset + weight, which in bfloat16 would lose digits."""
     generator = torch.Generator().manual_seed(0)
@@ -46,17 +49,19 @@ def test_eps_keeps_zeros_finite() -> None:
     assert rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6).tolist() == [[0.0] * 4] * 2
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_a_row_is_the_same_to_the_bit_in_any_company() -> None:
     x, weight = torch.randn(300, 5, 99), torch.randn(99)  # as heads of queries
     alone = torch.stack([rms_norm(row[None], weight, 1e-5)[0] for row in x])
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         assert torch.equal(rms_norm(x, weight, 1e-5), alone)
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("shape", [(1, 8), (63, 80), (1000, 129), (0, 16)], ids="T{0[0]}-D{0[1]}".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@any_way
+@each("shape", [(1, 8), (63, 80), (1000, 129), (0, 16)])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@poisoned()
 def test_a_sum_is_rounded_before_it_is_normed(shape: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(2, *shape, generator=generator) * 3).to(dtype)
@@ -67,7 +72,7 @@ def test_a_sum_is_rounded_before_it_is_normed(shape: tuple[int, int], dtype: tor
     assert torch.equal(normed, rms_norm(residual + x, weight, 1e-5))
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_a_sum_with_nan_or_infinity_stays_in_its_row() -> None:
     x, residual = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[1, 3], x[2, 5], residual[2, 5] = torch.nan, torch.inf, -torch.inf
@@ -77,12 +82,13 @@ def test_a_sum_with_nan_or_infinity_stays_in_its_row() -> None:
     assert normed[[0, 3]].isfinite().all()
 
 
-def test_a_row_of_a_sum_is_the_same_to_the_bit_in_any_company(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_a_row_of_a_sum_is_the_same_to_the_bit_in_any_company() -> None:
     x, residual, weight = torch.randn(300, 599), torch.randn(300, 2 * 599)[:, ::2], torch.randn(599)
-    compiled(1)
+    set_threads(1)
     pairs = zip(x.split(1), residual.split(1), strict=True)
     alone = [torch.cat(parts) for parts in zip(*(add_rms_norm(*pair, weight, 1e-5) for pair in pairs), strict=True)]
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         for result, expected in zip(add_rms_norm(x, residual, weight, 1e-5), alone, strict=True):
             assert torch.equal(result, expected)

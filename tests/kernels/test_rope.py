@@ -1,16 +1,20 @@
 """rope against complex multiplication in float64."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 
 from kernels.rope import reference, rope, rope_angles
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
+
+NARROW = [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)]  # the reference rounds thrice
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("head_dim", [2, 8, 80, 128])
-@pytest.mark.parametrize("num_tokens", [1, 63])
+@any_way
+@each("head_dim", [2, 8, 80, 128])
+@each("num_tokens", [1, 63])
+@poisoned()
 def test_equals_complex_rotation(head_dim: int, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, 3, head_dim, generator=generator)
@@ -24,7 +28,8 @@ def test_equals_complex_rotation(head_dim: int, num_tokens: int) -> None:
     )  # cos in float32
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
+@any_way
+@poisoned()
 def test_neighbours_may_be_the_pairs_and_channels_may_stay() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 3, 24, generator=generator)
@@ -37,19 +42,16 @@ def test_neighbours_may_be_the_pairs_and_channels_may_stay() -> None:
     assert result[..., 10:].equal(x[..., 10:])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
-)  # the reference rounds thrice
-def test_heads_of_a_fused_product_turn_where_they_lie(
-    compiled: Callable[[int], None], dtype: torch.dtype, tolerance: float, interleaved: bool
-) -> None:
+@compiled
+@each("interleaved", [False, True])
+@each("dtype, tolerance", NARROW)
+def test_heads_of_a_fused_product_turn_where_they_lie(dtype: torch.dtype, tolerance: float, interleaved: bool) -> None:
     fused = torch.randn(700, 7, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     angles = torch.rand(700, 12) * 100
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     expected = reference.rope(fused, cos, sin, interleaved)
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         result = torch.cat([rope(part, cos, sin, interleaved) for part in (fused[:, :4], fused[:, 4:])], 1)
         torch.testing.assert_close(
             result, expected, rtol=tolerance, atol=4 * tolerance
@@ -57,8 +59,9 @@ def test_heads_of_a_fused_product_turn_where_they_lie(
     assert rope(fused.transpose(1, 2), cos[:, :3], sin[:, :3]).shape == (700, 48, 7)
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("num_tokens", [1, 63])
+@any_way
+@each("num_tokens", [1, 63])
+@poisoned()
 def test_angles_are_those_of_float64(num_tokens: int) -> None:
     positions = torch.arange(num_tokens) * 2003
     frequencies = 10000.0 ** (-torch.arange(40) / 40)

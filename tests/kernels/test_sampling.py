@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import draw, most_likely, reference
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled, computing, every_way
 
 SETTINGS = [  # temperature, top_k, top_p, min_p
     (1.0, 0, 1.0, 0.0),
@@ -32,21 +36,25 @@ KINDS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 512, 513, 5003])
-@pytest.mark.usefixtures("poisoned")
-def test_draws_the_same_tokens_as_with_sorting(any_way: str, kind: str, vocab_size: int) -> None:
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 512, 513, pytest.param(5003, marks=pytest.mark.long)])
+@each("kind", KINDS)
+def test_draws_the_same_tokens_as_with_sorting(kind: str, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.stack([KINDS[kind](vocab_size, generator) for _ in SETTINGS])
-    for number in (0.0, 1 - 2**-52, *torch.rand(30, generator=generator, dtype=torch.float64).tolist()):
-        settings = torch.tensor([(*each, number) for each in SETTINGS], dtype=torch.float64)
-        assert torch.equal(draw(logits, settings), reference.draw(logits, settings)), number
+    numbers = 0.0, 1 - 2**-52, *torch.rand(30, generator=generator, dtype=torch.float64).tolist()
+    settings = torch.tensor([(*setting, number) for number in numbers for setting in SETTINGS], dtype=torch.float64)
+    logits = logits.repeat(len(numbers), 1)
+    expected = reference.draw(logits, settings)
+    for way in every_way():
+        with computing(way), poisoned():
+            assert settings[draw(logits, settings) != expected].tolist() == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 16, 17, 512, 5003])
-@pytest.mark.usefixtures("poisoned")
-def test_the_most_likely_is_the_first_of_the_highest(any_way: str, vocab_size: int, dtype: torch.dtype) -> None:
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("vocab_size", [1, 2, 7, 16, 17, 512, 5003])
+@poisoned()
+def test_the_most_likely_is_the_first_of_the_highest(vocab_size: int, dtype: torch.dtype) -> None:
     """As numpy finds it in float64, which holds every number of the others."""
     generator = torch.Generator().manual_seed(vocab_size)
     rows = [KINDS[kind](vocab_size, generator) for kind in KINDS if kind != "large"]  # which is infinite in float16
@@ -57,8 +65,9 @@ def test_the_most_likely_is_the_first_of_the_highest(any_way: str, vocab_size: i
     assert most_likely(logits[:0]).tolist() == []
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_keeps_exactly_the_same_tokens(any_way: str, setting: tuple[float, int, float, float]) -> None:
+@any_way
+@each("setting", SETTINGS)
+def test_keeps_exactly_the_same_tokens(setting: tuple[float, int, float, float]) -> None:
     """A number in the middle of each kept token's share draws that token."""
     logits = (4 * torch.randn(300, generator=torch.Generator().manual_seed(3))).round(decimals=1)
     temperature, top_k, top_p, min_p = (torch.tensor([[number]], dtype=torch.float64) for number in setting)
@@ -73,7 +82,8 @@ def test_keeps_exactly_the_same_tokens(any_way: str, setting: tuple[float, int, 
     assert torch.equal(draw(logits.expand(len(tokens), -1), settings), tokens)
 
 
-def test_numbers_on_the_border_between_two_tokens(any_way: str) -> None:
+@any_way
+def test_numbers_on_the_border_between_two_tokens() -> None:
     """What is too close to call for sums in another order is left to the reference."""
     logits = 2 * torch.randn(1, 5003, generator=torch.Generator().manual_seed(4))
     cumulative = (logits.double() - logits.amax()).softmax(-1).cumsum(-1)[0]
@@ -83,19 +93,21 @@ def test_numbers_on_the_border_between_two_tokens(any_way: str) -> None:
     assert torch.equal(draw(rows, settings), reference.draw(rows, settings))
 
 
-@pytest.mark.parametrize("setting", [(0.8, 0, 0.95, 0.0), (1.0, 50, 0.9, 0.02), (0.8, 0, 1.0, 0.0)], ids=str)
+@compiled
+@each("setting", [(0.8, 0, 0.95, 0.0), (1.0, 50, 0.9, 0.02), (0.8, 0, 1.0, 0.0)])
 def test_decides_alone_on_a_large_vocabulary(
-    compiled: Callable[[int], None], setting: tuple[float, int, float, float], monkeypatch: pytest.MonkeyPatch
+    setting: tuple[float, int, float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     logits, numbers = 2.5 * torch.randn(8, 151_936, generator=generator), torch.rand(8, generator=generator)
     settings = torch.tensor([(*setting, number) for number in numbers.tolist()], dtype=torch.float64)
     expected = reference.draw(logits, settings)
-    monkeypatch.setattr(reference, "draw", None)  # the way out of what is too close to call is not taken
-    for num_threads in (1, 2, 3):
-        compiled(num_threads)
-        assert torch.equal(draw(logits, settings), expected)
-        assert torch.equal(draw(logits[2:3], settings[2:3]), expected[2:3])
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "draw", None)  # the way out of what is too close to call is not taken
+        for num_threads in (1, 2, 3):
+            set_threads(num_threads)
+            assert torch.equal(draw(logits, settings), expected)
+            assert torch.equal(draw(logits[2:3], settings[2:3]), expected[2:3])
 
 
 def test_refuses_other_shapes_and_dtypes() -> None:
@@ -105,7 +117,8 @@ def test_refuses_other_shapes_and_dtypes() -> None:
         draw(torch.zeros(2, 4), torch.zeros(1, 5, dtype=torch.float64))
 
 
-def test_rows_with_nan_are_left_to_the_reference(any_way: str) -> None:
+@any_way
+def test_rows_with_nan_are_left_to_the_reference() -> None:
     """More tokens are asked for than there are beside NaN, too."""
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     logits[0, 30:] = torch.nan

@@ -11,6 +11,7 @@ import torch
 from kernels import build
 from kernels.collectives import RankFailed
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
+from tests.helpers.cases import each
 
 LIBRARY = build.library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="shared memory needs the C++ kernels")
@@ -25,8 +26,8 @@ def start(stack: ExitStack, fd: int, rank: int, size: int, job: str) -> "subproc
     return process
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("job", ["exchange", "replay"])
+@pytest.mark.parametrize("job", ["replay", pytest.param("exchange", marks=pytest.mark.long)])
+@each("size", [2, 3])
 def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, size)
@@ -36,7 +37,7 @@ def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
         assert [rank.communicate()[0][:4] for rank in ranks] == ["done"] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_exchanges_are_counted_beyond_the_largest_number(size: int) -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, size)

@@ -1,25 +1,27 @@
 """swiglu against the formula in float64."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 
 from kernels.swiglu import swiglu
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way, compiled
+
+DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]  # two roundings of half a unit
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("shape", [(1, 7), (63, 129), (3, 9000)], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
-)  # two roundings of half a unit
+@any_way
+@each("shape", [(1, 7), (63, 129), (3, 9000)])
+@each("dtype, tolerance", DTYPES)
+@poisoned()
 def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
     gate, up = (torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
     expected = gate.double() / (1 + (-gate.double()).exp()) * up.double()
     torch.testing.assert_close(swiglu(gate, up).double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_far_from_zero() -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.0, -80.0, 0.0, 80.0, 1e30, torch.inf, torch.nan]])
     result = swiglu(gate, torch.ones_like(gate))[0]
@@ -29,7 +31,8 @@ def test_far_from_zero() -> None:
     assert result[8].isnan()
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
+@any_way
+@poisoned()
 def test_one_row_for_all_and_none() -> None:
     gate, up = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)), torch.arange(33.0)[None]
     # with rows of their own another exp, off by 2 units of the last place
@@ -37,10 +40,11 @@ def test_one_row_for_all_and_none() -> None:
     assert swiglu(gate[:0], gate[:0]).shape == (0, 33)
 
 
-def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads(compiled: Callable[[int], None]) -> None:
+@compiled
+def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads() -> None:
     fused = torch.randn(300, 2 * 1001)
     gate, up = fused.chunk(2, dim=-1)
     alone = torch.cat([swiglu(g[None], u[None]) for g, u in zip(gate.contiguous(), up.contiguous(), strict=True)])
     for threads in range(1, 5):
-        compiled(threads)
+        set_threads(threads)
         assert torch.equal(swiglu(gate, up), alone)

@@ -1,14 +1,17 @@
 """take_channels against torch's index."""
 
-import pytest
 import torch
 
 from kernels.take_channels import take_channels
+from tests.helpers.cases import each
+from tests.helpers.poison import poisoned
+from tests.helpers.ways import any_way
 
 
-@pytest.mark.usefixtures("any_way", "poisoned")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (1, 1), (63, 129), (3, 9001)], ids=str)
+@any_way
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("shape", [(0, 5), (3, 0), (1, 1), (63, 129), (3, 9001)])
+@poisoned()
 def test_equals_an_index(shape: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, order = torch.randn(shape, generator=generator).to(dtype), torch.randperm(shape[1], generator=generator)
@@ -21,7 +24,7 @@ def test_equals_an_index(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert take_channels(columns, order).equal(x.index_select(1, order))
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_keeps_every_bit() -> None:
     bits = torch.tensor(
         [[0x7FC1, 0xFF80, 0x8000, 0x0001]], dtype=torch.uint16

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import build
 from kernels.linear import (
     WeightGroup,
     grouped_matmul,
@@ -25,19 +24,14 @@ from kernels.linear.compressed import common_upper_bytes, compress_with
 from kernels.linear.float_weight import FloatWeight
 from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
 from kernels.swiglu import swiglu
-from tests.kernels.conftest import have
+from tests.helpers.cases import each
+from tests.helpers.ways import by_ways, computing, instruction_sets
 
 ROWS = (1, 2, 5, 16, 17, 33, 70)
 SIZES = ((1, 1), (15, 31), (17, 33), (33, 95), (70, 258), (130, 1056))  # outputs, inputs
 LEAST_NORMAL = np.float32(2.0**-126)
 
-
-@pytest.fixture(params=["amx", "amx_emulated"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> build.Library:
-    have(request.param)
-    library = build.load(request.param)
-    monkeypatch.setattr(build, "library", lambda: library)
-    return library
+by_tiles = by_ways(lambda: instruction_sets("amx"))
 
 
 def flush(x: np.ndarray) -> np.ndarray:
@@ -80,9 +74,10 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("kind", ["normal", "wide", "any"])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), SIZES)
+@pytest.mark.long
+@by_tiles
+@each("kind", ["normal", "wide", "any"])
+@each("num_outputs, num_inputs", SIZES)
 def test_sums_of_bfloat16_are_the_documented_ones(num_outputs: int, num_inputs: int, kind: str) -> None:
     weight = numbers("normal" if kind == "any" else kind, num_outputs, num_inputs)
     packed = pack(weight)
@@ -94,8 +89,8 @@ def test_sums_of_bfloat16_are_the_documented_ones(num_outputs: int, num_inputs: 
         assert_equal(linear(x, weight), expected)
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e-39])
+@by_tiles
+@each("bad", [float("nan"), float("inf"), 1e-39])
 def test_a_row_does_not_see_its_neighbours(bad: float) -> None:
     weight = pack(numbers("normal", 40, 95))
     x = numbers("normal", 37, 95)
@@ -107,15 +102,14 @@ def test_a_row_does_not_see_its_neighbours(bad: float) -> None:
     assert torch.equal(mixed[kept], alone[kept])
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("codes", [True, False], ids=["int8 rows", "bfloat16 rows"])
-@pytest.mark.parametrize(
-    ("bits", "group", "zero_points"),
+@pytest.mark.long
+@by_tiles
+@each("codes", [True, False])
+@each(
+    "bits, group, zero_points",
     [(8, 0, False), (8, 32, False), (8, 128, False), (4, 32, True), (4, 64, False), (4, 0, True)],
 )
-def test_products_of_integers_have_the_bits_of_vectors(
-    bits: int, group: int, zero_points: bool, codes: bool, tiles: build.Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_integers_have_the_bits_of_vectors(bits: int, group: int, zero_points: bool, codes: bool) -> None:
     for num_outputs, num_inputs in (*SIZES, (40, 2050)):
         least = 0 if zero_points else -(2 ** (bits - 1))
         groups = -(-num_inputs // (group or num_inputs))
@@ -132,12 +126,11 @@ def test_products_of_integers_have_the_bits_of_vectors(
             if not codes and num_rows > 2:
                 rows[1] = float("nan")
             x = QuantizedActivations(*quantize_rows(rows), rows.dtype) if codes else rows
-            results = []
-            for library in (tiles, build.load("avx2")):
-                monkeypatch.setattr(build, "library", lambda library=library: library)
-                results.append((matmul(x, gate), matmul_swiglu(x, gate, up)))
-            for actual, expected in zip(*results, strict=True):
-                assert_equal(actual, expected)
+            actual = matmul(x, gate), matmul_swiglu(x, gate, up)
+            with computing("avx2"):
+                expected = matmul(x, gate), matmul_swiglu(x, gate, up)
+            for one, other in zip(actual, expected, strict=True):
+                assert_equal(one, other)
 
 
 def documented_float8(x: Rows, codes: Tensor, scales: Tensor) -> Tensor:
@@ -158,11 +151,10 @@ def random_float8(*shape: int) -> Tensor:
     return codes.where((codes & 127) != 127, 0).view(torch.float8_e4m3fn)
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("kind", ["normal", "any", "codes", "codes of groups"])
-@pytest.mark.parametrize(
-    ("num_outputs", "num_inputs", "groups"), [(1, 1, 1), (15, 31, 1), (33, 96, 3), (70, 210, 7), (130, 1056, 1)]
-)
+@pytest.mark.long
+@by_tiles
+@each("kind", ["normal", "any", "codes", "codes of groups"])
+@each("num_outputs, num_inputs, groups", [(1, 1, 1), (15, 31, 1), (33, 96, 3), (70, 210, 7), (130, 1056, 1)])
 def test_sums_of_float8_are_the_documented_ones(num_outputs: int, num_inputs: int, groups: int, kind: str) -> None:
     codes, up_codes = random_float8(num_outputs, num_inputs), random_float8(num_outputs, num_inputs)
     scales = torch.rand(num_outputs, groups)
@@ -203,9 +195,9 @@ WEIGHTS = {  # [33, 95]
 }
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16 rows", "codes"])
-@pytest.mark.parametrize("kind", WEIGHTS)
+@by_tiles
+@each("codes", [False, True])
+@each("kind", WEIGHTS)
 def test_any_number_of_rows_gives_the_bits_of_all(kind: str, codes: bool) -> None:
     if codes and kind in ("bfloat16", "12 bits"):
         return
@@ -218,9 +210,9 @@ def test_any_number_of_rows_gives_the_bits_of_all(kind: str, codes: bool) -> Non
         assert_equal(matmul(some, weight), whole[:count])
 
 
-@pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16 rows", "codes"])
-@pytest.mark.parametrize("kind", EXPERTS)
+@by_tiles
+@each("codes", [False, True])
+@each("kind", EXPERTS)
 def test_rows_sorted_by_expert_have_the_bits_of_each_alone(kind: str, codes: bool) -> None:
     if codes and kind == "bfloat16":
         return
@@ -245,7 +237,7 @@ def product_in_a_child(expected: Tensor, send: Callable[[bool], None]) -> None:
     send(torch.equal(matmul(x, weight), expected))
 
 
-@pytest.mark.usefixtures("tiles")
+@by_tiles
 def test_tiles_belong_to_threads_and_children_and_not_to_torch() -> None:
     ready, found = threading.Event(), []
     older = threading.Thread(target=lambda: (ready.wait(), found.append(matmul(x, weight))))

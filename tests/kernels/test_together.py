@@ -1,6 +1,6 @@
 """Several weights in one call, and a gate with its partner: to the bit what their products are one by one, which are proved elsewhere."""
 
-from collections.abc import Callable
+import itertools
 
 import pytest
 import torch
@@ -9,7 +9,12 @@ from torch import Tensor
 from kernels import linear as products
 from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
 from kernels.swiglu import swiglu
-from tests.kernels.test_int_matmul import FORMATS, make
+from kernels.threads import set_threads
+from tests.helpers.cases import each
+from tests.helpers.integer_weights import FORMATS, make
+from tests.helpers.poison import poisoned
+from tests.helpers.tiers import tiers
+from tests.helpers.ways import any_way, compiled
 
 ROWS = [1, 2, 5, 13, 65]
 OUTPUTS = [(1, 17, 100), (64, 15), (130,)]
@@ -30,8 +35,9 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.usefixtures("any_way", "poisoned")
+@any_way
+@each("dtype", NARROW)
+@poisoned()
 def test_dense_weights_together(dtype: torch.dtype) -> None:
     for num_inputs in INPUTS:
         for sizes in OUTPUTS:
@@ -43,8 +49,9 @@ def test_dense_weights_together(dtype: torch.dtype) -> None:
                 assert equal(products.matmul_together(x, weights, biases), alone)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.usefixtures("any_way", "poisoned")
+@any_way
+@each("dtype", NARROW)
+@poisoned()
 def test_dense_gate_and_up(dtype: torch.dtype) -> None:
     for num_inputs in INPUTS:
         for size in (1, 17, 64, 100, 130):
@@ -56,7 +63,7 @@ def test_dense_gate_and_up(dtype: torch.dtype) -> None:
                     assert equal([products.matmul_swiglu(x, gate, up, *biases)], [expected])
 
 
-@pytest.mark.usefixtures("any_way")
+@any_way
 def test_gate_and_up_equal_the_formula() -> None:
     x, gate, up = (randn(rows, 65, dtype=torch.float32) for rows in (9, 33, 34))
     up = up[:33]
@@ -79,25 +86,27 @@ def product(rows: Rows, weight: products.IntWeight, bias: Tensor | None) -> Tens
     return y if bias is None else y + bias
 
 
-@pytest.mark.parametrize("kind", ["floats", "int8", "one scale"])
-@pytest.mark.parametrize(("bits", "group", "zeros"), FORMATS)
-@pytest.mark.usefixtures("any_way", "poisoned")
-def test_quantised_weights_together_and_as_gate_and_up(bits: int, group: int, zeros: bool, kind: str) -> None:
+@pytest.mark.parametrize(("bits", "group", "zeros"), tiers(FORMATS, [(8, 0, False), (4, 32, True)], FORMATS))
+@any_way
+@poisoned()
+def test_quantised_weights_together_and_as_gate_and_up(bits: int, group: int, zeros: bool) -> None:
     for num_inputs, dtype in [(31, torch.float32), (257, torch.bfloat16)]:
         for sizes in OUTPUTS:
             weights = [products.pack_codes(*make(size, num_inputs, bits, group, zeros)[:3], bits) for size in sizes]
+            up = products.pack_codes(*make(sizes[0], num_inputs, bits, group, zeros)[:3], bits)
             biases = biases_of(sizes, dtype)
-            for num_rows in ROWS:
+            for num_rows, kind in itertools.product(ROWS, ("floats", "int8", "one scale")):
                 rows = rows_of(randn(num_rows, num_inputs, dtype=dtype) / num_inputs, kind)
                 alone = [product(rows, *pair) for pair in zip(weights, biases, strict=True)]
-                assert equal(products.matmul_together(rows, weights, biases), alone)
-                up = products.pack_codes(*make(sizes[0], num_inputs, bits, group, zeros)[:3], bits)
+                assert equal(products.matmul_together(rows, weights, biases), alone), (num_rows, kind)
                 gated = products.matmul_swiglu(rows, weights[0], up, biases[0])
-                assert equal([gated], [swiglu(alone[0], product(rows, up, None))])
+                assert equal([gated], [swiglu(alone[0], product(rows, up, None))]), (num_rows, kind)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None], dtype: torch.dtype) -> None:
+@pytest.mark.long
+@compiled
+@each("dtype", NARROW)
+def test_bits_do_not_depend_on_rows_or_threads(dtype: torch.dtype) -> None:
     sizes, x = (100, 17, 200), randn(130, 321, dtype=dtype)
     dense = [products.pack(randn(size, 321, dtype=dtype)) for size in sizes]
     coded = [products.pack_codes(*make(size, 321, 4, 32, True)[:3], 4) for size in sizes]
@@ -114,15 +123,16 @@ def test_bits_do_not_depend_on_rows_or_threads(compiled: Callable[[int], None], 
             products.matmul_swiglu(rows, coded[0], coded[0], None, biases[0]),
         ]
 
-    compiled(1)
+    set_threads(1)
     whole = results(x)
     for num_threads in (1, 2, 3, 4):
-        compiled(num_threads)
+        set_threads(num_threads)
         for count in (1, 2, 7, 64, 130):
             assert equal(results(x[-count:]), [result[-count:] for result in whole]), (num_threads, count)
 
 
-def test_no_rows_and_strided_rows(any_way: str) -> None:
+@any_way
+def test_no_rows_and_strided_rows() -> None:
     weights = [products.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)]
     coded = [products.pack_codes(*make(size, 32, 8, 0, False)[:3], 8) for size in (17, 5)]
     x = randn(4, 64, dtype=torch.float32)[:, ::2]
@@ -136,7 +146,8 @@ def test_no_rows_and_strided_rows(any_way: str) -> None:
     assert equal(together(x, coded, none), together(copied, coded, none))
 
 
-def test_what_does_not_belong_together_is_refused(any_way: str) -> None:
+@any_way
+def test_what_does_not_belong_together_is_refused() -> None:
     dense, x = (
         [products.pack(randn(size, 32, dtype=torch.float32)) for size in (17, 5)],
         randn(2, 32, dtype=torch.float32),

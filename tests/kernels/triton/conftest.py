@@ -1,6 +1,7 @@
 """Memory that nobody wrote is NaN, or the largest integer, in every comparison here; and Triton's interpreter computes as a GPU does."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,19 @@ def _poisoned_memory() -> Iterator[None]:
     with np.errstate(all="ignore"):  # what a GPU says nothing about either
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _language_is_patched_once() -> Iterator[None]:
+    """The interpreter replaces all of `triton.language` at each call of a device function: two fifths of its time. (triton 3.9)"""
+    if DEVICE != "cpu":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        patch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
+        yield
+        scope.restore()
 
 
 @pytest.fixture(autouse=True)

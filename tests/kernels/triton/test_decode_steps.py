@@ -28,12 +28,12 @@ from pipelines.engine.graph_steps import GraphSteps
 from pipelines.loading import load_engine
 from tests.helpers.adapters import load_with, outputs, write_adapter
 from tests.helpers.builders import complete, engine_of, run_config, write_llama
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.catalog import GOLDENS
+from tests.helpers.observed_steps import compute_again
 from tests.helpers.triton_cases import DEVICE
-from tests.pipelines.engine.test_graph_steps import compute_again
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_engine.py has true graphs")
-PROMPTS, DECODE = [[3, 4, 5], [6], [7, 8]], DecodeConfig(max_new_tokens=4, prefix_cache=False)
+PROMPTS, DECODE = [[3, 4, 5], [6], [7, 8]], DecodeConfig(max_new_tokens=3, prefix_cache=False)
 
 
 def tokens(engine: Engine) -> list[list[int]]:
@@ -67,6 +67,7 @@ def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.Mon
     assert tokens(padded(engine_of(tmp_path, block_size=4), monkeypatch)) == expected
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that pad are NaN
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +86,7 @@ def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkey
     assert tokens(padded(engine, monkeypatch)) == expected
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("scheme", ["int4", "a8w8", "fp8"])
 def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +101,7 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
     assert tokens(padded(engine, monkeypatch)) == expected
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_so_does_one_whose_rows_have_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of different ranks, and a row without: three rows, padded to four."""

@@ -18,8 +18,9 @@ from quantization.layouts.base import StoredWeight
 from quantization.linear import method_of
 from quantization.scheme import LinearScheme
 from quantization.weight_format import quantize
-from tests.helpers.triton_cases import DEVICE, assert_near, noise
-from tests.kernels.triton.test_quantised_layers import CASES, WEIGHTS
+from tests.helpers.cases import each
+from tests.helpers.triton_cases import DEVICE, assert_near, covering, noise
+from tests.helpers.triton_layers import SCHEMES, WEIGHTS, is_scheme
 
 HIDDEN, CHANNELS = 256, 128
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -58,8 +59,11 @@ def own_forwards(experts: Experts) -> list[nn.Module]:
     return called
 
 
-@pytest.mark.parametrize(("weights", "activations"), CASES)
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.long), 7])
+CASES = covering((*SCHEMES, [1, 4]), 2, is_scheme)
+
+
+@pytest.mark.long
+@each("weights, activations, tokens", CASES, quick=CASES[1:3])
 @torch.inference_mode()
 def test_together_they_are_what_each_is_alone(weights: str, activations: Activations, tokens: int) -> None:
     experts = make_experts(LinearScheme(WEIGHTS[weights], activations))
@@ -82,27 +86,28 @@ def test_floats_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DenseMethod, "gpu_weight", property(lambda method: of_floats(method.weight.detach())))
     experts = make_experts(None)
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
-    one_by_one = experts(*inputs(7))
+    one_by_one = experts(*inputs(4))
     experts.merge()
     called = own_forwards(experts)
-    assert_near(experts(*inputs(7)), one_by_one)
+    assert_near(experts(*inputs(4)), one_by_one)
     assert called == []
     assert all(torch.equal(tensor, before[name]) for name, tensor in experts.state_dict().items())
 
 
 @torch.inference_mode()
 def test_activations_auto_count_the_rows_of_all_experts() -> None:
-    """From 8 rows an expert on they are quantised: 22 pairs for 3 experts are fewer, 24 are not."""
+    """From 8 rows an expert on they are quantised: 14 pairs for 2 experts are fewer, 16 are not."""
     auto, none, dynamic = (
-        make_experts(LinearScheme(WEIGHTS["int8"], activations))
+        make_experts(LinearScheme(WEIGHTS["int8"], activations), 2)
         for activations in (Activations.auto, Activations.none, Activations.dynamic)
     )
     for experts in (auto, none, dynamic):
         experts.merge()
-    assert torch.equal(auto(*inputs(11)), none(*inputs(11)))
-    assert torch.equal(auto(*inputs(12)), dynamic(*inputs(12)))
+    assert torch.equal(auto(*inputs(7, 2)), none(*inputs(7, 2)))
+    assert torch.equal(auto(*inputs(8, 2)), dynamic(*inputs(8, 2)))
 
 
+@pytest.mark.long
 @torch.inference_mode()
 def test_what_no_kernel_takes_together_stays_one_by_one_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     static = make_experts(LinearScheme(WEIGHTS["int8"], Activations.static))
@@ -121,5 +126,5 @@ def test_what_no_kernel_takes_together_stays_one_by_one_and_is_told(caplog: pyte
     for experts in (static, mixed, permuted, in_one_order):
         assert not experts.is_merged
         called = own_forwards(experts)
-        experts(*inputs(3))
+        experts(*inputs(1))
         assert called

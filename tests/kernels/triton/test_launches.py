@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from kernels.launches import ROWS, Launch, Shape, entry_of, file_of, read, shape
 from kernels.linear import gpu_weight, triton
 from kernels.moe import triton as moe
 from tests.bench import tune_gpu
-from tests.helpers.triton_cases import DEVICE, assert_near, noise
-from tests.kernels.triton.test_compiled import SHARED_BYTES
-from tests.kernels.triton.test_matmul import on_device, random_codes
-from tests.kernels.triton.test_moe import check_mixture, choose
+from tests.helpers.cases import each
+from tests.helpers.triton_cases import DEVICE, SHARED_BYTES, assert_near, noise
+from tests.helpers.triton_experts import check_mixture, choose
+from tests.helpers.triton_products import on_device, random_codes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GPU = "NVIDIA H200"
@@ -100,13 +101,10 @@ def test_without_a_gpu_nothing_is_looked_up(file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "content, message",
     [
-        (
-            "{",
-            r"nvidia-h200.json is damaged \(JSONDecodeError: .*delete it, or write it anew with tests/bench/tune_gpu.py",
-        ),
+        ("{", r"h200.json is damaged \(JSONDecodeError: .*delete it, or write it anew with tests/bench/tune_gpu.py"),
         ("[]", "is damaged"),
         ('{"gpu": "NVIDIA H200"}', r"is damaged \(KeyError: 'entries'\)"),
         ('{"gpu": "NVIDIA H100", "entries": []}', "it is of 'NVIDIA H100', and this is 'NVIDIA H200'"),
@@ -119,8 +117,8 @@ def test_a_damaged_file_is_one_error(file: Path, content: str, message: str) -> 
         read(GPU)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         ({"rows": 17}, "for 17 rows"),
         ({"launch": {"outputs": 48, "rows": 16, "num_warps": 4, "num_stages": 2}}, "outputs=48"),
@@ -135,7 +133,7 @@ def test_a_wrong_entry_is_one_error(file: Path, change: dict[str, Any], message:
         read(GPU)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(1, 1), (2, 16), (16, 16), (17, 32), (65, 256), (4096, 4096), (9000, 4096)])
+@each("rows, most", [(1, 1), (2, 16), (16, 16), (17, 32), (65, 256), (4096, 4096), (9000, 4096)])
 def test_rows_have_the_launch_of_at_most_so_many(rows: int, most: int) -> None:
     assert shape_of("product", rows, torch.bfloat16, weight_of_4_bits()) == SHAPE._replace(rows=most)
     assert most in ROWS
@@ -153,27 +151,25 @@ def test_only_the_exact_shape_is_found() -> None:
 
 
 @pytest.mark.usefixtures("_is_that_gpu")
-@pytest.mark.parametrize("rows", [1, 5, 70])
-def test_a_product_takes_the_measured_launch(rows: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@each("rows", [1, 5, 70])
+def test_a_product_takes_the_measured_launch(rows: int, file: Path) -> None:
     weight, x = weight_of_4_bits(), noise(rows, 328, dtype=torch.bfloat16).to(DEVICE)
     shape = shape_of("product", rows, x.dtype, weight)
-    file.unlink()
+    write(file, [])
     expected = triton.matmul(x, weight)
     write(file, [entry_of(shape, Launch(32, 16, 2, 2), 1e-6, 2e-6)])
-    monkeypatch.setattr(triton, "LAUNCHES", {})
-    monkeypatch.setattr(triton, "LARGE", None)  # whoever launches by the constants fails
-    assert_near(triton.matmul(x, weight), expected)
+    with patch.multiple(triton, LAUNCHES={}, LARGE=None):  # whoever launches by the constants fails
+        assert_near(triton.matmul(x, weight), expected)
 
 
 @pytest.mark.usefixtures("_is_that_gpu")
-@pytest.mark.parametrize("tokens", [1, 21])
-def test_experts_take_the_measured_launches(tokens: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape("gated experts", 1 if tokens == 1 else 16, 72, 200, torch.float32, torch.int8, None, False)
-    down = shape._replace(kernel="weighted experts", outputs=200, inputs=72)
-    write(file, [entry_of(each, Launch(16, 32, 2, 2), 1e-6, 2e-6) for each in (shape, down)])
-    for name in ("ONE_TOKEN", "FLOAT32"):
-        monkeypatch.setattr(moe, name, None)
-    check_mixture("w8a16", choose(tokens, 9, 2), 9, 200, 72)
+@each("tokens", [1, 8])
+def test_experts_take_the_measured_launches(tokens: int, file: Path) -> None:
+    gated = Shape("gated experts", 1 if tokens == 1 else 16, 40, 72, torch.float32, torch.int8, None, False)
+    weighted = gated._replace(kernel="weighted experts", outputs=72, inputs=40)
+    write(file, [entry_of(shape, Launch(16, 32, 2, 2), 1e-6, 2e-6) for shape in (gated, weighted)])
+    with patch.multiple(moe, ONE_TOKEN=None, FLOAT32=None):
+        check_mixture("w8a16", choose(tokens, 4, 2), 4, 72, 40)
 
 
 def test_the_fastest_right_launch_is_kept() -> None:
@@ -223,6 +219,7 @@ def test_the_cases_are_in_the_files_terms() -> None:
             assert launches._parse(entry)[1] == launch
 
 
+@pytest.mark.long
 def test_candidates_compile_for_sm_90() -> None:
     """The largest and the smallest tiles of each list, with codes of 4 bits and of 8. What does not fit into the shared memory of another
     shape is no error there, but no candidate either."""

@@ -1,12 +1,12 @@
 """Adapters of many ranks in Triton against the reference; what no row's own adapter holds is NaN."""
 
-import pytest
 import torch
 
 from kernels.lora import reference, triton
 from kernels.lora.table import AdapterTable
+from tests.helpers.adapter_tables import make_table
+from tests.helpers.cases import each
 from tests.helpers.triton_cases import DEVICE, assert_near, noise
-from tests.kernels.test_lora import make_table
 
 SLOTS = {
     "one row": [2],
@@ -33,12 +33,12 @@ def check(dtype: torch.dtype, slots: list[int], inputs: int, outputs: int) -> No
     assert torch.equal(result[:, -5:].cpu(), y[:, -5:])
 
 
-@pytest.mark.parametrize("slots", SLOTS)
-def test_as_the_reference(slots: str) -> None:
-    check(torch.bfloat16, SLOTS[slots], 150, 70)
+@each("slots", SLOTS.values())
+def test_as_the_reference(slots: list[int]) -> None:
+    check(torch.bfloat16, slots, 150, 70)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@each("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     check(dtype, SLOTS["mixed"], 40, 130)
 

@@ -1,15 +1,16 @@
 """The Triton kernel against the reference, to the bit."""
 
-import pytest
+from itertools import product
+
 import torch
 
 from kernels.mask_logits import reference, triton
+from tests.helpers.cases import each
+from tests.helpers.logit_masks import BITS, DTYPES, logits_of, masks
 from tests.helpers.triton_cases import DEVICE
-from tests.kernels.test_mask_logits import BITS, DTYPES, logits_of, masks
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 31), (5, 333), (2, 5001)], ids=str)
+@each("dtype, shape", product(DTYPES, [(0, 5), (1, 1), (3, 31), (5, 333), (2, 2050)]))
 def test_equals_the_reference(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     expected, bitmask = logits_of(*shape, dtype), masks(*shape)
     found = expected.to(DEVICE, copy=True)

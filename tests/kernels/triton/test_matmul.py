@@ -2,61 +2,33 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.linear import gpu_weight, triton
 from kernels.quantize_rows import QuantizedActivations
 from kernels.quantize_rows.triton import quantize_rows
-from tests.helpers.triton_cases import DEVICE, assert_near, noise
+from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
+from tests.helpers.triton_products import check_weight, on_device, random_codes, values
 
 ROWS = [1, 5, 17, 70]  # one for each way to launch
 
 
-def random_codes(outputs: int, inputs: int, bits: int, zero_points: bool) -> Tensor:
-    low, high = (0, 16) if zero_points else ((-8, 8) if bits == 4 else (-127, 128))
-    return torch.randint(low, high, (outputs, inputs), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
-
-
-def on_device(weight: gpu_weight.GPUWeight) -> gpu_weight.GPUWeight:
-    zeros = None if weight.zero_points is None else weight.zero_points.to(DEVICE)
-    return gpu_weight.GPUWeight(
-        weight.codes.to(DEVICE), weight.scales.to(DEVICE), zeros, weight.num_inputs, weight.chunk
-    )
-
-
-def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> Tensor:
-    """float64 [N, K]"""
-    group = torch.arange(codes.shape[1]) // group_size
-    offset = 0 if zeros is None else zeros.double()[:, group]
-    return (codes.double() - offset) * scales.double()[:, group]
-
-
-def check_weight(
-    rows: int, outputs: int, inputs: int, bits: int, group_size: int | None, zero_points: bool, dtype: torch.dtype
-) -> None:
-    group = group_size or inputs
-    codes = random_codes(outputs, inputs, bits, zero_points)
-    scales = noise(outputs, -(-inputs // group)).abs() + 0.1
-    zeros = (codes[:, ::group] + 3).clamp(0, 15) if zero_points else None
-    x = noise(rows, inputs, dtype=dtype)
-    result = triton.matmul(x.to(DEVICE), on_device(gpu_weight.pack(codes, scales, zeros, bits)))
-    assert_near(result, x.double() @ values(codes, scales, zeros, group).T)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (8, False)])
-@pytest.mark.parametrize("group_size", [32, 64, 128, None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@tiers(
+    "rows, group_size, format, dtype",
+    ROWS,
+    [32, 64, 128, None],
+    [(4, False), (4, True), (8, False)],  # bits, whether there are zero points
+    [torch.float32, torch.bfloat16],
+)
 def test_weights_of_8_and_4_bits(
-    rows: int, bits: int, zero_points: bool, group_size: int | None, dtype: torch.dtype
+    rows: int, group_size: int | None, format: tuple[int, bool], dtype: torch.dtype
 ) -> None:
+    bits, zero_points = format
     check_weight(rows, 70, 328, bits, group_size, zero_points, dtype)  # neither is a multiple of a tile
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 64), (4, None)])
-@pytest.mark.parametrize("one_scale", [False, True])
-def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: bool) -> None:
+@tiers("rows, format, one_scale", ROWS, [(8, None), (4, 64), (4, None)], [False, True])
+def test_rows_of_int8(rows: int, format: tuple[int, int | None], one_scale: bool) -> None:
+    bits, group_size = format
     codes = random_codes(70, 328, bits, False)
     scales = noise(70, -(-328 // (group_size or 328))).abs()
     x_codes, x_scales = quantize_rows(noise(rows, 328).to(DEVICE))
@@ -68,12 +40,19 @@ def test_rows_of_int8(rows: int, bits: int, group_size: int | None, one_scale: b
     assert_near(result, x @ values(codes, scales, None, group_size or 328).T, 1e-6)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    ("kind", "group_size", "x_group_size"),
-    [("tensor", None, None), ("rows", None, None), ("blocks", 128, 128), ("blocks", 128, None), ("groups", 64, 128)],
-)
-def test_float8(rows: int, kind: str, group_size: int | None, x_group_size: int | None) -> None:
+# of the weight: what shares a scale, and its inputs; inputs of the rows that do
+FLOAT8 = [
+    ("tensor", None, None),
+    ("rows", None, None),
+    ("blocks", 128, 128),
+    ("blocks", 128, None),
+    ("groups", 64, 128),
+]
+
+
+@tiers("rows, format", ROWS, FLOAT8)
+def test_float8(rows: int, format: tuple[str, int | None, int | None]) -> None:
+    kind, group_size, x_group_size = format
     outputs, inputs = 140, 328
     codes = (noise(outputs, inputs) * 50).to(torch.float8_e4m3fn)
     groups = 1 if group_size is None else -(-inputs // group_size)

@@ -1,8 +1,7 @@
 """The cases of tests/kernels/test_odd_inputs.py with the Triton kernels in the operators' places."""
 
-from collections.abc import Callable
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,8 +12,9 @@ from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rope.triton import rope
 from kernels.sampling.triton import draw
 from kernels.swiglu.triton import swiglu
+from tests.helpers import odd_inputs as cases
+from tests.helpers.cases import each
 from tests.helpers.triton_cases import DEVICE
-from tests.kernels import test_odd_inputs as cases
 
 KERNELS = {
     kernel.__name__: kernel
@@ -23,27 +23,16 @@ KERNELS = {
 EMPTY = [case for case in cases.EMPTY if case[0] in KERNELS]
 
 
-@pytest.fixture
-def kernels_compute(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def replace() -> None:
-        for name, kernel in KERNELS.items():
-            monkeypatch.setattr(cases, name, kernel)
-
-    return replace
-
-
-@pytest.mark.parametrize(("operator", "rows", "channels"), EMPTY)
-def test_nothing_to_compute(kernels_compute: Callable[[], None], operator: str, rows: int, channels: int) -> None:
+@each("operator, rows, channels", EMPTY)
+def test_nothing_to_compute(operator: str, rows: int, channels: int) -> None:
     expected = cases.CASES[operator](rows, channels, torch.clone)
-    kernels_compute()
-    with torch.device(DEVICE):
+    with torch.device(DEVICE), patch.multiple(cases, **KERNELS):
         found = cases.CASES[operator](rows, channels, torch.clone)
     assert all(torch.equal(*pair) for pair in zip(map(Tensor.cpu, found), expected, strict=True))
 
 
-@pytest.mark.parametrize("operator", KERNELS)
-def test_numbers_that_lie_apart(kernels_compute: Callable[[], None], operator: str) -> None:
-    kernels_compute()
-    with torch.device(DEVICE):
+@each("operator", KERNELS)
+def test_numbers_that_lie_apart(operator: str) -> None:
+    with torch.device(DEVICE), patch.multiple(cases, **KERNELS):
         found, expected = (cases.CASES[operator](5, 32, at) for at in (cases.apart, torch.clone))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

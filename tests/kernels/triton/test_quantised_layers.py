@@ -1,8 +1,9 @@
 """Layers of every scheme in the GPU's form, against the same layers in the CPU's."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from torch import Tensor
 
 import kernels.linear
 import kernels.rms_norm.triton
@@ -13,55 +14,18 @@ import quantization.linear
 from conf.quantization import Activations
 from kernels.linear import Float8Weight, GPUWeight
 from kernels.swiglu import swiglu
-from models.layers.linear import Linear, MergedLinear
+from models.layers.linear import MergedLinear
 from models.layers.norm import AddRMSNorm
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight
-from quantization.linear import method_of
 from quantization.scheme import LinearScheme
-from quantization.weight_format import WeightFormat, quantize
-from tests.helpers.triton_cases import DEVICE, assert_near, noise
-
-FP8 = CodeKind.FP8
-WEIGHTS = {
-    "int8": WeightFormat(),
-    "int8 groups": WeightFormat(group_size=64),
-    "int4": WeightFormat(4),
-    "int4 groups": WeightFormat(4, group_size=32),
-    "int4 zero points": WeightFormat(4, symmetric=False, group_size=128),
-    "fp8": WeightFormat(8, FP8),
-    "fp8 tensor": WeightFormat(8, FP8, per_tensor=True),
-    "fp8 groups": WeightFormat(8, FP8, group_size=128),
-}
+from quantization.weight_format import quantize
+from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
+from tests.helpers.triton_layers import FP8, SCHEMES, WEIGHTS, is_scheme, make_layer
 
 
-def make_layer(
-    stored: StoredWeight, scheme: LinearScheme, bias: Tensor | None, dtype: torch.dtype, device: str
-) -> Linear:
-    outputs, inputs = stored.weight.codes.shape
-    layer = Linear(inputs, outputs, bias is not None).requires_grad_(False)
-    if bias is not None:
-        layer.bias.data = bias.to(device, dtype)  # type: ignore[union-attr]
-    method = method_of(scheme, None, layer.shape)  # type: ignore[arg-type]
-    method.hold(stored, torch.device(device))
-    layer.method = method
-    return layer
-
-
-KINDS = (
-    Activations.none,
-    Activations.dynamic,
-    Activations.static,
-)  # auto is one of the first two, by the number of rows
-CASES = [(weights, activations) for weights in WEIGHTS for activations in KINDS]
-CASES.remove(("fp8 groups", Activations.static))  # which `read_fp8` refuses
-
-
-@pytest.mark.parametrize(("weights", "activations"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_is_the_cpus(
-    weights: str, activations: Activations, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@tiers("weights, activations, dtype", *SCHEMES, [torch.float32, torch.bfloat16], is_case=is_scheme)
+def test_a_layer_is_the_cpus(weights: str, activations: Activations, dtype: torch.dtype) -> None:
     scheme = LinearScheme(WEIGHTS[weights], activations)
     x, bias = noise(7, 256, dtype=dtype), noise(70)
     scale = x.abs().amax().float() / (448 if scheme.weights.kind is FP8 else 127)
@@ -69,8 +33,8 @@ def test_a_layer_is_the_cpus(
         quantize(noise(70, 256, seed=1), scheme.weights), scale if activations is Activations.static else None
     )
     expected = make_layer(stored, scheme, bias, dtype, "cpu")(x, None)
-    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
-    layer = make_layer(stored, scheme, bias, dtype, DEVICE)
+    with patch.object(kernels.linear, "_on_gpu", lambda tensor: True):
+        layer = make_layer(stored, scheme, bias, dtype, DEVICE)
     assert isinstance(layer.method.weight, GPUWeight)
     # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: float8 weights, or their products, are rounded
     # once more on a CPU, and results and their sum with the bias everywhere.
@@ -81,11 +45,8 @@ def test_a_layer_is_the_cpus(
     assert held == num_bytes(stored, scheme) == layer.method.num_bytes(dtype)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4 groups", "fp8", "fp8 groups"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm_and_swiglu_leave_nothing_to_quantise(
-    weights: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@tiers("weights, dtype", ["int8", "int4 groups", "fp8", "fp8 groups"], [torch.float32, torch.bfloat16])
+def test_a_norm_and_swiglu_leave_nothing_to_quantise(weights: str, dtype: torch.dtype) -> None:
     scheme, biases = LinearScheme(WEIGHTS[weights], Activations.dynamic), (noise(256), noise(256), noise(70))
     parts = [
         (StoredWeight(quantize(noise(len(b), 256, seed=i), scheme.weights), None), b) for i, b in enumerate(biases)
@@ -96,22 +57,21 @@ def test_a_norm_and_swiglu_leave_nothing_to_quantise(
     gate, up, down = (make_layer(stored, scheme, bias, dtype, "cpu") for stored, bias in parts)
     normed, total = norm(x, update)
     expected = down(swiglu(gate(normed, None), up(normed, None)), None)
-    monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
-    for module, kernel in (
-        (models.layers.norm, kernels.rms_norm.triton.add_rms_norm_quantize),
-        (models.layers.linear, kernels.swiglu.triton.swiglu_quantize),
+    with (
+        patch.object(kernels.linear, "_on_gpu", lambda tensor: True),
+        patch.object(models.layers.norm, "add_rms_norm_quantize", kernels.rms_norm.triton.add_rms_norm_quantize),
+        patch.object(models.layers.linear, "swiglu_quantize", kernels.swiglu.triton.swiglu_quantize),
+        patch.object(quantization.linear, "quantize_rows", None),
     ):
-        monkeypatch.setattr(module, kernel.__name__, kernel)
-    monkeypatch.setattr(quantization.linear, "quantize_rows", None)
-    gate, up, down = (make_layer(stored, scheme, bias, dtype, DEVICE) for stored, bias in parts)
-    gate_up = MergedLinear(gate, up, reader=down)
-    gate_up.merge()
-    norm.readers = [gate, up]
-    rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE))
+        gate, up, down = (make_layer(stored, scheme, bias, dtype, DEVICE) for stored, bias in parts)
+        gate_up = MergedLinear(gate, up, reader=down)
+        gate_up.merge()
+        norm.readers = [gate, up]
+        rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE))
+        result = down(gate_up.swiglu(rows, None), None)
     assert torch.equal(again.cpu(), total)
     # what lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16
-    tolerance = 1 / 127 if scheme.weights.kind is CodeKind.INT else 1 / 16
-    assert_near(down(gate_up.swiglu(rows, None), None), expected, tolerance)
+    assert_near(result, expected, 1 / 127 if scheme.weights.kind is CodeKind.INT else 1 / 16)
 
 
 def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:

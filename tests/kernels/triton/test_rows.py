@@ -1,9 +1,9 @@
 """The kernels that work row by row - norm, activation, rotation, cache writing - against their references."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -23,24 +23,15 @@ import kernels.swiglu.triton
 from kernels.kv_format import PagedVectors, allocate
 from kernels.quantize_rows import ActivationFormat
 from tests.helpers.cache_formats import NAMES, formats_of
-from tests.helpers.triton_cases import DEVICE, FP8, assert_near, noise
+from tests.helpers.cases import each
+from tests.helpers.triton_cases import DEVICE, FP8, assert_near, noise, tiers
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ONE_DTYPE = [
-    pytest.param(torch.float32, marks=pytest.mark.long),
-    pytest.param(torch.float16, marks=pytest.mark.long),
-    DTYPES[2],
-]
-CODES = [
-    ActivationFormat(torch.int8),
-    ActivationFormat(FP8),
-    ActivationFormat(FP8, 128),
-    ActivationFormat(FP8, 48),
-]  # 48 channels no program can cut out
+CODES = [ActivationFormat(torch.int8), ActivationFormat(FP8), ActivationFormat(FP8, 128), ActivationFormat(FP8, 48)]
+# 48 channels no program can cut out
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (17, 1000), (2, 3, 64)], ids=str)
+@each("dtype, shape", product(DTYPES, [(1, 16), (5, 80), (3, 1000), (2, 3, 64)]))
 def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual, weight = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[-1], dtype=dtype)
     result = kernels.rms_norm.triton.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5)
@@ -53,8 +44,7 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert torch.equal(results[1].cpu(), expected[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (17, 1000)], ids=str)
+@each("dtype, shape", product(DTYPES, [(1, 16), (5, 80), (3, 1000)]))
 def test_layer_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = noise(*shape, dtype=dtype) + 4
     weight, bias = noise(shape[-1], dtype=dtype), noise(shape[-1], dtype=dtype, seed=1)
@@ -66,8 +56,7 @@ def test_layer_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert_near((codes.float() * scales).to(dtype), expected, 1 / 127)  # half a code, and a neighbour
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 80), (17, 1030)], ids=str)
+@each("dtype, shape", product(DTYPES, [(1, 1), (5, 80), (3, 1030)]))
 def test_gelu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the largest overflows; halves of one matrix
     x, up = both.chunk(2, dim=-1)
@@ -78,8 +67,7 @@ def test_gelu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert_near(found.gelu_tanh(on_device, up_on_device), wanted.gelu_tanh(x, up))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 80), (17, 1030)], ids=str)
+@each("dtype, shape", product(DTYPES, [(1, 1), (5, 80), (3, 1030)]))
 def test_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the least overflows; halves of one matrix
     gate, up = both.chunk(2, dim=-1)
@@ -88,8 +76,7 @@ def test_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("group_size", [None, 128])
+@each("dtype, group_size", product([torch.int8, FP8], [None, 128]))
 def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
     x = noise(5, 300)
     x[1], x[2, 7], x[3, 0] = 0, torch.nan, -torch.inf
@@ -107,11 +94,9 @@ def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
         assert torch.equal(codes[[0, 4], part].float(), wanted.float())
 
 
-@pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("dtype", ONE_DTYPE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 16), (5, 80), (7, 1000), (0, 16)], ids=str)
+@tiers("codes, shape, dtype", CODES, [(5, 80), (1, 16), (5, 520), (0, 16)], DTYPES)
 def test_norms_and_swiglu_make_codes_in_one_launch(
-    dtype: torch.dtype, codes: ActivationFormat, shape: tuple[int, int]
+    codes: ActivationFormat, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """To the bit what the kernels of norm or activation and of codes give one after the other; natively, where threads share a row in
     other ways, the last bit of a norm may turn a code to its neighbour."""
@@ -138,15 +123,14 @@ def test_norms_and_swiglu_make_codes_in_one_launch(
             rtol, atol = (0, 0) if DEVICE == "cpu" else (1 / 8, 1) if result.itemsize == 1 else (2**-7, 0)
             torch.testing.assert_close(result.float(), wanted.float(), rtol=rtol, atol=atol, equal_nan=True)
     if len(x) > 1:
-        for _, scales, *_ in (each for each, _ in pairs):
+        for (_, scales, *_), _ in pairs:
             assert scales[2].isnan().any()
             assert not scales[[0, 1, 4]].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("heads", "channels", "turned"), [(1, 16, 16), (3, 80, 80), (6, 64, 20)])
-def test_rope(dtype: torch.dtype, interleaved: bool, heads: int, channels: int, turned: int) -> None:
+@each("dtype, interleaved, sizes", product(DTYPES, [False, True], [(1, 16, 16), (3, 80, 80), (6, 64, 20)]))
+def test_rope(dtype: torch.dtype, interleaved: bool, sizes: tuple[int, int, int]) -> None:
+    heads, channels, turned = sizes
     wide = noise(5, heads + 2, channels + 4, dtype=dtype)
     angles = noise(5, turned // 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -168,12 +152,9 @@ def stored(
     return tuple(caches)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_cache", NAMES)
-@pytest.mark.parametrize(("groups", "key_dim", "value_dim"), [(1, 8, 8), (2, 64, 64), (3, 80, 30)])
-def test_kv_store_writes_the_same_bits(
-    dtype: torch.dtype, kv_cache: str, groups: int, key_dim: int, value_dim: int
-) -> None:
+@tiers("kv_cache, sizes, dtype", NAMES, [(3, 80, 30), (1, 8, 8), (2, 64, 64)], DTYPES)
+def test_kv_store_writes_the_same_bits(kv_cache: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    groups, key_dim, value_dim = sizes
     slots = torch.tensor([19, 0, 7, 3, 12])
     key, value = noise(5, groups, key_dim, dtype=dtype), noise(5, groups, value_dim, dtype=dtype, seed=1)
     key[1], key[2, 0, 3], key[3] = 0, 500, -0.125
@@ -187,8 +168,7 @@ def test_kv_store_writes_the_same_bits(
             assert torch.equal(part.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kv_cache", NAMES)
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf], ids=str)
+@each("kv_cache, odd", product(NAMES, [torch.nan, torch.inf, -torch.inf]))
 def test_what_is_not_finite_is_not_hidden(kv_cache: str, odd: float) -> None:
     key = noise(2, 1, 16)
     key[0, 0, 5] = odd
@@ -205,29 +185,29 @@ def test_values_may_have_no_channels() -> None:
     assert torch.equal(cache.tensors[0].cpu().flatten(0, 1)[slots], key)
 
 
-def test_padding_is_not_stored() -> None:
-    for kv_cache in NAMES:
-        key = noise(3, 2, 16)
-        cache, _ = stored(kernels.kv_store.triton.kv_store, kv_cache, key, key, torch.tensor([-1, 2, -1]), DEVICE)
-        for part in cache.tensors:
-            untouched = torch.cat((part.flatten(0, 1)[:2], part.flatten(0, 1)[3:])).cpu()
-            assert torch.equal(untouched.float(), torch.full(untouched.shape, 77.0).to(part.dtype).float())
+@each("kv_cache", NAMES)
+def test_padding_is_not_stored(kv_cache: str) -> None:
+    key = noise(3, 2, 16)
+    cache, _ = stored(kernels.kv_store.triton.kv_store, kv_cache, key, key, torch.tensor([-1, 2, -1]), DEVICE)
+    for part in cache.tensors:
+        untouched = torch.cat((part.flatten(0, 1)[:2], part.flatten(0, 1)[3:])).cpu()
+        assert torch.equal(untouched.float(), torch.full(untouched.shape, 77.0).to(part.dtype).float())
 
 
-@pytest.mark.parametrize("dtype", ONE_DTYPE, ids=str)
-@pytest.mark.parametrize("kv_cache", NAMES)
-@pytest.mark.parametrize(
-    ("heads", "groups", "channels", "turning", "interleaved"),
-    [(1, 1, 16, 16, False), (11, 2, 80, 20, True), (6, 3, 34, 34, False)],
-)
+# query heads (a program has eight), key/value heads, channels, those that turn, whether neighbours turn together
+SIZES = [(9, 2, 80, 20, True), (1, 1, 16, 16, False), (6, 3, 34, 34, False)]
+
+
+@tiers("kv_cache, sizes, dtype", NAMES, SIZES, DTYPES)
 def test_turning_and_storing_in_one_launch(
-    dtype: torch.dtype, kv_cache: str, heads: int, groups: int, channels: int, turning: int, interleaved: bool
+    kv_cache: str, sizes: tuple[int, int, int, int, bool], dtype: torch.dtype
 ) -> None:
     """To the bit what the kernels of norm, turn and store give one after the other; padding is not stored."""
-    fused = noise(5, heads + 2 * groups, channels, dtype=dtype).to(DEVICE)
+    heads, groups, channels, turning, interleaved = sizes
+    fused = noise(3, heads + 2 * groups, channels, dtype=dtype).to(DEVICE)
     query, key, value = fused.split((heads, groups, groups), dim=1)
-    angles, norms = noise(5, turning // 2), noise(2, channels, dtype=dtype, seed=1).to(DEVICE)
-    cos, sin, slots = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype), torch.tensor([19, -1, 7, 3, 12])
+    angles, norms = noise(3, turning // 2), noise(2, channels, dtype=dtype, seed=1).to(DEVICE)
+    cos, sin, slots = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype), torch.tensor([19, -1, 7])
     for own in (None, norms):
         normed = [query, key]
         if own is not None:

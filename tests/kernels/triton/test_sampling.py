@@ -1,11 +1,11 @@
 """Draws without sorting against draws that sort in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from kernels.sampling import reference, triton
-from tests.helpers.triton_cases import DEVICE, noise
+from tests.helpers.cases import each
+from tests.helpers.triton_cases import DEVICE, noise, tiers
 
 GENERATOR = torch.Generator().manual_seed(5)
 
@@ -21,32 +21,30 @@ def settings(
     return torch.cat((fixed, torch.rand(rows, 1, generator=GENERATOR, dtype=torch.float64)), dim=1)
 
 
-@pytest.mark.parametrize("vocab_size", [5, 300, 9001])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.3},
-        {"top_k": 1},
-        {"top_k": 7, "temperature": 3.0},
-        {"top_p": 0.5, "temperature": 2.0},
-        {"top_p": 0.01},
-        {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    ],
-    ids=str,
-)
-def test_same_tokens_as_with_sorting(vocab_size: int, options: dict[str, float]) -> None:
-    rows = 3 if vocab_size <= 300 else 2
-    logits, each = 3 * noise(rows, vocab_size), settings(rows, **options)  # type: ignore[arg-type]
-    assert torch.equal(triton.draw(*on(DEVICE, logits, each)).cpu(), reference.draw(logits, each))
+OPTIONS = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 7, "temperature": 3.0},
+    {"top_p": 0.5, "temperature": 2.0},
+    {"top_p": 0.01},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
+]
 
 
-@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 9, "top_p": 0.7}], ids=str)
+@tiers("options, vocab_size", OPTIONS, [5, 300, 4100])
+def test_same_tokens_as_with_sorting(options: dict[str, float], vocab_size: int) -> None:
+    rows = 2 if vocab_size > 300 else 3
+    logits, chosen = 3 * noise(rows, vocab_size), settings(rows, **options)  # type: ignore[arg-type]
+    assert torch.equal(triton.draw(*on(DEVICE, logits, chosen)).cpu(), reference.draw(logits, chosen))
+
+
+@each("options", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 9, "top_p": 0.7}])
 def test_ties_are_kept_as_with_sorting(options: dict[str, float]) -> None:
     """Some eight values for 300 tokens; draws of one row."""
-    logits = noise(300).round(decimals=0).expand(5, -1).contiguous()
-    each = settings(5, temperature=1.5, **options)  # type: ignore[arg-type]
-    assert torch.equal(triton.draw(*on(DEVICE, logits, each)).cpu(), reference.draw(logits, each))
+    logits = noise(300).round(decimals=0).expand(3, -1).contiguous()
+    chosen = settings(3, temperature=1.5, **options)  # type: ignore[arg-type]
+    assert torch.equal(triton.draw(*on(DEVICE, logits, chosen)).cpu(), reference.draw(logits, chosen))
 
 
 def test_banned_tokens_and_extreme_numbers() -> None:
@@ -54,9 +52,9 @@ def test_banned_tokens_and_extreme_numbers() -> None:
     logits[0, :69] = -torch.inf
     logits[1:, ::2] = -torch.inf
     for options in ({}, {"top_k": 2}, {"top_p": 0.5}):
-        each = settings(4, **options)
-        each[2, 4], each[3, 4] = 0.0, 1 - 2**-52
-        tokens = triton.draw(*on(DEVICE, logits, each)).cpu()
-        assert torch.equal(tokens, reference.draw(logits, each))
+        chosen = settings(4, **options)
+        chosen[2, 4], chosen[3, 4] = 0.0, 1 - 2**-52
+        tokens = triton.draw(*on(DEVICE, logits, chosen)).cpu()
+        assert torch.equal(tokens, reference.draw(logits, chosen))
         assert tokens[0] == 69
         assert (tokens[1:] % 2 == 1).all()
