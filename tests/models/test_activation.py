@@ -1,15 +1,15 @@
 """Activations give the same bits for an element wherever it stands."""
 
-import pytest
 import torch
 
 from kernels.gelu import gelu, gelu_tanh
 from kernels.soft_cap import soft_cap
 from kernels.swiglu import swiglu
+from tests.helpers.cases import each
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("width", [3, 8, 16, 24, 88, 100, 176, 5632])
+@each("threads", [1, 2, 3])
+@each("width", [3, 8, 16, 24, 88, 100, 176, 5632])
 def test_a_row_is_the_same_in_any_number_of_rows(width: int, threads: int) -> None:
     x = torch.randn(40, width, generator=torch.Generator().manual_seed(0)) * 3
     before = torch.get_num_threads()

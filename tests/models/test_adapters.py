@@ -14,6 +14,7 @@ from models.formats.huggingface import SafetensorsFile
 from pipelines.engine import Engine
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.cases import each
 
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 EVERY_TENSOR: dict[str, None] = {
@@ -96,8 +97,8 @@ def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
 MERGE = r", which rows cannot do each for itself: merge it: task=convert convert\.lora=.*adapter"
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
+@each(
+    "config, message",
     [
         (
             {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
@@ -143,8 +144,8 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
         read_adapter(folder, engine_of(tmp_path / "tied").runner.model, torch.float32, {})
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "message"),
+@each(
+    "config, tensors, message",
     [
         ({"use_dora": True}, {}, "use_dora=True is not supported"),
         ({"r": 5}, {}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], expected \[.*5.*\] by model and adapter_config"),

@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from models.tokenizers.answers import FORMATS, SIGNS, AnswerReader, Content, Part, Reasoning, find_format
 from models.tokenizers.tool_calls import ToolCall
+from tests.helpers.cases import each
 
 NAMES = ("weather", "clock")
 ARGUMENTS = {"city": '北京 "x"', "n": [1, 2.5, None, True], "o": {}}
@@ -104,7 +104,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "parts"), CASES)
+@each("form, text, parts", CASES)
 def test_parts_of_each_format_whole_and_letter_by_letter(form: str, text: str, parts: list[Part]) -> None:
     assert parts_of(form, [text]) == (parts, False)
     assert parts_of(form, list(text)) == (parts, False)
@@ -136,12 +136,12 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("form", "text"), BROKEN)
+@each("form, text", BROKEN)
 def test_a_broken_call_stays_content_and_is_told(form: str, text: str) -> None:
     assert parts_of(form, [text]) == ([Content(text)], True)
 
 
-@pytest.mark.parametrize(
+@each(
     "code",
     [
         "__import__('os').system('x')",

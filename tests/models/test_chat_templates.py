@@ -5,115 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from conf.errors import UserError
-from models.tokenizers import Tokenizer, load_tokenizer
+from models.tokenizers import load_tokenizer
 from models.tokenizers.base import UnreadArgument
 from tests.helpers.builders import SHARED
+from tests.helpers.cases import each
+from tests.helpers.chat_styles import CHATML, MISTRAL, STYLES, written
 from tests.helpers.small_tokenizers import TRICKY, byte_fallback, byte_level, save
 
-CHATML = """\
-{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
-{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- else %}{{- '<|im_start|>' + m.role + '\\n' }}
-{%- set text = m.content or '' %}
-{%- if m.role == 'assistant' and '</think>' in text %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
-{%- if m.reasoning_content %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endif %}{{- text }}
-{%- for call in m.tool_calls or [] %}{{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
-LLAMA3 = """\
-{{- bos_token }}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
-{%- if tools is not none %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-{%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{{- '<|eot_id|>' }}{%- endif %}
-{%- for m in messages %}
-{%- if m.tool_calls %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- set call = m.tool_calls[0].function %}
-{{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson + '}<|eot_id|>' }}
-{%- elif m.role == 'tool' %}{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content | tojson + '<|eot_id|>' }}
-{%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-MISTRAL = """\
-{{- bos_token }}{%- for m in messages %}
-{%- if m.role == 'user' %}
-{%- if tools and loop.last %}
-{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
-{{- '[INST] ' + m.content + '[/INST]' }}
-{%- elif m.tool_calls %}{{- '[TOOL_CALLS] [' }}{%- for c in m.tool_calls %}{{- c.function | tojson }}{%- endfor %}{{- ']' + eos_token }}
-{%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS] {"content": ' + m.content | tojson }}
-{{- ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
-{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"""
-DEEPSEEK = """\
-{{- bos_token }}{%- for m in messages %}
-{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
-{%- elif m.role == 'tool' %}{{- '<｜tool▁outputs▁begin｜>' + m.content + '<｜tool▁outputs▁end｜>' }}
-{%- elif m.tool_calls %}{{- '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
-{%- for c in m.tool_calls %}{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' }}
-{{- c.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' + eos_token }}
-{%- elif m.role == 'assistant' %}{{- '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}
-{%- else %}{{- m.content }}{%- endif %}{%- endfor %}
-{%- if tools %}{{- tools | tojson }}{%- endif %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}"""
-KIMI = """\
-{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson(separators=(',', ':')) + '<|im_end|>' }}{%- endif %}
-{%- for m in messages %}{%- set name = m.name or m.role %}
-{%- if m.role in ('user', 'assistant') %}{{- '<|im_' + m.role + '|>' + name + '<|im_middle|>' }}
-{%- else %}{{- '<|im_system|>' + name + '<|im_middle|>' }}{%- endif %}
-{%- if m.role == 'tool' %}{{- '## Return of ' + m.tool_call_id + '\\n' }}{%- endif %}{{- m.content or '' }}
-{%- if m.tool_calls %}{{- '<|tool_calls_section_begin|>' }}{%- for c in m.tool_calls %}
-{{- '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' }}
-{%- if c.function.arguments is string %}{{- c.function.arguments }}{%- else %}{{- c.function.arguments | tojson }}{%- endif %}
-{{- '<|tool_call_end|>' }}{%- endfor %}{{- '<|tool_calls_section_end|>' }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}"""
-GLM4 = """\
-{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n' }}
-{%- for t in tools %}{{- t.function.name + '\\n' + t.function | tojson(indent=4) }}
-{%- endfor %}{%- endif %}
-{%- for m in messages %}
-{%- if m.tool_calls %}{%- for c in m.tool_calls %}
-{{- '<|assistant|>' + c.function.name + '\\n' + c.function.arguments | tojson }}{%- endfor %}
-{%- elif m.role == 'tool' %}{{- '<|observation|>\\n' + m.content }}
-{%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
-STYLES = {  # template, special tokens, other added tokens
-    "chatml": (
-        CHATML,
-        ["<|im_start|>", "<|im_end|>"],
-        ["<tool_call>", "</tool_call>", "<tool_response>", "<think>", "</think>"],
-    ),
-    "llama3": (LLAMA3, ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], []),
-    "mistral": (
-        MISTRAL,
-        ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"],
-        [],
-    ),
-    "deepseek": (
-        DEEPSEEK,
-        ["<｜User｜>", "<｜Assistant｜>"],
-        ["<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "</think>", "\n\n"],
-    ),
-    "kimi": (
-        KIMI,
-        ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"],
-        [
-            "<|tool_calls_section_begin|>",
-            "<|tool_calls_section_end|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-        ],
-    ),
-    "glm4": (GLM4, ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"], []),
-}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "of a 城市 & <more>", "parameters": SCHEMA}},
@@ -133,23 +34,12 @@ CALLED = [
 ]
 
 
-def written(folder: Path, style: str, backend: Backend) -> tuple[Tokenizer, Any]:
-    template, special, added = STYLES[style]
-    backend.add_tokens([AddedToken(token, normalized=False) for token in added])
-    backend.add_special_tokens(special)
-    save(backend, folder)
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    ours = load_tokenizer(folder)
-    assert ours is not None
-    return ours, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+KINDS = each("kind", [byte_level, byte_fallback])
 
 
-KINDS = pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-
-
+@pytest.mark.long
 @KINDS
-@pytest.mark.parametrize("style", STYLES)
+@each("style", STYLES)
 def test_tools_and_their_calls_reach_the_template(style: str, kind: Any, tmp_path: Path) -> None:
     ours, theirs = written(tmp_path, style, kind())
     for messages, tools, begins in (
@@ -175,7 +65,7 @@ def test_arguments_reach_the_template(tmp_path: Path) -> None:
         assert text.endswith("</think>\n\n") is not thinks
 
 
-@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "tools", "bos_token", "m"])
+@each("name", ["enable_thinkin", "messages", "tools", "bos_token", "m"])
 def test_an_argument_that_the_template_does_not_read_is_refused(name: str, tmp_path: Path) -> None:
     ours, _ = written(tmp_path, "chatml", byte_level())
     with pytest.raises(
@@ -211,8 +101,9 @@ def spelled(value: Any, name: str) -> Any:
     return [spelled(item, name) for item in value] if isinstance(value, list) else value
 
 
+@pytest.mark.long
 @KINDS
-@pytest.mark.parametrize("style", STYLES)
+@each("style", STYLES)
 def test_what_a_conversation_spells_is_no_control_token(style: str, kind: Any, tmp_path: Path) -> None:
     template, special, added = STYLES[style]
     ours, theirs = written(tmp_path, style, kind())
@@ -228,7 +119,7 @@ def test_what_a_conversation_spells_is_no_control_token(style: str, kind: Any, t
         assert text == theirs.apply_chat_template(messages, tokenize=False, **named)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@each("style", STYLES)
 def test_names_of_properties_are_no_control_tokens_either(style: str, tmp_path: Path) -> None:
     ours, theirs = written(tmp_path, style, byte_level())
     name = STYLES[style][1][0]
@@ -296,8 +187,9 @@ def test_sentencepiece_reads_the_run_around_a_spelled_token_as_one_text() -> Non
     assert ids[1:] == library.encode("[INST] a</s>b<s> [/INST]")  # the library reads no control piece in a text
 
 
+@pytest.mark.long
 @skip_without_vocabularies
-@pytest.mark.parametrize("name", ["llama3", "qwen1"])
+@each("name", ["llama3", "qwen1"])
 def test_tiktoken_reads_no_special_token_of_a_message(name: str, tmp_path: Path) -> None:
     for file in (REAL / name).iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -356,7 +248,7 @@ def test_chatglm3_has_tools_as_its_repository_has() -> None:
         tokenizer.encode_messages(PLAIN, None, template_arguments={"enable_thinking": True})
 
 
-@pytest.mark.parametrize("own", [None, CHATML])
+@each("own", [None, CHATML])
 def test_the_template_of_a_processor(own: str | None, tmp_path: Path) -> None:
     """Older multimodal checkpoints have it in chat_template.json; that of the tokenizer's own settings wins."""
     save(byte_level(), tmp_path)

@@ -12,6 +12,7 @@ from models.config import ConfigReader
 from models.families.llama import LlamaConfig, read_config
 from models.layers.rotary import RotaryConfig, RotaryEmbedding, read_rotary_config
 from models.registry import ARCHITECTURES, find_architecture
+from tests.helpers.cases import each
 
 CONFIG = {
     "model_type": "llama",
@@ -63,14 +64,14 @@ def test_missing_file(tmp_path: Path) -> None:
         ConfigReader.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each(
     "content",
     [
-        pytest.param("", id="empty"),
-        pytest.param('{"hidden_size": 32', id="cut"),
-        pytest.param(b'{"a": "\xff"}', id="not UTF-8"),
-        pytest.param("[" * 100_000, id="nested too deeply"),
-        pytest.param('{"hidden_size": ' + "1" * 5000 + "}", id="number too long"),
+        "",
+        '{"hidden_size": 32',
+        b'{"a": "\xff"}',
+        "[" * 100_000,
+        '{"hidden_size": ' + "1" * 5000 + "}",
     ],
 )
 def test_bad_json(tmp_path: Path, content: str | bytes) -> None:
@@ -78,7 +79,7 @@ def test_bad_json(tmp_path: Path, content: str | bytes) -> None:
         from_text(tmp_path, content)
 
 
-@pytest.mark.parametrize(("content", "kind"), [("[1]", "list"), ('"a"', "str"), ("null", "NoneType"), ("3", "int")])
+@each("content, kind", [("[1]", "list"), ('"a"', "str"), ("null", "NoneType"), ("3", "int")])
 def test_not_an_object(tmp_path: Path, content: str, kind: str) -> None:
     with pytest.raises(UserError, match=rf"config\.json holds a {kind}, not a JSON object"):
         from_text(tmp_path, content)
@@ -87,19 +88,19 @@ def test_not_an_object(tmp_path: Path, content: str, kind: str) -> None:
 # ConfigReader
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
+@each(
+    "value, kind",
     [
-        pytest.param("3", int, id="text for int"),
-        pytest.param(3.0, int, id="float for int"),
-        pytest.param(True, int, id="bool for int"),
-        pytest.param([3], int, id="list for int"),
-        pytest.param("3", float, id="text for float"),
-        pytest.param(False, float, id="bool for float"),
-        pytest.param(10**400, float, id="int too large for float"),
-        pytest.param(1, bool, id="int for bool"),
-        pytest.param(3, str, id="int for str"),
-        pytest.param([], dict, id="list for dict"),
+        ("3", int),
+        (3.0, int),
+        (True, int),
+        ([3], int),
+        ("3", float),
+        (False, float),
+        (10**400, float),
+        (1, bool),
+        (3, str),
+        ([], dict),
     ],
 )
 def test_wrong_type_is_refused(value: object, kind: type) -> None:
@@ -108,9 +109,7 @@ def test_wrong_type_is_refused(value: object, kind: type) -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"), [(3, int), (0.5, float), (True, bool), ("a", str), ({"b": 1}, dict)], ids=str
-)
+@each("value, kind", [(3, int), (0.5, float), (True, bool), ("a", str), ({"b": 1}, dict)])
 def test_right_type_is_read(value: object, kind: type) -> None:
     assert reader(a=value).require("a", kind) == value
     assert reader(a=value).get("a", kind, kind()) == value
@@ -121,7 +120,7 @@ def test_int_serves_as_float() -> None:
     assert (value, type(value)) == (3.0, float)
 
 
-@pytest.mark.parametrize("values", [{}, {"a": None}], ids=["absent", "null"])
+@each("values", [{}, {"a": None}])
 def test_absent_and_null_are_the_same(values: dict[str, Any]) -> None:
     assert reader(**values).get("a", int, 7) == 7
     assert reader(**values).section("a") is None
@@ -132,7 +131,7 @@ def test_absent_and_null_are_the_same(values: dict[str, Any]) -> None:
     assert reader(**values).count("a", 5) == 5
 
 
-@pytest.mark.parametrize("value", [0, -1])
+@each("value", [0, -1])
 def test_count_is_above_0(value: int) -> None:
     with pytest.raises(UserError, match=f"here: a={value} is not a number above 0"):
         reader(a=value).count("a")
@@ -140,7 +139,7 @@ def test_count_is_above_0(value: int) -> None:
         reader(a=value).count("a", 5)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, 1e-31, 1e31, math.inf, math.nan])
+@each("value", [0, -1.0, 1e-31, 1e31, math.inf, math.nan])
 def test_positive_is_neither_0_nor_beyond_all_products(value: float) -> None:
     with pytest.raises(UserError, match=r"^here: a=\S+ is not a number from 1e-30 to 1e\+30$"):
         reader(a=value).positive("a")
@@ -213,14 +212,14 @@ def test_llama_reads_every_key() -> None:
     assert (config.context_length, config.rotary.head_dim) == (99, 16)
 
 
-@pytest.mark.parametrize("key", [key for key in CONFIG if key != "model_type"])
+@each("key", [key for key in CONFIG if key != "model_type"])
 def test_llama_needs_its_sizes(key: str) -> None:
     with pytest.raises(UserError, match=rf"^config\.json: {key} is missing$"):
         read_config(without(key))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
         ({"hidden_size": "32"}, "hidden_size='32' is not of type int"),
@@ -234,7 +233,6 @@ def test_llama_needs_its_sizes(key: str) -> None:
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"head_dim": 0}, "head_dim=0 is not a number above 0"),
     ],
-    ids=str,
 )
 def test_llama_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -248,14 +246,14 @@ def test_explicit_head_dim_need_not_divide_the_hidden_size() -> None:
 # Rotary embedding
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
+@each(
+    "kind, fields",
     [
-        pytest.param("default", {}, id="default"),
-        pytest.param("linear", {"factor": 2.0}, id="linear"),
-        pytest.param("dynamic", {"factor": 4}, id="dynamic"),
-        pytest.param("llama3", LLAMA3, id="llama3"),
-        pytest.param("yarn", {"factor": 4.0, "beta_fast": 16, "original_max_position_embeddings": 64}, id="yarn"),
+        ("default", {}),
+        ("linear", {"factor": 2.0}),
+        ("dynamic", {"factor": 4}),
+        ("llama3", LLAMA3),
+        ("yarn", {"factor": 4.0, "beta_fast": 16, "original_max_position_embeddings": 64}),
     ],
 )
 def test_both_spellings_are_the_same(kind: str, fields: dict[str, Any]) -> None:
@@ -265,7 +263,7 @@ def test_both_spellings_are_the_same(kind: str, fields: dict[str, Any]) -> None:
     assert rotary(rope_parameters={"rope_type": kind, "rope_theta": 5e5, **fields}) == expected
 
 
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@each("key", ["rope_parameters", "rope_scaling"])
 def test_parameters_without_a_type_are_the_default(key: str) -> None:
     assert rotary(**{key: {"rope_theta": 5e5}}) == RotaryConfig(8, 256, theta=5e5)
 
@@ -287,8 +285,8 @@ def test_llama3_fields() -> None:
     assert rotary(rope_scaling=given) == expected
 
 
-@pytest.mark.parametrize(
-    ("scaling", "expected"),
+@each(
+    "scaling, expected",
     [
         ({"type": "linear", "factor": 2.5}, 640),
         ({"type": "dynamic", "factor": 2}, 512),
@@ -297,7 +295,6 @@ def test_llama3_fields() -> None:
         ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}, 512),
         ({"type": "yarn", "factor": 4.0}, 1024),
     ],
-    ids=str,
 )
 def test_context_length(scaling: dict[str, Any], expected: int) -> None:
     assert rotary(rope_scaling=scaling).context_length == expected
@@ -307,8 +304,8 @@ def test_yarn_factor_follows_from_the_lengths() -> None:
     assert rotary(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64}).factor == 4.0
 
 
-@pytest.mark.parametrize(
-    ("scaling", "message"),
+@each(
+    "scaling, message",
     [
         ({"rope_type": "longrope", "factor": 2.0}, "rope_scaling: rope_type='longrope' is not supported"),
         ({"type": "su", "factor": 2.0}, "rope_scaling: type='su' is not supported: only 'default', 'linear'"),
@@ -323,33 +320,27 @@ def test_yarn_factor_follows_from_the_lengths() -> None:
         ({"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supp"),
         (["linear"], r"rope_scaling=\['linear'\] is not of type dict"),
     ],
-    ids=str,
 )
 def test_rotary_refuses(scaling: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         rotary(rope_scaling=scaling)
 
 
-@pytest.mark.parametrize(
+@each(
     "values",
     [
-        pytest.param({"rope_theta": 0}, id="theta 0"),
-        pytest.param({"rope_theta": -1.0}, id="theta below 0"),
-        pytest.param({"rope_theta": float("nan")}, id="theta not a number"),
-        pytest.param({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, id="low_freq_factor 0"),
-        pytest.param({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 0}}, id="high_freq_factor 0"),
-        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0}}, id="beta_fast 0"),
-        pytest.param({"rope_scaling": {"type": "linear", "factor": 1e308}}, id="factor too large"),
-        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, id="beta_fast too large"),
-        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 1e-308}}, id="beta_slow too small"),
-        pytest.param({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": float("nan")}}, id="NaN"),
-        pytest.param(  # the divisor 0.1 * mscale_all_dim * log(factor) + 1 would be 0
-            {"rope_scaling": {"type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}}, id="mscale"
-        ),
-        pytest.param(
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}},
-            id="original length below 0",
-        ),
+        {"rope_theta": 0},
+        {"rope_theta": -1.0},
+        {"rope_theta": float("nan")},
+        {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}},
+        {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 0}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0}},
+        {"rope_scaling": {"type": "linear", "factor": 1e308}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1e308}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 1e-308}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": float("nan")}},
+        {"rope_scaling": {"type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}},
     ],
 )
 def test_rotary_refuses_numbers_that_give_no_angles(values: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.damage import MUTATIONS, mutated
 from tests.helpers.small_tokenizers import byte_level, save
 
@@ -105,6 +106,7 @@ def pickled(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_others_of(whole, folder)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutations=MUTATIONS)
 def test_a_damaged_index_is_a_user_error(
@@ -114,6 +116,7 @@ def test_a_damaged_index_is_a_user_error(
     load_damaged(in_shards, tmp_path / "damaged", INDEX, mutated(content, mutations, len(content)))
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutations=MUTATIONS)
 def test_a_damaged_pickle_is_a_user_error(
@@ -123,8 +126,8 @@ def test_a_damaged_pickle_is_a_user_error(
     load_damaged(pickled, tmp_path / "damaged", PICKLE, mutated(content, mutations, len(content)))
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
+@each(
+    "header, message",
     [
         (2**63, "is truncated or not a safetensors file"),
         (10**9, "is truncated or not a safetensors file"),

@@ -5,7 +5,7 @@ import re
 from models.config import ConfigReader
 from models.registry import ARCHITECTURES, CHATGLM2, Architecture, find_architecture
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.goldens import FAMILIES, GOLDENS
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, ROWS
 
 TESTS = REPOSITORY / "tests" / "models" / "families"
 
@@ -20,14 +20,17 @@ def table() -> str:
 
 
 def proof(architecture: Architecture) -> str:
-    """The goldens of its original code that are tests, and transformers where its own test file compares with it, or with formulas."""
-    goldens = [name for name in FAMILIES if find_architecture(ConfigReader.from_folder(GOLDENS / name)) is architecture]
+    """The goldens of its original code that are tests, and what its row of the table, or its own file, compares with."""
+    goldens = [
+        name for name in GOLDEN_FAMILIES if find_architecture(ConfigReader.from_folder(GOLDENS / name)) is architecture
+    ]
     sources = [f"its original code ({', '.join(goldens)})"] if goldens else []
     file = TESTS / f"test_{architecture.read_config.__module__.rpartition('.')[2]}.py"
-    text = file.read_text(encoding="utf-8")
-    if re.search(r"equals_transformers\(|^(import|from) transformers\b", text, re.MULTILINE):
+    own = file.read_text(encoding="utf-8") if file.is_file() else ""
+    is_row = any(ARCHITECTURES[row.model_type or name] is architecture for name, row in ROWS.items())
+    if is_row or re.search(r"equals_transformers\(|^(import|from) transformers\b", own, re.MULTILINE):
         sources.append("transformers")
-    if "its formulas in float64" in text:
+    if "its formulas in float64" in own:
         sources.append("its formulas in float64")
     assert sources, f"nothing proves {architecture.families}"
     return ", ".join(sources)

@@ -9,6 +9,7 @@ import pytest
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
 from tests.helpers.builders import SHARED
+from tests.helpers.cases import each
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 
@@ -36,14 +37,16 @@ def conversation(*texts: str, system: str | None = None) -> list[dict[str, str]]
     return [{"role": "system", "content": system}, *messages] if system is not None else messages
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen2", "gpt2"])
+@pytest.mark.long
+@each("name", ["llama2", "llama3", "qwen2", "gpt2"], quick=["qwen2"])
 def test_published_vectors(name: str) -> None:
     tokenizer = load(REAL / name)
     for case in json.loads((REAL / name / "vectors.json").read_text(encoding="utf-8"))["cases"]:
         assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen2", "gpt2", "qwen1", "chatglm2", "baichuan1"])
+@pytest.mark.long
+@each("name", ["llama2", "llama3", "qwen2", "gpt2", "qwen1", "chatglm2", "baichuan1"])
 def test_texts_come_back(name: str, tmp_path: Path) -> None:
     family = {"qwen1": "qwen", "chatglm2": "chatglm", "baichuan1": "baichuan"}.get(name)
     tokenizer = real(name, tmp_path, model_type=family) if family else load(REAL / name)
@@ -53,7 +56,7 @@ def test_texts_come_back(name: str, tmp_path: Path) -> None:
             assert tokenizer.decode(tokenizer.encode(line, False), skip_special_tokens=False) == line
 
 
-@pytest.mark.parametrize("family", ["chatglm", "chatglm2", "chatglm3", "baichuan-13b", "baichuan2-7b", "qwen"])
+@each("family", ["chatglm", "chatglm2", "chatglm3", "baichuan-13b", "baichuan2-7b", "qwen"])
 def test_equals_the_original_class(family: str) -> None:
     tokenizer = load(TINY / family)
     golden = json.loads((TINY / family / "tokenizer_golden.json").read_text(encoding="utf-8"))
@@ -122,7 +125,7 @@ def test_chatglm_conversations(tmp_path: Path) -> None:
     assert tokenizer.encode(two["text"], add_special_tokens=True) == two["ids"]
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_chatglm2_and_3_conversations(version: int, tmp_path: Path) -> None:
     tokenizer = real("chatglm2", tmp_path, model_type="chatglm", seq_length=32768 if version == 2 else 8192)
     vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))[f"chatglm{version}-6b"]
@@ -137,7 +140,7 @@ def test_chatglm2_and_3_conversations(version: int, tmp_path: Path) -> None:
         tokenizer.encode_messages(wrong, None)
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@each("version", [2, 3])
 def test_chatglm2_and_3_of_paddlenlp(version: int, tmp_path: Path) -> None:
     """Its names of the family and of the length, beside which a length of training may stand."""
     length = 32768 if version == 2 else 8192
@@ -226,8 +229,8 @@ def test_a_template_of_ones_own_wins(tmp_path: Path) -> None:
         tokenizer.encode_messages(conversation("Hi"), "{{ raise_exception('no') }}")
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "config"),
+@each(
+    "file, content, config",
     [
         ("tokenizer.model", b"\nnonsense", {"model_type": "llama"}),
         ("tokenizer.model", b"", {"model_type": "baichuan"}),
@@ -245,7 +248,7 @@ def test_damaged_files_are_refused(tmp_path: Path, file: str, content: bytes, co
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(("family", "name"), [("llama", "LlamaTokenizer"), ("qwen2", "Qwen2Tokenizer")])
+@each("family, name", [("llama", "LlamaTokenizer"), ("qwen2", "Qwen2Tokenizer")])
 def test_settings_without_a_vocabulary_are_refused(family: str, name: str, tmp_path: Path) -> None:
     """transformers makes a tokenizer of them that has special tokens alone and leaves out all else."""
     settings = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -14,6 +14,7 @@ from models.layers import norm
 from models.layers.linear import MergedLinear
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, run_config, write_llama
+from tests.helpers.cases import each
 
 PROMPT = [7, 3, 90, 20, 33, 41, 8, 5, 17, 60, 2]
 SCHEMES = {
@@ -30,9 +31,9 @@ def added_by_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> t
     return rms_norm(total, weight, eps), total
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
-@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
+@each("scheme", SCHEMES)
+@each("dtype", [DType.float32, DType.bfloat16])
+@each("biases", [False, True])
 def test_logits_of_fused_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, dtype: DType, biases: bool
 ) -> None:

@@ -10,15 +10,21 @@ from conf.decoding import DecodeConfig
 from kernels import build
 from pipelines.engine import runner
 from tests.helpers.builders import all_logits, engine_of, generate
-from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, WHOLE_PROMPTS, greedy, link
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, TOLERANCE, WHOLE_PROMPTS, greedy, link
 
 
 def spellings(family: str) -> list[str]:
     return [file.name for file in sorted((GOLDENS / family).glob("config*.json"))]
 
 
-@pytest.mark.parametrize(
-    ("family", "spelling"), [(family, spelling) for family in FAMILIES for spelling in spellings(family)]
+QUICK = ("baichuan-7b", "baichuan2-13b", "chatglm", "chatglm3", "qwen")  # of which transformers has no class
+
+
+@each(
+    "family, spelling",
+    [(family, spelling) for family in GOLDEN_FAMILIES for spelling in spellings(family)],
+    quick=[(family, "config.json") for family in QUICK],
 )
 def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
@@ -51,7 +57,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
         assert chunked.runner.prompt_steps.can_record
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", GOLDEN_FAMILIES, quick=QUICK)
 def test_beams_of_every_family(family: str, tmp_path: Path) -> None:
     """Each score is the mean log probability of the beam's tokens, computed anew in one prefill; beams in company are those alone."""
     engine = engine_of(link(family, tmp_path), allow_pickle=True)

@@ -17,6 +17,7 @@ from models.batch import Batch, BatchShape, KVCache
 from models.causal_lm import CausalLM
 from pipelines.loading import load_engine
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.cases import each
 
 SCHEMES = {
     "floats": QuantConfig(),
@@ -57,12 +58,13 @@ def batch_of(*token_ids: int) -> Tensor:
     return batch.numbers
 
 
+DTYPES = (DType.float32, DType.bfloat16, DType.float32)
+EXPORTED = [(scheme, dtype, strict) for strict in (False, True) for scheme, dtype in zip(SCHEMES, DTYPES, strict=True)]
+
+
 @pytest.mark.skipif(build.library() is None, reason="the nodes are those of weights that the C++ kernels packed")
 @torch.no_grad()
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(
-    ("scheme", "dtype"), [*zip(SCHEMES, (DType.float32, DType.bfloat16, DType.float32), strict=True)]
-)
+@each("scheme, dtype, strict", EXPORTED, quick=EXPORTED[:1])
 def test_an_exported_step(tmp_path: Path, scheme: str, dtype: DType, strict: bool) -> None:
     write_llama(tmp_path, intermediate_size=96, attention_bias=True)
     run = run_config(tmp_path)

@@ -28,6 +28,7 @@ from pipelines.engine.request import Pooling
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from tests.helpers.builders import run_config
+from tests.helpers.cases import each
 from tests.helpers.oracle import random_prompts, write_model
 
 CLASSIFIERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,7 +51,7 @@ def outputs(folder: Path, head: Head | None, prompts: list[list[int]], pooling: 
     return [output.pooled for output in sorted(engine.generate(requests), key=lambda output: output.request_id)]
 
 
-@pytest.mark.parametrize("family", CLASSIFIERS)
+@each("family", CLASSIFIERS)
 def test_labels_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     model_class, config = CLASSIFIERS[family]
     reference, prompts = write_model(tmp_path, model_class, **config), random_prompts(96)
@@ -60,7 +61,7 @@ def test_labels_are_those_of_transformers(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)  # float32 sums in another order
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "opt"])
+@each("family", ["gemma2", "gpt2", "opt"])
 def test_without_a_head_outputs_are_hidden_states(tmp_path: Path, family: str) -> None:
     model_class, config = CLASSIFIERS[family]
     reference, prompts = write_model(tmp_path, model_class, **config), random_prompts(96)
@@ -92,8 +93,8 @@ def test_a_missing_head_is_missed_by_those_who_need_it(tmp_path: Path) -> None:
     load_engine(run_config(tmp_path), 1, head=Head.none)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
+@each(
+    "config, message",
     [
         ({"is_causal": False}, "is_causal=false is bidirectional attention, which is not supported: give a model whose"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is bidirectional attention"),
@@ -109,7 +110,7 @@ def test_bidirectional_models_are_refused_by_name(tmp_path: Path, config: dict[s
         open_source(ModelConfig(path=str(tmp_path)), Head.none)
 
 
-@pytest.mark.parametrize("kind", ["ForRewardModel", "ForProcessRewardModel", "ForTokenClassification"])
+@each("kind", ["ForRewardModel", "ForProcessRewardModel", "ForTokenClassification"])
 def test_other_heads_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     """Qwen2ForRewardModel has two layers with a ReLU between them, process rewards one output for each token."""
     write_model(tmp_path, LlamaForSequenceClassification)

@@ -11,6 +11,7 @@ from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.registry import find_architecture
 from quantization.layouts import read_quantization
+from tests.helpers.cases import each
 from tests.helpers.hub_configs import CONFIGS
 from tests.helpers.published_models import write_config
 
@@ -44,7 +45,7 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     return values | lists | {"num_hidden_layers": NUM_LAYERS}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each("name", CONFIGS)
 def test_every_key_is_known(name: str, tmp_path: Path) -> None:
     config = open_checkpoint(write_config(tmp_path, CONFIGS[name]), allow_pickle=False).config
     find_architecture(config).read_config(config)
@@ -52,7 +53,8 @@ def test_every_key_is_known(name: str, tmp_path: Path) -> None:
     assert config.unread() == []
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name]["model_type"] not in ITS_OWN_CODE])
+@pytest.mark.long
+@each("name", [name for name in CONFIGS if CONFIGS[name]["model_type"] not in ITS_OWN_CODE])
 def test_has_transformers_parameters(name: str, tmp_path: Path) -> None:
     text = open_checkpoint(write_config(tmp_path, CONFIGS[name]), allow_pickle=False).config.values
     values = shortened({key: value for key, value in text.items() if key != "quantization_config"})
@@ -63,7 +65,7 @@ def test_has_transformers_parameters(name: str, tmp_path: Path) -> None:
     assert num_parameters(built(values, tmp_path / "ours")) == num_parameters(reference)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@each("name", SIZES)
 def test_has_the_published_size(name: str, tmp_path: Path) -> None:
     assert num_parameters(built(CONFIGS[name], tmp_path)) / 1e9 == pytest.approx(SIZES[name], abs=0.005)
 

@@ -13,8 +13,9 @@ from models.layers.linear import Linear, MergedLinear
 from models.linear_layers import merge_layers
 from pipelines.engine import Engine
 from tests.helpers.builders import all_logits, run_config, unpacked_engine
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, QUICK, TOLERANCE, greedy, link
 from tests.helpers.deepseek import CASES, build
-from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, greedy, link
 
 
 def gpu_weight(method: DenseMethod) -> GPUWeight | None:
@@ -49,7 +50,8 @@ def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
     return [layers for layers in found.values() if len(layers) > 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.long
+@each("family", GOLDEN_FAMILIES, quick=QUICK)
 def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
     """No layer is called beside another with the same input any more, and logits and tokens are the original code's."""
     golden = load_file(GOLDENS / family / "golden.safetensors")
@@ -70,7 +72,7 @@ def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("name", ["v2", "v3"])
+@each("name", ["v2", "v3"])
 def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
     version, config = CASES[name]
     build(version, **config).save_pretrained(tmp_path)

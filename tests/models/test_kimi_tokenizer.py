@@ -3,7 +3,6 @@
 import base64
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import regex
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
 from models.tokenizers.kimi import LONGEST_RUN, LONGEST_TEXT, pieces
-from tests.helpers.small_tokenizers import TEXTS, TRICKY
+from tests.helpers.cases import each
+from tests.helpers.small_tokenizers import MIXED, TEXTS, TRICKY, make_ranks, merged
 
 # as tokenization_kimi.py has it
 PUBLISHED = "|".join(
@@ -28,12 +28,6 @@ PUBLISHED = "|".join(
         r"""\s+""",
     ]
 )
-MIXED = [
-    "中文English混合 of 汉字and kana かな汉カナ, 한국어 Ünïcode",
-    "McDonald'S HTTPServer's WE'LL DON'T ÀÉ don't 1234567890 x2y",
-    "(。，)  \t trailing   \r\n\r\n  next\nq",
-]
-NUM_MERGES = 600
 ENTRIES: dict[int, dict[str, Any]] = {
     0: {"content": "[BOS]", "special": True},
     1: {"content": "[EOS]", "special": True},
@@ -42,32 +36,6 @@ ENTRIES: dict[int, dict[str, Any]] = {
     5: {"content": "<think>", "special": False},
 }
 TEMPLATE = "{% for m in messages %}<|im_user|>{{ m.content }}<|im_end|>{% endfor %}{{ bos_token }}<think>"
-
-
-def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
-    """Merge the two neighbours whose merge has the lowest rank, the first of equal ones, until there are none."""
-    while found := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
-        _, i = min(found)
-        parts = [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
-    return parts
-
-
-def make_ranks() -> dict[bytes, int]:
-    """Merges of neighbours wherever they stand, so that every border that the pattern misses would change the tokens."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    texts = [[bytes([byte]) for byte in text.encode()] for text in (*MIXED, *TEXTS, TRICKY)]
-    while len(ranks) < 256 + NUM_MERGES:
-        counts: dict[bytes, int] = {}
-        for parts in texts:
-            for a, b in pairwise(parts):
-                if a + b not in ranks:
-                    counts[a + b] = counts.get(a + b, 0) + 1
-        if not counts:
-            break
-        for each in sorted(counts, key=lambda token: (-counts[token], token))[:20]:
-            ranks[each] = len(ranks)
-        texts = [merged(parts, ranks) for parts in texts]
-    return ranks
 
 
 RANKS = make_ranks()
@@ -102,7 +70,7 @@ def expected(text: str) -> list[int]:
     return [RANKS[token] for word in words for token in merged([bytes([byte]) for byte in word.encode()], RANKS)]
 
 
-@pytest.mark.parametrize("text", [*MIXED, *TEXTS, TRICKY, ""])
+@each("text", [*MIXED, *TEXTS, TRICKY, ""])
 def test_equals_the_published_pattern(text: str, tmp_path: Path) -> None:
     write(tmp_path)
     tokenizer = load(tmp_path)
@@ -154,7 +122,7 @@ def published_pieces(text: str) -> list[str]:
     return result
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "ab",
@@ -165,7 +133,6 @@ def published_pieces(text: str) -> list[str]:
         ("word " * 100_000) + "y" * 30_000,
         "\x1c" * 25_001 + "z",
     ],
-    ids=lambda text: str(len(text)),
 )
 def test_long_texts_are_cut_as_in_the_original_code(text: str, tmp_path: Path) -> None:
     assert [*pieces(text)] == published_pieces(text)
@@ -174,8 +141,8 @@ def test_long_texts_are_cut_as_in_the_original_code(text: str, tmp_path: Path) -
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    "settings, message",
     [
         ({"added_tokens_decoder": {"3": {"content": "x"}}}, "has the id 3, which is not from"),
         ({"added_tokens_decoder": {str(len(RANKS) + i): {"content": "x"} for i in (0, 1)}}, "has a text twice"),
@@ -183,7 +150,6 @@ def test_long_texts_are_cut_as_in_the_original_code(text: str, tmp_path: Path) -
         ({"added_tokens_decoder": []}, "cannot be read: AttributeError"),
         ({"bos_token": "<s>"}, "names the special token '<s>', which is none"),
     ],
-    ids=["outside", "twice", "nameless", "no_object", "unknown_bos"],
 )
 def test_damaged_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path, **settings)
@@ -191,8 +157,8 @@ def test_damaged_settings_are_refused(settings: dict[str, Any], message: str, tm
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
+@each(
+    "changed, message",
     [
         (lambda lines: ["not base64"], "Invalid base64|Incorrect padding|Only base64"),
         (lambda lines: lines[:300] + lines[301:], "[0-9]+ tokens do not have the ranks 0 to [0-9]+, each once"),
@@ -200,7 +166,6 @@ def test_damaged_settings_are_refused(settings: dict[str, Any], message: str, tm
         (lambda lines: [*lines[:9], "AAAA 8", *lines[10:]], "tokens do not have the ranks"),
         (lambda lines: [*lines[:9], "AAAA 9", *lines[10:]], "the byte 9 is no token"),
     ],
-    ids=["nonsense", "gap", "token_twice", "rank_twice", "byte"],
 )
 def test_damaged_ranks_are_refused(changed: Callable[[list[str]], list[str]], message: str, tmp_path: Path) -> None:
     write(tmp_path)

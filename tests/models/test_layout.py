@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,8 +10,9 @@ from models.layers.linear import Linear
 from models.layers.norm import AddRMSNorm, RMSNorm
 from models.linear_layers import connect_norms
 from tests.helpers.builders import all_logits, run_config, unpacked_engine
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, WHOLE_PROMPTS, link
 from tests.helpers.deepseek import CASES, build
-from tests.helpers.goldens import FAMILIES, WHOLE_PROMPTS, link
 
 
 def readers_seen(layer: nn.Module, compute: Any) -> dict[str, set[str]]:
@@ -61,13 +61,13 @@ def check_layout(folder: Path) -> None:
 
 
 # ChatGLM-6B, whose prompts cannot be any, names no norm: its residual stream is normed
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WHOLE_PROMPTS])
+@each("family", [family for family in GOLDEN_FAMILIES if family not in WHOLE_PROMPTS])
 @torch.inference_mode()
 def test_of_every_family(family: str, tmp_path: Path) -> None:
     check_layout(link(family, tmp_path))
 
 
-@pytest.mark.parametrize("name", ["v2", "v3"])
+@each("name", ["v2", "v3"])
 @torch.inference_mode()
 def test_of_deepseek(name: str, tmp_path: Path) -> None:
     version, config = CASES[name]

@@ -14,8 +14,9 @@ from models.tokenizers import Tokenizer
 from models.tokenizers.base import NFC_SHRINKAGE
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
+from tests.helpers.real_tokenizers import load_real, real
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level
-from tests.models.test_token_bytes import load_real, real
 
 HOSTILE = (
     " ",
@@ -43,7 +44,7 @@ def check(tokenizer: Tokenizer, text: str) -> None:
 
 
 def check_all(tokenizer: Tokenizer) -> None:
-    for text in (*TEXTS, TRICKY, *(each * 999 for each in HOSTILE)):
+    for text in (*TEXTS, TRICKY, *(text * 999 for text in HOSTILE)):
         check(tokenizer, text)
     for id in range(0, tokenizer.size, max(1, tokenizer.size // 500)):
         check(tokenizer, 9 * tokenizer.decode([id], skip_special_tokens=False))
@@ -59,18 +60,20 @@ def test_tiny_and_small_ones() -> None:
         check_all(tokenizer)
 
 
+@pytest.mark.long
 @real
-@pytest.mark.parametrize("name", ["gpt2", "llama2", "llama3", "qwen1", "qwen2", "chatglm2"])
+@each("name", ["gpt2", "llama2", "llama3", "qwen1", "qwen2", "chatglm2"], quick=["gpt2"])
 def test_real_vocabularies(name: str, tmp_path: Path) -> None:
     check_all(load_real(name, tmp_path))
 
 
 @real
-@pytest.mark.parametrize("name", ["chatglm-6b", "baichuan1"])
+@each("name", ["chatglm-6b", "baichuan1"])
 def test_vocabularies_that_normalise_or_know_no_bytes_tell_nothing(name: str, tmp_path: Path) -> None:
     assert load_real(name, tmp_path).max_token_bytes is None
 
 
+@pytest.mark.long
 @given(st.text(alphabet=st.one_of(st.sampled_from("".join(HOSTILE)), st.characters(codec="utf-8")), max_size=200))
 def test_any_text(text: str) -> None:
     for tokenizer in (wrapped(byte_level()), wrapped(byte_fallback())):

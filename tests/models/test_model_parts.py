@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,73 +21,10 @@ from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
 from tests.helpers.builders import run_config, unpacked_engine
-from tests.helpers.deepseek import CASES, build
-from tests.helpers.family_twins import InternLM2Twin, InternLM3Twin, TeleChatTwin
-from tests.helpers.goldens import FAMILIES, GOLDENS, link
-from tests.helpers.oracle import write_model
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, OTHERS, QUICK, write_family
 
-MIXTURE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": False}
-GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6, "rope_theta": 1e4}
-OTHERS: dict[
-    str, tuple[Any, dict[str, Any]]
-] = {  # classes of transformers' models, and what differs from the small sizes
-    "gemma3": (transformers.Gemma3ForCausalLM, {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
-    "glm": (transformers.GlmForCausalLM, {}),
-    "glm4": (transformers.Glm4ForCausalLM, {}),
-    "cohere2": (transformers.Cohere2ForCausalLM, {"sliding_window": 6, "sliding_window_pattern": 2}),
-    "exaone4": (transformers.Exaone4ForCausalLM, {"sliding_window": 6, "sliding_window_pattern": 2}),
-    "granite": (transformers.GraniteForCausalLM, {"residual_multiplier": 0.5, "logits_scaling": 3.0}),
-    "olmo2": (transformers.Olmo2ForCausalLM, {}),
-    "olmo3": (
-        transformers.Olmo3ForCausalLM,
-        {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
-    "seed_oss": (transformers.SeedOssForCausalLM, {"head_dim": 16}),
-    "smollm3": (transformers.SmolLM3ForCausalLM, {"no_rope_layer_interval": 2}),
-    "falcon": (transformers.FalconForCausalLM, {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon_one_key": (transformers.FalconForCausalLM, {}),
-    "gpt_neox": (transformers.GPTNeoXForCausalLM, {}),
-    "phi": (transformers.PhiForCausalLM, {}),
-    "internlm2": (InternLM2Twin, {}),
-    "internlm3": (InternLM3Twin, {"head_dim": 16}),
-    "qwen3_moe": (
-        transformers.Qwen3MoeForCausalLM,
-        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
-    ),
-    "telechat": (TeleChatTwin, {"attention_bias": True, "mlp_bias": True}),
-    "starcoder2": (transformers.Starcoder2ForCausalLM, {"sliding_window": 6}),
-    "phi3": (transformers.Phi3ForCausalLM, {}),
-    "ernie4_5": (transformers.Ernie4_5ForCausalLM, {"head_dim": 8, "use_bias": True}),
-    "ernie4_5_moe": (transformers.Ernie4_5_MoeForCausalLM, ERNIE_MOE),
-    "glm4_moe": (transformers.Glm4MoeForCausalLM, {**MIXTURE, "use_qk_norm": True, "attention_bias": True}),
-    "minimax_m2": (
-        transformers.MiniMaxM2ForCausalLM,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
-    ),
-    "ministral3": (
-        transformers.Ministral3ForCausalLM,
-        {"head_dim": 16, "rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.5}},
-    ),
-}
 RANKS = 2
-
-
-def write_other(folder: Path, family: str, **changes: Any) -> Any:
-    """Write a random model of one of OTHERS, and return transformers' own."""
-    model_class, config = OTHERS[family]
-    return write_model(folder, model_class, **{"pad_token_id": 0, "eos_token_id": 1, **config, **changes})
-
-
-def write_family(folder: Path, family: str) -> None:
-    """Write a random model of a golden, of OTHERS or of DeepSeek's cases."""
-    if family in CASES:
-        version, config = CASES[family]
-        build(version, **config).save_pretrained(folder)
-    elif family in OTHERS:
-        write_other(folder, family)
-    else:
-        link(family, folder)
 
 
 def float_engine(family: str, folder: Path) -> Engine:
@@ -108,7 +44,7 @@ def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch
     return whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "v3"])
+@each("family", [*GOLDEN_FAMILIES, "v3"], quick=QUICK)
 @torch.inference_mode()
 def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
     """To the bit, also where only the sum of a stream goes on; a part without the last layer drops no rows."""
@@ -126,7 +62,8 @@ def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
         assert model.finish(stream).equal(whole)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "v3", *OTHERS])
+@pytest.mark.long
+@each("family", [*GOLDEN_FAMILIES, "v3", *OTHERS])
 def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     model = float_engine(family, tmp_path).runner.model
     layout, names = model.layout, {name for name, _ in model.named_modules()}
@@ -191,7 +128,7 @@ ernie4_5 ernie4_5_moe gemma3 glm glm4 glm4_moe internlm2 ministral3 phi3 telecha
 """.split()
 
 
-@pytest.mark.parametrize("family", CUT)
+@each("family", CUT)
 @torch.inference_mode()
 def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
     """Each rank's inputs of row-parallel layers are its share of the whole layer's, and their outputs add up to the whole's."""
@@ -229,7 +166,7 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(total, whole[name][1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+@each("dtype", [DType.bfloat16, DType.float16])
 @torch.inference_mode()
 def test_the_sum_of_a_stream_is_rounded_as_norms_round_it(dtype: DType) -> None:
     """So that a stage may send it in place of both."""

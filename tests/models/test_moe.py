@@ -11,6 +11,7 @@ from kernels.moe import group_rows, route
 from models.layers.dense import PackedDenseMethod, StoredFloats
 from models.layers.mlp import MLP
 from models.layers.moe import Experts
+from tests.helpers.cases import each
 
 HIDDEN, INTERMEDIATE = (
     40,
@@ -32,7 +33,7 @@ def random_experts(count: int, dtype: torch.dtype, num_experts_per_tok: int, pac
     return experts
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
+@each("renormalise", [False, True])
 @torch.inference_mode()
 def test_equals_the_formula(renormalise: bool) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -53,9 +54,9 @@ def test_equals_the_formula(renormalise: bool) -> None:
 @pytest.mark.skipif(
     build.library() is None, reason="torch's sums may run in an order that depends on the number of rows"
 )
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [1, 4, 6, 60, 128])
+@each("packed", [False, True])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("count", [1, 4, 6, 60, 128])
 @torch.inference_mode()
 def test_a_token_is_the_same_in_any_company(dtype: torch.dtype, count: int, packed: bool) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -73,7 +74,7 @@ def test_a_token_is_the_same_in_any_company(dtype: torch.dtype, count: int, pack
             assert torch.equal(block(x[start : start + size]), whole[start : start + size]), (size, start)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_all_in_a_few_calls_equals_one_by_one_and_reads_no_idle_expert(dtype: torch.dtype) -> None:
     experts = random_experts(9, dtype, 3, packed=True)

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from kernels import build
 from pipelines.engine.batch import whole_batch
 from tests.helpers.builders import engine_of
-from tests.helpers.goldens import FAMILIES, GOLDENS, link
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, QUICK, link
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", GOLDEN_FAMILIES, quick=QUICK)
 @torch.inference_mode()
 def test_output_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
     engine = engine_of(link(family, tmp_path), allow_pickle=True)

@@ -17,7 +17,8 @@ from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
 from pipelines.engine.graph_steps import fill
 from tests.helpers.builders import engine_of
-from tests.helpers.goldens import FAMILIES, GOLDENS, link
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, QUICK, link
 
 aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select)
@@ -77,7 +78,7 @@ OWN = {kv_store: store_own, rope_and_store: turn_and_store_own, paged_attention:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", GOLDEN_FAMILIES, quick=QUICK)
 def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(link(family, tmp_path), allow_pickle=True)
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()

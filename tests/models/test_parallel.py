@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,45 +22,49 @@ from pipelines.opening import open_source
 from pipelines.planning import divide_plan, plan_model
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import DEEPSEEK, OTHERS, PROMPTS, prompts_for, write_family
+from tests.helpers.catalog import FAMILIES as EVERY
+from tests.helpers.catalog import GOLDEN_FAMILIES as FAMILIES
 from tests.helpers.deepseek import NextTokenReference
-from tests.helpers.divided import assert_same_bits, divided_steps, plan_of, rank_plan, stage_steps, whole_steps
-from tests.helpers.goldens import FAMILIES, GOLDENS
-from tests.helpers.oracle import random_prompts
-from tests.models.test_model_parts import OTHERS, write_family
-from tests.pipelines.engine.test_kv_families import FAMILIES as EVERY
+from tests.helpers.divided import (
+    LAYER_KINDS,
+    assert_same_bits,
+    divided_steps,
+    plan_of,
+    rank_plan,
+    stage_steps,
+    whole_steps,
+)
+from tests.helpers.tiers import tiers
 
-PROMPTS = random_prompts(96, (5, 1, 40))
-DEEPSEEK = ["v2", "v2_no_q_lora", "v2_biases_tied", "v3", "v3_yarn"]
-
-
-def prompts_for(family: str) -> list[list[int]]:
-    golden = GOLDENS / family / "golden.safetensors"
-    return [load_file(golden)["input_ids"][0].tolist() if golden.is_file() else list(range(3, 12))]
+MODELS = [*FAMILIES, *OTHERS, *DEEPSEEK]
 
 
 def of_dtype(run: RunConfig, dtype: str) -> RunConfig:
     return replace(run, model=replace(run.model, dtype=DType[dtype]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_llama(tp: int, dtype: str, tmp_path: Path) -> None:
+@each("dtype", ["float32", "bfloat16", "float16"])
+def test_llama(dtype: str, tmp_path: Path) -> None:
     """Of 4 query and 2 key heads: a rank with a key, two ranks that share one beside one that does not, two that share each."""
-    write_llama(tmp_path)
-    run = of_dtype(run_config(tmp_path), dtype)
-    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
+    write_llama(tmp_path / dtype)
+    run = of_dtype(run_config(tmp_path / dtype), dtype)
+    whole = whole_steps(run, PROMPTS)
+    for tp in (2, 3, 4):
+        assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
 
 
-@pytest.mark.parametrize(("heads", "keys", "tp"), [(7, 1, 5), (15, 5, 3), (15, 5, 4), (6, 3, 6)])
+@each("heads, keys, tp", [(7, 1, 5), (15, 5, 3), (15, 5, 4), (6, 3, 6)])
 def test_odd_numbers_of_heads(heads: int, keys: int, tp: int, tmp_path: Path) -> None:
     sizes = {"hidden_size": 10 * heads, "head_dim": 12, "intermediate_size": 75, "vocab_size": 101}
-    write_llama(tmp_path, num_attention_heads=heads, num_key_value_heads=keys, tie_word_embeddings=True, **sizes)
-    run = run_config(tmp_path)
+    folder = tmp_path / f"{heads} heads, {keys} keys, tp={tp}"
+    write_llama(folder, num_attention_heads=heads, num_key_value_heads=keys, tie_word_embeddings=True, **sizes)
+    run = run_config(folder)
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_adapters(tp: int, tmp_path: Path) -> None:
+def test_adapters(tmp_path: Path) -> None:
     """Also of the head, and of layers that join pieces."""
     write_llama(tmp_path / "base")
     modules = [*ALL_LINEAR, "lm_head"]
@@ -72,7 +75,8 @@ def test_adapters(tp: int, tmp_path: Path) -> None:
     run = replace(plain, model=replace(plain.model, adapters={"one": str(tmp_path / "one")}))
     whole = whole_steps(run, PROMPTS)
     assert not whole[0].logits.equal(whole_steps(plain, PROMPTS[:1])[0].logits)
-    assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+    for tp in (2, 3):
+        assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
 
 
 @pytest.mark.skipif(
@@ -102,51 +106,86 @@ def test_each_part_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len([*(tmp_path / "kept").glob("*.safetensors")]) == num_parts
 
 
-def cases() -> list[Any]:
-    every = [
-        (name, tp, dtype)
-        for name in (*FAMILIES, *OTHERS, *DEEPSEEK)
-        for tp in (2, 3, 4)
-        for dtype in ("float32", "bfloat16")
-        if not (name == "chatglm_28layers" and tp > 2)  # which has two heads
-    ]
-    return [pytest.param(*case, marks=[] if case[1:] == (2, "float32") else pytest.mark.long) for case in every]
+def divisions_of(name: str) -> list[tuple[int, str]]:
+    """Every number of ranks in each dtype; of chatglm_28layers, which has two heads, two ranks."""
+    numbers = (2,) if name == "chatglm_28layers" else (2, 3, 4)
+    return [(tp, dtype) for tp in numbers for dtype in ("float32", "bfloat16")]
 
 
-@pytest.mark.parametrize(("name", "tp", "dtype"), cases())
-def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
-    write_family(tmp_path, name)
+def check_divisions(name: str, divisions: list[tuple[int, str]], folder: Path) -> None:
+    write_family(folder, name)
+    run, prompts = run_config(folder, allow_pickle=True), prompts_for(name)
+    whole = {dtype: whole_steps(of_dtype(run, dtype), prompts) for dtype in {dtype for _, dtype in divisions}}
+    for tp, dtype in divisions:
+        assert_same_bits(whole[dtype], divided_steps(of_dtype(run, dtype), tp, prompts))
+
+
+@pytest.mark.parametrize("name", tiers(MODELS, quick=[*LAYER_KINDS.values()], long=MODELS))
+def test_families(name: str, tmp_path: Path) -> None:
+    """Each in one division; all families together in all of them."""
+    divisions = divisions_of(name)
+    check_divisions(name, [divisions[MODELS.index(name) % len(divisions)]], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_kinds_of_layers(kind: str, tmp_path: Path) -> None:
+    """Cutting is arithmetic over the units that a family declares: families with layers of one kind are cut alike."""
+    check_divisions(LAYER_KINDS[kind], divisions_of(LAYER_KINDS[kind]), tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MODELS)
+def test_families_in_every_division(name: str, tmp_path: Path) -> None:
+    check_divisions(name, divisions_of(name), tmp_path)
+
+
+@each("name", ["glm4_moe_lite", "kimi_k2"])
+def test_families_of_deepseeks_layers(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    EVERY[name](tmp_path / name)
+    run = run_config(tmp_path / name)
+    whole = whole_steps(run, PROMPTS)
+    for tp in (2, 3):
+        assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+
+
+IN_STAGES = [name for name in MODELS if name != "chatglm_28layers"]
+
+
+def check_stages(name: str, numbers: tuple[int, ...], folder: Path) -> None:
+    """In two stages of so many ranks."""
+    (folder / name).mkdir()
+    write_family(folder / name, name)
     prompts = prompts_for(name)
-    run = of_dtype(run_config(tmp_path, allow_pickle=True), dtype)
-    assert_same_bits(whole_steps(run, prompts), divided_steps(run, tp, prompts))
+    run = of_dtype(run_config(folder / name, allow_pickle=True), "bfloat16")
+    whole = whole_steps(run, prompts)
+    for tp in numbers:
+        assert_same_bits(whole, stage_steps(run, tp, 2, prompts))
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("name", ["glm4_moe_lite", "kimi_k2"])
-def test_families_of_deepseeks_layers(name: str, tp: int, tmp_path: Path) -> None:
-    EVERY[name](tmp_path)
-    run = run_config(tmp_path)
-    assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
+@pytest.mark.long
+@each("name", LAYER_KINDS.values())
+def test_stages_of_kinds_of_layers(name: str, tmp_path: Path) -> None:
+    check_stages(name, (1, 2), tmp_path)
 
 
-def stage_cases() -> list[Any]:
-    names = [name for name in (*FAMILIES, *OTHERS, *DEEPSEEK) if name != "chatglm_28layers"]
-    every = [(name, tp, 2) for name in names for tp in (1, 2)]
-    return [pytest.param(*case, marks=[] if case[1] == 1 else pytest.mark.long) for case in every]
+@pytest.mark.long
+@each("name", IN_STAGES)
+def test_stages_of_families(name: str, tmp_path: Path) -> None:
+    check_stages(name, (1 + IN_STAGES.index(name) % 2,), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), stage_cases())
-def test_stages_of_families(name: str, tp: int, pp: int, tmp_path: Path) -> None:
-    write_family(tmp_path, name)
-    prompts = prompts_for(name)
-    run = of_dtype(run_config(tmp_path, allow_pickle=True), "bfloat16")
-    assert_same_bits(whole_steps(run, prompts), stage_steps(run, tp, pp, prompts))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_stages_of_families_with_one_rank_and_two(name: str, tmp_path: Path) -> None:
+    check_stages(name, (1, 2), tmp_path)
 
 
-@pytest.mark.parametrize(("tp", "pp", "tied"), [(3, 4, False), (2, 3, True)])
+@each("tp, pp, tied", [(3, 4, False), (2, 3, True)])
 def test_many_stages(tp: int, pp: int, tied: bool, tmp_path: Path) -> None:
-    write_llama(tmp_path, num_hidden_layers=7, tie_word_embeddings=tied)
-    run = run_config(tmp_path)
+    write_llama(tmp_path / str(pp), num_hidden_layers=7, tie_word_embeddings=tied)
+    run = run_config(tmp_path / str(pp))
     assert_same_bits(whole_steps(run, PROMPTS), stage_steps(run, tp, pp, PROMPTS))
 
 

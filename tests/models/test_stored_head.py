@@ -3,57 +3,28 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    BloomForCausalLM,
-    Gemma2ForCausalLM,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    OPTForCausalLM,
-    Phi3ForCausalLM,
 )
 
 from conf.quantization import QuantConfig, QuantScheme
 from conf.tasks import CheckpointFormat
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.cases import each
 from tests.helpers.conversion import convert
-from tests.helpers.oracle import TOLERANCE, write_model
+from tests.helpers.oracle import TOLERANCE
+from tests.helpers.stored_head import TIED_MODELS, tied
 
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, {}),
-    "gemma2": (Gemma2ForCausalLM, {"head_dim": 16}),
-    "phi3": (Phi3ForCausalLM, {"pad_token_id": 0}),
-    "gpt2": (GPT2LMHeadModel, {"n_embd": 64, "n_head": 4, "n_layer": 2}),
-    "opt": (OPTForCausalLM, {"word_embed_proj_dim": 64, "ffn_dim": 64}),
-    "bloom": (BloomForCausalLM, {"n_head": 4, "n_layer": 2}),
-}
 PROMPT = [5, 6, 7, 8]
 WARNING = "ties the head to the embedding, but the files hold a lm_head.weight that differs: it is used"
 
 
-def store_head(folder: Path, scale: float) -> None:
-    """Put a head into a tied model's file: its embedding times a number."""
-    tensors = load_file(folder / "model.safetensors")
-    embedding = next(tensor for name, tensor in tensors.items() if tensor.shape == (96, 64) and "pos" not in name)
-    save_file(
-        tensors | {"lm_head.weight": (embedding * scale).contiguous()}, folder / "model.safetensors", {"format": "pt"}
-    )
-
-
-def tied(folder: Path, name: str = "llama", scale: float = 1.5) -> Path:
-    model_class, config = FAMILIES[name]
-    write_model(folder, model_class, tie_word_embeddings=True, **config)
-    store_head(folder, scale)
-    return folder
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", TIED_MODELS)
 def test_a_head_that_differs_is_used_as_in_transformers(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

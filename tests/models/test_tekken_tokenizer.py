@@ -11,8 +11,8 @@ from transformers.integrations.mistral.tokenizer import MistralConverter
 from conf.errors import UserError
 from models.formats.gguf.pre_tokenizers import TEKKEN_PATTERN
 from models.tokenizers import load_tokenizer
-from tests.helpers.small_tokenizers import TEXTS, TRICKY
-from tests.models.test_kimi_tokenizer import MIXED, make_ranks
+from tests.helpers.cases import each
+from tests.helpers.small_tokenizers import MIXED, TEXTS, TRICKY, make_ranks
 
 NUM_SPECIALS = 12
 SPECIALS = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
@@ -42,7 +42,7 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("text", [*MIXED, *TEXTS, TRICKY, "", "theWord's 1234//", "[INST] hi</s>"])
+@each("text", [*MIXED, *TEXTS, TRICKY, "", "theWord's 1234//", "[INST] hi</s>"])
 def test_equals_transformers(text: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, content()))
     assert tokenizer is not None
@@ -65,8 +65,8 @@ def test_conversations(tmp_path: Path) -> None:
     assert (ids[:2], ids[-1], ids.count(2)) == ([1, 3], 4, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         (
             {"vocab": content()["vocab"][1:]},
@@ -77,7 +77,6 @@ def test_conversations(tmp_path: Path) -> None:
         ({"config": {}}, "KeyError: 'default_num_special_tokens'"),
         ({"config": content()["config"] | {"default_vocab_size": 200}}, "tekken.json: the byte 188 is no token"),
     ],
-    ids=["a rank is missing", "a special token beyond", "no BOS", "no settings", "no bytes"],
 )
 def test_damaged_files_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message) as raised:

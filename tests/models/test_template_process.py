@@ -12,6 +12,7 @@ import pytest
 from conf.errors import UserError
 from models.tokenizers import template_process
 from models.tokenizers.template_process import TemplateProcess
+from tests.helpers.cases import each
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PLAIN = "{{ messages[0].content }}!"
@@ -49,10 +50,9 @@ def render(templates: TemplateProcess, template: str) -> str:
     return templates.render(template, MESSAGES, {})
 
 
-@pytest.mark.parametrize(
+@each(
     "template",
     [LOOPS, MACRO, SHARED, "{{ 7 ** (7 ** 9) }}"],
-    ids=["loops", "macro", "shared lists", "one operation"],
 )
 def test_time_ends_a_template(templates: TemplateProcess, template: str) -> None:
     with pytest.raises(
@@ -62,7 +62,7 @@ def test_time_ends_a_template(templates: TemplateProcess, template: str) -> None
     assert render(templates, PLAIN) == "hi!"
 
 
-@pytest.mark.parametrize(
+@each(
     "template",
     ["{{ 'a' * 10 ** 10 }}", "{{ 'a' | center(10 ** 9) }}", "{{ '%1000000000d' % 1 }}", "{{ [0] * 10 ** 9 }}"],
 )
@@ -84,8 +84,8 @@ def test_the_length_of_its_text_ends_a_template_but_not_that_of_the_messages(tem
     assert templates.render(PLAIN, long, {}) == "ab" * 1_000_000 + "!"
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
+@each(
+    "template, message",
     [
         ("{{ '\ud800' }}", "surrogates not allowed"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
@@ -133,7 +133,7 @@ def test_no_answer_is_taken_for_another_after_an_interrupt(
     assert render(templates, "another") == "another"
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGKILL, OSError), (signal.SIGSEGV, UserError)])
+@each("number, raised", [(signal.SIGKILL, OSError), (signal.SIGSEGV, UserError)])
 def test_a_process_that_was_killed_is_no_fault_of_the_row(
     templates: TemplateProcess,
     started: list[subprocess.Popen[bytes]],
@@ -141,7 +141,7 @@ def test_a_process_that_was_killed_is_no_fault_of_the_row(
     raised: type[Exception],
 ) -> None:
     assert render(templates, PLAIN) == "hi!"
-    (process,) = started
+    process = started[-1]
     assert os.getpgid(process.pid) != os.getpgid(0)  # signals to the whole job do not reach it
     os.kill(process.pid, number)
     with pytest.raises(raised, match="was killed|was stopped, because its process ended with -11"):

@@ -12,6 +12,7 @@ from models.tiny.corpus import NAMES, documents, questions, story
 from pipelines import TextGenerationPipeline, pipeline
 from tests.bench.tiny_questions import held_out_questions, right_answers
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
 
 FOLDER = REPOSITORY / "models" / "tiny"
 
@@ -21,14 +22,13 @@ def pipe() -> TextGenerationPipeline:
     return pipeline("text_generation", model="tiny", device="cpu")
 
 
+@pytest.mark.long
 def test_answers_95_percent_of_held_out_questions(pipe: TextGenerationPipeline) -> None:
     right = right_answers(pipe, held_out_questions(400))
     assert sum(right) / len(right) >= 0.95
 
 
-@pytest.mark.parametrize(
-    "beginning", ["Once upon a time", "One sunny day, Lily went to the park.", "Ben had a big red ball."]
-)
+@each("beginning", ["Once upon a time", "One sunny day, Lily went to the park.", "Ben had a big red ball."])
 def test_continues_a_story_in_words_of_the_language(pipe: TextGenerationPipeline, beginning: str) -> None:
     import random
 
@@ -63,6 +63,7 @@ def test_size_and_shape() -> None:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
+@pytest.mark.long
 def test_held_out_questions_are_never_in_the_training_text() -> None:
     text = "".join(itertools.islice(documents(seed=1), 20_000))
     held_out = {question.prompt for question in held_out_questions(2000)}

@@ -10,29 +10,12 @@ from tokenizers import decoders, models
 
 from conf.errors import UserError
 from models.formats import open_tokenizer
-from models.tokenizers import Tokenizer, load_tokenizer
-from tests.helpers.builders import SHARED
+from models.tokenizers import Tokenizer
+from tests.helpers.cases import each
+from tests.helpers.real_tokenizers import MODEL_TYPES, REAL, load, load_real, real
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
-REAL = SHARED / "data" / "tokenizers"
-real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
-FAMILIES = {"qwen1": "qwen", "chatglm2": "chatglm", "chatglm-6b": "chatglm", "baichuan1": "baichuan"}
 NUM_TRIED = 2000  # tokens of each vocabulary
-
-
-def load(folder: Path) -> Tokenizer:
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    return tokenizer
-
-
-def load_real(name: str, folder: Path) -> Tokenizer:
-    """The real vocabulary of this name, with a config.json where the family needs one, by links in an empty folder."""
-    for file in (REAL / name).iterdir():
-        (folder / file.name).symlink_to(file)
-    if name in FAMILIES:
-        (folder / "config.json").write_text(json.dumps({"model_type": FAMILIES[name]}))
-    return load(folder)
 
 
 def check_texts(tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -67,7 +50,7 @@ def check_each_token(tokenizer: Tokenizer) -> None:
         assert special is None or tokenizer.token_bytes(special) is None
 
 
-@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+@each("kind", [byte_level, byte_fallback])
 def test_small_tokenizers(kind: Callable[[], Backend], tmp_path: Path) -> None:
     backend = kind()
     backend.add_tokens(["<added>"])
@@ -85,8 +68,9 @@ def test_the_shipped_tokenizer() -> None:
     check_each_token(tokenizer)
 
 
+@pytest.mark.long
 @real
-@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen2", "gpt2", *FAMILIES])
+@each("name", ["llama2", "llama3", "qwen2", "gpt2", *MODEL_TYPES])
 def test_real_vocabularies(name: str, tmp_path: Path) -> None:
     tokenizer = load_real(name, tmp_path)
     texts = [line for line in "\n".join([*TEXTS, TRICKY]).split("\n") if line == line.strip()]
@@ -98,7 +82,7 @@ def test_real_vocabularies(name: str, tmp_path: Path) -> None:
 
 
 @real
-@pytest.mark.parametrize("name", ["llama-spm", "gpt-2", "phi-3", "baichuan"])
+@each("name", ["llama-spm", "gpt-2", "phi-3", "baichuan"])
 def test_vocabularies_of_gguf(name: str) -> None:
     tokenizer = open_tokenizer(REAL / "gguf" / f"ggml-vocab-{name}.gguf")
     assert tokenizer is not None

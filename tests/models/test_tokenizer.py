@@ -10,6 +10,7 @@ import pytest
 
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -28,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load(folder)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, TRICKY, "a , b . c ! it 's"])
+@each("text", [*TEXTS, TRICKY, "a , b . c ! it 's"])
 def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str, tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True) == text
     save(byte_fallback(), tmp_path)
@@ -68,7 +69,7 @@ def test_templates(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_messages(MESSAGES, "{{ messages[0].content | upper }}")[0] == "HI"
 
 
-@pytest.mark.parametrize(
+@each(
     "template",
     [
         "{{ raise_exception('no system role') }}",
@@ -94,7 +95,7 @@ def test_a_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model": 3}', "[]"])
+@each("content", ["", "{", '{"model": 3}', "[]"])
 def test_damaged_files_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="the tokenizer in .* cannot be read"):

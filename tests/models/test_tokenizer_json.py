@@ -15,6 +15,7 @@ from models.registry import ARCHITECTURES
 from models.tokenizers import Tokenizer, load_tokenizer
 from models.tokenizers.tiktoken import LLAMA3_PATTERN
 from tests.helpers.builders import SHARED
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level
 
 SAMPLES = [*TEXTS, TRICKY, "", " ", "a", "<s>[INST] hi [/INST] there</s>", "x<tool>y</s> z <s>", "cafe\u0301", "▁x"]
@@ -152,7 +153,7 @@ def written(folder: Path, name: str) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@each("name", FOLDERS)
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     ours = written(tmp_path, name)
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
@@ -175,7 +176,7 @@ OF_FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "declared"), OF_FAMILIES)
+@each("family, declared", OF_FAMILIES, quick=[case for case in OF_FAMILIES if case[0] in ("minimax", "olmo2", "llama")])
 def test_families_have_the_class_of_transformers(family: str, declared: str, tmp_path: Path) -> None:
     """Hub files of OLMo, Granite, MiniMax-M2 and others declare a class that cuts texts otherwise than their tokenizer.json."""
     backend = gemma_like() if declared == "LlamaTokenizer" else llama3_like()
@@ -191,8 +192,9 @@ def test_families_have_the_class_of_transformers(family: str, declared: str, tmp
         assert ours.encode(text, add_special_tokens=True) == theirs(text)["input_ids"], text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "llama2"])
+@each("name", ["qwen2", "gpt2", "llama2"])
 def test_real_vocabularies(name: str, tmp_path: Path) -> None:
     """As transformers saves them, on the texts of the published vectors."""
     source = SHARED / "data" / "tokenizers" / name
@@ -210,7 +212,7 @@ def test_real_vocabularies(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
-@pytest.mark.parametrize("name", ["stories260K", "babyllama_tok105"])
+@each("name", ["stories260K", "babyllama_tok105"])
 def test_real_models(name: str) -> None:
     folder = SHARED / "data" / "models" / name
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -237,7 +239,7 @@ TEMPLATES = [
 ]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@each("template", TEMPLATES)
 def test_templates_give_the_text_of_transformers(template: str, tmp_path: Path) -> None:
     written(tmp_path, "as it stands")
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -251,7 +253,7 @@ def test_templates_give_the_text_of_transformers(template: str, tmp_path: Path) 
     assert load_tokenizer(tmp_path).encode_messages(CHAT, None)[0] == "4"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
+@each(
     "template",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",

@@ -24,7 +24,8 @@ from models.weights import (
     refuse_damaged,
     stored_dtype,
 )
-from tests.models.formats.test_partition import DEEPSEEK, build, golden
+from tests.helpers.cases import each
+from tests.helpers.meta_device import DEEPSEEK, build, golden
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -62,7 +63,7 @@ def load(
     return told
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_every_parameter_is_the_tensor_of_its_name(dtype: torch.dtype) -> None:
     """In the model's dtype, but for those that stay float32; from any number of files."""
     model = build(DEEPSEEK)
@@ -100,7 +101,7 @@ def test_names_may_lack_the_trunks_own() -> None:
     assert all(parameter.equal(tensors[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@each("tied", [True, False])
 def test_a_tied_head_may_be_there_twice_and_another_may_not_be_missing(tied: bool) -> None:
     model = build(LLAMA | {"tie_word_embeddings": tied})
     tensors = tensors_of(model)
@@ -146,7 +147,7 @@ def test_tensors_that_the_model_computes_itself_are_left() -> None:
         load(model, MemoryFile(tensors | {"model.layers.3.eh_proj.weight": torch.rand(4)}))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn])
+@each("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn])
 def test_codes_where_floats_belong(dtype: torch.dtype) -> None:
     model = build(LLAMA)
     name = "model.layers.1.mlp.up_proj.weight"

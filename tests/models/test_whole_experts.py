@@ -1,6 +1,7 @@
 """Experts that are each on one rank: the bits of one process."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ from models.cuts import Division
 from models.layers.absent import Absent
 from models.layers.moe import Experts
 from tests.helpers.builders import run_config, write_llama
-from tests.helpers.divided import assert_same_bits, divided_steps, rank_plan, stage_steps, whole_steps
-from tests.models.test_adding_ranks import assert_same_tokens
-from tests.models.test_model_parts import write_family
+from tests.helpers.cases import each
+from tests.helpers.catalog import write_family
+from tests.helpers.divided import (
+    assert_same_bits,
+    assert_same_tokens,
+    divided_steps,
+    rank_plan,
+    stage_steps,
+    whole_steps,
+)
+from tests.helpers.tiers import in_turn, tiers
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "v2", "v3", "ernie4_5_moe", "glm4_moe", "minimax_m2")
 PROMPTS = [[*range(3, 40)], [5], [7, 3]]  # of one token, which leaves ranks without a row
@@ -26,12 +35,12 @@ def of_whole_experts(run: RunConfig, tp: int, sum: Sum = Sum.gather) -> RunConfi
     return replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=tp, experts=ExpertDivision.whole, sum=sum))
 
 
-def cases() -> list[Any]:
-    every = [(name, tp, dtype) for name in MIXTURES for tp in (2, 3) for dtype in ("float32", "bfloat16")]
-    return [pytest.param(*case, marks=[] if case[1:] == (3, "float32") else pytest.mark.long) for case in every]
+RANKS, DTYPES = (2, 3), ("float32", "bfloat16")
 
 
-@pytest.mark.parametrize(("name", "tp", "dtype"), cases())
+@pytest.mark.parametrize(
+    ("name", "tp", "dtype"), tiers(product(MIXTURES, RANKS, DTYPES), quick=in_turn(MIXTURES, RANKS, DTYPES))
+)
 def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)
     run = run_config(tmp_path)
@@ -59,11 +68,12 @@ QUANTS = {
 }
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+@each("quant", QUANTS)
 def test_schemes(quant: str, tmp_path: Path) -> None:
     """Those of two schemes are computed one after the other on a rank that has both."""
-    write_family(tmp_path, "mixtral")
-    run = replace(run_config(tmp_path), quant=QUANTS[quant])
+    (tmp_path / quant).mkdir()
+    write_family(tmp_path / quant, "mixtral")
+    run = replace(run_config(tmp_path / quant), quant=QUANTS[quant])
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(of_whole_experts(run, 3), 3, PROMPTS))
 
 
@@ -73,10 +83,11 @@ def test_stages(tmp_path: Path) -> None:
     assert_same_bits(whole_steps(run, PROMPTS), stage_steps(of_whole_experts(run, 2), 2, 2, PROMPTS))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "v3"])
+@each("name", ["mixtral", "v3"])
 def test_beside_products_that_are_added(name: str, tmp_path: Path) -> None:
-    write_family(tmp_path, name)
-    run = run_config(tmp_path)
+    (tmp_path / name).mkdir()
+    write_family(tmp_path / name, name)
+    run = run_config(tmp_path / name)
     assert_same_tokens(whole_steps(run, PROMPTS), divided_steps(of_whole_experts(run, 3, Sum.reduce), 3, PROMPTS))
 
 

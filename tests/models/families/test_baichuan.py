@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.baichuan import Baichuan, NormHead, read_config, read_version
-from tests.helpers.builders import REPOSITORY, all_logits, engine_of
-from tests.helpers.goldens import link
+from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS, link
 
-GOLDENS = REPOSITORY / "tests" / "goldens"
 CONFIG = {
     "model_type": "baichuan",
     "hidden_size": 32,
@@ -31,7 +31,7 @@ def reader(**changes: Any) -> ConfigReader:
     return ConfigReader(CONFIG | changes, "config.json")
 
 
-@pytest.mark.parametrize("family", ["baichuan2-7b", "baichuan2-13b"])
+@each("family", ["baichuan2-7b", "baichuan2-13b"])
 def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     engine = engine_of(link(family, tmp_path))
@@ -72,14 +72,14 @@ def test_alibi_slopes_are_no_weights_and_stay_float32() -> None:
     assert not any("slopes" in name for name in model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("changes", "version"),
+@each(
+    "changes, version",
     [
-        pytest.param({}, 1, id="vocabulary of 1"),
-        pytest.param({"vocab_size": 125696}, 2, id="vocabulary of 2"),
-        pytest.param({"vocab_size": 100, "architectures": ["BaiChuanForCausalLM"]}, 1, id="class of Baichuan-7B"),
-        pytest.param({"vocab_size": 100, "tokenizer_class": "BaichuanTokenizer"}, 2, id="tokenizer_class"),
-        pytest.param({"vocab_size": 100, "z_loss_weight": 0}, 2, id="z_loss_weight"),
+        ({}, 1),
+        ({"vocab_size": 125696}, 2),
+        ({"vocab_size": 100, "architectures": ["BaiChuanForCausalLM"]}, 1),
+        ({"vocab_size": 100, "tokenizer_class": "BaichuanTokenizer"}, 2),
+        ({"vocab_size": 100, "z_loss_weight": 0}, 2),
     ],
 )
 def test_version(changes: dict[str, Any], version: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,8 +94,8 @@ def test_no_sign_of_a_version_is_1_with_a_warning(caplog: pytest.LogCaptureFixtu
     assert '"tokenizer_class": "BaichuanTokenizer"' in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         (
             {"z_loss_weight": 0},

@@ -17,10 +17,10 @@ from models.families.chatglm import ChatGLM, positions_2d, read_config
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.engine.scheduler import StepPlan
-from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of, generate, run_config, unpacked_engine
-from tests.helpers.goldens import TOLERANCE, greedy, link
+from tests.helpers.builders import all_logits, complete, engine_of, generate, run_config, unpacked_engine
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS, TOLERANCE, greedy, link
 
-GOLDENS = REPOSITORY / "tests" / "goldens"
 MASK, GMASK, SOP = 280, 281, 284
 KEY_VALUE_BYTES = 2 * 2 * 64 * 4  # of a token: K and V, layers, channels, float32
 PROMPTS = [
@@ -76,7 +76,7 @@ def hidden_states(engine: Engine, tokens: list[int]) -> Tensor:
 # The model
 
 
-@pytest.mark.parametrize("sort", ["", "mid_", "mask_"])
+@each("sort", ["", "mid_", "mask_"])
 def test_logits_and_positions(engine: Engine, golden: dict[str, Tensor], sort: str) -> None:
     prompt = golden[f"{sort}input_ids"][0].tolist()
     torch.testing.assert_close(all_logits(engine, prompt), golden[f"{sort}logits"][0], atol=TOLERANCE, rtol=0)
@@ -139,9 +139,7 @@ def test_marks_of_a_prompt(engine: Engine) -> None:
     assert model.prompt_features([SOP, 9, GMASK]) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    "prompt", [[9], [9, GMASK], [9, MASK, 9], [9, SOP]], ids=["plain", "no sop", "mask, no sop", "no mask"]
-)
+@each("prompt", [[9], [9, GMASK], [9, MASK, 9], [9, SOP]])
 def test_a_prompt_without_its_marks_is_refused(engine: Engine, prompt: list[int]) -> None:
     message = (
         r"^the prompt lacks <sop> \(id 284\), or \[gMASK\] and \[MASK\] \(ids 281 and 280\): .* text, \[gMASK\], <sop>$"
@@ -163,8 +161,8 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"position_encoding_2d": False}, r"position_encoding_2d=False is not supported: only True"),
         ({"tie_word_embeddings": True}, r"tie_word_embeddings=True is not supported"),
@@ -184,7 +182,7 @@ def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: st
 # The engine
 
 
-@pytest.mark.parametrize("family", ["chatglm", "chatglm_28layers"])
+@each("family", ["chatglm", "chatglm_28layers"])
 def test_a_step_too_small_for_the_prompt_is_refused(family: str, tmp_path: Path) -> None:
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     small = engine_of(link(family, tmp_path), max_batched_tokens=5)
@@ -193,7 +191,7 @@ def test_a_step_too_small_for_the_prompt_is_refused(family: str, tmp_path: Path)
         small.request(0, prompt, DecodeConfig(max_new_tokens=24))
 
 
-@pytest.mark.parametrize(
+@each(
     "device",
     [
         {"max_batched_tokens": 44},
@@ -201,7 +199,7 @@ def test_a_step_too_small_for_the_prompt_is_refused(family: str, tmp_path: Path)
         {"max_batched_tokens": 44, **SMALL},
         SMALL,
     ],
-    ids=["less than all prompts", "single-token blocks", "preemption and less than all prompts", "preemption"],
+    quick=[SMALL],
 )
 def test_whole_prompts_in_small_steps_and_pools_change_no_token(
     engine: Engine, folder: Path, device: dict[str, Any]
@@ -224,14 +222,15 @@ def test_whole_prompts_in_small_steps_and_pools_change_no_token(
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "decode",
     [
-        pytest.param({"num_beams": 3}, id="beams"),
-        pytest.param({"penalty_alpha": 0.6, "top_k": 3}, id="contrastive"),
-        pytest.param({"n": 3, "temperature": 1.0, "seed": 5}, id="samples"),
-        pytest.param({"prompt_logprobs": 0}, id="prompt log probabilities"),
+        {"num_beams": 3},
+        {"penalty_alpha": 0.6, "top_k": 3},
+        {"n": 3, "temperature": 1.0, "seed": 5},
+        {"prompt_logprobs": 0},
     ],
+    quick=[{"num_beams": 3}],
 )
 def test_other_ways_to_choose_are_the_same_in_small_steps_and_pools(
     engine: Engine, folder: Path, decode: dict[str, Any]

@@ -15,9 +15,10 @@ from models.config import ConfigReader
 from models.families.chatglm import ChatGLM
 from models.families.chatglm2 import ChatGLM2, read_config
 from models.registry import find_architecture
-from tests.helpers.builders import REPOSITORY, all_logits, complete, engine_of
+from tests.helpers.builders import all_logits, complete, engine_of
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 
-GOLDENS = REPOSITORY / "tests" / "goldens"
 CONFIG = {
     "model_type": "chatglm",
     "add_bias_linear": False,
@@ -104,14 +105,15 @@ def write_glm4(folder: Path, config: dict[str, Any]) -> GlmForCausalLM:
     return reference
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
-        pytest.param({}, id="GLM-4"),
-        pytest.param({"multi_query_group_num": 4, "rope_ratio": 10000}, id="one group per head, as long as GLM-4-1M"),
-        pytest.param({"multi_query_group_num": 1, "add_qkv_bias": False, "rope_ratio": 1}, id="one group, no bias"),
-        pytest.param({"_name_or_path": "THUDM/chatglm2-6b-32k", "rope_ratio": 50}, id="ChatGLM2-6B-32K"),
+        {},
+        {"multi_query_group_num": 4, "rope_ratio": 10000},
+        {"multi_query_group_num": 1, "add_qkv_bias": False, "rope_ratio": 1},
+        {"_name_or_path": "THUDM/chatglm2-6b-32k", "rope_ratio": 50},
     ],
+    quick=[{}],
 )
 def test_equals_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     reference = write_glm4(tmp_path, CONFIG | changes)
@@ -148,8 +150,8 @@ def test_every_key_of_glm4_is_known() -> None:
     assert config.unread() == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"add_bias_linear": True}, r"add_bias_linear=True is not supported: only False"),
         ({"apply_residual_connection_post_layernorm": True}, r"apply_residual_connection_post_layernorm=True"),

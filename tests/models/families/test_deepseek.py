@@ -6,9 +6,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    PreTrainedModel,
-)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP
 
 from conf.decoding import DecodeConfig
@@ -16,46 +13,27 @@ from conf.errors import UserError
 from conf.schema import DType
 from models.config import ConfigReader
 from models.registry import find_architecture
-from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from tests.helpers.builders import all_logits, complete, engine_of, run_config, weights_of
+from tests.helpers.builders import all_logits, complete, engine_of, generate, run_config, weights_of
+from tests.helpers.cases import each
 from tests.helpers.deepseek import CASES, SMALL, V2_GROUPS, V3_GROUPS, YARN, build, change_config
-
-NEW_TOKENS = 32
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 96, (length,), generator=generator).tolist() for length in (5, 1, 40, 17)]
+from tests.helpers.oracle import assert_equals_transformers, random_prompts
 
 
-def assert_equal(engine: Engine, folder: Path, reference: PreTrainedModel) -> None:
-    """Logits, and greedy tokens alone, together and in pieces."""
-    expected_ids = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            expected = reference(ids).logits[0]
-        # 1e-4: float32 sums in another order; the logits are of order 1 to 10
-        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
-        output = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
-        expected_ids.append(output[0, len(prompt) :].tolist())
-    decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
-    assert [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts()] == expected_ids
-    assert [output.token_ids for output in complete(engine, prompts(), decode)] == expected_ids
-    chunked = engine_of(folder, max_batched_tokens=5, block_size=4)
-    for _ in range(2):  # the second time over a cache that knows the prompts
-        assert [output.token_ids for output in complete(chunked, prompts(), decode)] == expected_ids
-
-
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES, quick=("v2_groups", "v3"))
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     version, config = CASES[name]
     reference = build(version, **config)
     reference.save_pretrained(tmp_path)
-    assert_equal(engine_of(tmp_path), tmp_path, reference)
+    assert_equals_transformers(tmp_path, reference, random_prompts(96))
+
+
+def test_prompts_that_the_cache_knows(tmp_path: Path) -> None:
+    build(3, **V3_GROUPS).save_pretrained(tmp_path)
+    engine, decode = engine_of(tmp_path, max_batched_tokens=5, block_size=4), DecodeConfig(max_new_tokens=12)
+    first, second = (generate(engine, random_prompts(96), decode) for _ in range(2))
+    assert [output.completions for output in second] == [output.completions for output in first]
+    assert [output.num_cached_tokens for output in second] == [4, 0, 36, 16]
 
 
 def test_experts_in_every_second_layer(tmp_path: Path) -> None:
@@ -65,7 +43,7 @@ def test_experts_in_every_second_layer(tmp_path: Path) -> None:
     reference.model.layers[1].mlp = dense
     reference.save_pretrained(tmp_path)
     change_config(tmp_path, moe_layer_freq=2)
-    assert_equal(engine_of(tmp_path), tmp_path, reference)
+    assert_equals_transformers(tmp_path, reference, random_prompts(96))
 
 
 def add_layer(folder: Path, layer: int) -> None:
@@ -108,7 +86,7 @@ def test_the_router_stays_float32(tmp_path: Path) -> None:
     assert torch.equal(*(gate.e_score_correction_bias.data for gate in gates))
 
 
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+@each("dtype", [DType.float32, DType.bfloat16], quick=[DType.float32])
 def test_log_probabilities_are_the_same_to_the_bit_in_any_company(dtype: DType, tmp_path: Path) -> None:
     # Whole vectors of 64: torch's loop over elements computes what is left over at its end in another way.
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "n_routed_experts": 64}
@@ -117,7 +95,7 @@ def test_log_probabilities_are_the_same_to_the_bit_in_any_company(dtype: DType, 
     run.model.dtype = dtype
     engine = load_engine(run, 7)
     decode = DecodeConfig(max_new_tokens=12, logprobs=20, prefix_cache=False)
-    rows = [*prompts(), [8], [5, 6, 7], [1]]
+    rows = [*random_prompts(96), [8], [5, 6, 7], [1]]
     alone = [complete(engine, [row], decode)[0] for row in rows]
     assert complete(engine, rows, decode) == alone
 
@@ -132,8 +110,8 @@ def read(version: int, **changes: Any) -> ConfigReader:
 HUB = {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1}
 
 
-@pytest.mark.parametrize(
-    ("version", "keys"),
+@each(
+    "version, keys",
     [
         (2, {"scoring_func": "softmax", "norm_topk_prob": False}),
         (2, {"topk_method": "greedy", "n_group": 1, "topk_group": 1}),
@@ -144,8 +122,8 @@ def test_keys_of_hub_configs_are_known(version: int, keys: dict[str, Any]) -> No
     assert read(version, **HUB | keys).unread() == []
 
 
-@pytest.mark.parametrize(
-    ("version", "changes", "message"),
+@each(
+    "version, changes, message",
     [
         (2, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported: only 'softmax'"),
         (2, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported: only 'greedy', 'group_limited"),
@@ -169,7 +147,6 @@ def test_keys_of_hub_configs_are_known(version: int, keys: dict[str, Any]) -> No
         (3, {"q_lora_rank": 0}, "q_lora_rank=0 is not a number above 0"),
         (3, {"n_shared_experts": None}, "n_shared_experts is missing"),
     ],
-    ids=str,
 )
 def test_refuses(version: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -181,4 +158,4 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     reference = build(3, n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_parameters=YARN)
     reference.save_pretrained(tmp_path)
     change_config(tmp_path, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
-    assert_equal(engine_of(tmp_path), tmp_path, reference)
+    assert_equals_transformers(tmp_path, reference, random_prompts(96))

@@ -18,34 +18,14 @@ from models.families.ernie3_5 import read_config
 from models.formats import open_checkpoint
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.cases import each
+from tests.helpers.catalog import greedy
 from tests.helpers.conversion import convert
 from tests.helpers.divided import assert_same_bits, divided_steps, stage_steps, whole_steps
-from tests.helpers.goldens import greedy
+from tests.helpers.ernie3_5 import CONFIG, FUSED, HEADS, HIDDEN, LAYERS, OUT, WIDE, make_arrays, write
 from tests.helpers.huggingface_files import load
-from tests.helpers.paddle_files import Arrays, rank_of, save_pdparams, save_safetensors
+from tests.helpers.paddle_files import Arrays, rank_of, save_pdparams
 
-VOCAB, HIDDEN, WIDE, LAYERS, HEADS = 64, 24, 40, 4, 2
-CONFIG = {
-    "model_type": "ernie",
-    "architectures": ["Ernie35ForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 1024,
-    "layer_norm_eps": 1e-6,
-    "use_bias": True,
-    "weight_share_add_bias": True,
-    "parallel_attn_hatf": True,
-    "enable_random_position_ids": True,
-    "tie_word_embeddings": False,
-    "fuse_linear": False,
-    "fuse_ln": False,
-    "ignored_index": -100,
-    "use_progressive_seq_len": True,
-    "use_recompute_attn": False,
-}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"parallel_attn_hatf": False},
@@ -56,34 +36,6 @@ VARIANTS: list[dict[str, Any]] = [
 SECTIONS = {"qkv_gate_up_proj": (3 * HIDDEN, WIDE, WIDE), "o_proj": (WIDE, HIDDEN)}
 PROMPT = [7, 0, 60, 3, 3, 19, 44, 5, 11]
 TOLERANCE = 1e-4  # float32 against float64; the logits are of order 1 to 10
-FUSED, OUT = "self_attn_mlp.qkv_gate_up_proj", "self_attn_mlp.o_proj"
-
-
-def make_arrays(config: dict[str, Any]) -> Arrays:
-    random = np.random.default_rng(5)
-    shapes = {"lm_head": (HIDDEN, VOCAB)}
-    norms = ["ernie.norm"]
-    for i in range(LAYERS):
-        layer, is_first, is_last = f"ernie.layers.{i}", i == 0, i == LAYERS - 1
-        if not config["parallel_attn_hatf"] or not (is_first or is_last):
-            shapes[f"{layer}.{FUSED}"] = (HIDDEN, 3 * HIDDEN + 2 * WIDE)
-            shapes[f"{layer}.{OUT}"] = (HIDDEN + WIDE, HIDDEN)
-            norms.append(f"{layer}.input_layernorm")
-        elif is_first:
-            shapes |= {f"{layer}.self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
-            norms.append(f"{layer}.input_layernorm")
-        else:
-            shapes |= {f"{layer}.mlp.{name}_proj": (HIDDEN, WIDE) for name in ("gate", "up")}
-            shapes[f"{layer}.mlp.down_proj"] = (WIDE, HIDDEN)
-            norms.append(f"{layer}.post_attention_layernorm")
-    arrays = {f"{name}.weight": random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-    arrays["ernie.embed_tokens.weight"] = random.normal(0, 1, (VOCAB, HIDDEN)).astype(np.float32)
-    with_bias = [name for name in shapes if name != "lm_head" or config["weight_share_add_bias"]] * config["use_bias"]
-    for name in norms:
-        arrays[f"{name}.weight"] = random.normal(1, 0.3, HIDDEN).astype(np.float32)
-    for name in norms + with_bias:
-        arrays[f"{name}.bias"] = random.normal(0, 0.3, arrays[f"{name}.weight"].shape[-1]).astype(np.float32)
-    return arrays
 
 
 Weights = dict[str, Tensor]
@@ -147,11 +99,6 @@ def expected_logits(config: dict[str, Any], arrays: Arrays, prompt: list[int]) -
     return linear(w, norm(w, x, "norm"), "lm_head")
 
 
-def write(folder: Path, arrays: Arrays, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    save_safetensors(folder / "model.safetensors", arrays)
-
-
 def assert_formulas(folder: Path, config: dict[str, Any], arrays: Arrays) -> None:
     """Logits at every position, and greedy tokens, also of a prompt in chunks."""
     expected = expected_logits(config, arrays, PROMPT)
@@ -167,7 +114,7 @@ def assert_formulas(folder: Path, config: dict[str, Any], arrays: Arrays) -> Non
         assert greedy(engine, [PROMPT, PROMPT[:3]], 12)[0] == tokens[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@each("changes", VARIANTS)
 def test_formulas(changes: dict[str, Any], tmp_path: Path) -> None:
     config = CONFIG | changes
     arrays = make_arrays(config)
@@ -175,7 +122,7 @@ def test_formulas(changes: dict[str, Any], tmp_path: Path) -> None:
     assert_formulas(tmp_path, config, arrays)
 
 
-@pytest.mark.parametrize("is_hatf", [True, False])
+@each("is_hatf", [True, False])
 def test_ranks(is_hatf: bool, tmp_path: Path) -> None:
     config = CONFIG | {"parallel_attn_hatf": is_hatf}
     arrays = make_arrays(config)
@@ -218,8 +165,8 @@ def test_what_is_left_out_is_as_in_its_code() -> None:
     assert read_config(left_out) == read_config(said)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"architectures": ["ErnieForMaskedLM"]}, r"architectures=\['ErnieForMaskedLM'\] is not supported"),
         ({"weight_share": True}, "weight_share=True is not supported: only False, None"),
@@ -236,7 +183,7 @@ def test_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("is_hatf", [True, False])
+@each("is_hatf", [True, False])
 def test_a_converted_folder_divided(is_hatf: bool, tmp_path: Path) -> None:
     """task=convert keeps every number, and ranks and stages have the bits of one process."""
     (tmp_path / "paddle").mkdir()
@@ -251,7 +198,7 @@ def test_a_converted_folder_divided(is_hatf: bool, tmp_path: Path) -> None:
     assert_same_bits(whole, stage_steps(run, 1, 3, [PROMPT]))
 
 
-@pytest.mark.parametrize("kv_cache", ["none", "int8", "fp8"])
+@each("kv_cache", ["none", "int8", "fp8"])
 def test_quantised(kv_cache: str, tmp_path: Path) -> None:
     """Made by rounding int8 weights, and with a cache in codes: near the floats'."""
     write(tmp_path, make_arrays(CONFIG), CONFIG)

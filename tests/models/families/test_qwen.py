@@ -15,6 +15,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.families.qwen import read_config
 from tests.helpers.builders import all_logits, complete, engine_of
+from tests.helpers.cases import each
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, HALF, VOCAB, SEQ_LENGTH, EPS = 2, 64, 4, 16, 40, 96, 16, 1e-6
 CONFIG: dict[str, Any] = {
@@ -85,15 +86,14 @@ def reference_logits(w: dict[str, Tensor], ids: list[int], prompt_length: int, n
     return norm(x, w["transformer.ln_f.weight"]) @ w["lm_head.weight"].T
 
 
-def reference_greedy(w: dict[str, Tensor], prompt: list[int], ntk: bool, logn: bool) -> list[int]:
-    ids = list(prompt)
-    for _ in range(NEW_TOKENS):
-        ids.append(int(reference_logits(w, ids, len(prompt), ntk, logn)[-1].argmax()))
-    return ids[len(prompt) :]
+def assert_greedy(w: dict[str, Tensor], prompt: list[int], answer: list[int], ntk: bool, logn: bool) -> None:
+    """Each token of the answer is the likeliest one after those before it."""
+    logits = reference_logits(w, prompt + answer, len(prompt), ntk, logn)
+    assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == answer
 
 
-@pytest.mark.parametrize("ntk", [False, True])
-@pytest.mark.parametrize("logn", [False, True])
+@pytest.mark.long
+@each("ntk, logn", [(False, False), (False, True), (True, False), (True, True)], quick=[(True, True)])
 def test_equals_the_formulas_in_float64(ntk: bool, logn: bool, tmp_path: Path) -> None:
     weights = write_qwen(tmp_path, use_dynamic_ntk=ntk, use_logn_attn=logn)
     generator = torch.Generator().manual_seed(1)
@@ -105,8 +105,9 @@ def test_equals_the_formulas_in_float64(ntk: bool, logn: bool, tmp_path: Path) -
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
     prompts += [prompts[-1][:20], prompts[-1][:40]]  # beginnings of others, which the cache may not give them
     decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
-    expected_ids = [reference_greedy(weights, prompt, ntk, logn) for prompt in prompts]
-    assert [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts] == expected_ids
+    expected_ids = [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts]
+    for prompt, answer in zip(prompts, expected_ids, strict=True):
+        assert_greedy(weights, prompt, answer, ntk, logn)
     chunked = engine_of(tmp_path, max_batched_tokens=5, block_size=4)
     for either in (engine, chunked):
         assert [output.token_ids for output in complete(either, prompts, decode)] == expected_ids
@@ -121,8 +122,8 @@ def test_prompts_share_their_beginnings_where_no_base_grows() -> None:
     assert not depends(max_position_embeddings=SEQ_LENGTH)  # as on the hub: 8192 and 8192
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"no_bias": False}, "no_bias=False is not supported: only True"),
         ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported: only True"),
@@ -138,7 +139,6 @@ def test_prompts_share_their_beginnings_where_no_base_grows() -> None:
         ({"use_logn_attn": 1}, "use_logn_attn=1 is not of type bool"),
         ({"rotary_emb_base": 0}, "rotary_emb_base=0.0 is not a number from 1e-30"),
     ],
-    ids=str,
 )
 def test_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

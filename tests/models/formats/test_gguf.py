@@ -13,14 +13,14 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, MixtralForCausalL
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from models.formats import open_checkpoint
 from models.formats.base import Checkpoint
 from models.formats.gguf.header import TYPES
 from tests.helpers.builders import SMALL, complete, engine_of
-from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, write_tensors, write_twin
+from tests.helpers.cases import each
+from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, opened, write_tensors, write_twin
 from tests.helpers.oracle import random_prompts, write_model
 
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {}),
     "llama_biases": (LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
     "llama_tied": (LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -40,10 +40,6 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name: tensor for file in checkpoint.open_weights({}) for name, tensor in file.read(file.shapes)}
 
 
-def opened(path: Path) -> Checkpoint:
-    return open_checkpoint(path, allow_pickle=False)
-
-
 def greedy(path: Path) -> list[list[int]]:
     prompts = random_prompts(SMALL["vocab_size"] or 0)
     return [output.token_ids for output in complete(engine_of(path), prompts, DecodeConfig(max_new_tokens=20))]
@@ -58,9 +54,9 @@ def assert_equal(file: Path, folder: Path) -> None:
     assert greedy(file) == greedy(folder)
 
 
-@pytest.mark.parametrize(("family", "merged"), [*((family, True) for family in FAMILIES), ("mixtral", False)])
+@each("family, merged", [*((family, True) for family in MODELS), ("mixtral", False)], quick=[("qwen2", True)])
 def test_equals_the_other_layout(family: str, merged: bool, tmp_path: Path) -> None:
-    model_class, config = FAMILIES[family]
+    model_class, config = MODELS[family]
     write_model(tmp_path, model_class, **config)
     file = write_twin(tmp_path, tmp_path / "twin.gguf", merged=merged)
     reader = opened(file).config
@@ -68,7 +64,7 @@ def test_equals_the_other_layout(family: str, merged: bool, tmp_path: Path) -> N
     assert_equal(file, tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float16")])
+@each("kind, dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float16")])
 def test_rounded_weights_are_the_packages(kind: str, dtype: str, tmp_path: Path) -> None:
     model = write_model(tmp_path, LlamaForCausalLM, intermediate_size=96)
     type = gguf.GGMLQuantizationType[kind]
@@ -82,7 +78,7 @@ def test_rounded_weights_are_the_packages(kind: str, dtype: str, tmp_path: Path)
     assert_equal(file, tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_every_type_is_dequantised_as_the_package_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +127,8 @@ def llama3_divisors(theta: float, head_dim: int, scaling: dict[str, float]) -> n
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("theta", "scaling"),
+@each(
+    "theta, scaling",
     [
         (10000.0, LLAMA3),
         (500000.0, LLAMA3 | {"original_max_position_embeddings": 8192}),
@@ -151,8 +147,8 @@ def test_llama3_scaling(theta: float, scaling: dict[str, Any], tmp_path: Path) -
     assert_equal(file, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("factors", "scaling"),
+@each(
+    "factors, scaling",
     [([1.0] * 8, None), ([1, 1, 1, 1, 1, 2, 3, 4], "holds factors that are not"), ([1.0] * 7, "expected")],
 )
 def test_other_rotary_factors(factors: list[float], scaling: str | None, tmp_path: Path) -> None:
@@ -168,8 +164,8 @@ def test_other_rotary_factors(factors: list[float], scaling: str | None, tmp_pat
             opened(tmp_path / "twin.gguf")
 
 
-@pytest.mark.parametrize(
-    ("rope", "metadata"),
+@each(
+    "rope, metadata",
     [
         ({"rope_type": "linear", "factor": 2.5}, {"type": "linear", "factor": 2.5}),
         (
@@ -298,8 +294,8 @@ def test_folders(tmp_path: Path) -> None:
     assert greedy(named_otherwise) == greedy(tmp_path / "hf")
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
+@each(
+    "metadata, message",
     [
         ({"llama__attention__value_length": 8}, "attention.value_length=8 is not supported: only 16"),
         ({"llama__attention__causal": False}, "attention.causal=False is not supported"),
@@ -318,8 +314,8 @@ def test_refused_metadata(metadata: dict[str, Any], message: str, tmp_path: Path
         engine_of(write_twin(tmp_path, tmp_path / "twin.gguf", **metadata))
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
+@each(
+    "tensors, message",
     [
         ({"blk.0.attn_q_norm.weight": (16,)}, "unexpected: blk.0.attn_q_norm.weight"),
         ({"blk.0.ffn_gate_exps.weight": (2, 4, 64)}, "unexpected: model.layers.0.block_sparse_moe.experts.0.w1.weight"),
@@ -339,8 +335,8 @@ def test_unexpected_tensors(tensors: dict[str, tuple[int, ...]], message: str, t
         engine_of(tmp_path / "twin.gguf")
 
 
-@pytest.mark.parametrize(
-    ("keys", "origin"),
+@each(
+    "keys, origin",
     [
         ({}, ""),
         (

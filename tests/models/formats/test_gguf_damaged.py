@@ -10,9 +10,9 @@ from transformers import LlamaForCausalLM
 
 from conf.errors import UserError
 from tests.helpers.builders import engine_of
-from tests.helpers.gguf_files import pack, write_twin
+from tests.helpers.cases import each
+from tests.helpers.gguf_files import opened, pack, write_twin
 from tests.helpers.oracle import write_model
-from tests.models.formats.test_gguf import opened
 
 U64, U32 = "<Q", "<I"
 START = pack(b"GGUF", (U32, 3))
@@ -24,8 +24,8 @@ def tensor_of(*shape: int, name: str = "t", kind: int = 0, offset: int = 0) -> b
     return pack(name, (U32, len(shape)), *((U64, n) for n in shape), (U32, kind), (U64, offset))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
+@each(
+    "data, message",
     [
         (b"GGUF", "the version needs 4 bytes at 4, but 0 are left: the file is truncated or damaged"),
         (pack(b"GGUF", (">I", 3)), "the file is big-endian, expected little-endian"),
@@ -113,6 +113,7 @@ def load_damaged(data: bytes, file: Path) -> str:
     return message
 
 
+@pytest.mark.long
 def test_truncated_anywhere(small: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     assert load_damaged(small, file) == ""
@@ -121,6 +122,7 @@ def test_truncated_anywhere(small: bytes, tmp_path: Path) -> None:
         assert load_damaged(small[:length], file), length
 
 
+@pytest.mark.long
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_is_a_user_error(small: bytes, tmp_path: Path, data: st.DataObject) -> None:

@@ -23,12 +23,13 @@ from models.formats.gguf.rotary import turning_share
 from models.layers.linear import Linear
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of
+from tests.helpers.cases import each
 from tests.helpers.deepseek import SMALL as DEEPSEEK
 from tests.helpers.deepseek import V2_GROUPS, V3_GROUPS, YARN
+from tests.helpers.dense_families import LONGROPE
 from tests.helpers.gguf_families import ARCHITECTURES, add_family_shape, converted_tensors, write_family
 from tests.helpers.gguf_files import random_blocks, write_tensors
 from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
-from tests.models.families.test_phi3 import LONGROPE
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -122,7 +123,7 @@ def assert_equals_transformers(file: Path, reference: Any) -> None:
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES, quick=("phi3", "glm4"))
 def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = build(tmp_path, name)
     file = write_family(tmp_path, tmp_path / "twin.gguf")
@@ -187,7 +188,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
+@each("name", PACKED)
 def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> None:
     """The file stays packed, and its logits are near those of transformers with the package's rounded weights."""
     reference = build(tmp_path, name, **WIDE.get(name, {}))
@@ -211,8 +212,8 @@ def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "module"),
+@each(
+    "name, settings, module",
     [
         ("bloom", {"hidden_size": 256, "n_head": 4}, "transformer.h.1.self_attention.query_key_value"),
         ("gpt2", {"n_embd": 256}, "transformer.h.1.attn.c_attn"),
@@ -289,7 +290,8 @@ def write_random_blocks(folder: Path) -> tuple[Path, Path]:
     return files
 
 
-@pytest.mark.parametrize("name", ROWS_OF_256)
+@pytest.mark.long
+@each("name", ROWS_OF_256)
 def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
     """They stay packed, and logits are near those of the package's own dequantisation of the same file."""
     build(tmp_path, name, **ROWS_OF_256[name])
@@ -307,8 +309,8 @@ def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
         assert differences.max() <= 2e-2 * logits.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "dtype"),
+@each(
+    "name, kind, dtype",
     [
         ("qwen3", "Q8_0", "float16"),
         ("qwen3", "F16", "float16"),
@@ -324,9 +326,7 @@ def test_dtype(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
     assert open_checkpoint(file, allow_pickle=False).config.raw("torch_dtype") == dtype
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "scale"), [("gemma2", 46, 12.0), ("gemma3", 62, 12.0), ("gemma3", 61, 16.0)]
-)
+@each("name, layers, scale", [("gemma2", 46, 12.0), ("gemma3", 62, 12.0), ("gemma3", 61, 16.0)])
 def test_scale_of_the_largest_gemmas(name: str, layers: int, scale: float, tmp_path: Path) -> None:
     """Gemma 2 and 3 27B divide by the root of hidden_size / heads; their files do not say it, and llama.cpp knows it by the layers."""
     build(tmp_path, name, hidden_size=48, num_hidden_layers=layers, layer_types=None)
@@ -375,8 +375,8 @@ def test_frequencies_of_gemma3s_windows(tmp_path: Path) -> None:
     assert open_checkpoint(file, allow_pickle=False).config.raw("rope_local_base_freq") == 20000.0
 
 
-@pytest.mark.parametrize(
-    ("name", "metadata", "message"),
+@each(
+    "name, metadata, message",
     [
         ("qwen3", {"qwen3__rope__dimension_count": 8}, "qwen3: rope.dimension_count=8 is not supported: only 16"),
         (
@@ -435,8 +435,8 @@ def write_deepseek(folder: Path, tensors: dict[str, np.ndarray], kind: str = "F3
     return folder / "x.gguf"
 
 
-@pytest.mark.parametrize(
-    ("changed", "shape"),
+@each(
+    "changed, shape",
     [
         (lambda half: half[:, :, :-1], [4, 10, 23]),
         (lambda half: half[:-1], [3, 10, 24]),
@@ -463,7 +463,7 @@ def test_halves_and_their_whole(tmp_path: Path) -> None:
         engine_of(file)
 
 
-@pytest.mark.parametrize("missing", ["attn_k_b", "attn_v_b"])
+@each("missing", ["attn_k_b", "attn_v_b"])
 def test_a_half_alone(missing: str, tmp_path: Path) -> None:
     build(tmp_path, "deepseek_v2")
     tensors = converted_tensors(tmp_path)

@@ -19,6 +19,7 @@ from models.formats import open_tokenizer
 from models.formats.gguf.pre_tokenizers import CASED_LETTERS
 from models.tokenizers import Tokenizer
 from tests.helpers.builders import SHARED, engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_level
 
 REAL = SHARED / "data" / "tokenizers"
@@ -64,7 +65,7 @@ def pairs(backend: Any, pre: str = "gpt-2") -> dict[str, Any]:
 
 
 @real
-@pytest.mark.parametrize(("file", "name"), [("llama-spm", "llama2"), ("phi-3", "llama2"), ("gpt-2", "gpt2")])
+@each("file, name", [("llama-spm", "llama2"), ("phi-3", "llama2"), ("gpt-2", "gpt2")])
 def test_published_vectors(file: str, name: str) -> None:
     tokenizer = load(REAL / "gguf" / f"ggml-vocab-{file}.gguf")
     for case in json.loads((REAL / name / "vectors.json").read_text(encoding="utf-8"))["cases"]:
@@ -92,6 +93,7 @@ def test_special_tokens_of_phi3() -> None:
     assert ids[:2] == [1, 32010]
 
 
+@pytest.mark.long
 @real
 def test_qwen2(tmp_path: Path) -> None:
     plain = AutoTokenizer.from_pretrained(REAL / "qwen2")
@@ -112,8 +114,8 @@ def test_qwen2(tmp_path: Path) -> None:
         assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["text"]
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "words"),
+@each(
+    "pre, text, words",
     [
         ("gpt-2", "don't 12345", ["don", "'t", " 12345"]),
         ("smollm", "a 123", ["a", " ", "1", "2", "3"]),
@@ -195,7 +197,7 @@ PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, as DeepSeek-
 }
 
 
-@pytest.mark.parametrize("pre", PUBLISHED)
+@each("pre", PUBLISHED)
 def test_ids_are_those_of_tokenizer_json(pre: str, tmp_path: Path) -> None:
     """A vocabulary that was learnt of texts cut as the family's tokenizer.json says, read by transformers and from GGUF."""
     settings = json.loads(byte_level().to_str())
@@ -216,6 +218,7 @@ def test_ids_are_those_of_tokenizer_json(pre: str, tmp_path: Path) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.long
 def test_cased_letters_are_letters_with_a_case() -> None:
     """By the categories of Unicode, which tell a range that was mistyped."""
     cut = pre_tokenizers.Split(Regex(f"[{CASED_LETTERS}]"), "removed")
@@ -290,8 +293,8 @@ def test_no_vocabulary_is_none(tmp_path: Path) -> None:
     assert open_tokenizer(write(tmp_path / "y.gguf")) is None
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
+@each(
+    "keys, message",
     [
         ({"model": "bert"}, "tokenizer.ggml: model='bert' is not supported: only 'llama', 'gpt2'"),
         ({"add_eos_token": True}, "add_eos_token=True is not supported"),
@@ -312,8 +315,8 @@ def test_refused_sentencepiece(keys: dict[str, Any], message: str, tmp_path: Pat
         open_tokenizer(write(tmp_path / "x.gguf", **(SPM | keys)))
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
+@each(
+    "keys, message",
     [
         (
             {"pre": "jina-v2", "model": "gpt2"},

@@ -20,11 +20,12 @@ from models.formats import open_checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.tokenizers.tiktoken import QWEN_PATTERN
 from tests.helpers.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
+from tests.helpers.cases import each
 from tests.helpers.gguf_files import write_twin
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {"attention_bias": True}),
     "llama3": (
         LlamaForCausalLM,
@@ -63,10 +64,13 @@ def convert(folder: Path, dtype: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each(
+    "family, dtype",
+    [(family, dtype) for family in MODELS for dtype in DTYPES],
+    quick=[("llama", "float32"), ("mixtral", "bfloat16")],
+)
 def test_reads_back_equal(family: str, dtype: str, tmp_path: Path) -> None:
-    model_class, config = FAMILIES[family]
+    model_class, config = MODELS[family]
     model = write_model(tmp_path / "hf", model_class, **config)
     model.to(DTYPES[dtype]).save_pretrained(tmp_path / "hf")
     file = convert(tmp_path / "hf", dtype)
@@ -98,10 +102,10 @@ def test_q8_0_is_the_packages(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2"])
+@each("family", ["llama", "mixtral", "qwen2"])
 def test_is_what_llama_cpp_reads(family: str, tmp_path: Path) -> None:
     """By the package's own reader: the same tensors and keys as a twin made by llama.cpp's rules."""
-    model_class, config = FAMILIES[family]
+    model_class, config = MODELS[family]
     write_model(tmp_path / "hf", model_class, **config)
     ours = gguf.GGUFReader(convert(tmp_path / "hf", "float32"))
     twin = gguf.GGUFReader(write_twin(tmp_path / "hf", tmp_path / "twin.gguf"))
@@ -127,7 +131,7 @@ def test_peak_memory_is_about_a_tensor(tmp_path: Path) -> None:
     assert peak < 2.5 * 1000 * 512 * 4 < (tmp_path / "x.gguf").stat().st_size / 2
 
 
-@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@each("make", [byte_level, byte_fallback])
 def test_tokenizers_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
     write_model(tmp_path / "hf", LlamaForCausalLM, vocab_size=700)
     save(make(), tmp_path / "hf")
@@ -151,7 +155,7 @@ def test_tokenizers_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@each("dtype", ["float32", "float16"])
 def test_a_real_model_tells_its_story(dtype: str, tmp_path: Path) -> None:
     folder = SHARED / "data" / "models" / "stories260K"
     write_gguf(open_checkpoint(folder, False), tmp_path / "x.gguf", dtype)
@@ -272,8 +276,8 @@ def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "again.gguf").read_bytes() == first.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("model_class", "config", "dtype", "message"),
+@each(
+    "model_class, config, dtype, message",
     [
         (LlamaForCausalLM, {}, "q4_0", "dtype='q4_0' is not supported in GGUF: only float32, float16, bfloat16, q8_0"),
         (

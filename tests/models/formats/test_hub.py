@@ -1,5 +1,6 @@
 """From model.path to a folder: local folders, the hub's cache, one clear error where there is neither."""
 
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import models.formats.hub
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.hub import find_checkpoint
+from tests.helpers.cases import each
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +37,10 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
     assert (find_checkpoint("org/name", with_weights=True, allow_pickle=False) / "config.json").is_file()
 
 
-def store(root: Path, *files: str) -> Path:
-    """The hub's cache with org/name, which holds these files."""
-    entry, commit = root / "cache" / "models--org--name", "0" * 40
+def store(*files: str) -> Path:
+    """The hub's cache with org/name, which holds these files alone."""
+    entry, commit = Path(constants.HF_HUB_CACHE) / "models--org--name", "0" * 40
+    shutil.rmtree(entry, ignore_errors=True)
     (entry / "refs").mkdir(parents=True)
     (entry / "refs" / "main").write_text(commit)
     for name in files:
@@ -47,9 +50,9 @@ def store(root: Path, *files: str) -> Path:
     return entry / "snapshots" / commit
 
 
-@pytest.mark.parametrize("with_weights", [True, False])
-@pytest.mark.parametrize(
-    ("tag", "file"),
+@each("with_weights", [True, False])
+@each(
+    "tag, file",
     [
         ("Q4_K_M", "name-Q4_K_M.gguf"),
         ("q4_k_m", "name-Q4_K_M.gguf"),
@@ -58,31 +61,30 @@ def store(root: Path, *files: str) -> Path:
         ("F16", "F16.gguf"),
     ],
 )
-def test_a_tag_chooses_a_gguf_file(tag: str, file: str, with_weights: bool, tmp_path: Path) -> None:
+def test_a_tag_chooses_a_gguf_file(tag: str, file: str, with_weights: bool) -> None:
     folder = store(
-        tmp_path,
         *("name-Q4_K_M.gguf", "name-Q4_K_S.gguf", "name.q4_k.gguf", "name-IQ4_K.gguf", "mmproj-F16.gguf", "F16.gguf"),
         *("Q8_0/name-Q8_0-00001-of-00002.gguf", "Q8_0/name-Q8_0-00002-of-00002.gguf", "name-Q4_K_M.gguf.json"),
     )
     assert find_checkpoint(f"org/name:{tag}", with_weights=with_weights, allow_pickle=False) == folder / file
 
 
-@pytest.mark.parametrize(
-    ("tag", "message"),
+@each(
+    "tag, message",
     [
         ("Q6_K", "model.path=org/name:Q6_K: no GGUF model in it has that tag: .*the id of the Hugging Face checkpoint"),
         ("4_K_M", "no GGUF model in it has that tag"),
         ("Q4_K_M", r"2 GGUF models in it have that tag \(a-Q4_K_M.gguf, b/b-q4_k_m.gguf\): .*give another tag"),
     ],
 )
-def test_a_tag_of_no_one_file(tag: str, message: str, tmp_path: Path) -> None:
-    store(tmp_path, "a-Q4_K_M.gguf", "b/b-q4_k_m.gguf", "model.safetensors")
+def test_a_tag_of_no_one_file(tag: str, message: str) -> None:
+    store("a-Q4_K_M.gguf", "b/b-q4_k_m.gguf", "model.safetensors")
     with pytest.raises(UserError, match=message) as raised:
         find_checkpoint(f"org/name:{tag}", with_weights=True, allow_pickle=False)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("path", ["org/name-GGUF", "org/name.gguf"])
+@each("path", ["org/name-GGUF", "org/name.gguf"])
 def test_a_repository_of_gguf_files_needs_a_tag(path: str) -> None:
     """Not a download of its other files, and an error for weights that are missing in them."""
     with pytest.raises(
@@ -116,8 +118,8 @@ def test_a_tag_downloads_its_files_alone(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert asked == [["x-Q4_K_M.gguf"], ["x-Q4_K_M.gguf"], ["x-Q8_0.gguf", "q8_0/x-q8_0-00001-of-00002.gguf"]]
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
+@each(
+    "path, message",
     [
         (
             "org/name",
@@ -215,7 +217,7 @@ def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("direct")
-@pytest.mark.parametrize("proxy", [None, "http://proxy.invalid:1"])
+@each("proxy", [None, "http://proxy.invalid:1"])
 def test_what_cannot_be_reached_is_looked_for_in_the_cache_alone(
     proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.schema import DeviceType, DType, Weights
 from pipelines.loading import load_engine
+from tests.helpers.cases import each
 from tests.helpers.huggingface_files import (
     CONFIG,
     EMBEDDING,
@@ -58,7 +59,7 @@ def test_loaded_values_do_not_depend_on_the_file(tmp_path: Path) -> None:
     assert_same(parameters, tensors)
 
 
-@pytest.mark.parametrize("head", ["stored twice", "absent"])
+@each("head", ["stored twice", "absent"])
 def test_tied_head_is_not_needed(tmp_path: Path, head: str) -> None:
     tensors = make_tensors()
     tied = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
@@ -100,13 +101,13 @@ def test_keys_that_are_not_used_are_logged(tmp_path: Path, caplog: pytest.LogCap
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["sliding_window"]
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
-        pytest.param(lambda content: content[:-100], id="last bytes missing"),
-        pytest.param(lambda content: b"", id="empty"),
-        pytest.param(lambda content: b"\xff" * 64, id="garbage"),
-        pytest.param(lambda content: content[:8] + b"?" * 64 + content[72:], id="header not JSON"),
+        lambda content: content[:-100],
+        lambda content: b"",
+        lambda content: b"\xff" * 64,
+        lambda content: content[:8] + b"?" * 64 + content[72:],
     ],
 )
 def test_damaged_file_is_refused_by_name(tmp_path: Path, damage: Any) -> None:
@@ -121,7 +122,7 @@ def test_no_weights(tmp_path: Path) -> None:
         load(write_config(tmp_path))
 
 
-@pytest.mark.parametrize("name", [QUERY, "lm_head.weight"])
+@each("name", [QUERY, "lm_head.weight"])
 def test_missing_tensor(tmp_path: Path, name: str) -> None:
     tensors = make_tensors()
     del tensors[name]
@@ -168,7 +169,7 @@ def test_index_names_a_missing_file(tmp_path: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "sub/inside.safetensors", "/outside.safetensors", 7])
+@each("name", ["../outside.safetensors", "sub/inside.safetensors", "/outside.safetensors", 7])
 def test_index_names_no_file_of_its_folder(tmp_path: Path, name: object) -> None:
     for place in (tmp_path, tmp_path / "model" / "sub"):
         place.mkdir(parents=True, exist_ok=True)
@@ -178,16 +179,16 @@ def test_index_names_no_file_of_its_folder(tmp_path: Path, name: object) -> None
         load(folder)
 
 
-@pytest.mark.parametrize(
+@each(
     "content",
     [
-        pytest.param("{", id="not JSON"),
-        pytest.param("", id="empty"),
-        pytest.param([], id="not an object"),
-        pytest.param({}, id="no weight_map"),
-        pytest.param({"weight_map": 3}, id="weight_map a number"),
-        pytest.param({"weight_map": {"a": [], "b": "c"}}, id="a list for a name"),
-        pytest.param("[" * 100_000, id="nested too deeply"),
+        "{",
+        "",
+        [],
+        {},
+        {"weight_map": 3},
+        {"weight_map": {"a": [], "b": "c"}},
+        "[" * 100_000,
     ],
 )
 def test_unreadable_index(tmp_path: Path, content: object) -> None:
@@ -205,13 +206,13 @@ def test_random_weights_are_repeatable_and_need_no_files(tmp_path: Path) -> None
     assert not torch.equal(first[QUERY], first[QUERY.replace("1", "0")])
 
 
-@pytest.mark.parametrize(
-    ("config", "stored", "wanted", "expected"),
+@each(
+    "config, stored, wanted, expected",
     [
-        pytest.param({}, "float16", "auto", "float16", id="auto is the tensors'"),
-        pytest.param({"torch_dtype": "bfloat16"}, "float32", "auto", "bfloat16", id="auto is torch_dtype"),
-        pytest.param({"dtype": "bfloat16"}, "float32", "auto", "bfloat16", id="auto is dtype"),
-        pytest.param({"torch_dtype": "bfloat16"}, "bfloat16", "float32", "float32", id="explicit"),
+        ({}, "float16", "auto", "float16"),
+        ({"torch_dtype": "bfloat16"}, "float32", "auto", "bfloat16"),
+        ({"dtype": "bfloat16"}, "float32", "auto", "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16", "float32", "float32"),
     ],
 )
 def test_dtype(tmp_path: Path, config: dict[str, Any], stored: str, wanted: str, expected: str) -> None:
@@ -220,7 +221,7 @@ def test_dtype(tmp_path: Path, config: dict[str, Any], stored: str, wanted: str,
     assert_same(parameters, {name: tensor.to(getattr(torch, expected)) for name, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float64", ["float32"], 16])
+@each("dtype", ["int8", "float64", ["float32"], 16])
 def test_unknown_dtype_is_refused(tmp_path: Path, dtype: object) -> None:
     with pytest.raises(UserError, match=r"dtype .* is not supported: give model\.dtype=float32\|bfloat16\|float16"):
         load(write_whole(tmp_path, make_tensors(), torch_dtype=dtype))
@@ -237,6 +238,7 @@ def test_max_length_above_the_context_names_both(tmp_path: Path) -> None:
         load(write_whole(tmp_path, make_tensors()), max_length=65)
 
 
+@pytest.mark.long
 def test_peak_memory_is_the_model_and_one_tensor(tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()

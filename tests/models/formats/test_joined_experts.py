@@ -13,10 +13,11 @@ from torch import Tensor
 from conf.errors import UserError
 from models.formats.wrapper import text_config
 from tests.helpers.builders import engine_of, run_config
+from tests.helpers.cases import each
 from tests.helpers.conversion import SHARDED, convert, tensors_in
 from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
 from tests.helpers.oracle import random_prompts, write_random
-from tests.models.formats.test_wrapper import assert_equal, change, reference_of
+from tests.helpers.wrapped_models import assert_equal, change, reference_of
 
 GATE_UP = "model.language_model.layers.1.mlp.experts.gate_up_proj"
 DOWN = "model.language_model.layers.1.mlp.experts.down_proj"
@@ -36,8 +37,11 @@ def turn(folder: Path) -> None:
     change_experts(folder, lambda _, tensor: tensor.mT)
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-@pytest.mark.parametrize("channels", [24, 32, 48])  # of 48 hidden ones: gates with ups, none, or downs are square
+@each(
+    "channels, is_turned",  # of 48 hidden ones: gates with ups, none, or downs are square
+    [(channels, is_turned) for channels in (24, 32, 48) for is_turned in (False, True)],
+    quick=[(32, True)],
+)
 def test_equals_transformers(channels: int, is_turned: bool, tmp_path: Path) -> None:
     reference = write_random(tmp_path, reference_of("qwen3_vl_moe", moe_intermediate_size=channels))
     if is_turned:
@@ -57,7 +61,7 @@ def test_the_sibling_of_a_square_tensor_may_be_in_another_file(tmp_path: Path) -
     assert_equal(tmp_path, reference)
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@each("tp", [2, 3])
 def test_ranks_have_the_bits_of_one_process(tp: int, tmp_path: Path) -> None:
     write_random(tmp_path, reference_of("qwen3_vl_moe", moe_intermediate_size=40))
     turn(tmp_path)
@@ -65,7 +69,8 @@ def test_ranks_have_the_bits_of_one_process(tp: int, tmp_path: Path) -> None:
     assert_same_bits(whole_steps(run, prompts), divided_steps(run, tp, prompts))
 
 
-@pytest.mark.parametrize("settings", [{}, {"format": SHARDED, "tp": 2}], ids=["hf", "sharded"])
+@pytest.mark.long
+@each("settings", [{}, {"format": SHARDED, "tp": 2}])
 def test_converted_experts_have_a_matrix_for_each_layer(settings: dict[str, Any], tmp_path: Path) -> None:
     reference = write_random(tmp_path / "joined", reference_of("qwen3_vl_moe"))
     turn(tmp_path / "joined")
@@ -74,8 +79,8 @@ def test_converted_experts_have_a_matrix_for_each_layer(settings: dict[str, Any]
     assert_equal(apart, reference)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
+@each(
+    "changed, message",
     [
         (
             lambda name, x: x[:, :, :31] if name == DOWN else x,
@@ -96,7 +101,6 @@ def test_converted_experts_have_a_matrix_for_each_layer(settings: dict[str, Any]
         (lambda name, x: x[0] if name == GATE_UP else x, r"unexpected: model\.layers\.1\.mlp\.experts\.gate_up_proj"),
         (lambda name, x: x[0, 0, 0] if name == GATE_UP else x, r"model\.layers\.1\.mlp\.experts\.gate_up_proj"),
     ],
-    ids=["narrow", "one_turned", "too_few", "too_many", "one_expert", "a_number"],
 )
 def test_damaged_experts_are_named(changed: Callable[[str, Tensor], Tensor], message: str, tmp_path: Path) -> None:
     write_random(tmp_path, reference_of("qwen3_vl_moe"))
@@ -105,7 +109,7 @@ def test_damaged_experts_are_named(changed: Callable[[str, Tensor], Tensor], mes
         engine_of(tmp_path)
 
 
-@pytest.mark.parametrize("is_beside", [False, True], ids=["one_file", "two_files"])
+@each("is_beside", [False, True])
 def test_an_expert_that_is_also_there_alone(is_beside: bool, tmp_path: Path) -> None:
     write_random(tmp_path, reference_of("qwen3_vl_moe"))
     tensors = load_file(tmp_path / "model.safetensors")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -20,8 +19,9 @@ from models.formats.lora import merge_lora
 from models.registry import find_architecture
 from models.weights import load_weights, parameter_shapes
 from tests.helpers.builders import all_logits, run_config, unpacked_engine, write_llama
+from tests.helpers.cases import each
+from tests.helpers.merged_adapters import PROMPT, write_adapter
 
-PROMPT = list(range(3, 40))
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -34,22 +34,6 @@ def write_gpt2(folder: Path, **config: Any) -> PreTrainedModel:
             parameter.normal_(0.0, 0.15)
     model.save_pretrained(folder)
     return model
-
-
-def write_adapter(folder: Path, base: PreTrainedModel, **config: Any) -> Tensor:
-    """A random adapter of the base; the logits [T, V] of PEFT's merged model, of the adapter as it was saved."""
-    copy = type(base).from_pretrained(folder.parent / "base")
-    model = get_peft_model(copy, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    model.save_pretrained(folder)
-    fresh = type(base).from_pretrained(folder.parent / "base")
-    merged = PeftModel.from_pretrained(fresh, folder).merge_and_unload().eval()
-    with torch.inference_mode():
-        return merged(torch.tensor([PROMPT])).logits[0]
 
 
 def base_files(folder: Path) -> tuple[list[WeightFile], CausalLM]:
@@ -84,24 +68,21 @@ def assert_as_peft(tmp_path: Path, expected: Tensor, base: PreTrainedModel) -> N
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.mark.parametrize(
+@each(
     "config",
     [
-        pytest.param({"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}, id="plain"),
-        pytest.param({"r": 3, "lora_alpha": 5, "target_modules": ALL_LINEAR}, id="all linear"),
-        pytest.param({"r": 4, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}, id="rslora"),
-        pytest.param(
-            {
-                "r": 2,
-                "target_modules": ALL_LINEAR,
-                "rank_pattern": {"^model.layers.1.self_attn.q_proj": 7, "down_proj": 3, "layers.0.mlp.down_proj": 5},
-                "alpha_pattern": {"q_proj": 3, r"layers\.1\.mlp\.up_proj": 32},
-            },
-            id="patterns",
-        ),
-        pytest.param({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, id="saved head"),
-        pytest.param({"target_modules": ["o_proj"], "modules_to_save": ["norm"]}, id="saved norm"),
-        pytest.param({"target_modules": ["embed_tokens", "lm_head", "k_proj"]}, id="embedding and head"),
+        {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+        {"r": 3, "lora_alpha": 5, "target_modules": ALL_LINEAR},
+        {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+        {
+            "r": 2,
+            "target_modules": ALL_LINEAR,
+            "rank_pattern": {"^model.layers.1.self_attn.q_proj": 7, "down_proj": 3, "layers.0.mlp.down_proj": 5},
+            "alpha_pattern": {"q_proj": 3, r"layers\.1\.mlp\.up_proj": 32},
+        },
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["o_proj"], "modules_to_save": ["norm"]},
+        {"target_modules": ["embed_tokens", "lm_head", "k_proj"]},
     ],
 )
 def test_llama_as_peft(config: dict[str, Any], tmp_path: Path) -> None:
@@ -109,20 +90,20 @@ def test_llama_as_peft(config: dict[str, Any], tmp_path: Path) -> None:
     assert_as_peft(tmp_path, write_adapter(tmp_path / "adapter", base, **config), base)
 
 
-@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+@each("bias", ["none", "all", "lora_only"])
 def test_biases_as_peft(bias: str, tmp_path: Path) -> None:
     base = write_llama(tmp_path / "base", attention_bias=True)
     adapter = write_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "o_proj"], bias=bias)
     assert_as_peft(tmp_path, adapter, base)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@each("tied", [False, True])
 def test_tied_heads_stay_tied(tied: bool, tmp_path: Path) -> None:
     base = write_llama(tmp_path / "base", tie_word_embeddings=tied)
     assert_as_peft(tmp_path, write_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "down_proj"]), base)
 
 
-@pytest.mark.parametrize("bias", ["none", "all"])
+@each("bias", ["none", "all"])
 def test_gpt2_whose_matrices_are_transposed(bias: str, tmp_path: Path) -> None:
     """c_proj of attention is square, so that its shape does not tell."""
     base = write_gpt2(tmp_path / "base")
@@ -174,8 +155,9 @@ def write_changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Ten
     save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
+@pytest.mark.long
+@each(
+    "config, message",
     [
         ({"peft_type": "LOHA"}, r"adapter_config\.json: peft_type='LOHA' is not supported: only 'LORA'"),
         ({"use_dora": True}, "use_dora=True is not supported"),
@@ -193,7 +175,6 @@ def write_changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Ten
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head' is not a list of names"),
         ({"r": 5}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], expected \[.*5.*\] by model and adapter_config\.json"),
     ],
-    ids=str,
 )
 def test_refused_settings(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_changed(tmp_path, config, {})
@@ -204,8 +185,8 @@ def test_refused_settings(config: dict[str, Any], message: str, tmp_path: Path) 
 OTHER = "base_model.model.model.layers.5.self_attn.q_proj"
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
+@each(
+    "tensors, message",
     [
         ({f"{QUERY}.lora_A.weight": None}, r"layers\.0\.self_attn\.q_proj\.lora_B\.weight has no partner"),
         ({f"{QUERY}.lora_A.weight": torch.ones(4, 32)}, r"q_proj\.lora_A\.weight is \[4, 32\], expected \[4, 64\]"),
@@ -228,7 +209,6 @@ OTHER = "base_model.model.model.layers.5.self_attn.q_proj"
             r"adapts model\.norm, but LoRA on AddRMSNorm is not supported",
         ),
     ],
-    ids=range(11),
 )
 def test_tensors_that_do_not_fit(tensors: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
     write_changed(tmp_path, {}, tensors)
@@ -236,14 +216,13 @@ def test_tensors_that_do_not_fit(tensors: dict[str, Tensor | None], message: str
         merge(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each(
     "config",
     [
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
         {"target_modules": ["q_proj", "embed_tokens"]},
     ],
-    ids=str,
 )
 def test_a_tied_head_cannot_change_apart(config: dict[str, Any], tmp_path: Path) -> None:
     base = write_llama(tmp_path / "base", tie_word_embeddings=True)

@@ -9,6 +9,7 @@ import pytest
 
 from conf.errors import UserError
 from models.formats.manifest import MANIFEST, verify_manifest, write_manifest
+from tests.helpers.cases import each
 
 CONTENTS = {
     "config.json": b"{}",
@@ -18,13 +19,17 @@ CONTENTS = {
 }
 
 
+def written(folder: Path) -> Path:
+    (folder / "1_Pooling").mkdir()
+    for name, content in CONTENTS.items():
+        (folder / name).write_bytes(content)
+    write_manifest(folder, {})
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "1_Pooling").mkdir()
-    for name, content in CONTENTS.items():
-        (tmp_path / name).write_bytes(content)
-    write_manifest(tmp_path, {})
-    return tmp_path
+    return written(tmp_path)
 
 
 def test_every_file_is_listed_with_size_and_sha256(folder: Path) -> None:
@@ -78,8 +83,9 @@ BAD: list[tuple[Callable[[Path], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("damage", "message"), BAD, ids=[message[-30:] for _, message in BAD])
-def test_what_differs_is_named(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+@each("damage, message", BAD)
+def test_what_differs_is_named(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    folder = written(tmp_path)
     damage(folder)
     with pytest.raises(UserError, match=message) as caught:
         verify_manifest(folder)

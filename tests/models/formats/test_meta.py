@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.errors import UserError
@@ -17,71 +16,12 @@ from models.families.llama import LlamaConfig, read_config
 from models.formats.meta import AT_ONCE, read_meta_config
 from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
-from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama
+from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of
+from tests.helpers.cases import each
 from tests.helpers.huggingface_files import Recording, make_tensors, peak_of_loading
-from tests.helpers.mindspore_files import NAMES  # MindFormers took Meta's
+from tests.helpers.meta_files import PARAMS, tensors_of, write_meta
 
-PARAMS = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "multiple_of": 8,
-    "ffn_dim_multiplier": 1.3,
-    "norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "vocab_size": -1,
-}
-SAME = {
-    "intermediate_size": 224,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}  # int(1.3 * int(8 * 64 / 3)) = 221, up to 8s
 PROMPT = list(range(3, 43))
-
-
-def meta_name(name: str) -> str:
-    known = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
-    module = name.removesuffix(".weight")
-    if module in known:
-        return f"{known[module]}.weight"
-    _, _, layer, rest = module.split(".", 3)
-    return f"layers.{layer}.{NAMES[rest]}.weight"
-
-
-def to_neighbours(tensor: Tensor, heads: int) -> Tensor:
-    """Row i of a head's first half and of its second become rows 2i and 2i + 1, by indices."""
-    half = tensor.shape[0] // heads // 2
-    order = [head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in range(2)]
-    return tensor[order]
-
-
-def cut(name: str, tensor: Tensor, shard: int, num_shards: int, embedding: int) -> Tensor:
-    if "norm" in name:
-        return tensor.clone()
-    dim = embedding if name.startswith("tok") else int(".wo." in name or ".w2." in name)
-    return tensor.chunk(num_shards, dim)[shard].clone()
-
-
-def write_meta(folder: Path, tensors: dict[str, Tensor], num_shards: int, embedding: int = 0, **params: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    groups = {"q_proj": 4, "k_proj": 2}
-    turned = {
-        meta_name(name): to_neighbours(tensor, groups[part]) if (part := name.split(".")[-2]) in groups else tensor
-        for name, tensor in tensors.items()
-    }
-    for shard in range(num_shards):
-        content = {name: cut(name, tensor, shard, num_shards, embedding) for name, tensor in turned.items()}
-        torch.save(content | {"rope.freqs": torch.ones(8)}, folder / f"consolidated.{shard:02}.pth")
-    (folder / "params.json").write_text(json.dumps(PARAMS | params))
-    return folder
-
-
-def tensors_of(folder: Path, **config: Any) -> dict[str, Tensor]:
-    """Writes the same model in Hugging Face's layout."""
-    folder.mkdir()
-    write_llama(folder, **SAME, **config)
-    return load_file(folder / "model.safetensors")
 
 
 def load(folder: Path, **model: Any) -> Any:
@@ -92,9 +32,9 @@ def parameters(folder: Path, **model: Any) -> dict[str, Tensor]:
     return weights_of(load(folder, **model).runner.model)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("embedding", [0, 1])
-@pytest.mark.parametrize("tied", [False, True])
+@each("num_shards", [1, 2])
+@each("embedding", [0, 1])
+@each("tied", [False, True])
 def test_equals_the_other_layout(num_shards: int, embedding: int, tied: bool, tmp_path: Path) -> None:
     tensors = tensors_of(tmp_path / "hf", tie_word_embeddings=tied)
     meta = write_meta(tmp_path / "meta", tensors, num_shards, embedding)
@@ -117,6 +57,7 @@ def test_bytes_of_progress_are_those_of_the_model(tmp_path: Path) -> None:
     assert len(calls) == len(tensors)
 
 
+@pytest.mark.long
 def test_peak_memory_is_the_model_and_what_is_open(tmp_path: Path) -> None:
     """Parameters are the merged tensors themselves; of the shards, about a layer is mapped."""
     for scale, name in ((1, "small"), (56, "large")):
@@ -152,8 +93,8 @@ def test_params_in_the_terms_of_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, vocab_size=80).vocab_size == 80
 
 
-@pytest.mark.parametrize(
-    ("dim", "multiple_of", "multiplier", "expected"),
+@each(
+    "dim, multiple_of, multiplier, expected",
     [
         (4096, 256, None, 11008),
         (5120, 256, None, 13824),
@@ -170,22 +111,22 @@ def test_sizes_of_published_models(
     assert config.intermediate_size == expected
 
 
-@pytest.mark.parametrize(
-    ("params", "context"),
+@each(
+    "params, context",
     [
-        pytest.param({"rope_theta": None, "norm_eps": 1e-6}, 2048, id="Llama 1"),
-        pytest.param({"rope_theta": None}, 4096, id="Llama 2"),
-        pytest.param({"rope_theta": 1e6}, 16384, id="Code Llama"),
-        pytest.param({}, 8192, id="Llama 3"),
-        pytest.param({"use_scaled_rope": True}, 131072, id="Llama 3.1"),
-        pytest.param({"max_seq_len": 77}, 77, id="max_seq_len"),
+        ({"rope_theta": None, "norm_eps": 1e-6}, 2048),
+        ({"rope_theta": None}, 4096),
+        ({"rope_theta": 1e6}, 16384),
+        ({}, 8192),
+        ({"use_scaled_rope": True}, 131072),
+        ({"max_seq_len": 77}, 77),
     ],
 )
 def test_context(params: dict[str, Any], context: int, tmp_path: Path) -> None:
     assert read(tmp_path, **params).context_length == context
 
 
-@pytest.mark.parametrize(("dim", "factor"), [(4096, 8.0), (2048, 32.0)])
+@each("dim, factor", [(4096, 8.0), (2048, 32.0)])
 def test_scaled_rope(dim: int, factor: float, tmp_path: Path) -> None:
     """rope_scaling of the config.json of Llama 3.1 and 3.2 on the hub."""
     rotary = read(tmp_path, use_scaled_rope=True, dim=dim).rotary
@@ -193,8 +134,8 @@ def test_scaled_rope(dim: int, factor: float, tmp_path: Path) -> None:
     assert (rotary.low_freq_factor, rotary.high_freq_factor) == (1.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
+@each(
+    "params, message",
     [
         ({"dim": "64"}, r"params\.json: dim='64' is not of type int"),
         ({"n_layers": None}, r"params\.json: n_layers is missing"),
@@ -205,7 +146,6 @@ def test_scaled_rope(dim: int, factor: float, tmp_path: Path) -> None:
         ({"moe_args": {"num_experts": 16}}, "moe_args=.* is not supported"),
         ({"vision_chunk_size": 448}, "vision_chunk_size=448 is not supported"),
     ],
-    ids=str,
 )
 def test_refused_params(params: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -220,8 +160,8 @@ def test_unknown_params_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["sliding_window"]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
+@each(
+    "params, message",
     [
         ({"n_layers": 3}, r"missing: model\.layers\.2\."),
         (
@@ -231,7 +171,6 @@ def test_unknown_params_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
         ({"multiple_of": 256}, r"wrong shape: model\.layers\.0\.mlp\.\w+\.weight \[\d+, \d+\], expected"),
         ({"vocab_size": 95}, r"wrong shape: model\.embed_tokens\.weight \[96, 64\], expected \[95, 64\]"),
     ],
-    ids=str,
 )
 def test_params_that_contradict_the_tensors(params: dict[str, Any], message: str, tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", tensors_of(tmp_path / "hf"), 2, **params)
@@ -239,7 +178,7 @@ def test_params_that_contradict_the_tensors(params: dict[str, Any], message: str
         load(meta, allow_pickle=True)
 
 
-@pytest.mark.parametrize(("missing", "found"), [("00", "consolidated.01"), ("01", "consolidated.00.pth, consol")])
+@each("missing, found", [("00", "consolidated.01"), ("01", "consolidated.00.pth, consol")])
 def test_missing_shard(missing: str, found: str, tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", tensors_of(tmp_path / "hf"), 4, n_kv_heads=4)
     (meta / f"consolidated.{missing}.pth").unlink()
@@ -288,7 +227,7 @@ def test_a_tensor_of_other_architectures_is_unexpected(tmp_path: Path) -> None:
         load(meta, allow_pickle=True)
 
 
-@pytest.mark.parametrize("weights", list(Weights))
+@each("weights", list(Weights))
 def test_pickles_are_refused_with_the_remedy(weights: Weights, tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", tensors_of(tmp_path / "hf"), 1)
     with pytest.raises(UserError, match=r"consolidated\.00\.pth.*model\.allow_pickle=true"):
@@ -321,9 +260,7 @@ def test_llama_3_stops_where_metas_code_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real tokenizers stand beside the repository")
-@pytest.mark.parametrize(
-    ("name", "bos", "eos", "special"), [("llama2", 1, 2, {}), ("llama3", 128000, 128001, {"<|eot_id|>": 128009})]
-)
+@each("name, bos, eos, special", [("llama2", 1, 2, {}), ("llama3", 128000, 128001, {"<|eot_id|>": 128009})])
 def test_bare_tokenizer(name: str, bos: int, eos: int, special: dict[str, int], tmp_path: Path) -> None:
     """Against ids of sentencepiece and tiktoken themselves."""
     source = SHARED / "data" / "tokenizers" / name

@@ -12,8 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from tests.helpers.builders import SMALL, write_llama
+from tests.helpers.cases import each
 from tests.helpers.mindspore_files import SOUND, ckpt, renamed, write_yaml
-from tests.models.formats.test_ranks import assert_one_tensor_at_a_time, assert_same_model, cut, parameters
+from tests.helpers.rank_files import assert_one_tensor_at_a_time, assert_same_model, cut, parameters
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ms"
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("part", [1001, 2**29])
+@each("packed", [False, True])
+@each("part", [1001, 2**29])
 def test_whole_file(packed: bool, part: int, whole: Path, folder: Path) -> None:
     (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole / "model.safetensors")), packed, part))
     shutil.copy(whole / "config.json", folder)
@@ -43,14 +44,17 @@ def test_several_files_and_yaml(whole: Path, folder: Path) -> None:
     assert_same_model(write_yaml(folder), whole)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_ranks(num_ranks: int, num_stages: int, whole: Path, folder: Path) -> None:
+@each("num_ranks, num_stages", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_ranks(num_ranks: int, num_stages: int, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ms"
+    folder.mkdir()
     for i, tensors in enumerate(cut(load_file(whole / "model.safetensors"), num_ranks, num_stages)):
         (folder / f"rank_{i}").mkdir()
         (folder / f"rank_{i}" / f"llama_rank_{i}-3_2.ckpt").write_bytes(ckpt(renamed(tensors)))
     assert_same_model(write_yaml(folder), whole)
 
 
+@pytest.mark.long
 def test_peak_memory(tmp_path: Path) -> None:
     def write(file: Path, held: dict[str, Tensor]) -> None:
         file.with_suffix(".ckpt").write_bytes(ckpt(renamed(held)))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from conf.errors import UserError
 from models.formats.mindspore import our_name
 from models.formats.mindspore_ckpt import CkptFile
+from tests.helpers.cases import each
 from tests.helpers.mindspore_files import CHECKPOINT, SOUND, ckpt
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_dtypes_and_checksum(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.randn(3, 5).to(dtype)
     (tmp_path / "a.ckpt").write_bytes(ckpt({"x": tensor}) + b"crc_num" + bytes(10))
@@ -32,8 +33,8 @@ def test_empty_dims_are_a_scalar(tmp_path: Path) -> None:
 QUERY = "model.layers.0.attention.wq.weight"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "content, message",
     [
         (ckpt({QUERY: torch.ones(2)}) + b"\x0a", r"it ends inside a number at byte \d+"),
         (ckpt({QUERY: torch.ones(2)})[:-1], r"the field at byte \d+ is \d+ bytes long, but what holds it ends after \d+"),
@@ -53,7 +54,6 @@ QUERY = "model.layers.0.attention.wq.weight"
         (ckpt({"model.layers.0.feed_forward.ffn.w1.weight": torch.ones(2)}), "belongs to a mixture of experts"),
         (ckpt({"x": torch.ones(2)}).replace(b"\x08\x02", b"\x08\x00"), r"x \[0\] of Float32 takes 0 bytes, but 8"),
     ],
-    ids=range(17),
 )  # fmt: skip
 def test_refused_files(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(content)
@@ -86,6 +86,7 @@ def test_a_file_cut_short_after_it_was_opened(tmp_path: Path) -> None:
         list(file.read(["x"]))
 
 
+@pytest.mark.long
 @settings(max_examples=1200, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(0, 255)), max_size=4),

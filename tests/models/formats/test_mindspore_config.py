@@ -10,6 +10,7 @@ import yaml
 from conf.errors import UserError
 from models.families.llama import LlamaConfig, read_config
 from models.formats.mindspore_config import read_mindformers_config
+from tests.helpers.cases import each
 from tests.helpers.mindspore_files import MODEL_CONFIG, write_yaml
 
 
@@ -31,8 +32,8 @@ def test_yaml_in_the_terms_of_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, n_kv_heads=None).num_key_value_heads == 4
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
+@each(
+    "sizes, expected",
     [
         ({"hidden_size": 4096, "num_heads": 32, "multiple_of": 256}, 11008),  # configs/llama2/predict_llama2_7b.yaml
         ({"hidden_size": 5120, "num_heads": 40, "multiple_of": 256}, 13824),  # 13b
@@ -52,8 +53,8 @@ def test_extended_contexts(tmp_path: Path) -> None:
     assert read(tmp_path, extend_method="NTK", scaling_factor=2.0).rotary.theta == 20000.0
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
+@each(
+    "config, message",
     [
         ({"type": "ChatGLM2Config"}, r"predict\.yaml: type='ChatGLM2Config' is not supported: only 'LlamaConfig'"),
         ({"num_layers": "2"}, r"predict\.yaml: num_layers='2' is not of type int"),
@@ -64,7 +65,6 @@ def test_extended_contexts(tmp_path: Path) -> None:
         ({"quant": "w8a8"}, "quant='w8a8' is not supported"),
         ({"moe_config": {"expert_num": 8}}, "moe_config=.* is not supported"),
     ],
-    ids=str,
 )
 def test_refused_settings(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -76,8 +76,8 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 1
 BOMB += "model: {model_config: {hidden_size: *a9}}"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("a: [", r"predict\.yaml cannot be read: while parsing"),
         ("\x00", r"predict\.yaml cannot be read: "),
@@ -87,7 +87,6 @@ BOMB += "model: {model_config: {hidden_size: *a9}}"
         ("model: {model_config: &a {hidden_size: *a}}", "model_config holds more than 1000 values"),
         ("model: 3", "but neither config.json nor one YAML of MindFormers with model.model_config$"),
     ],
-    ids=["broken", "binary", "code", "deep", "bomb", "cycle", "other"],
 )
 def test_unreadable_yaml(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "predict.yaml").write_text(text)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from tests.helpers.builders import all_logits, engine_of
-from tests.helpers.goldens import GOLDENS, TOLERANCE
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS, TOLERANCE
 from tests.helpers.huggingface_files import CONFIG, load, make_tensors, write_whole
 from tests.helpers.paddle_files import fused, rank_of, save_pdparams, save_safetensors, write_paddle
 
@@ -28,21 +29,21 @@ def assert_golden(folder: Path, family: str) -> None:
     torch.testing.assert_close(logits, golden["logits"][0], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "chatglm2", "chatglm3", "bloom", "qwen", "qwen2_moe", "mixtral"])
+@each("family", ["llama3", "qwen2", "chatglm2", "chatglm3", "bloom", "qwen", "qwen2_moe", "mixtral"])
 def test_whole_pickle(family: str, tmp_path: Path) -> None:
     arrays, _ = write_paddle(tmp_path, GOLDENS / family)
     save_pdparams(tmp_path / "model_state.pdparams", arrays)
     assert_golden(tmp_path, family)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "chatglm2", "bloom"])
+@each("family", ["llama3", "qwen2", "chatglm2", "bloom"])
 def test_whole_safetensors(family: str, tmp_path: Path) -> None:
     arrays, _ = write_paddle(tmp_path, GOLDENS / family)
     save_safetensors(tmp_path / "model.safetensors", arrays)
     assert_golden(tmp_path, family)
 
 
-@pytest.mark.parametrize("kind", ["pdparams", "safetensors"])
+@each("kind", ["pdparams", "safetensors"])
 def test_shards(kind: str, tmp_path: Path) -> None:
     arrays, _ = write_paddle(tmp_path, GOLDENS / "llama3")
     stem, save = ("model_state", save_pdparams) if kind == "pdparams" else ("model", save_safetensors)
@@ -56,8 +57,8 @@ def test_shards(kind: str, tmp_path: Path) -> None:
     assert_golden(tmp_path, "llama3")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "chatglm2", "bloom", "qwen"])
+@each("num_ranks", [1, 2])
+@each("family", ["llama3", "qwen2", "chatglm2", "bloom", "qwen"])
 def test_ranks(family: str, num_ranks: int, tmp_path: Path) -> None:
     arrays, _ = write_paddle(tmp_path, GOLDENS / family)
     for rank in range(num_ranks):
@@ -66,8 +67,8 @@ def test_ranks(family: str, num_ranks: int, tmp_path: Path) -> None:
     assert_golden(tmp_path, family)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+@each("num_ranks", [1, 2])
+@each("family", ["llama3", "qwen2"])
 def test_fused_matrices(family: str, num_ranks: int, tmp_path: Path) -> None:
     arrays, config = write_paddle(tmp_path, GOLDENS / family, fuse_attention_qkv=True, fuse_attention_ffn=True)
     arrays = fused(arrays, config["num_key_value_heads"])
@@ -91,7 +92,7 @@ def test_ranks_of_stages(tmp_path: Path) -> None:
         load(tmp_path, allow_pickle=True)
 
 
-@pytest.mark.parametrize("other", ["model_state.tp01_pp00.pdparams", "model.tp01.safetensors"])
+@each("other", ["model_state.tp01_pp00.pdparams", "model.tp01.safetensors"])
 def test_two_files_of_one_rank(other: str, tmp_path: Path) -> None:
     write_paddle(tmp_path, GOLDENS / "llama3")
     for name in ("model_state.tp00.pdparams", "model_state.tp01.pdparams", other):
@@ -101,7 +102,7 @@ def test_two_files_of_one_rank(other: str, tmp_path: Path) -> None:
         open_checkpoint(tmp_path, True)
 
 
-@pytest.mark.parametrize("kind", ["pdparams", "safetensors"])
+@each("kind", ["pdparams", "safetensors"])
 def test_bfloat16_is_stored_as_uint16(kind: str, tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in make_tensors().items()}
     write_whole(tmp_path, {name: tensor.float() for name, tensor in tensors.items()})
@@ -150,8 +151,8 @@ def open_paddle_config(folder: Path) -> dict[str, object]:
     return open_checkpoint(folder, True).config.values
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"alibi": True}, "alibi=True is not supported: only False"),
         ({"rope_scaling_type": "dynamic_ntk"}, "rope_scaling_type='dynamic_ntk' is not supported: only None, 'linear'"),
@@ -165,8 +166,8 @@ def test_settings_that_compute_something_else(changes: dict[str, object], messag
         open_paddle_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"),
+@each(
+    "model_type, name",
     [
         ("chatglm", "chatglm.transformer.word_embeddings.weight"),
         ("deepseek_v2", "deepseek_v2.layers.0.self_attn.q_proj.weight"),
@@ -205,7 +206,7 @@ def test_fused_rows_that_are_no_heads(tmp_path: Path) -> None:
         load(tmp_path, allow_pickle=True)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 64), (64,)])
+@each("shape", [(), (0, 64), (64,)])
 def test_fused_tensors_of_another_rank(shape: tuple[int, ...], tmp_path: Path) -> None:
     arrays, config = write_paddle(tmp_path, GOLDENS / "llama3")
     arrays = fused(arrays, config["num_key_value_heads"])

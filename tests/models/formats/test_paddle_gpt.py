@@ -12,6 +12,7 @@ import torch
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.cases import each
 from tests.helpers.paddle_files import Arrays, rank_of, save_pdparams, save_safetensors
 
 VOCAB, HIDDEN, WIDE, LAYERS, HEADS, CONTEXT = 63, 24, 42, 3, 3, 32
@@ -127,7 +128,7 @@ def test_apart_in_safetensors(tmp_path: Path) -> None:
     assert_formulas(tmp_path, arrays)
 
 
-@pytest.mark.parametrize("head", ["lm_head.weight", "lm_head.decoder_weight", "lm_head.decoder.weight"])
+@each("head", ["lm_head.weight", "lm_head.decoder_weight", "lm_head.decoder.weight"])
 def test_a_stored_head(head: str, tmp_path: Path) -> None:
     """The embedding's copy, under the names of three versions."""
     arrays = make_arrays()
@@ -135,7 +136,7 @@ def test_a_stored_head(head: str, tmp_path: Path) -> None:
     assert_formulas(tmp_path, arrays)
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
+@each("is_fused", [True, False])
 def test_ranks(is_fused: bool, tmp_path: Path) -> None:
     arrays = make_arrays()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -164,8 +165,8 @@ def test_no_setting_stays_unread(tmp_path: Path) -> None:
     assert not {"scale_qk_coeff", "hidden_activation", "type_vocab_size", "normalize_before"} & config.values.keys()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"hidden_activation": "relu"}, "hidden_activation='relu' is not supported: only 'gelu'"),
         ({"normalize_before": False}, "normalize_before=False is not supported: only True"),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.formats.paddle_pickle import PdparamsFile
-from tests.models.formats.test_pickles import RunsCode
+from tests.helpers.cases import each
+from tests.helpers.damage import RunsCode
 
 RANDOM = np.random.default_rng(0)
 ARRAYS = {
@@ -45,7 +46,7 @@ def assert_read(folder: Path, content: bytes, arrays: dict[str, np.ndarray]) -> 
         assert torch.equal(tensors[name], torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))), name
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4])
+@each("protocol", [2, 3, 4])
 def test_every_protocol(protocol: int, tmp_path: Path) -> None:
     names = {"StructuredToParameterName@@": dict.fromkeys(ARRAYS, "w_0")}
     assert_read(tmp_path, pickle.dumps(ARRAYS | names, protocol), ARRAYS)
@@ -106,8 +107,8 @@ class Calls:
         return self._call
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "content, message",
     [
         (pickle.dumps({"a": Calls(eval, "1")}), "names builtins.eval"),
         (pickle.dumps({"a": Calls(getattr, "a", "join")}), "names builtins.getattr"),
@@ -167,7 +168,8 @@ def test_sizes_that_the_content_does_not_have(tmp_path: Path) -> None:
         read(tmp_path, encoded.replace(b"K\x03K\x05\x86", b"K\x02K\x05\x86"))
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.long
+@each("protocol", [2, 4])
 def test_every_end_and_every_changed_byte(protocol: int, tmp_path: Path) -> None:
     """A line or tensors, never another error: all truncations, and each byte set to a few values."""
     content = pickle.dumps({"a": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float16)}, protocol)

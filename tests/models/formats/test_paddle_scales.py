@@ -12,47 +12,22 @@ from safetensors.torch import load_file
 from conf.errors import UserError
 from models.formats import open_checkpoint
 from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.conversion import convert, tensors_in
-from tests.helpers.goldens import GOLDENS
 from tests.helpers.huggingface_files import load
-from tests.helpers.paddle_files import Arrays, save_safetensors, write_paddle
+from tests.helpers.paddle_files import save_safetensors, write_paddle
+from tests.helpers.paddle_scales import (
+    FAMILY,
+    GROUPS,
+    PROMPT,
+    SHARED,
+    expected_logits,
+    is_quantised,
+    quantise,
+    thresholds,
+)
 from tests.helpers.quantized_models import reloaded
-
-FAMILY, HEADS, GROUPS = "llama3", 4, 2
-SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-PROMPT = load_file(GOLDENS / FAMILY / "golden.safetensors")["input_ids"][0].tolist()
-
-
-def is_quantised(name: str) -> bool:
-    return name.endswith("_proj.weight") and not name.startswith("llama.layers.1.mlp.down_proj")  # one that was skipped
-
-
-def quantise(folder: Path, largest: float, quant_type: str, per_tensor: bool = False) -> Arrays:
-    """Write what PTQ leaves: integers in float arrays, and thresholds. Returns the arrays."""
-    settings = {"quant_type": quant_type, "smooth": True, "shift": False, "shift_smooth_all_linears": False}
-    arrays, _ = write_paddle(folder, GOLDENS / FAMILY, quantization_config=settings)
-    inputs, weights, cache = {}, {}, {}
-    for name in filter(is_quantised, list(arrays)):
-        module = name.removesuffix(".weight")
-        threshold = np.abs(arrays[name]).max(None if per_tensor else 0)  # of [inputs, outputs]: one for each output
-        arrays[name] = np.round(arrays[name] / threshold * largest).astype(np.float32)
-        weights[f"{module}.weight_quanter"] = threshold.tolist()
-        if module.rpartition(".")[2] not in SHARED:
-            inputs[f"{module}.activation_quanter"] = 3.0 + len(inputs) / 8
-    for layer in range(2):
-        for own in ("cachek", "cachev"):
-            thresholds = [2.0 + layer + head / 4 for head in range(HEADS)]
-            cache[f"llama.layers.{layer}.self_attn.{own}_matmul.activation_quanter"] = thresholds
-    (folder / "act_scales.json").write_text(json.dumps(inputs))
-    (folder / "weight_scales.json").write_text(json.dumps(weights))
-    if "c8" in quant_type:
-        (folder / "cachekv_scales.json").write_text(json.dumps(cache))
-    save_safetensors(folder / "model.safetensors", arrays)
-    return arrays
-
-
-def thresholds(folder: Path, file: str, module: str, end: str) -> Any:
-    return json.loads((folder / file).read_text())[f"{module}.{end}"]
 
 
 def test_codes_and_scales_of_int8(tmp_path: Path) -> None:
@@ -70,38 +45,6 @@ def test_codes_and_scales_of_int8(tmp_path: Path) -> None:
     assert made["model.layers.1.mlp.down_proj.weight"].is_floating_point()
     config = json.loads((tmp_path / "made" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-
-
-def expected_logits(
-    folder: Path, arrays: Arrays, factors: Arrays | None = None, floats: dict[str, torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Logits of transformers' Llama whose layers compute as PaddleNLP's a8w8 does, with its thresholds, in float64.
-
-    factors: by module of PaddleNLP's what it multiplies its inputs by before it codes them. floats: weights that differ from the golden's.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = json.loads((GOLDENS / FAMILY / "config.json").read_text())
-    model = LlamaForCausalLM(LlamaConfig(**config)).double().eval()
-    state = load_file(GOLDENS / FAMILY / "model.safetensors") | (floats or {})
-    model.load_state_dict({name: tensor.double() for name, tensor in state.items()}, strict=False)
-    for name in filter(is_quantised, arrays):
-        module = name.removesuffix(".weight")
-        parent, _, own = module.rpartition(".")
-        t_a = thresholds(folder, "act_scales.json", f"{parent}.{SHARED.get(own, own)}", "activation_quanter")
-        t_w = torch.tensor(thresholds(folder, "weight_scales.json", module, "weight_quanter"), dtype=torch.float64)
-        codes = torch.from_numpy(arrays[name]).double()
-
-        def compute(x: torch.Tensor, codes: Any = codes, t_a: float = t_a, t_w: Any = t_w) -> torch.Tensor:
-            rounded = (127 * x / t_a).round().clamp(-127, 127)
-            return rounded @ codes * (t_w * t_a / (127 * 127))
-
-        model.get_submodule(module.replace("llama.", "model.", 1)).forward = compute
-    for module, of_inputs in (factors or {}).items():
-        layer = model.get_submodule(module.replace("llama.", "model.", 1))
-        layer.register_forward_pre_hook(lambda _, args, by=of_inputs: (args[0] * torch.from_numpy(by),))
-    with torch.no_grad():
-        return model(torch.tensor([PROMPT])).logits[0]
 
 
 def test_logits_of_int8(tmp_path: Path) -> None:
@@ -151,7 +94,7 @@ def change(folder: Path, file: str, **entries: Any) -> None:
     (folder / file).write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, [], [1.0, 2.0], "3", None, float("nan")])
+@each("value", [0.0, -1.0, [], [1.0, 2.0], "3", None, float("nan")])
 def test_thresholds_that_are_none(value: Any, tmp_path: Path) -> None:
     quantise(tmp_path, 127.0, "a8w8")
     change(tmp_path, "act_scales.json", **{"o_proj.activation_quanter": value})
@@ -168,8 +111,8 @@ def test_a_threshold_of_another_shape(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "name"),
+@each(
+    "file, name",
     [
         ("act_scales.json", "llama.layers.0.self_attn.o_proj.layer"),
         ("weight_scales.json", "llama.layers.0.mlp.up_proj"),
@@ -203,8 +146,8 @@ def test_weights_that_are_no_codes(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@each(
+    "settings, message",
     [
         (
             {"quant_type": "weight_only_int4"},

@@ -13,11 +13,12 @@ from models.formats.huggingface import SafetensorsFile
 from models.formats.paddle_scales import Scales
 from models.formats.paddle_smooth import SmoothedFile
 from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.cases import each
 from tests.helpers.conversion import convert, tensors_in
 from tests.helpers.huggingface_files import load
 from tests.helpers.paddle_files import Arrays, save_safetensors
+from tests.helpers.paddle_scales import GROUPS, HEADS, PROMPT, expected_logits, quantise
 from tests.helpers.quantized_models import reloaded
-from tests.models.formats.test_paddle_scales import GROUPS, HEADS, PROMPT, expected_logits, quantise
 
 SMOOTHED = ("o_proj", "down_proj")
 
@@ -65,7 +66,7 @@ def skip(folder: Path, arrays: Arrays, module: str) -> None:
         (folder / file).write_text(json.dumps(kept))
 
 
-@pytest.mark.parametrize("float_module", [None, "mlp.up_proj", "self_attn.v_proj"])
+@each("float_module", [None, "mlp.up_proj", "self_attn.v_proj"])
 def test_logits(float_module: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the layer that takes the factors has floats, and where the layer that had them has."""
     arrays = quantise(tmp_path / "source", 127.0, "a8w8")
@@ -73,7 +74,7 @@ def test_logits(float_module: str | None, tmp_path: Path, monkeypatch: pytest.Mo
     if float_module:
         skip(tmp_path / "source", arrays, name := f"llama.layers.0.{float_module}")
         monkeypatch.setattr(
-            "tests.models.formats.test_paddle_scales.is_quantised",
+            "tests.helpers.paddle_scales.is_quantised",
             lambda each: each.endswith("_proj.weight") and not each.startswith(("llama.layers.1.mlp.down_proj", name)),
         )
         state = {key: torch.from_numpy(array) for key, array in arrays.items()}
@@ -161,7 +162,7 @@ def test_values_that_are_not_of_the_groups(tmp_path: Path) -> None:
         SmoothedFile(file, Scales("a8w8", {}, {}, {}, is_smoothed=True), [f"{maker}.weight"], 6, 2)
 
 
-@pytest.mark.parametrize("is_coded", [True, False])
+@each("is_coded", [True, False])
 def test_values_of_groups_and_their_biases(is_coded: bool, tmp_path: Path) -> None:
     """Six query heads read the values of two; a mean of values times a factor is a mean of values that were multiplied."""
     generator = torch.Generator().manual_seed(2)

@@ -1,35 +1,19 @@
 """Axes against transformers' own plans for tensor parallelism, where it has them, and against Megatron's rule by hand."""
 
-import json
 import re
-from typing import Any
 
-import pytest
-import torch
 from transformers import AutoConfig
 
 from models.causal_lm import CausalLM
-from models.config import ConfigReader
 from models.formats.partition import expected_tensors, split_axis
-from models.registry import find_architecture
 from tests.helpers.builders import SMALL
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.cases import each
+from tests.helpers.meta_device import DEEPSEEK, build, golden
 
 PLANS = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1, "replicated": None}
 
 
-def build(config: dict[str, Any]) -> CausalLM:
-    reader = ConfigReader(config, "config.json")
-    architecture = find_architecture(reader)
-    with torch.device("meta"):
-        return architecture.build(architecture.read_config(reader))
-
-
-def golden(family: str, **changes: Any) -> CausalLM:
-    return build(json.loads((GOLDENS / family / "config.json").read_text()) | changes)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm", "glm4"])
+@each("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm", "glm4"])
 def test_axes_are_those_of_transformers(model_type: str) -> None:
     sizes = {**SMALL, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(model_type, **sizes)
@@ -83,7 +67,7 @@ AXES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", AXES)
+@each("family", AXES)
 def test_axes_by_hand(family: str) -> None:
     model = golden(family)
     found: dict[int | None, set[str]] = {0: set(), 1: set(), None: set()}
@@ -129,15 +113,6 @@ def test_slices_that_ranks_may_hold() -> None:
     assert {tensor.shape for tensor in expected_tensors(llama).values()} == {
         tuple(parameter.shape) for parameter in llama.parameters()
     }
-
-
-DEEPSEEK = {
-    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
-}  # fmt: skip
 
 
 def test_latents_and_routers_are_whole() -> None:

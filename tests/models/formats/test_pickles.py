@@ -1,7 +1,6 @@
 """Pickles, `pytorch_model.bin`: refused without leave, and never run."""
 
 import io
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,9 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from tests.helpers.cases import each
+from tests.helpers.damage import RunsCode
 from tests.helpers.huggingface_files import assert_same, load, make_tensors, write_config
-
-
-class RunsCode:
-    """Makes a folder where it is unpickled without care."""
-
-    def __init__(self, trace: Path) -> None:
-        self._trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._trace),)
 
 
 def write_pickle(folder: Path, content: object) -> Path:
@@ -48,13 +39,13 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
     assert trace.exists()  # so the file is as dangerous as it was meant to be
 
 
-@pytest.mark.parametrize(
+@each(
     "content",
     [
-        pytest.param([torch.ones(2)], id="a list"),
-        pytest.param({"a": 3}, id="a number"),
-        pytest.param({"a": torch.ones(2).to_sparse()}, id="a sparse tensor"),
-        pytest.param({3: torch.ones(2)}, id="a number for a name"),
+        [torch.ones(2)],
+        {"a": 3},
+        {"a": torch.ones(2).to_sparse()},
+        {3: torch.ones(2)},
     ],
 )
 def test_pickle_of_something_else(tmp_path: Path, content: object) -> None:
@@ -71,15 +62,15 @@ def with_pickle_bytes(content: bytes, pickled: bytes) -> bytes:
     return result.getvalue()
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
-        pytest.param(lambda content: content[:-200], id="truncated"),
-        pytest.param(lambda content: b"?" * 500, id="garbage"),
-        pytest.param(lambda content: b"", id="empty"),
-        pytest.param(lambda content: with_pickle_bytes(content, b""), id="empty pickle"),
-        pytest.param(lambda content: with_pickle_bytes(content, b"\x80\x02X\x01\x00\x00\x00\xff."), id="not UTF-8"),
-        pytest.param(lambda content: with_pickle_bytes(content, b"\x80\x02h\x07."), id="unknown reference"),
+        lambda content: content[:-200],
+        lambda content: b"?" * 500,
+        lambda content: b"",
+        lambda content: with_pickle_bytes(content, b""),
+        lambda content: with_pickle_bytes(content, b"\x80\x02X\x01\x00\x00\x00\xff."),
+        lambda content: with_pickle_bytes(content, b"\x80\x02h\x07."),
     ],
 )
 def test_damaged_pickle(tmp_path: Path, damage: Any) -> None:

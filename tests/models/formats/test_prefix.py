@@ -15,8 +15,9 @@ from models.formats.prefix import read_prefix
 from pipelines.opening import open_source
 from pipelines.planning import plan_model
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import link
 from tests.helpers.deepseek import V3_GROUPS, build
-from tests.helpers.goldens import link
 from tests.helpers.oracle import write_model
 from tests.helpers.soft_prefixes import write_paddle
 
@@ -42,19 +43,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
+@each("dtype", ["float16", "float32", "float64", ">f4"])
 def test_pre_caches_of_any_float_are_read(llama: Path, tmp_path: Path, dtype: str) -> None:
     values = write_paddle(tmp_path / "pre_caches.npy", 3).numpy().astype(dtype)
     np.save(tmp_path / "pre_caches.npy", values)
     prefix = read(llama, tmp_path)
     assert (prefix.num_tokens, prefix.first_position, len(prefix.layers)) == (3, 0, 2)
     for number, layer in enumerate(prefix.layers):
-        for which, each in enumerate(layer):  # [P, G, D]
-            assert torch.equal(each.float(), torch.from_numpy(values[number, which].astype(np.float32)).transpose(0, 1))
+        for which, vectors in enumerate(layer):  # [P, G, D]
+            assert torch.equal(
+                vectors.float(), torch.from_numpy(values[number, which].astype(np.float32)).transpose(0, 1)
+            )
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
+@each(
+    "array, message",
     [
         (
             np.zeros((2, 2, 4, 3, 16), np.float32),
@@ -89,8 +92,8 @@ def test_damaged_files_are_refused(llama: Path, tmp_path: Path) -> None:
         read(llama, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
+@each(
+    "header, message",
     [
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2, 2, 1099511627776, 16)}", "mmap length is greater"),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (1180591620717411303424,)}", "OverflowError"),
@@ -112,8 +115,8 @@ def test_headers_that_lie_are_refused_before_memory_is_taken(
 WHOLE = {"prompt_embeddings": torch.zeros(3, 2 * 2 * 2 * 16)}
 
 
-@pytest.mark.parametrize(
-    ("values", "config", "message"),
+@each(
+    "values, config, message",
     [
         (WHOLE, {"peft_type": "LORA"}, "peft_type='LORA' is not supported: only 'PREFIX_TUNING', 'PROMPT_TUNING'"),
         (WHOLE, {"num_transformer_submodules": 2}, "num_transformer_submodules=2 is not supported"),
@@ -146,8 +149,8 @@ def test_an_adapter_without_safetensors_is_refused(llama: Path, tmp_path: Path) 
         read(llama, tmp_path / "p")
 
 
-@pytest.mark.parametrize(
-    ("write", "size", "reason"),
+@each(
+    "write, size, reason",
     [
         (lambda folder: link("chatglm", folder), None, "whose prompts see themselves whole"),
         (
@@ -168,7 +171,6 @@ def test_an_adapter_without_safetensors_is_refused(llama: Path, tmp_path: Path) 
         ),
         (lambda folder: link("bloom", folder), None, "whose ALiBi counts distances in the cache"),
     ],
-    ids=["chatglm", "deepseek", "mistral", "gemma2", "dynamic", "bloom"],
 )
 def test_models_that_take_no_prefix_are_named(
     tmp_path: Path, write: Any, size: tuple[int, int, int] | None, reason: str

@@ -10,44 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from pipelines.loading import load_engine
-from tests.helpers.builders import SMALL, complete, engine_of, run_config, weights_of, write_llama
-from tests.helpers.huggingface_files import CONFIG, make_tensors, peak_of_loading, write_config
+from tests.helpers.builders import SMALL, write_llama
+from tests.helpers.cases import each
+from tests.helpers.rank_files import Ranks, assert_one_tensor_at_a_time, assert_same_model, cut, parameters, slice_of
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-COLUMNS = ("o_proj.weight", "down_proj.weight")
-PROMPTS = [[5, 17, 40, 2], list(range(3, 30))]
-GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True)
-Ranks = list[dict[str, Tensor]]
 QUERY, OUTPUT = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo")
-
-
-def slice_of(name: str, tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
-    """A rank's share: rows, of some matrices columns, of norms all."""
-    if "norm" in name:
-        return tensor.clone()
-    return tensor.chunk(num_ranks, int(name.endswith(COLUMNS)))[rank].clone()
-
-
-def stage_of(name: str, num_stages: int, num_layers: int = 2) -> int:
-    if name.startswith("model.layers."):
-        return int(name.split(".")[2]) * num_stages // num_layers
-    return 0 if "embed" in name else num_stages - 1
-
-
-def cut(tensors: dict[str, Tensor], num_ranks: int, num_stages: int = 1) -> Ranks:
-    """Ranks of the first stage come first."""
-    return [
-        {
-            name: slice_of(name, tensor, rank, num_ranks)
-            for name, tensor in tensors.items()
-            if stage_of(name, num_stages) == stage
-        }
-        for stage in range(num_stages)
-        for rank in range(num_ranks)
-    ]
 
 
 def write_ranks(folder: Path, ranks: Ranks, whole: Path) -> Path:
@@ -58,31 +27,15 @@ def write_ranks(folder: Path, ranks: Ranks, whole: Path) -> Path:
     return folder
 
 
-def parameters(folder: Path) -> dict[str, Tensor]:
-    return weights_of(load_engine(run_config(folder), 1).runner.model)
-
-
-def assert_same_model(folder: Path, whole: Path) -> None:
-    """Every parameter bit for bit, and greedy tokens."""
-    found, expected = parameters(folder), parameters(whole)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-    tokens = [
-        [completion.token_ids for completion in complete(engine_of(path), PROMPTS, GREEDY)] for path in (folder, whole)
-    ]
-    assert tokens[0] == tokens[1]
-
-
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     write_llama(tmp_path / "whole")
     return tmp_path / "whole"
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("tied", [False, True])
+@each("num_stages", [1, 2])
+@each("num_ranks", [1, 2])
+@each("tied", [False, True])
 def test_rank_folders(num_ranks: int, num_stages: int, tied: bool, tmp_path: Path) -> None:
     write_llama(tmp_path / "whole", tie_word_embeddings=tied)
     tensors = load_file(tmp_path / "whole" / "model.safetensors")
@@ -142,38 +95,13 @@ def write_sharded_state(folder: Path, whole: Path, num_ranks: int) -> Path:
     return folder
 
 
-def write_scaled(folder: Path, scale: int, write: Callable[[Path, dict[str, Tensor]], object]) -> tuple[int, int]:
-    """A model cut for two ranks; bytes of all tensors and of the largest."""
-    tensors = make_tensors(scale)
-    for i, held in enumerate(cut(tensors, 2)):
-        (folder / f"rank_{i}").mkdir(parents=True)
-        write(folder / f"rank_{i}" / "model", held)
-    sizes = {name: CONFIG[name] * scale for name in ("hidden_size", "intermediate_size", "vocab_size")}
-    write_config(folder, **sizes)
-    bytes_of_all = [tensor.nbytes for tensor in tensors.values()]
-    return sum(bytes_of_all), max(bytes_of_all)
-
-
-def assert_one_tensor_at_a_time(
-    tmp_path: Path, write: Callable[[Path, dict[str, Tensor]], object], spare: int = 5
-) -> None:
-    """Above the model there are at most `spare` tensors: what is read, what it is packed from, and what the allocator holds back.
-
-    Seen are 0.9, 2.0, 3.1 and 3.4 in one tree, as the allocator likes; a loader that holds all pieces has 9 at least.
-    """
-    write_scaled(tmp_path / "small", 1, write)
-    total, largest = write_scaled(tmp_path / "large", 40, write)
-    peak = peak_of_loading(tmp_path / "small", tmp_path / "large")
-    assert total * 0.9 < peak < total + spare * largest
-    assert largest * 8 < total  # a loader that holds all pieces takes two models
-
-
+@pytest.mark.long
 def test_peak_memory(tmp_path: Path) -> None:
     assert_one_tensor_at_a_time(tmp_path, lambda file, held: save_file(held, file.with_suffix(".safetensors")))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("tied", [False, True])
+@each("num_ranks", [1, 2, 4])
+@each("tied", [False, True])
 def test_sharded_state_of_vllm(num_ranks: int, tied: bool, tmp_path: Path) -> None:
     write_llama(tmp_path / "whole", tie_word_embeddings=tied)
     folder = write_sharded_state(tmp_path / "ranks", tmp_path / "whole", num_ranks)
@@ -246,8 +174,8 @@ def fused_twice(ranks: Ranks) -> None:
     ranks[0]["model.layers.0.mlp.gate_up_proj.weight"] = torch.ones(88, 64)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
+@each(
+    "damage, message",
     [
         (
             halve_query_rows,
@@ -267,7 +195,6 @@ def fused_twice(ranks: Ranks) -> None:
         (odd_fused, r"qkv_proj\.weight is \[31, 64\], which 2 ranks' .*q_proj\.weight, .* do not make up"),
         (fused_twice, r"rank_0/model\.safetensors has .*mlp\.gate_proj\.weight twice"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_ranks_that_do_not_fit(damage: Callable[[Ranks], None], message: str, whole: Path, tmp_path: Path) -> None:
     ranks = cut(load_file(whole / "model.safetensors"), 2)
@@ -276,7 +203,7 @@ def test_ranks_that_do_not_fit(damage: Callable[[Ranks], None], message: str, wh
         parameters(write_ranks(tmp_path / "ranks", ranks, whole))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@each("lost", [0, 1])
 def test_a_missing_rank(lost: int, whole: Path, tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "ranks", cut(load_file(whole / "model.safetensors"), 4), whole)
     shutil.rmtree(folder / f"rank_{lost}")

@@ -20,6 +20,7 @@ from models.formats.huggingface import SafetensorsFile
 from models.formats.huggingface_writer import write_huggingface
 from models.formats.sharded import LAYOUT, ShardedFile
 from models.formats.sharded_writer import Shares, write_sharded
+from tests.helpers.cases import each
 from tests.helpers.damage import MUTATIONS, mutated
 
 TENSORS = {
@@ -142,7 +143,7 @@ def test_the_index_has_the_digest_of_each_piece(sharded: Path) -> None:
     assert num_cut == 10  # "rows", "columns", "cube" and "numbers" in two, "empty" and "shared" in one
 
 
-@pytest.mark.parametrize("division", [Division(), Division(2, 2, 1, 0), Division(2, 2, 0, 1), Division(4, 1, 3)])
+@each("division", [Division(), Division(2, 2, 1, 0), Division(2, 2, 0, 1), Division(4, 1, 3)])
 def test_any_ranges_are_read(sharded: Path, division: Division) -> None:
     """Along the axis that is cut or another one, of one piece or several."""
     file = ShardedFile(sharded).of_rank(division)
@@ -157,7 +158,7 @@ def test_any_ranges_are_read(sharded: Path, division: Division) -> None:
                 assert torch.equal(file.read_ranges(name, Cut(axis, ranges)), tensor.index_select(axis, index)), name
 
 
-@pytest.mark.parametrize(("stage", "rank"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@each("stage, rank", [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_a_rank_of_the_same_division_reads_its_own_file_alone(
     sharded: Path, stage: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +282,7 @@ BAD_1: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_1, ids=[message[:40] for _, message in BAD_1])
+@each("change, message", BAD_1)
 def test_a_wrong_layout_of_version_1_is_named(tmp_path: Path, change: Change, message: str) -> None:
     layout = layout_of(write_version_1(tmp_path))
     change(layout)
@@ -290,7 +291,7 @@ def test_a_wrong_layout_of_version_1_is_named(tmp_path: Path, change: Change, me
         ShardedFile(tmp_path)
 
 
-@pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:40] for _, message in BAD])
+@each("change, message", BAD)
 def test_a_wrong_layout_is_named(sharded: Path, tmp_path: Path, change: Change, message: str) -> None:
     shutil.copytree(sharded, tmp_path / "bad")
     layout = layout_of(sharded)
@@ -308,6 +309,7 @@ def test_a_truncated_rank_is_named(sharded: Path, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "bad", allow_pickle=False).open_weights({})
 
 
+@pytest.mark.long
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([LAYOUT, LAYOUT, "rank_0_0.safetensors", "rank_1_1.safetensors"]), mutations=MUTATIONS)
 def test_damage_is_a_user_error(

@@ -14,8 +14,8 @@ from models.cuts import Cut, Division
 from models.formats.huggingface import PickleFile, SafetensorsFile
 from models.formats.sliced import SlicedFile
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.catalog import link
 from tests.helpers.divided import plan_of, rank_plan
-from tests.helpers.goldens import link
 
 TENSORS = {
     "rows": torch.randn(9, 4),

@@ -7,79 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.formats.wrapper import text_config
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.request_settings import read_request_settings
-from tests.helpers.builders import all_logits, complete, engine_of, run_config
-from tests.helpers.oracle import NEW_TOKENS, TOLERANCE, random_prompts, write_random
-
-TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "eos_token_id": None,
-}
-PICTURES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_heads": 2}
-QWEN_PICTURES = {**PICTURES, "depth": 1, "embed_dim": 16, "out_hidden_size": 48, "patch_size": 4}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
-
-
-def reference_of(model_type: str, **text: Any) -> Any:
-    """transformers' model of the wrapper, with few layers for pictures."""
-    is_qwen = model_type.startswith("qwen")
-    vision = QWEN_PICTURES if is_qwen else {**PICTURES, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
-    outer: dict[str, Any] = {"tie_word_embeddings": text.pop("tie_word_embeddings", False)}
-    if is_qwen:
-        text = {"rope_parameters": MROPE, **text}
-        outer |= dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), 3)
-    else:
-        outer["image_token_id" if model_type == "gemma3" else "image_token_index"] = 3
-    if model_type == "qwen3_vl_moe":
-        text = {**EXPERTS, **text}
-    if model_type == "qwen2_vl":
-        vision = {**vision, "hidden_size": 48}
-    sizes = {**TEXT, **text}
-    if model_type in ("qwen2_vl", "qwen2_5_vl"):
-        del sizes["head_dim"]
-        sizes |= {"hidden_size": 64}
-        vision = {**vision, "hidden_size": 64 if model_type == "qwen2_vl" else 16, "out_hidden_size": 64}
-    config = transformers.AutoConfig.for_model(model_type, text_config=sizes, vision_config=vision, **outer)
-    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-
-
-def assert_equal(folder: Path, reference: Any) -> None:
-    """Logits and greedy tokens of texts, together; no key of the config unread."""
-    source = open_source(run_config(folder).model)
-    assert source.checkpoint.config.unread() == []
-    engine, expected_ids, prompts = engine_of(folder), [], random_prompts(96)
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            expected = reference(input_ids=ids).logits[0]
-        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
-        output = reference.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        expected_ids.append(output[0, len(prompt) :].tolist())
-    answers = complete(engine, prompts, DecodeConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True))
-    assert [answer.token_ids for answer in answers] == expected_ids
+from tests.helpers.builders import engine_of, run_config
+from tests.helpers.cases import each
+from tests.helpers.oracle import write_random
+from tests.helpers.wrapped_models import TEXT, assert_equal, change, reference_of
 
 
 def rename(folder: Path, prefixes: dict[str, str]) -> None:
@@ -91,11 +30,6 @@ def rename(folder: Path, prefixes: dict[str, str]) -> None:
         return prefixes.get(old, "") + name.removeprefix(old)
 
     save_file({renamed(name): tensor for name, tensor in load_file(file).items()}, file)
-
-
-def change(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def add_tensors(folder: Path, **tensors: Tensor) -> None:
@@ -120,10 +54,10 @@ SPELLINGS = {
     },
 }
 WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+CASES = [(model_type, spelling) for model_type in WRAPPERS for spelling in SPELLINGS]
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("model_type", WRAPPERS)
+@each("model_type, spelling", CASES, quick=[("gemma3", "old"), ("qwen2_vl", "new")])
 def test_equals_transformers(model_type: str, spelling: str, tmp_path: Path) -> None:
     reference = write_random(tmp_path, reference_of(model_type, tie_word_embeddings=spelling == "new"))
     rename(tmp_path, SPELLINGS[spelling])
@@ -195,8 +129,8 @@ def test_lists_of_modules_name_those_of_the_text() -> None:
         }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"text_config": [1]}, r"config\.json: text_config=\[1\] is not an object"),
         (

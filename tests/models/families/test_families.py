@@ -1,0 +1,45 @@
+"""Every row of the table: the architecture computes what its class in transformers does, and reads or refuses what config.json says."""
+
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from models.config import ConfigReader
+from models.registry import ARCHITECTURES
+from tests.helpers.catalog import ROWS
+from tests.helpers.family import noted
+from tests.helpers.oracle import assert_equals_transformers, random_prompts
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    assert_equals_transformers(tmp_path, row.write(tmp_path, **row.variants[0]), random_prompts(96, row.lengths))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ROWS)
+def test_every_variant_equals_transformers(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    for i, variant in enumerate(row.variants[1:]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        with noted(variant):
+            assert_equals_transformers(folder, row.write(folder, **variant), random_prompts(96, row.lengths))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_config(name: str) -> None:
+    row = ROWS[name]
+    read_config = ARCHITECTURES[row.model_type or name].read_config
+    for changes, expected in row.read:
+        with noted(changes):
+            reader = ConfigReader(row.json(changes), "config.json")
+            config = read_config(reader)
+            assert {key: attrgetter(key)(config) for key in expected} == expected
+            assert reader.unread() == []
+    for changes, message in row.refused:
+        with noted(changes), pytest.raises(UserError, match=message):
+            read_config(ConfigReader(row.json(changes), "config.json"))
