@@ -9,6 +9,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.helpers.fork_server import true_starts
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARRIED = ("torch", "triton", "transformers", "safetensors", "numpy", "pytest")
 UNUSED = {"rich"}  # transformers requires it for its command line alone
@@ -69,6 +71,7 @@ def hidden() -> set[str]:
     return UNUSED | {module for module, owners in modules.items() if carried.isdisjoint(map(canonicalize_name, owners))}
 
 
+@true_starts()
 def run_bare(code: str) -> str:
     names = hidden() - {module.stem for module in REPOSITORY.iterdir()}  # ours may be installed too
     assert names.isdisjoint(CARRIED)
@@ -79,9 +82,11 @@ def run_bare(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_random_weights_become_tokens() -> None:
     assert run_bare(GENERATE).split() == ["5"] * 8
 
 
+@pytest.mark.long
 def test_what_needs_a_gpu_can_be_imported() -> None:
     assert "test_tokens_are_the_cpus_with_graphs_and_without" in run_bare(COLLECT)

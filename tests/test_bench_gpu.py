@@ -17,6 +17,7 @@ from pipelines.loading import load_engine
 from tests.bench import gpu, gpu_rows
 from tests.bench.gpu_rows import CEILINGS, rows
 from tests.bench.supervise import Row, supervise
+from tests.helpers.cases import each
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHILD = f"""
@@ -70,6 +71,7 @@ def test_the_end_of_the_time_is_said(tmp_path: Path) -> None:
     assert [row.get("error") for row in reported] == [None, "no time was left", "no time was left"]
 
 
+@pytest.mark.long
 def test_the_plan() -> None:
     names = list(rows())
     assert names[:4] == list(CEILINGS)
@@ -111,7 +113,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["none", "int4", "a8w8", "fp8"])
+@each("scheme", ["none", "int4", "a8w8", "fp8"])
 def test_rows_of_whole_models_run(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with a small model in the place of the large one."""
     small = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}

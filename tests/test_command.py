@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.builders import REPOSITORY, said
 from tests.helpers.command import run, script
 
@@ -15,6 +17,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.long
 def test_it_does_what_run_py_does(tmp_path: Path) -> None:
     script(tmp_path / "quintet")
     (tmp_path / "prompts.txt").write_text("Once\n")

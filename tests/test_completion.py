@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
 from tests.helpers.command import script
 
 SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
@@ -51,7 +52,8 @@ class Terminal:
         os.waitpid(self._pid, 0)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.long
+@each("shell", SHELLS)
 def test_tab_completes_options_keys_and_files(shell: str, folder: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")

@@ -62,6 +62,7 @@ def without_times(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{name: row[name] for name in row if not measured(name)} for row in rows]
 
 
+@pytest.mark.long
 def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
     """With jobs that fail, and over tasks, each of which has settings of its own."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -133,6 +134,7 @@ def test_a_launcher_that_cannot_run_is_refused_in_one_line(tmp_path: Path, monke
     )
 
 
+@pytest.mark.long
 def test_a_sweep_shows_what_drafts_gain_in_one_table(chatty: Path, tmp_path: Path) -> None:
     """The command of pipelines/README.md, with drafts of a fixed length, so that there are some in a short row."""
     rows = tmp_path / "rows.jsonl"
@@ -156,6 +158,7 @@ def test_a_sweep_shows_what_drafts_gain_in_one_table(chatty: Path, tmp_path: Pat
     assert predictions[0] == predictions[1]
 
 
+@pytest.mark.long
 def test_a_sweeper_searches_by_what_the_jobs_hand_back(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +183,7 @@ def test_a_sweeper_searches_by_what_the_jobs_hand_back(
     assert again.returncode == 0, again.stderr  # a job of the sweep runs alone, where an objective is not used
 
 
+@pytest.mark.long
 def test_an_objective_that_is_no_metric_ends_the_sweep_at_its_first_job(chatty: Path, tmp_path: Path) -> None:
     arguments = ["device=cpu", f"model.path={chatty}", "predict.data=Once", "decode.max_new_tokens=2,3"]
     done = run("-m", *arguments, "sweep.objective=tokens_per_sec", f"hydra.sweep.dir={tmp_path}")
@@ -191,6 +195,7 @@ def test_an_objective_that_is_no_metric_ends_the_sweep_at_its_first_job(chatty: 
     assert float(row["tokens_per_s"]) > 0  # what the job measured is not lost
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_the_table_of_what_was_done(chatty: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("Once upon a time\n" * 5)
     arguments = ["device=cpu", f"model.path={chatty}", f"predict.data={tmp_path / 'rows.txt'}", "predict.batch_size=1"]

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.compose import compose_run_config, quote_prompt
+from conf.compose import compose_run_config, for_hydra, quote_prompt
+from conf.errors import UserError
 from tests.helpers.builders import REPOSITORY, said
+from tests.helpers.cases import each
 from tests.helpers.command import run, run_interrupted
+from tests.helpers.fork_server import true_starts
 
 FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
 
@@ -118,7 +121,7 @@ def test_standard_input_and_folder_of_the_run(chatty: Path, tmp_path: Path) -> N
     [
         (["decode.temprature=1"], "'temprature' not in 'DecodeConfig': there are max_new_tokens"),
         pytest.param(["model.path=/nowhere"], "there is no folder /nowhere", marks=pytest.mark.long),
-        (["predict.data=nowhere.txt"], "predict.data=nowhere.txt cannot be read"),
+        pytest.param(["predict.data=nowhere.txt"], "predict.data=nowhere.txt cannot be read", marks=pytest.mark.long),
         (["predict.data=\x1b[2J\x9b.txt"], r"predict.data=\x1b[2J\x9b.txt cannot be read"),
         pytest.param(
             ["decode.max_length=129"],
@@ -166,14 +169,14 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
     assert done.stderr == f"error: {fault}\n"
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("argument", "message"),
     [
         ("~model", "~model would take away what is needed: leave it out, or give model= and one of baichuan2_13b, "),
         ("decode=null", "decode=null would take away what is needed: leave it out, or give decode= and one of beam, "),
         ("~decode.top_p", "leave it out, or give decode.top_p= and a value"),
         ("hydra.run.dir=", "hydra.run.dir= is no folder: give one, or leave it out"),
-        ("hydra.run.dir=/proc/nowhere", "'/proc/nowhere': give a folder that can be written as hydra.run.dir, or with"),
         ("decode.stop=", "is not a ListConfig, list or tuple: give a list: KEY=[a,b], or KEY=[] for none"),
         ("decode.stop=null", "'decode.stop' is not Optional: leave it out for its default"),
         ("quant.overrides=x", "Cannot assign str to Dict[str, str]: give names with values: KEY={a:b}"),
@@ -193,12 +196,20 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
     ],
 )
 def test_what_hydra_says_has_a_remedy(argument: str, message: str) -> None:
-    done = run("predict.data=hello", argument)
+    with pytest.raises(UserError) as raised:
+        compose_run_config(for_hydra(["predict.data=hello", argument]))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line() -> None:
+    done = run("predict.data=hello", "hydra.run.dir=/proc/nowhere")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert message in line
+    assert "'/proc/nowhere': give a folder that can be written as hydra.run.dir, or with" in line
 
 
+@true_starts()
 def start_waiting(chatty: Path, folder: Path) -> subprocess.Popen[str]:
     """A job whose input does not come: it stays before its first row, however long the test takes to interrupt it."""
     overrides = ["device=cpu", f"model.path={chatty}", "predict.data=-", f"hydra.run.dir={folder / 'out'}"]
@@ -221,7 +232,8 @@ def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
     return library in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("library", "ends"),
     [
         ("_yaml", [(-2, ""), (130, "interrupted\n")]),
@@ -240,6 +252,7 @@ def test_ctrl_c_before_the_first_row_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_sigterm_before_the_first_row_leaves_nothing(chatty: Path, tmp_path: Path) -> None:
     process = start_waiting(chatty, tmp_path)
     wait_until(process, lambda: has_mapped(process, "libtorch_cpu"))
@@ -249,7 +262,8 @@ def test_sigterm_before_the_first_row_leaves_nothing(chatty: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
     chatty: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -295,6 +309,7 @@ runpy.run_path("run.py", run_name="__main__")
     assert done.returncode == 1
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path) -> None:
     command = (
         f"{sys.executable} run.py device=cpu model.path={chatty} predict.data=Once hydra.run.dir={tmp_path / 'out'}"
@@ -306,7 +321,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(chatty: Path, tmp_path: Path)
     assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version"])
+@pytest.mark.parametrize("flag", [pytest.param("--help", marks=pytest.mark.long), "--version"])
 def test_a_closed_pipe_is_silent(flag: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -321,6 +336,7 @@ def test_version_is_our_own() -> None:
     assert run("--version").stdout == f"Quintet {version}\n"
 
 
+@pytest.mark.long
 def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
     done = run(
         "device=cpu", f"model.path={chatty}", "predict.data=Once, it's", "-m", "decode=greedy,sampling",
@@ -340,6 +356,7 @@ def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
     assert {"sweep.csv", "sweep.md", "sweep.png"} < {file.name for file in tmp_path.iterdir()}
 
 
+@pytest.mark.long
 def test_a_sweep_over_tasks_and_schemes_is_the_table_to_choose_by(chatty: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Once upon a time, there was a little girl. " * 9)
     done = run(
@@ -364,8 +381,22 @@ def test_a_value_of_one_job_that_is_refused_is_a_row(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == f"error: 1 of 1 jobs failed: see {tmp_path}/sweep.md"
 
 
-def test_help_begins_with_usage_and_five_examples_that_compose() -> None:
-    done = run("--help")
+def write_options(folder: Path) -> None:
+    for group, option in (("decode", "mine"), ("my_group", "one")):
+        (folder / group).mkdir()
+        (folder / group / f"{option}.yaml").write_text("{}")
+
+
+def has_options(text: str) -> bool:
+    return {"  decode: beam, checkpoint, contrastive, greedy, mine, sampling", "  my_group: one"} <= {
+        *text.splitlines()
+    }
+
+
+@pytest.mark.long
+def test_help_begins_with_usage_and_five_examples_that_compose(tmp_path: Path) -> None:
+    write_options(tmp_path)
+    done = run("--help", "-cd", str(tmp_path))
     assert done.returncode == 0
     assert done.stdout.startswith("usage: .venv/bin/python run.py ")
     begin = "  .venv/bin/python run.py"
@@ -383,13 +414,12 @@ def test_help_begins_with_usage_and_five_examples_that_compose() -> None:
     for group in ("task", "model", "parallel", "quant", "decode", "device"):
         assert f"  {group}: " in done.stdout
     assert "schema:" not in done.stdout  # Hydra's group for the types, which offers no choice
+    assert has_options(done.stdout)
 
 
-@pytest.mark.parametrize("flag", ["--config-dir={}", "--config-d {}", "-cd {}"])
-def test_help_lists_options_of_ones_own(flag: str, tmp_path: Path) -> None:
-    for group, option in (("decode", "mine"), ("my_group", "one")):
-        (tmp_path / group).mkdir()
-        (tmp_path / group / f"{option}.yaml").write_text("{}")
-    lines = run("--help", *flag.format(tmp_path).split()).stdout.splitlines()
-    assert "  decode: beam, checkpoint, contrastive, greedy, mine, sampling" in lines
-    assert "  my_group: one" in lines
+@pytest.mark.long
+def test_help_lists_options_of_ones_own(tmp_path: Path) -> None:
+    write_options(tmp_path)
+    for flag in ("--config-dir={}", "--config-d {}", "-cd {}"):
+        template = next(a for a in for_hydra(["--help", *flag.format(tmp_path).split()]) if "hydra.help.template" in a)
+        assert has_options(template), flag

@@ -26,6 +26,7 @@ from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
 from conf.schema import DeviceType, DType, ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig, SweepConfig
+from tests.helpers.cases import each
 
 GROUPS = ("task", "model", "parallel", "quant", "decode", "device", "experiment")
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
@@ -43,7 +44,8 @@ def test_all_option_files_are_known() -> None:
     assert len(OPTIONS) >= 16
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
+@pytest.mark.long
+@each(("group", "option"), OPTIONS)
 def test_every_option_composes_and_says_when_to_choose_it(group: str, option: str) -> None:
     assert isinstance(compose_run_config([f"{group}={option}"]), RunConfig)
     lines = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
@@ -52,7 +54,8 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
     assert len(comment) > 20
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("override", "end"),
     [
         ("decode=gredy", "decode=gredy does not exist: there are beam, checkpoint, contrastive, greedy, sampling: did you mean greedy?"),
@@ -87,7 +90,7 @@ def test_a_config_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pa
     assert refused(tmp_path, "config") == message
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "message"),
     [
         ("decode.temprature=1", "temprature.* not in 'DecodeConfig'"),
@@ -160,7 +163,8 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.long
+@each("prompt", PROMPTS)
 def test_a_prompt_is_taken_as_typed(prompt: str, tmp_path: Path) -> None:
     run = compose_run_config(quote_prompt([f"predict.data={prompt}", "decode=sampling"]))
     assert run.predict.data == prompt
@@ -169,7 +173,7 @@ def test_a_prompt_is_taken_as_typed(prompt: str, tmp_path: Path) -> None:
     assert to_run_config(saved) == run
 
 
-@pytest.mark.parametrize(
+@each(
     ("argument", "expected"),
     [
         ("model.path=~/llama", "model.path=/home/me/llama"),
@@ -185,6 +189,7 @@ def test_the_home_folder_is_found_behind_a_key(argument: str, expected: str, mon
     assert for_hydra([argument]) == [expected]
 
 
+@pytest.mark.long
 def test_a_saved_config_runs_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("model", "conf"):
@@ -236,11 +241,13 @@ def jobs_of(argument: str) -> list[str | None]:
     return [compose_run_config([f"{override.get_key_element()}={value}"]).predict.data for value in values]
 
 
-@pytest.mark.parametrize("prompt", [p for p in PROMPTS if " " in p and p not in ("  spaces around  ", "null and more")])
+@pytest.mark.long
+@each("prompt", [p for p in PROMPTS if " " in p and p not in ("  spaces around  ", "null and more")])
 def test_a_prompt_of_several_words_is_taken_as_typed_in_a_sweep(prompt: str) -> None:
     assert jobs_of(f"predict.data={prompt}") == [prompt]
 
 
+@pytest.mark.long
 def test_commas_of_a_sweep_that_can_be_meant_otherwise_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert jobs_of("predict.data=I love Beijing, because") == ["I love Beijing, because"]
     told = 'predict.data is one prompt with commas in it: for several, quote each: \'"first","second"\'\n'
@@ -278,7 +285,7 @@ def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: p
     assert quote_prompt(["predict.resume=a, {b}"]) == ["predict.resume='a, {b}'"]
 
 
-@pytest.mark.parametrize(("resume", "saved"), [("auto", "auto"), ("none", "none"), ("/a/folder", "auto")])
+@each(("resume", "saved"), [("auto", "auto"), ("none", "none"), ("/a/folder", "auto")])
 def test_a_saved_config_does_not_resume_what_its_run_resumed(tmp_path: Path, resume: str, saved: str) -> None:
     run = compose_run_config([f"predict.resume={resume}"])
     assert OmegaConf.create(dump(run, tmp_path)).predict.resume == saved
@@ -335,12 +342,14 @@ def test_an_option_over_a_saved_config_leaves_what_no_option_of_its_group_sets(s
     assert run == replace(saved, quant=fresh.quant, model=fresh.model, device=fresh.device)
 
 
-@pytest.mark.parametrize(("group", "option"), [(g, o) for g, o in OPTIONS if g not in ("task", "experiment")])
+@pytest.mark.long
+@each(("group", "option"), [(g, o) for g, o in OPTIONS if g not in ("task", "experiment")])
 def test_every_option_goes_over_a_saved_config(saved: RunConfig, group: str, option: str) -> None:
     run, fresh = composed_over(["-cp", "saved", f"{group}={option}"]), compose_run_config([f"{group}={option}"])
     assert getattr(run, group) == replace(getattr(fresh, group), **GIVEN.get(group, {}))
 
 
+@pytest.mark.long
 def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved: RunConfig) -> None:
     run = composed_over(["--config-path=saved", "task=evaluate", "evaluate.data=x.txt"])
     fresh = compose_run_config(["task=evaluate", "evaluate.data=x.txt"])
@@ -376,6 +385,7 @@ def test_another_task_over_a_saved_config_has_the_data_of_its_option(
     assert composed_over(["--config-path", ".", "task=predict"]) == replace(fresh, model=run.model)
 
 
+@pytest.mark.long
 def test_another_task_over_a_saved_config_calibrates_in_its_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,7 +449,7 @@ def test_a_job_of_a_sweep_over_tasks_leaves_out_what_is_for_the_other_tasks() ->
         to_run_config(config, swept_tasks(arguments))
 
 
-@pytest.mark.parametrize("task", [Task.embed, Task.score])
+@each("task", [Task.embed, Task.score])
 def test_a_task_of_rows_reads_the_settings_of_predict(task: Task) -> None:
     config = OmegaConf.structured(RunConfig(task=task))
     config.predict.data, config.predict.batch_size = "rows.jsonl", 3

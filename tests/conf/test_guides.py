@@ -10,6 +10,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.guides import CALL_SPACING, MAX_BYTES, MAX_CHOICES, MAX_LARK_RULES, guide_text
 from conf.speculation import Acceptance, Speculate, SpeculationConfig
+from tests.helpers.cases import each
 
 ONE_OF = r"is not allowed: give one of \{json_schema: \{\.\.\.\}\}, \{json_object: true\}, .* or null$"
 SPACING = json.dumps(CALL_SPACING)
@@ -18,7 +19,7 @@ for _ in range(100_000):
     deep = [deep]
 
 
-@pytest.mark.parametrize(
+@each(
     ("guide", "message"),
     [
         ({}, ONE_OF),
@@ -68,7 +69,7 @@ def test_what_is_no_guide_is_refused(guide: Any, message: str) -> None:
         DecodeConfig().replaced({"guide": guide})
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"num_beams": 2}, "num_beams=2, whose candidates compete"),

@@ -6,6 +6,7 @@ import pytest
 
 from conf.compose import CONF, compose_run_config, options
 from models.registry import ARCHITECTURES
+from tests.helpers.cases import each
 
 MODEL_TYPES = {  # of the checkpoints whose options begin so
     "baichuan2": "baichuan",
@@ -41,7 +42,8 @@ def beginning(option: str) -> str:
     return max((beginning for beginning in MODEL_TYPES if f"{option}_".startswith(f"{beginning}_")), key=len)
 
 
-@pytest.mark.parametrize("option", OF_THE_HUB)
+@pytest.mark.long
+@each("option", OF_THE_HUB)
 def test_composes_and_is_of_a_family(option: str) -> None:
     assert re.fullmatch(r"[\w-]+/[\w.-]+", compose_run_config([f"model={option}"]).model.path)
     assert MODEL_TYPES[beginning(option)] in ARCHITECTURES
@@ -52,6 +54,7 @@ def test_composes_and_is_of_a_family(option: str) -> None:
     assert float(size[2]) * {"G": 1, "T": 1000}[size[3]] == pytest.approx(2 * float(size[1]), rel=0.05)
 
 
+@pytest.mark.long
 def test_every_beginning_has_an_option() -> None:
     assert {beginning(option) for option in OF_THE_HUB} == MODEL_TYPES.keys()
     assert len({compose_run_config([f"model={option}"]).model.path for option in OF_THE_HUB}) == len(OF_THE_HUB)

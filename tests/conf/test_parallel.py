@@ -8,6 +8,7 @@ import pytest
 from conf.compose import compose_run_config, from_json
 from conf.errors import UserError
 from pipelines.fingerprint import plain
+from tests.helpers.cases import each
 
 TP = ["parallel=tp", "parallel.tp=2"]
 
@@ -51,16 +52,15 @@ REFUSED: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.long
+@each("message", REFUSED)
 def test_what_ranks_do_not_do_is_one_line(message: str) -> None:
     with pytest.raises(UserError) as caught:
         compose_run_config(REFUSED[message])
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize(
-    "given", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true", "device=cuda"]
-)
+@each("given", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true", "device=cuda"])
 def test_what_goes_with_ranks(given: str) -> None:
     run: Any = compose_run_config([*TP, given])
     assert (run.parallel.mode.name, run.parallel.tp) == ("tp", 2)

@@ -8,6 +8,7 @@ from conf.errors import UserError
 from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
 from conf.sizes import num_bytes
 from conf.tasks import BenchConfig, CheckpointFormat, ConvertConfig, EvaluateConfig, PredictConfig, SweepConfig
+from tests.helpers.cases import each
 
 BAD = [
     *[
@@ -77,13 +78,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("config", "values", "message"), BAD, ids=[message.split()[0] for _, _, message in BAD])
+@each(("config", "values", "message"), BAD)
 def test_bad_values_are_refused(config: type, values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config(**values)
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "expected"),
     [("1GB", 10**9), ("512MB", 512 * 10**6), ("0.5GiB", 2**29), ("512 mib", 2**29), ("4096", 4096), ("0.25", 250), ("1", 1)],
 )  # fmt: skip
@@ -109,7 +110,7 @@ def test_a_row_uses_what_its_job_gave_and_did_not_use() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "text"),
     [
         ({"top_p": 0.91, "temperature": 0.0}, "decode.top_p=0.91 is not used with decode.temperature=0.0"),
@@ -144,7 +145,7 @@ def test_what_is_used_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "message"),
     [
         ({"temprature": 1.0}, "decode.temprature does not exist: there are max_new_tokens, .*temperature"),

@@ -3,9 +3,8 @@
 import logging
 import unicodedata
 
-import pytest
-
 from conf.terminal import VisibleFormatter, visible, visible_line
+from tests.helpers.cases import each
 
 OBEYED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) == "Cc"]
 TURNS = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}  # Unicode Annex 9
@@ -28,7 +27,7 @@ def test_what_is_part_of_a_line_has_no_line_break() -> None:
     assert visible_line("a\nb\x1b[2J\r") == r"a\nb\x1b[2J\r"
 
 
-@pytest.mark.parametrize("value", ["a\x1b]0;title\x07", "a\u202eb"])
+@each("value", ["a\x1b]0;title\x07", "a\u202eb"])
 def test_messages_that_are_logged_are_visible(value: str) -> None:
     record = logging.LogRecord("name", logging.WARNING, "", 0, "row %s", (value,), None)
     assert VisibleFormatter("%(levelname)s: %(message)s").format(record) == f"WARNING: row {visible(value)}"

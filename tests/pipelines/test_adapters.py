@@ -20,6 +20,7 @@ from pipelines.opening import open_source
 from pipelines.predict import run_predict
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
+from tests.helpers.cases import each
 from tests.helpers.soft_prefixes import write_paddle
 
 
@@ -96,7 +97,7 @@ def test_from_the_command_line(chatty: Path, adapters: dict[str, str], tmp_path:
     assert all(folder in dump(run, tmp_path) for folder in adapters.values())
 
 
-@pytest.mark.parametrize(
+@each(
     ("make_config", "message"),
     [
         (lambda: ModelConfig(path="m", max_adapters=0), r"model\.max_adapters=0 .* a number from 1 to 1024"),

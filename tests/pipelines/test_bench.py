@@ -21,6 +21,7 @@ from models.batch import Batch
 from pipelines import bandwidth, bench
 from pipelines.engine.steps import StepOutputs
 from tests.helpers.builders import engine_of, run_config, write_llama
+from tests.helpers.cases import each
 
 
 def job(folder: Path, decode: DecodeConfig | None = None, **sizes: Any) -> RunConfig:
@@ -84,7 +85,7 @@ def test_a_run_leaves_its_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     )  # rows, tokens, K and V, layers, heads, channels, float32
 
 
-@pytest.mark.parametrize(
+@each(
     ("cache", "bandwidth", "share", "said"),
     [
         (2**30, 1e9, None, r"a step reads 0.\d MB, which fit the cache of 1,074 MB"),
@@ -146,14 +147,13 @@ def test_bytes_of_a_quantised_cache_are_those_it_takes(tmp_path: Path) -> None:
     )  # as above, of an int8 channel each and a float32 scale
 
 
-@pytest.mark.parametrize(
+@each(
     "decode",
     [
         DecodeConfig(temperature=0.8, top_p=0.9),
         DecodeConfig(num_beams=3, early_stopping=True),
         DecodeConfig(penalty_alpha=0.6, top_k=3),
     ],
-    ids=["sampling", "beam", "contrastive"],
 )
 def test_every_way_to_choose_tokens_has_exact_lengths(tmp_path: Path, decode: DecodeConfig) -> None:
     write_llama(tmp_path, eos_token_id=list(range(96)))
@@ -173,7 +173,7 @@ def test_lengths_that_the_checkpoint_suggests_are_no_setting_of_the_run(tmp_path
     assert (saved.max_new_tokens, saved.repetition_penalty) == (None, 1.5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("decode", "message"),
     [
         (DecodeConfig(max_new_tokens=5), "decode.max_new_tokens=5 is not used by task=bench: .* bench.new_tokens"),
@@ -207,7 +207,7 @@ def test_prompts_of_a_file_are_replayed_with_their_lengths(chatty: Path, tmp_pat
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["decode_tokens_per_s"] > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         ('{"prompt": "x", "decode": {}}', "row 0 of bench.data=.* cannot be replayed: the row has decode settings"),

@@ -16,6 +16,7 @@ from pipelines import pipeline
 from pipelines.chat import Conversation, LocalModel, Say
 from pipelines.endpoint import Endpoint, asked_for
 from pipelines.interrupt import Interruption, interruption
+from tests.helpers.cases import each
 from tests.helpers.chat_server import ChatServer, chat_server, chunk
 from tests.helpers.command import run
 
@@ -52,6 +53,7 @@ def test_every_turn_sees_those_before_it(local: LocalModel, capsys: pytest.Captu
         messages.append({"role": "assistant", "content": answer})
 
 
+@pytest.mark.long
 def test_a_conversation_is_forgotten_and_told_something_else(
     local: LocalModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +136,7 @@ def test_commands_are_listed_and_typing_errors_named(capsys: pytest.CaptureFixtu
     assert not conversation.command("/exit")
 
 
+@pytest.mark.long
 def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
     done = run(
         "task=chat",
@@ -149,7 +152,8 @@ def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").is_file()
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("arguments", "message"),
     [
         (["decode=sampling", "decode.n=2"], "decode.n=2 is not used by task=chat"),
@@ -209,7 +213,7 @@ def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(
     assert (server.asked, server.keys) == ([asked], ["Bearer secret"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("status", "line", "message"),
     [
         (401, '{"error": {"message": "no such key"}}', "the server answers 401: no such key"),

@@ -18,11 +18,13 @@ from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from pipelines.loading import load_engine
 from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, TOLERANCE, link
 from tests.helpers.command import run
 from tests.helpers.conversion import SHARDED, contents, convert, environment, names, tensors_in
-from tests.helpers.goldens import FAMILIES, GOLDENS, TOLERANCE, link
+from tests.helpers.fork_server import true_starts
 from tests.helpers.huggingface_files import START, assert_same, make_tensors, write_shards, write_whole
-from tests.models.formats.test_meta import tensors_of, write_meta
+from tests.helpers.meta_files import tensors_of, write_meta
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,8 @@ def test_any_division_becomes_any_other(tmp_path: Path) -> None:
     assert [len(piece["files"]) for piece in entries["model.layers.0.input_layernorm.weight"]["pieces"]] == [3]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.long
+@each("family", GOLDEN_FAMILIES)
 def test_every_family_goes_and_comes_back(family: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     folder = link(family, tmp_path / "source")
@@ -153,7 +156,7 @@ def test_shards_of_a_source_in_shards(tmp_path: Path) -> None:
     assert_same(tensors_in(convert(sharded, tmp_path / "back")), tensors)
 
 
-@pytest.mark.parametrize("settings", [{}, {"format": SHARDED, "tp": 2}], ids=["hf", "sharded"])
+@each("settings", [{}, {"format": SHARDED, "tp": 2}])
 def test_tensors_keep_their_types_or_are_cast(settings: dict[str, Any], tmp_path: Path) -> None:
     tensors = make_tensors()
     for i, name in enumerate(tensors):
@@ -205,6 +208,8 @@ print(peak() - before)
 """
 
 
+@pytest.mark.long
+@true_starts()
 def test_peak_memory_is_a_tensor(source: Path, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     tensors = make_tensors(32)
@@ -224,6 +229,7 @@ def test_peak_memory_is_a_tensor(source: Path, tmp_path: Path) -> None:
     assert 8 * largest < total
 
 
+@pytest.mark.long
 def test_the_command_line(source: Path, tmp_path: Path) -> None:
     arguments = ["task=convert", f"model.path={source}", f"hydra.run.dir={tmp_path / 'run'}"]
     sharded = ["convert.format=sharded", "convert.tp=2", "convert.pp=2"]

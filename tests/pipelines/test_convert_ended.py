@@ -15,6 +15,7 @@ from models.formats.huggingface_writer import write_huggingface
 from models.formats.manifest import verify_manifest
 from models.formats.safetensors_writer import SafetensorsWriter
 from pipelines import convert_formats
+from tests.helpers.cases import each
 from tests.helpers.conversion import SHARDED, contents, convert, environment, names, tensors_in
 from tests.helpers.huggingface_files import assert_same, make_tensors, write_whole
 
@@ -24,8 +25,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_whole(tmp_path_factory.mktemp("source"), make_tensors())
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
-@pytest.mark.parametrize(("place", "moment"), [("write", 4), ("fsync", 2), ("rename", 1), ("rename", 2)])
+@each("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@each(("place", "moment"), [("write", 4), ("fsync", 2), ("rename", 1), ("rename", 2)])
 def test_what_fails_leaves_the_old_model_or_none(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, place: str, moment: int
 ) -> None:
@@ -91,6 +92,7 @@ json.dump(seen, out)
 """
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_it_leaves_nothing_under_the_name(source: Path, tmp_path: Path) -> None:
     moments = [("write", 1), ("write", 2), ("write", 9), ("fsync", 1), ("fsync", 3), ("rename", 1)]
     arguments = json.dumps([str(source), str(tmp_path), moments])

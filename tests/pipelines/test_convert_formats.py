@@ -14,10 +14,11 @@ from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from models.formats import open_checkpoint
 from models.formats.manifest import verify_manifest
 from tests.helpers.builders import SHARED, all_logits, engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.command import run
 from tests.helpers.conversion import convert, tensors_in
 from tests.helpers.huggingface_files import assert_same
-from tests.models.formats.test_lora import PROMPT, write_adapter
+from tests.helpers.merged_adapters import PROMPT, write_adapter
 
 TEXTS = ("Once upon a time 12345", "<s>今天</s> 🙂\n\n  x", "")
 
@@ -52,7 +53,7 @@ def test_q8_0_is_the_packages(chatty: Path, tmp_path: Path) -> None:
     assert torch.equal(found[name], torch.from_numpy(dequantize(codes, GGMLQuantizationType.Q8_0)))
 
 
-@pytest.mark.parametrize("format", CheckpointFormat)
+@each("format", CheckpointFormat)
 def test_an_adapter_is_merged_into_every_layout(format: CheckpointFormat, tmp_path: Path) -> None:
     base = write_llama(tmp_path / "base")
     expected = write_adapter(tmp_path / "adapter", base, r=4, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -69,7 +70,7 @@ def test_a_missing_adapter_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"dtype": ConvertDType.q8_0}, "convert.dtype=q8_0 is not used by convert.format=hf: give convert.format=gguf"),
@@ -83,6 +84,7 @@ def test_contradictions(settings: dict[str, Any], message: str) -> None:
         ConvertConfig(output="x", **settings)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
 def test_the_command_line(tmp_path: Path) -> None:
     model = SHARED / "data" / "models" / "stories260K"

@@ -16,6 +16,7 @@ from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Task, Weights
 from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from pipelines.convert import run_convert
+from tests.helpers.cases import each
 from tests.helpers.command import run
 from tests.helpers.conversion import SHARDED, contents, convert, names
 from tests.helpers.huggingface_files import make_tensors, write_whole
@@ -106,7 +107,7 @@ def test_options_of_other_tasks(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "message"),
     [
         ({"dtype": DType.bfloat16}, r"model\.dtype=bfloat16 is not used by task=convert: give convert\.dtype"),
@@ -121,7 +122,7 @@ def test_settings_that_nobody_would_read(source: Path, tmp_path: Path, model: di
     refused(source, tmp_path, message, model=model)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"output": ""}, r"convert\.output='' is not allowed"),
@@ -139,7 +140,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         ConvertConfig(**settings)
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "expected"),
     [("5GB", 5 * 10**9), ("500MB", 500 * 10**6), ("500mb", 500 * 10**6), ("2GiB", 2 * 2**30), ("1.5 KB", 1500),
      ("4096", 4096), ("7B", 7), ("1TB", 10**12), ("3M", 3 * 10**6)],
@@ -148,7 +149,8 @@ def test_sizes(size: str, expected: int) -> None:
     assert ConvertConfig(max_shard_size=size).max_shard_bytes == expected
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("arguments", "message"),
     [
         (["convert.outptu=x"], r"Key 'outptu' not in 'ConvertConfig'.*there are output, format, tp"),

@@ -22,6 +22,7 @@ from pipelines.loading import load_engine
 from pipelines.predict import run_predict
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import REPOSITORY, complete, engine_of, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.small_tokenizers import byte_fallback, save
 
@@ -55,7 +56,7 @@ def swapped_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
+@each(
     ("damage", "message"),
     [
         (
@@ -70,7 +71,6 @@ def swapped_tokens(folder: Path) -> None:
         (other_tokenizer, r"its token 0 is '<unk>', but the model's '<s>': give a smaller model of the same family"),
         (swapped_tokens, r"its token 300 is .*, but the model's .*: give a smaller model of the same family"),
     ],
-    ids=["vocabulary", "context", "architecture", "tokenizer", "two tokens"],
 )
 def test_refuses(
     chatty: Path, tmp_path: Path, damage: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +97,7 @@ def padded_copy(folder: Path, to: Path, num_tokens: int) -> Path:
     return to
 
 
-@pytest.mark.parametrize("larger", ["model", "draft"])
+@each("larger", ["model", "draft"])
 def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_lengths(
     chatty: Path, tmp_path: Path, larger: str
 ) -> None:
@@ -156,9 +156,7 @@ def test_rows_may_ask_only_for_a_model_that_is_loaded(chatty: Path) -> None:
         engine.request(0, [5], DecodeConfig(speculate=Speculate.mtp))
 
 
-@pytest.mark.parametrize(
-    "decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 2}], ids=["greedy", "seeded"]
-)
+@each("decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "n": 2}])
 def test_a_jobs_predictions_are_those_of_a_plain_one(chatty: Path, tmp_path: Path, decode: dict[str, Any]) -> None:
     data = tmp_path / "prompts.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": text} for text in ("Once upon a time", "x", "a good day " * 5)]

@@ -26,6 +26,7 @@ from pipelines.embed import run_embed
 from pipelines.loading import load_engine
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import all_logits, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.conversion import SHARDED, convert
 from tests.helpers.embedding_models import QUERY, write_e5_mistral, write_modules, write_qwen3_embedding
 from tests.helpers.gguf_files import write_twin
@@ -77,7 +78,7 @@ def hidden_states(reference: Any, ids: list[int]) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize("instruction", [None, "query", "passage: "])
+@each("instruction", [None, "query", "passage: "])
 def test_qwen3_embedding(tmp_path: Path, instruction: str | None) -> None:
     reference = write_qwen3_embedding(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -92,7 +93,7 @@ def test_qwen3_embedding(tmp_path: Path, instruction: str | None) -> None:
         np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("eos_in_tokenizer_json", [True, False])
+@each("eos_in_tokenizer_json", [True, False])
 def test_e5_mistral(tmp_path: Path, eos_in_tokenizer_json: bool) -> None:
     reference = write_e5_mistral(tmp_path, eos_in_tokenizer_json=eos_in_tokenizer_json)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -129,11 +130,11 @@ POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("stored", "asked", "pooled"),
     [("mean", "auto", "mean"), ("cls", "auto", "cls"), (None, "auto", "last"), ("cls", "mean", "mean"), ("mean", "last", "last")],
 )  # fmt: skip
-@pytest.mark.parametrize("normalized", [None, True])
+@each("normalized", [None, True])
 def test_poolings_of_a_llama(
     tmp_path: Path, stored: str | None, asked: str, pooled: str, normalized: bool | None
 ) -> None:
@@ -159,14 +160,13 @@ def test_a_conversation_ends_as_it_ends(tmp_path: Path) -> None:
     np.testing.assert_allclose(vector, hidden_states(reference, ids)[-1], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
+@each(
     "quant",
     [
         QuantConfig(scheme=QuantScheme.int8),
         QuantConfig(scheme=QuantScheme.a8w8, activations=Activations.dynamic),
         QuantConfig(scheme=QuantScheme.int4, group_size=32, overrides={"lm_head": "int8"}),
     ],
-    ids=lambda quant: quant.scheme.name,
 )
 def test_a_quantised_model_gives_the_hidden_states_that_it_predicts_from(tmp_path: Path, quant: QuantConfig) -> None:
     write_pooled_llama(tmp_path, None, intermediate_size=96)
@@ -195,6 +195,7 @@ def test_a_quantised_checkpoint_whose_head_is_coded(tmp_path: Path) -> None:
     np.testing.assert_allclose(stored, own, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_converted_and_quantised_models_pool_as_their_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tmp_path / "source"
     write_pooled_llama(source, "mean")
@@ -326,7 +327,7 @@ def test_an_instruction_stands_before_prompts_alone(tmp_path: Path) -> None:
         run_embed(embed_run(tmp_path, data, {"instruction": "query"}), tmp_path / "out", dump)
 
 
-@pytest.mark.parametrize(
+@each(
     ("files", "embed", "message"),
     [
         ({}, {"instruction": "qury"}, "embed.instruction=qury is the name of no prompt: the checkpoint has none; a text has"),

@@ -24,6 +24,7 @@ from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
 from pipelines.scoring import score, sliding_windows
 from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.command import run as command
 
 TEXTS = [
@@ -113,7 +114,7 @@ def expected_scores(folder: Path, other: Path, texts: list[list[int]], window: i
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("window", "stride", "num_batched"),
     [(128, 128, 2048), (50, 50, 2048), (50, 20, 120), (33, 1, 512), (2, 1, 64), (128, 127, 128), (7, 3, 7)],
 )
@@ -160,6 +161,7 @@ def test_a_model_is_its_own_best_reference(chatty: Path, tmp_path: Path) -> None
     assert metrics["peak_memory_bytes"] > metrics["weight_bytes"]
 
 
+@pytest.mark.long
 def test_a_model_that_is_calibrated_now_has_a_reference_too(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +223,7 @@ def test_golden_nll_of_a_real_model() -> None:
     assert score(engine, windows).nll_per_token == pytest.approx(golden, abs=1e-6)  # float32 on both sides
 
 
-@pytest.mark.parametrize(
+@each(
     ("continuation", "answer", "right"),
     [
         ("7", "7", True),
@@ -285,7 +287,7 @@ BAD_RUNS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("evaluate", "message"), BAD_RUNS)
+@each(("evaluate", "message"), BAD_RUNS)
 def test_what_cannot_be_measured_is_one_error_and_nothing_written(
     chatty: Path, tmp_path: Path, evaluate: dict[str, Any], message: str
 ) -> None:
@@ -297,7 +299,7 @@ def test_what_cannot_be_measured_is_one_error_and_nothing_written(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "message"),
     [
         ("", "evaluate.data=.* has no prompts"),
@@ -316,7 +318,7 @@ def test_a_row_without_a_text_is_named(chatty: Path, tmp_path: Path, row: str, m
         run_evaluate(job(chatty, data=str(tmp_path / "a.jsonl")), tmp_path / "out", dump)
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "message"),
     [
         (
@@ -357,7 +359,7 @@ def test_unused_fields_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "has fields that are not used: source, title" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each(
     ("decode", "asks", "message"),
     [
         (
@@ -434,6 +436,7 @@ def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
         }  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_command_runs_again_from_its_config_and_sweeps(chatty: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Once upon a time, there was a little girl. " * 9)
     (tmp_path / "q.jsonl").write_text('{"prompt": "Once", "answer": "upon"}\n')

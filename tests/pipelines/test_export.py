@@ -8,7 +8,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DType, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
-from conf.tasks import ConvertConfig, ExportConfig, PredictConfig
+from conf.tasks import ConvertConfig, PredictConfig
 from models.batch import Batch, KVCache
 from models.exported import description, functions
 from models.exported.description import EXPORT, GRAPH, WEIGHTS, read_description
@@ -33,191 +32,184 @@ from models.formats.manifest import verify_manifest
 from models.layers.norm import AddRMSNorm
 from pipelines import export, export_steps
 from pipelines.convert import run_convert
-from pipelines.engine import Engine
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.export import run_export
 from pipelines.loading import load_engine
 from pipelines.opening import open_source
 from pipelines.plan_division import plan_division
 from pipelines.planning import plan_model
-from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
-from tests.helpers.gguf_files import write_random_llama, write_twin
-from tests.helpers.goldens import MARKS, link
-from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
-from tests.pipelines.engine.test_kv_families import FAMILIES as WITHOUT_MARKS
-
-PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
-A8W8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int8)
-SCHEMES = [
-    QuantConfig(kv_cache=KVCacheFormat.fp8),
+from tests.helpers.builders import REPOSITORY, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.exports import (
     A8W8,
-    QuantConfig(QuantScheme.int8, kv_cache=KVCacheFormat.int4),
-    QuantConfig(QuantScheme.int4, group_size=32),
-    QuantConfig(QuantScheme.fp8, activations=Activations.dynamic),
+    AUTO,
+    FAMILIES,
+    FLOATS,
+    FP8_CACHE,
+    INT4,
+    INT8,
+    INT8_INT4_CACHE,
+    PROMPTS,
+    Exports,
+    answers,
+    exported,
+    family_model,
+    llama,
+    on_export,
+    prompts_for,
+    wide_llama,
+    without_families,
+)
+from tests.helpers.gguf_files import write_random_llama, write_twin
+from tests.helpers.quantized_models import CALIBRATED, STATIC_CACHES, make, quantize_run, random_rows, write_rows
+from tests.helpers.tiers import tiers
+
+# Between them, with deepseek_v3 in test_export_divided.py, they have all operators and all arguments that graphs give these.
+CHOSEN = [
+    "baichuan-13b",
+    "baichuan2-13b",
+    "bloom",
+    "chatglm3",
+    "gpt2",
+    "llama3",
+    "llama_tied_bias",
+    "opt",
+    "qwen2",
+    "qwen3",
 ]
-INT8 = QuantConfig(QuantScheme.int8)
-AUTO = QuantConfig(activations=Activations.auto)
-QUICK = ("gpt2", "llama3", "chatglm", "chatglm3", "qwen2_moe", "gemma3")
-FAMILIES = WITHOUT_MARKS | {"chatglm": partial(link, "chatglm")}
-"""What writes a model of each; every architecture is among them (test_kv_families)."""
-EVERY_FAMILY = [pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in FAMILIES]
+CHOSEN += ["chatglm", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4_moe", "gpt_neox"]
+CHOSEN += ["ministral3", "phi3", "qwen", "qwen2_moe"]
 
 
-def exported(source: RunConfig, folder: Path, **settings: Any) -> Path:
-    run = replace(source, predict=PredictConfig(), task=Task.export, export=ExportConfig(str(folder), **settings))
-    run_export(run, folder.parent / "run", lambda run, output_dir: "")
-    return folder
+def check_alone(source: RunConfig, exports: Exports, more_bytes: int = 0, prompts: list[list[int]] = PROMPTS) -> None:
+    """Compute by the model, and again by its export without the families.
 
-
-def prompts_for(family: str) -> list[list[int]]:
-    return [[*prompt, *MARKS.get(family, ())] for prompt in PROMPTS]
-
-
-def answers(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Any]:
-    decode = DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
-    outputs = generate(engine, prompts, decode) + generate(engine, prompts, replace(decode, temperature=1.0, seed=3))
-    return [(output.completions[0].token_ids, output.completions[0].logprobs) for output in outputs]
-
-
-def check_alone(
-    source: RunConfig,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    more_bytes: int = 0,
-    prompts: list[list[int]] = PROMPTS,
-) -> None:
-    """Export, compute by the model, and again by the artefact, elsewhere, without the checkpoint and without the families.
-
-    `more_bytes`: that the artefact's weights take.
+    `more_bytes`: that the export's weights take.
     """
-    made = exported(source, tmp_path / "made")
-    model = load_engine(source, 3)
-    expected = answers(model, prompts)
-    bare = made.rename(tmp_path / "bare")
-    shutil.rmtree(checkpoint)
-    for name in [name for name in sys.modules if name.startswith("models.families.")]:
-        monkeypatch.setitem(sys.modules, name, None)
-    run = run_config(bare)
+    run = run_config(exports.of(source))
     run = replace(run, model=replace(run.model, dtype=DType.auto))
     chunks = replace(run, device=replace(run.device, max_batched_tokens=8))
-    engine = load_engine(run, 3)
-    assert answers(engine, prompts) == expected
-    assert engine.runner.weight_bytes == model.runner.weight_bytes + more_bytes
-    if not engine.sees_later_tokens:
-        assert answers(load_engine(chunks, 3)) == expected
+    model = load_engine(source, 3)
+    expected = answers(model, prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        without_families(patch)
+        engine = load_engine(run, 3)
+        assert answers(engine, prompts) == expected
+        assert engine.runner.weight_bytes == model.runner.weight_bytes + more_bytes
+        if not engine.sees_later_tokens:
+            assert answers(load_engine(chunks, 3)) == expected
 
 
-@pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_every_family_runs_without_its_code(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = tmp_path / "model"
-    checkpoint.mkdir()
-    FAMILIES[family](checkpoint)
-    run = run_config(checkpoint)
-    check_alone(run, checkpoint, tmp_path, monkeypatch, prompts=prompts_for(family))
+def test_a_model_runs_without_its_code(exports: Exports, tmp_path: Path) -> None:
+    check_alone(llama(tmp_path), exports)
 
 
-def test_a_prompt_without_the_marks_that_its_model_looks_for(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    engine = load_engine(run_config(exported(run_config(link("chatglm", tmp_path / "model")), tmp_path / "made")), 1)
+@pytest.mark.long
+@each("family", CHOSEN)
+def test_families_run_without_their_code(family: str, exports: Exports, tmp_path: Path) -> None:
+    check_alone(family_model(family, tmp_path / family), exports, prompts=prompts_for(family))
+
+
+@pytest.mark.matrix
+@each("family", [family for family in FAMILIES if family not in CHOSEN])
+def test_the_other_families_run_without_their_code(family: str, exports: Exports, tmp_path: Path) -> None:
+    check_alone(family_model(family, tmp_path / family), exports, prompts=prompts_for(family))
+
+
+@pytest.mark.long
+def test_a_prompt_without_the_marks_that_its_model_looks_for(exports: Exports, tmp_path: Path) -> None:
+    engine = load_engine(run_config(exports.of(family_model("chatglm", tmp_path / "model"))), 1)
     line = "the prompt lacks tokens that the model finds its parts by: give one with the ids 284, and 281 or 280$"
     with pytest.raises(UserError, match=line):
         engine.request(0, [3, 281], DecodeConfig())
 
 
-@pytest.mark.parametrize(
-    ("family", "quant"),
-    [
-        ("llama3", INT8),
-        ("gpt2", QuantConfig(QuantScheme.int4, group_size=32)),
-        ("qwen2_moe", replace(INT8, skip=["*down_proj"])),
-    ],
+@pytest.mark.long
+@each(
+    "family, quant",
+    [("llama3", INT8), ("gpt2", INT8), ("qwen2_moe", replace(INT8, skip=["*down_proj"])), ("llama", INT4)],
 )
-def test_activations_are_quantised_where_a_run_asks_for_it(family: str, quant: QuantConfig, tmp_path: Path) -> None:
+def test_activations_are_quantised_where_a_run_asks_for_it(
+    family: str, quant: QuantConfig, exports: Exports, tmp_path: Path
+) -> None:
     """As the model's are: before products of many rows, by each weight of many experts, and never in the same run's short steps."""
-    (tmp_path / "model").mkdir()
-    run = replace(run_config(link(family, tmp_path / "model")), quant=quant)
-    made, prompts = exported(run, tmp_path / "made"), [[*range(5, 69)], [*range(70, 79)], [9]]
+    run = llama(tmp_path / family, quant) if family == "llama" else family_model(family, tmp_path / family, quant)
+    own, prompts = on_export(run, exports.of(run)), [[*range(5, 69)], [*range(70, 79)], [9]]
     auto = replace(quant, activations=Activations.auto)
     expected = answers(load_engine(replace(run, quant=auto), 3), prompts)
     for given in (AUTO, auto):
-        assert answers(load_engine(replace(run_config(made), quant=given), 3), prompts) == expected
-    assert answers(load_engine(run_config(made), 3), prompts) != expected
+        assert answers(load_engine(replace(own, quant=given), 3), prompts) == expected
+    assert answers(load_engine(own, 3), prompts) != expected
     with pytest.raises(UserError, match="quant contradicts .*, which was exported with its own: leave quant out"):
-        load_engine(replace(run_config(made), quant=replace(auto, kv_cache=KVCacheFormat.int8)), 1)
+        load_engine(replace(own, quant=replace(auto, kv_cache=KVCacheFormat.int8)), 1)
 
 
-def test_activations_of_floats_and_of_codes_stay_as_they_are(artefact: Path, tmp_path: Path) -> None:
-    write_llama(tmp_path / "model")
-    a8w8 = exported(replace(run_config(tmp_path / "model"), quant=A8W8), tmp_path / "made")
-    for folder in (artefact, a8w8):
+@pytest.mark.long
+def test_activations_of_floats_and_of_codes_stay_as_they_are(exports: Exports, tmp_path: Path) -> None:
+    for quant in (FLOATS, A8W8):
+        own = run_config(exports.of(llama(tmp_path / "model", quant)))
         with pytest.raises(
             UserError, match="quant.activations=auto is for int8 and int4 weights .* this model has none"
         ):
-            load_engine(replace(run_config(folder), quant=AUTO), 1)
+            load_engine(replace(own, quant=AUTO), 1)
+
+
+def test_no_activations_of_each_run_are_exported(tmp_path: Path) -> None:
+    auto = replace(INT8, activations=Activations.auto)
     with pytest.raises(
         UserError, match="quant.activations=auto is a choice of each run: leave it out, and give it where"
     ):
-        exported(
-            replace(run_config(tmp_path / "model"), quant=replace(INT8, activations=Activations.auto)), tmp_path / "a"
-        )
+        exported(llama(tmp_path / "model", auto), tmp_path / "made")
 
 
-@pytest.mark.parametrize("quant", SCHEMES, ids=lambda quant: f"{quant.scheme.name}-{quant.kv_cache.name}")
-def test_every_scheme_and_cache(quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama(tmp_path / "model", intermediate_size=96, attention_bias=True)
-    check_alone(replace(run_config(tmp_path / "model"), quant=quant), tmp_path / "model", tmp_path, monkeypatch)
+@pytest.mark.long
+@each("quant", [FP8_CACHE, A8W8, INT8_INT4_CACHE, INT4, QuantConfig(QuantScheme.fp8, activations=Activations.dynamic)])
+def test_schemes_and_caches(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
+    check_alone(llama(tmp_path / "model", quant), exports)
 
 
-@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
-@pytest.mark.parametrize("quant", [QuantConfig(), A8W8], ids=["floats", "a8w8"])
-def test_numbers_of_16_bits(dtype: DType, quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of weights that are large enough for 12 bits."""
-    write_llama(tmp_path / "model", hidden_size=256, intermediate_size=96, vocab_size=2048)
-    run = run_config(tmp_path / "model")
-    run = replace(run, model=replace(run.model, dtype=dtype), quant=quant)
-    check_alone(run, tmp_path / "model", tmp_path, monkeypatch)
-
-
-def test_blocks_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama(tmp_path / "model", hidden_size=64, intermediate_size=96)
-    run = run_config(write_twin(tmp_path / "model", tmp_path / "model" / "twin.gguf", "Q5_0"))
-    check_alone(run, tmp_path / "model", tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long) for kind in ("Q4_K", "Q5_K", "Q6_K")])
-def test_superblocks_of_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama(tmp_path / "model", hidden_size=256, intermediate_size=256)
-    file = tmp_path / "model" / "random.gguf"
-    write_random_llama(file, tmp_path / "model", kind)
-    check_alone(run_config(file), tmp_path / "model", tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "name",
+@pytest.mark.long
+@each(
+    "dtype, quant",
     [
-        "int8 gptq, static cache",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("a8w8 static", "int4 awq", "fp8 static per tensor", "fp8 dynamic smoothquant, static cache")
-        ),
+        (DType.bfloat16, FLOATS),
+        (DType.float16, FLOATS),
+        (DType.bfloat16, replace(A8W8, kv_cache=KVCacheFormat.none)),
+        (DType.float16, A8W8),
     ],
 )
-def test_calibrated_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_16_bits(dtype: DType, quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
+    """Also of weights that are large enough for 12 bits."""
+    check_alone(wide_llama(tmp_path / "model", dtype, quant), exports)
+
+
+@pytest.mark.long
+def test_blocks_of_a_gguf_file(exports: Exports, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    check_alone(run_config(write_twin(tmp_path / "model", tmp_path / "twin.gguf", "Q5_0")), exports)
+
+
+@pytest.mark.parametrize("kind", tiers([("Q4_K",), ("Q5_K",), ("Q6_K",)], long=[("Q4_K",)]))
+def test_superblocks_of_a_gguf_file(kind: str, exports: Exports, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model", hidden_size=256, intermediate_size=256)
+    write_random_llama(tmp_path / "random.gguf", tmp_path / "model", kind)
+    check_alone(run_config(tmp_path / "random.gguf"), exports)
+
+
+@pytest.mark.long
+@each("name, cache", [("a8w8 static", "int8, static"), ("fp8 static per tensor", "fp8, static"), ("int4 awq", None)])
+def test_calibrated_models(name: str, cache: str | None, exports: Exports, tmp_path: Path) -> None:
     """Scales of activations and of the cache, asymmetric codes."""
-    write_llama(tmp_path / "base", intermediate_size=96)
-    rows = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
-    make(quantize_run(tmp_path / "base", CALIBRATED[name], tmp_path / "model", rows), tmp_path / "quantize")
+    base, rows = tmp_path / "base", write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
+    write_llama(base, intermediate_size=96)
+    quant = replace(CALIBRATED[name], **STATIC_CACHES[cache] if cache else {})
+    make(quantize_run(base, quant, tmp_path / name, rows), tmp_path / f"{name}, run")
     # two layers' keys and values of two heads in float32: flat, beside those of the checkpoint's shape
-    of_scales = 2 * 2 * 2 * 4 if name.endswith("static cache") else 0
-    check_alone(run_config(tmp_path / "model"), tmp_path / "model", tmp_path, monkeypatch, of_scales)
+    check_alone(run_config(tmp_path / name), exports, more_bytes=2 * 2 * 2 * 4 if cache else 0)
 
 
 @pytest.fixture(scope="module")
-def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported")
-    write_llama(folder / "model")
-    return exported(run_config(folder / "model"), folder / "made")
+def artefact(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exports.of(llama(tmp_path_factory.mktemp("model")))
 
 
 def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
@@ -261,12 +253,13 @@ def test_the_weights_are_mapped(artefact: Path) -> None:
     assert str(artefact / WEIGHTS) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.long
 def test_killed_at_its_last_step_it_leaves_no_folder(tmp_path: Path) -> None:
     """All is written and proved by then; the next one takes what was left hidden."""
-    write_llama(tmp_path / "model")
+    write_llama(tmp_path / "model", num_hidden_layers=1)
     driver = (
         "import sys; from pathlib import Path; from pipelines import export; from tests.helpers.builders import run_config; "
-        "from tests.helpers.kill import before; from tests.pipelines.test_export import exported; "
+        "from tests.helpers.kill import before; from tests.helpers.exports import exported; "
         "before(export, 'write_manifest', 1); exported(run_config(Path(sys.argv[1])), Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", driver, str(tmp_path / "model"), str(tmp_path / "made")]
@@ -292,6 +285,7 @@ def test_nothing_in_the_archive_is_pickled(artefact: Path) -> None:
     assert str(Path(__file__).parents[2]).encode() not in contents["models/model.json"]
 
 
+@pytest.mark.long
 def test_one_other_bit_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_bit_off(*arguments: Any) -> Traced:
         traced = trace(*arguments)
@@ -300,7 +294,7 @@ def test_one_other_bit_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
         other[5] = torch.nextafter(other[5], torch.tensor(torch.inf))
         return replace(traced, weights=traced.weights | {name: other})
 
-    write_llama(tmp_path / "model")
+    write_llama(tmp_path / "model", num_hidden_layers=1)
     monkeypatch.setattr(export, "trace", one_bit_off)
     with pytest.raises(
         UserError, match=r"does not take this model \(its graph differs from it in result 0 of \d+\): run it as it is"
@@ -310,11 +304,12 @@ def test_one_other_bit_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / ".made.partial").exists()
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_a_graph_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_values(norm: AddRMSNorm, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         return (x * norm.weight if x.sum() > 0 else x), x
 
-    write_llama(tmp_path / "model")
+    write_llama(tmp_path / "model", num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(AddRMSNorm, "forward", of_values)
         with pytest.raises(UserError, match=r"^task=export does not take this model \(.*\): run it as it is$"):
@@ -327,8 +322,8 @@ def test_a_model_that_cannot_be_a_graph_is_one_line(tmp_path: Path, monkeypatch:
     assert [*tmp_path.iterdir()] == [tmp_path / "model"]
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
+@each(
+    "change, line",
     [
         (lambda run: replace(run, model=replace(run.model, dtype=DType.bfloat16)),
          "model.dtype=bfloat16 contradicts .*, which was exported in float32"),

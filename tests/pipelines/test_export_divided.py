@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,31 +29,42 @@ from pipelines.loading import load_engine
 from pipelines.planning import divide_plan
 from tests.helpers.adapters import outputs, write_adapter
 from tests.helpers.builders import complete, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.divided import assert_same_bits, plan_of, stage_steps, whole_steps
+from tests.helpers.divided_engines import close, parallel
+from tests.helpers.exports import (
+    A8W8,
+    AUTO,
+    DECODE,
+    FAMILIES,
+    PROMPTS,
+    Exports,
+    answers,
+    exported,
+    family_model,
+    llama,
+    on_export,
+    prompts_for,
+    without_families,
+)
 from tests.helpers.rank_threads import run_ranks
 from tests.helpers.soft_prefixes import write_paddle, write_peft
-from tests.pipelines.ranks.test_divided import close, parallel
-from tests.pipelines.test_export import A8W8, AUTO, EVERY_FAMILY, FAMILIES, INT8, answers, exported, prompts_for
-from tests.pipelines.test_export_rows import DECODE
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
-PROMPTS = [[3, 4, 5], [*range(20, 41)], [9]]
+# Layers that are cut in ways of their own, beside those of the checkpoint, and positions that marks in the prompt give.
+CHOSEN = ["phi3", "falcon_one_key", "bloom", "qwen2_moe", "deepseek_v3", "chatglm"]
+INT4_FP8_CACHE = QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8)
 SCHEMES = [
-    A8W8,
-    QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8),
-    QuantConfig(QuantScheme.fp8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int4),
+    (A8W8, 2),
+    (INT4_FP8_CACHE, 3),
+    (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int4), 2),
 ]
 
 
-def of(folder: Path, run: RunConfig, tp: int, pp: int) -> RunConfig:
-    """The run of what was exported for ranks."""
-    return parallel(replace(run, model=replace(run.model, path=str(folder)), quant=QuantConfig()), tp, pp)
-
-
-def without_families(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("models.families.")]:
-        monkeypatch.setitem(sys.modules, name, None)
+def layer(folder: Path, quant: QuantConfig) -> RunConfig:
+    """Write a model of one layer, and return a run of it."""
+    return llama(folder, quant, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +75,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exported(run_config(checkpoint), tmp_path_factory.mktemp("exported") / "made", tp=2, pp=2)
+def folder(checkpoint: Path, exports: Exports) -> Path:
+    return exports.of(run_config(checkpoint), tp=2, pp=2)
 
 
+@pytest.mark.long
 def test_processes_give_what_one_gives(
     checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,57 +93,69 @@ def test_processes_give_what_one_gives(
         return [answers(engine), [each.completions for each in adapted]]
 
     expected = found(load_engine(run, 3))
-    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
     without_families(monkeypatch)
-    divided = load_engine(of(moved, run, 2, 2), 3)
+    divided = load_engine(parallel(on_export(run, folder), 2, 2), 3)
     own = found(divided)
     close(divided)
     assert own == expected
 
 
-def test_prefixes_of_ranks_without_stages(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_prefixes_of_ranks_without_stages(exports: Exports, tmp_path: Path) -> None:
     """Keys and values, and embeddings that stand in for what the ranks' words give."""
-    write_paddle(tmp_path / "keys.npy", 5, num_layers=3)
-    write_peft(tmp_path / "embedded", LlamaForCausalLM.from_pretrained(checkpoint), "prompt_tuning", 3)
+    model = layer(tmp_path / "model", A8W8)
+    write_paddle(tmp_path / "keys.npy", 5, num_layers=1)
+    write_peft(tmp_path / "embedded", LlamaForCausalLM.from_pretrained(tmp_path / "model"), "prompt_tuning", 3)
     prefixes = {name: str(tmp_path / name) for name in ("keys.npy", "embedded")}
-    run = run_config(checkpoint, prefixes=prefixes)
-    folder = exported(run_config(checkpoint), tmp_path / "made", tp=2)
-    engine, divided = load_engine(run, 3), load_engine(of(folder, run, 2, 1), 3)
-    expected, found = ([complete(each, PROMPTS, DECODE, name) for name in prefixes] for each in (engine, divided))
+    run = replace(model, model=replace(model.model, prefixes=prefixes))
+    divided = load_engine(parallel(on_export(run, exports.of(model, tp=2)), 2), 3)
+    expected, found = (
+        [complete(engine, PROMPTS, DECODE, name) for name in prefixes] for engine in (load_engine(run, 3), divided)
+    )
     close(divided)
     assert found == expected
 
 
-@pytest.mark.parametrize("family", [pytest.param(*each.values, marks=pytest.mark.long) for each in EVERY_FAMILY])
-def test_every_family(family: str, tmp_path: Path) -> None:
+@pytest.mark.long
+@each("family", CHOSEN)
+def test_families(family: str, exports: Exports, tmp_path: Path) -> None:
     """Two ranks of two stages, or one stage where it has one layer."""
-    (tmp_path / "model").mkdir()
-    FAMILIES[family](tmp_path / "model")
-    check(run_config(tmp_path / "model"), tmp_path / "made", 2, 2, prompts_for(family))
+    check(family_model(family, tmp_path / family), exports, 2, 2, prompts_for(family))
+
+
+@pytest.mark.matrix
+@each("family", [family for family in FAMILIES if family not in CHOSEN])
+def test_the_other_families(family: str, exports: Exports, tmp_path: Path) -> None:
+    check(family_model(family, tmp_path / family), exports, 2, 2, prompts_for(family))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("quant", SCHEMES, ids=lambda quant: f"{quant.scheme.name}-{quant.kv_cache.name}")
-def test_every_scheme(quant: QuantConfig, tp: int, tmp_path: Path) -> None:
-    write_llama(tmp_path / "model", intermediate_size=96, attention_bias=True)
-    check(replace(run_config(tmp_path / "model"), quant=quant), tmp_path / "made", tp, 1)
+@each("quant, tp", SCHEMES)
+def test_schemes(quant: QuantConfig, tp: int, exports: Exports, tmp_path: Path) -> None:
+    check(layer(tmp_path / "model", quant), exports, tp, 1)
 
 
-def check(run: RunConfig, made: Path, tp: int, pp: int, prompts: list[list[int]] = PROMPTS) -> None:
+@pytest.mark.matrix
+@each("quant, tp", [(quant, 5 - tp) for quant, tp in SCHEMES])
+def test_schemes_by_the_other_number_of_ranks(quant: QuantConfig, tp: int, exports: Exports, tmp_path: Path) -> None:
+    check(layer(tmp_path / "model", quant), exports, tp, 1)
+
+
+def check(run: RunConfig, exports: Exports, tp: int, pp: int, prompts: list[list[int]] = PROMPTS) -> None:
     """Steps of ranks that are threads are those of one process."""
-    folder = exported(run, made, tp=tp, pp=pp)
-    whole = whole_steps(run, prompts)
-    assert_same_bits(whole, stage_steps(of(folder, run, tp, pp), tp, pp, prompts))
+    own = parallel(on_export(run, exports.of(run, tp=tp, pp=pp)), tp, pp)
+    assert_same_bits(whole_steps(run, prompts), stage_steps(own, tp, pp, prompts))
 
 
-def test_activations_are_quantised_where_a_run_asks_for_it(checkpoint: Path, tmp_path: Path) -> None:
-    run = replace(run_config(checkpoint), quant=INT8)
-    ranks = of(exported(run, tmp_path / "made", tp=2, pp=2), run, 2, 2)
-    whole = whole_steps(replace(run, quant=replace(INT8, activations=Activations.auto)), PROMPTS)
-    assert_same_bits(whole, stage_steps(replace(ranks, quant=AUTO), 2, 2, PROMPTS))
+@pytest.mark.long
+def test_activations_are_quantised_where_a_run_asks_for_it(exports: Exports, tmp_path: Path) -> None:
+    run = layer(tmp_path / "model", INT4_FP8_CACHE)
+    own = parallel(on_export(run, exports.of(run, tp=3)), 3)
+    whole = whole_steps(replace(run, quant=replace(run.quant, activations=Activations.auto)), PROMPTS)
+    assert_same_bits(whole, stage_steps(replace(own, quant=AUTO), 3, 1, PROMPTS))
 
 
+@pytest.mark.long
 def test_what_the_folder_holds(folder: Path) -> None:
     content = json.loads((folder / EXPORT).read_text())
     assert content == describe_division(folder, 2, 2)
@@ -142,8 +165,9 @@ def test_what_the_folder_holds(folder: Path) -> None:
     assert max(sizes) < 0.6 * sum(sizes)
 
 
-@pytest.mark.parametrize(
-    ("division", "line"),
+@pytest.mark.long
+@each(
+    "division, line",
     [
         (ParallelConfig(), "parallel=single does not run .*, which was exported for tp=2 and pp=2: "
                            "give parallel=tp_pp parallel.tp=2 parallel.pp=2$"),
@@ -156,6 +180,7 @@ def test_another_division(division: ParallelConfig, line: str, folder: Path) -> 
         load_engine(replace(run_config(folder), parallel=division), 1)
 
 
+@pytest.mark.long
 def test_what_does_not_take_it(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
         exported(run_config(folder), tmp_path / "again")
@@ -171,9 +196,8 @@ def test_what_does_not_take_it(folder: Path, checkpoint: Path, tmp_path: Path) -
     assert not (tmp_path / "again").exists()
 
 
-def test_one_other_bit_of_a_rank_leaves_no_folder(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.long
+def test_one_other_bit_of_a_rank_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[Traced]()
 
     def one_bit_off(*arguments: Any) -> Traced:
@@ -185,10 +209,11 @@ def test_one_other_bit_of_a_rank_leaves_no_folder(
         other[5] = torch.nextafter(other[5], torch.tensor(torch.inf))
         return replace(traced, weights=traced.weights | {name: other})
 
+    write_llama(tmp_path / "model", num_hidden_layers=1)
     monkeypatch.setattr(export, "trace", one_bit_off)
     with pytest.raises(UserError, match=r"does not take this model \(its graph differs from it in result 0 of \d+\)"):
-        exported(run_config(checkpoint), tmp_path / "made", tp=2)
-    assert [*tmp_path.iterdir()] == []
+        exported(run_config(tmp_path / "model"), tmp_path / "made", tp=2)
+    assert [*tmp_path.iterdir()] == [tmp_path / "model"]
 
 
 def test_ranks_that_give_other_bits_than_one_process(
@@ -196,7 +221,7 @@ def test_ranks_that_give_other_bits_than_one_process(
 ) -> None:
     def with_another_norm(plan: Any, *arguments: Any) -> Any:
         own = divide_plan(plan, *arguments)
-        for norm in [each for each in own.model.modules() if hasattr(each, "eps")]:
+        for norm in [layer for layer in own.model.modules() if hasattr(layer, "eps")]:
             norm.eps = 0.1
         return own
 
@@ -215,8 +240,9 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: in
     (folder / EXPORT).write_text(json.dumps(describe_division(folder, 2, 2)))
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
+@pytest.mark.long
+@each(
+    "change, line",
     [
         (lambda content: content["part"]["division"].update(tp_rank=0), "it is of Division"),
         (lambda content: content["part"]["division"].update(tp_rank=-1), "none from 0 on"),
@@ -235,19 +261,20 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: in
 def test_a_damaged_part_is_one_line(
     change: Callable[[dict[str, Any]], None], line: str, folder: Path, tmp_path: Path
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    copy = Path(shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True))
     change_part(copy, change)
     check_part(copy, line)
 
 
 def check_part(folder: Path, line: str) -> None:
-    plan = plan_of(of(folder, run_config(folder), 2, 2))
+    plan = plan_of(parallel(run_config(folder), 2, 2))
     with pytest.raises(UserError, match=line) as error:
         divide_plan(plan, Division(2, 2, 1, 0), None)  # type: ignore[arg-type]
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_a_part_of_another_export_is_one_line(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     shutil.copyfile(copy / "rank_0" / EXPORT, copy / "rank_1" / EXPORT)

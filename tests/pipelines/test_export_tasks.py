@@ -22,17 +22,18 @@ from pipelines.evaluate import run_evaluate
 from pipelines.loading import load_engine
 from pipelines.predict import run_predict
 from tests.helpers.builders import generate, run_config
+from tests.helpers.exports import Exports
 from tests.helpers.server import served
-from tests.pipelines.test_export import exported
-from tests.pipelines.test_speculate import NGRAM, ROWS, job, metrics, rows_file
+from tests.helpers.speculative_jobs import NGRAM, ROWS, job, metrics, rows_file
 
+pytestmark = pytest.mark.long
 TEXTS = ["Once upon a time, there was a little girl.", "今天天气很好", "don't"]
 
 
 @pytest.fixture(scope="module")
-def folders(chatty: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(chatty: Path, exports: Exports) -> dict[str, Path]:
     """A model and what was made of it."""
-    return {"model": chatty, "artefact": exported(run_config(chatty), tmp_path_factory.mktemp("exported") / "made")}
+    return {"model": chatty, "artefact": exports.of(run_config(chatty))}
 
 
 def of(folder: Path, task: Task, data: Path | None = None, **settings: Any) -> RunConfig:
@@ -98,13 +99,11 @@ def test_serve(folders: dict[str, Path], tmp_path: Path) -> None:
     assert answer["choices"][0]["text"] == expected.completions[0].text
 
 
-def test_generation_settings_are_the_checkpoints(chatty: Path, tmp_path: Path) -> None:
+def test_generation_settings_are_the_checkpoints(chatty: Path, exports: Exports, tmp_path: Path) -> None:
     model = Path(shutil.copytree(chatty, tmp_path / "model"))
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 5, "eos_token_id": [1, 7]}
     (model / "generation_config.json").write_text(json.dumps(settings))
-    artefact = exported(run_config(model), tmp_path / "made")
-    shutil.rmtree(model)
-    requests = load_engine(run_config(artefact), 1).requests
+    requests = load_engine(run_config(exports.of(run_config(model))), 1).requests
     assert {name: requests.decode_defaults[name] for name in ("temperature", "top_k")} == {
         "temperature": 0.7,
         "top_k": 5,

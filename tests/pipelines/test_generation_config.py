@@ -13,9 +13,10 @@ from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError
 from pipelines.generation_config import decode_defaults
 from tests.helpers.builders import complete, engine_of, write_llama
+from tests.helpers.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "expected"),
     [
         ({}, {}),
@@ -31,7 +32,7 @@ def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], ex
     assert decode_defaults(values, context_length=128) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "unread"),
     [
         ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, "temperature, top_p"),
@@ -54,13 +55,13 @@ def test_what_is_off_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.text
 
 
-@pytest.mark.parametrize("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}])
+@each("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}])
 def test_bad_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="generation_config.json: decode.*"):
         decode_defaults(values, 128)
 
 
-@pytest.mark.parametrize("option", ["greedy", "sampling", "contrastive", "beam"])
+@each("option", ["greedy", "sampling", "contrastive", "beam"])
 def test_every_option_goes_with_a_checkpoint_that_suggests_beams(option: str) -> None:
     decode = compose_run_config([f"decode={option}"]).decode
     resolved = decode.resolved(decode_defaults({"num_beams": 3, "num_return_sequences": 2}, 128))
@@ -87,7 +88,7 @@ def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> N
     assert (request.params.top_k, request.params.top_p, request.params.length_penalty) == (0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [["decode=checkpoint", "decode.top_p=0.93"], ["decode=sampling", "decode.temperature=0", "decode.top_p=0.93"]],
 )

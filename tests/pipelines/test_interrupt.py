@@ -7,9 +7,10 @@ import threading
 import pytest
 
 from pipelines.interrupt import SIGNALS, Interrupted, Interruption, interruption
+from tests.helpers.cases import each
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@each("number", SIGNALS)
 def test_the_first_signal_waits_and_the_second_does_not(number: signal.Signals) -> None:
     with interruption() as signals:
         os.kill(os.getpid(), number)

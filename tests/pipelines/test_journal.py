@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conf.errors import UserError
 from pipelines.journal import NAME, SEED, Journal, open_journal
+from tests.helpers.cases import each
 from tests.helpers.damage import MUTATIONS, mutated
 
 JOB = {"input": "abc", "decode.seed": 3, "decode.stop": ["\n"], "model/config.json": "0" * 64}
@@ -58,7 +59,7 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path: Path) -
         assert file.read_bytes() == whole
 
 
-@pytest.mark.parametrize("torn", [b"\0" * 50, b'{"digest": "ff"}\n', b"{}\n", b"\xff\xfe\n", b"[3]\n"], ids=repr)
+@each("torn", [b"\0" * 50, b'{"digest": "ff"}\n', b"{}\n", b"\xff\xfe\n", b"[3]\n"])
 def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     file = write(tmp_path, record(0))
     whole = file.read_bytes()
@@ -84,7 +85,7 @@ def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
         open_journal("auto", tmp_path, JOB)
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
         ('"index": 1', '"index": 1000000000000000000'),  # which would be exabytes of offsets
@@ -93,7 +94,6 @@ def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
         ('"digest": "ff"', '"digest": "fffffffffffffffff"'),  # more than 64 bits
         ('"digest": "ff"', '"digest": "-1"'),
     ],
-    ids=lambda damage: damage[1],
 )
 def test_a_line_that_no_job_wrote_is_broken(tmp_path: Path, damage: tuple[str, str]) -> None:
     file = write(tmp_path, record(0), record(1))
@@ -116,6 +116,7 @@ ROWS = st.permutations(range(6))
 KILLS = st.lists(st.floats(0, 1), max_size=3)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=ROWS, kills=KILLS, mutations=st.one_of(st.just([]), MUTATIONS))
 def test_whatever_happens_to_the_file_every_row_is_there_once_or_nothing_is_touched(
@@ -171,7 +172,7 @@ def test_a_row_that_is_done_is_known_by_its_input(tmp_path: Path) -> None:
             journal.has(1, "ac")
 
 
-@pytest.mark.parametrize("resume", ["auto", "folder"])
+@each("resume", ["auto", "folder"])
 def test_another_job_is_refused_and_what_changed_is_named(tmp_path: Path, resume: str) -> None:
     write(tmp_path, record(0))
     other = {**JOB, "decode.seed": 4, "model/config.json": "1" * 64, "decode.n": 2}
@@ -221,8 +222,8 @@ def without_seed(file: Path) -> None:
     file.write_text("\n".join([json.dumps(values), *rest, ""]))
 
 
-@pytest.mark.parametrize("resume", ["auto", "folder"])
-@pytest.mark.parametrize("given", [3, None])
+@each("resume", ["auto", "folder"])
+@each("given", [3, None])
 def test_a_journal_without_a_seed_has_the_given_one_or_always_the_same(
     tmp_path: Path, resume: str, given: int | None
 ) -> None:

@@ -18,18 +18,16 @@ from conf.schema import DType, RunConfig, Task
 from conf.tasks import PrefixConfig
 from models.formats.safetensors_writer import save_tensors
 from pipelines import fingerprint
-from pipelines.engine import Engine, Output
+from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from pipelines.prefix import run_prefix
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.command import run as command
+from tests.helpers.kept_prefixes import BEGINNING, DECODE, OTHER, complete, keep, write_data
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
 from tests.helpers.soft_prefixes import write_paddle
-
-BEGINNING = [5 + i * 7 % 83 for i in range(41)]
-OTHER = [9 + i * 5 % 79 for i in range(37)]
-DECODE = DecodeConfig(max_new_tokens=9, ignore_eos=True, logprobs=3)
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
     return folder
-
-
-def write_data(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def keep(run: RunConfig, output: Path, *rows: dict[str, Any]) -> dict[str, Any]:
-    """Run task=prefix; return its metrics."""
-    data = write_data(output.with_suffix(".jsonl"), *(rows or ({"prompt_token_ids": BEGINNING},)))
-    config = PrefixConfig(data=str(data), output=str(output))
-    folder = output.with_suffix(".run")
-    run_prefix(replace(run, task=Task.prefix, predict=RunConfig().predict, prefix=config), folder, dump)
-    metrics: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
-    return metrics
 
 
 def with_kept(run: RunConfig, *files: Path, **device: Any) -> Engine:
@@ -63,20 +46,9 @@ def run_of(folder: Path, **changes: Any) -> RunConfig:
     return replace(run_config(folder), **changes)
 
 
-def complete(
-    engine: Engine,
-    prompt: list[int],
-    decode: DecodeConfig = DECODE,
-    prefix: str | None = None,
-    adapter: str | None = None,
-) -> Output:
-    request = engine.request(0, prompt, decode, prefix=prefix, adapter=adapter)
-    (output,) = engine.generate([request], on_step=engine.scheduler.check_integrity)
-    return output
-
-
-@pytest.mark.parametrize("kv_cache", [*(format.name for format in KVCacheFormat), *STATIC_CACHES])
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+@pytest.mark.long
+@each("kv_cache", [*(format.name for format in KVCacheFormat), *STATIC_CACHES])
+@each("dtype", [DType.float32, DType.bfloat16])
 def test_log_probabilities_are_equal_to_the_bit(folder: Path, tmp_path: Path, kv_cache: str, dtype: DType) -> None:
     """In every format of the cache, and under other sizes of blocks and steps."""
     quant = QuantConfig()
@@ -223,7 +195,13 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
     (row,) = json.loads(metadata["rows"])
     wrong = {"num_tokens": 0}, {"root": "xy"}, {"prefix": 3}, {"adapter": None}, {"more": 1}
     without = {name: value for name, value in row.items() if name != "adapter"}
-    for rows in ("", "{}", "[3]", "[{}]", *(json.dumps([each]) for each in (*(row | w for w in wrong), without))):
+    for rows in (
+        "",
+        "{}",
+        "[3]",
+        "[{}]",
+        *(json.dumps([wrong_row]) for wrong_row in (*(row | w for w in wrong), without)),
+    ):
         refused("bad is damaged, or was not made by task=prefix: make it again", rows=rows)
     refused("is damaged", identity="[]")
     refused(

@@ -12,7 +12,8 @@ import pytest
 from conf.errors import UserError
 from pipelines import LLM, SamplingParams, pipeline
 from tests.helpers.builders import REPOSITORY
-from tests.quantization.test_vllm import PYTHON as VLLM
+from tests.helpers.cases import each
+from tests.helpers.vllm_tokens import PYTHON as VLLM
 
 TINY = REPOSITORY / "models" / "tiny"
 PROMPTS = ["Once upon a time", "我喜欢北京，", "One sunny day, Lily went to the"]
@@ -90,6 +91,7 @@ def test_prompts_of_token_ids(llm: LLM) -> None:
     assert [each.prompt for each in of_ids] == [None] * len(PROMPTS)
 
 
+@pytest.mark.long
 def test_a_script_of_vllm_runs(llm: LLM, tmp_path: Path) -> None:
     """From a folder of its own; test_a_script_of_vllm_runs_with_its_import_changed has vLLM beside it."""
     script = tmp_path / "ours.py"
@@ -166,7 +168,7 @@ def test_embed_gives_the_embedding_pipelines_vectors() -> None:
         llm.generate("x")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not taken: leave it out"),
@@ -182,7 +184,7 @@ def test_wrong_arguments_are_one_line(arguments: dict[str, Any], message: str) -
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompts", "settings", "message"),
     [
         ("x", {"best_of": 3}, "SamplingParams has no best_of here: there are n, presence_penalty"),

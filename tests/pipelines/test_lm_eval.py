@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
 from conf.errors import UserError
-from pipelines.lm_eval import QuintetLM, decode_of
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
 from tests.helpers.command import run
+
+pytest.importorskip("lm_eval", reason="needs the extra test-clients")
+from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from pipelines.lm_eval import QuintetLM, decode_of  # noqa: E402
+
+pytestmark = pytest.mark.long
 
 TINY = REPOSITORY / "models" / "tiny"
 BABYLLAMA = REPOSITORY.parent / "shared" / "data" / "models" / "babyllama_tok105"  # a BOS before every text, 256 tokens
@@ -84,7 +90,7 @@ def test_conversations_are_transformers() -> None:
     assert ours.tok_encode(text) == theirs.tok_encode(text)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         (
@@ -102,7 +108,7 @@ def test_wrong_arguments_are_one_line(arguments: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pair", "message"),
     [
         (("a", ""), "a continuation has no tokens"),
@@ -212,7 +218,7 @@ def test_a_sweep_has_the_tasks_numbers_beside_speed_and_memory(tmp_path: Path, m
     assert "pick.acc" in (sweep / "sweep.md").read_text()
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "message"),
     [
         ("evaluate.limit=3", "evaluate.limit=3 needs a task of lm_eval: give evaluate.tasks=[NAME] too"),

@@ -19,6 +19,7 @@ from pipelines.loading import load_engine
 from pipelines.quantize import quantize
 from pipelines.report import peak_memory_bytes
 from tests.helpers.builders import all_logits, complete, engine_of, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.quantized_models import CALIBRATED
 
 
@@ -56,7 +57,7 @@ def test_decode_threads_need_the_kernels(tmp_path: Path, monkeypatch: pytest.Mon
         load_engine(replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cpu, decode_threads=1)), 1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@each("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_the_model_rounded(tmp_path: Path, dtype: str) -> None:
     write_llama(tmp_path)
     prompt = list(range(5, 30))
@@ -69,7 +70,7 @@ def test_half_precision_is_the_model_rounded(tmp_path: Path, dtype: str) -> None
     torch.testing.assert_close(half.float(), exact, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "generation", "expected"),
     [
         (5, None, {5}),
@@ -93,7 +94,7 @@ def test_eos_comes_from_generation_config_before_config(
     assert request.params.end_token_ids == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         ('{"eos_token_id": "end"}', "eos_token_id='end' of the checkpoint is neither an id nor a list of ids"),
@@ -173,7 +174,7 @@ def test_an_automatic_pool_has_room_for_the_samples_of_all_rows(tmp_path: Path) 
     assert engine.num_blocks * engine.block_size == 2 * 20 * engine.context.num_tokens
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value", "message"),
     [
         ("cuda_graphs", False, "device.cuda_graphs=false is not used on a CPU: leave it at true, or give device=cuda"),

@@ -20,6 +20,7 @@ from pipelines.memory import check_memory, max_layer_values, step_bytes, weight_
 from quantization.plan import quantize_while_loading
 from tests.bench.gpu_rows import CONFIGS
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.cases import each
 
 GB = 10**9
 
@@ -31,7 +32,7 @@ def on_meta(size: str) -> CausalLM:
         return architecture.build(architecture.read_config(reader))
 
 
-@pytest.mark.parametrize(("size", "num_parameters"), [("8B", 8_030_261_248), ("1.5B", 1_543_714_304)])
+@each(("size", "num_parameters"), [("8B", 8_030_261_248), ("1.5B", 1_543_714_304)])
 def test_weights_of_published_models(size: str, num_parameters: int) -> None:
     """Llama 3.1 8B and Qwen2.5 1.5B have so many parameters, by their model cards' files."""
     assert weight_bytes(on_meta(size), torch.bfloat16) == 2 * num_parameters

@@ -27,11 +27,12 @@ from pipelines.packed_cache import load_packed
 from pipelines.planning import plan_model
 from pipelines.report import reset_peak_memory
 from tests.helpers.builders import all_logits, complete, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.damage import MUTATIONS, mutated
 from tests.helpers.quantized_models import CALIBRATED
 
 NEEDS_KERNELS = pytest.mark.skipif(build.library() is None, reason="weights are packed where the C++ kernels are")
-GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PROMPT = list(range(5, 42))
 SCHEMES = {
     "none": QuantConfig(),
@@ -81,23 +82,24 @@ def assert_same_bits(run: RunConfig) -> None:
     assert again.runner.step_weight_bytes(1) == plain.runner.step_weight_bytes(1)
 
 
-@pytest.mark.parametrize("family", ["llama_tied_bias", "gpt2", "mixtral", "gemma2", "chatglm2"])
+@each("family", ["llama_tied_bias", "gpt2", "mixtral", "gemma2", "chatglm2"])
 def test_the_same_bits_of_any_family(family: str) -> None:
     """Tied heads, biases, transposed weights, routers that stay floats."""
     assert_same_bits(job(GOLDENS / family))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each("scheme", SCHEMES)
 def test_the_same_bits_of_any_scheme(scheme: str) -> None:
     assert_same_bits(job(GOLDENS / "llama_tied_bias", SCHEMES[scheme]))
 
 
-@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16])
+@each("dtype", [DType.bfloat16, DType.float16])
 def test_the_same_bits_in_half_precision(dtype: DType) -> None:
     assert_same_bits(job(GOLDENS / "llama3", dtype=dtype))
 
 
-@pytest.mark.parametrize("scheme", STORED)
+@pytest.mark.long
+@each("scheme", STORED)
 def test_the_same_bits_of_a_calibrated_model(scheme: str, tmp_path: Path) -> None:
     write_llama(tmp_path / "source", tie_word_embeddings=False, hidden_size=64, intermediate_size=96)
     data = tmp_path / "rows.jsonl"
@@ -128,6 +130,7 @@ def test_tensors_begin_where_cache_lines_do(kept: Path) -> None:
     assert all(tensor.data_ptr() % tensor.dtype.itemsize == 0 for tensor in tensors.values())
 
 
+@pytest.mark.long
 def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
     """100 MB of weights: read, they are the process's own; mapped, pages of the file, which it shares with all that map it."""
     write_llama(tmp_path, vocab_size=4000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2)
@@ -305,6 +308,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, t
     return run, file, logits
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutations=MUTATIONS)
 def test_a_damaged_header_is_noticed_or_harmless(
@@ -323,7 +327,7 @@ def test_a_damaged_header_is_noticed_or_harmless(
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("quant", [QuantConfig(QuantScheme.int4), SCHEMES["fp8"]], ids=["int4", "fp8"])
+@pytest.mark.parametrize("quant", [QuantConfig(QuantScheme.int4), SCHEMES["fp8"]])
 def test_packed_codes_of_another_size_are_refused(quant: QuantConfig, kept: Path) -> None:
     run = job(GOLDENS / "llama3", quant)
     load_engine(run, 3)

@@ -14,6 +14,7 @@ import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from pipelines import TextGenerationPipeline, TextStreamer, pipeline
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import byte_level, save
 
 OVERRIDES = ["model.dtype=float32", "predict.batch_size=3"]
@@ -288,7 +289,7 @@ def test_threads_take_turns(pipe: TextGenerationPipeline) -> None:
     assert [got[i] for i in range(4)] == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"max_tokens": 3}, "argument max_tokens does not exist: there are max_new_tokens, .*streamer"),
@@ -317,7 +318,7 @@ def test_bad_arguments_are_refused(pipe: TextGenerationPipeline, arguments: dict
         pipe("Once", **arguments)
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompts", "message"),
     [
         (["fine", {"promt": "x"}], "prompt 1: unknown fields promt: there are prompt, messages"),
@@ -331,7 +332,7 @@ def test_bad_prompts_are_refused_before_any_is_run(pipe: TextGenerationPipeline,
         pipe(prompts)
 
 
-@pytest.mark.parametrize(
+@each(
     ("task", "arguments", "message"),
     [
         ("translation", {}, "task 'translation' does not exist: there are text_generation"),

@@ -48,12 +48,12 @@ from pipelines.ranks.place import division_of
 from pipelines.topology import Link, Topology, find_topology, read_topology
 from tests.bench.gpu_rows import CONFIGS as GPU_CONFIGS
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS
 from tests.helpers.command import run
 from tests.helpers.published_models import DEEPSEEK_V3, LLAMA_405B, MIXTRAL_8X22B, write_config
 
 TOPOLOGIES = REPOSITORY / "pipelines" / "topologies"
-GOLDENS = REPOSITORY / "tests" / "goldens"
-FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
 CONFIGS = {"llama": LLAMA_405B, "mixtral": MIXTRAL_8X22B, "deepseek": DEEPSEEK_V3}
 LLAMA_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
@@ -84,7 +84,7 @@ def candidates_of(config: RunConfig) -> dict[tuple[int, int, int], Candidate]:
     return {(each.tp, each.pp, each.replicas): each for each in found}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "topology", "quant", "num_rows", "choice", "layers", "gigabytes"),
     [
         ("mixtral", "one_socket", NONE, 16, "single", [56], 281.260),
@@ -121,7 +121,7 @@ def test_golden_plans(
         assert round(best.weight_bytes / 1e9, 3) == gigabytes
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each("name", CONFIGS)
 def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
     """The command may take 3 s, of which half are imports; 0.2 s are usual. Processor time, so that other work does not count."""
     config = dry_run(write_config(tmp_path / name, CONFIGS[name]), "2x8_gpus", quant=INT8)
@@ -166,7 +166,7 @@ def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
     assert model.rank(range(61), 16, 15).cache_bytes == 61 * 64 * (latent + rope) * 2
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", GOLDEN_FAMILIES)
 def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
     config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random))
     source = open_source(config.model)
@@ -184,26 +184,26 @@ def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
         ) + (model.config.tie_word_embeddings and model.embedding.weight.numel() * plan.dtype.itemsize)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize(
-    ("quant", "packed"), [(NONE, False), (NONE, True), (INT8, False)], ids=["floats", "packed floats", "int8"]
-)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
+@each(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@each(("quant", "packed"), [(NONE, False), (NONE, True), (INT8, False)])
+@each("name", GOLDEN_FAMILIES)
 def test_a_divided_model_has_the_bytes_that_are_reckoned(
     name: str, quant: QuantConfig, packed: bool, tp: int, pp: int
 ) -> None:
     check_ranks(GOLDENS / name, quant, tp, pp, packed)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("quant", [NONE, INT8, A8W8], ids=["floats", "int8", "a8w8"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
+@each(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
+@each("quant", [NONE, INT8, A8W8])
+@each("name", GOLDEN_FAMILIES)
 def test_ranks_that_add_have_the_bytes_that_are_reckoned(name: str, quant: QuantConfig, tp: int, pp: int) -> None:
     """With a scale for each row of activations they gather."""
     check_ranks(GOLDENS / name, quant, tp, pp, sum=Sum.reduce)
 
 
-@pytest.mark.parametrize(("tp", "joined"), [(2, ["down_proj"]), (3, ["o_proj"])])
+@each(("tp", "joined"), [(2, ["down_proj"]), (3, ["o_proj"])])
 def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
     tp: int, joined: list[str], tmp_path: Path
 ) -> None:
@@ -215,10 +215,10 @@ def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
         assert any(isinstance(pieces, RowSum) for _, pieces in rows)
 
 
-@pytest.mark.parametrize("sum", Sum)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("quant", [NONE, INT8], ids=["floats", "int8"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@each("sum", Sum)
+@each(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
+@each("quant", [NONE, INT8])
+@each("name", ["mixtral", "qwen2_moe"])
 def test_whole_experts_have_the_bytes_that_are_reckoned(
     name: str, quant: QuantConfig, tp: int, pp: int, sum: Sum
 ) -> None:
@@ -252,7 +252,8 @@ def check_ranks(
     return models
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.long
+@each("tied", [False, True])
 def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path) -> None:
     """Of a tied embedding a CPU's kernels have a copy in their order, which is the head."""
     sizes = {"num_hidden_layers": 3, "intermediate_size": 96}  # whole steps of 16, which need no padding
@@ -299,7 +300,7 @@ def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
     assert two[1, 2, 1].tokens_per_s == pytest.approx(2 / (2 * last / 0.5e6))
 
 
-@pytest.mark.parametrize("num_rows", [1, 16])
+@each("num_rows", [1, 16])
 def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a quarter, and in the order that all rounds have: bfloat16 of 1.1 B on two cores of a Zen 4, measured just before.
 
@@ -404,7 +405,7 @@ def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-6)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sum", "experts", "of_layer", "num_gathers"),
     [
         (Sum.gather, ExpertDivision.split, 2 * 6144 + 2 * (16384 + 6144), 4),
@@ -481,7 +482,7 @@ def test_more_ranks_than_heads_are_said_to_be_impossible(tmp_path: Path) -> None
     assert not found[8, 1, 1].is_possible
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("[1, 2]", "is no YAML of names and values"),
@@ -556,6 +557,7 @@ def test_a_pipeline_in_python_does_not_choose(chatty: Path) -> None:
         pipeline("text_generation", model=str(chatty), overrides=["parallel=auto"], device="cpu")
 
 
+@pytest.mark.long
 def test_the_command_prints_every_division_and_runs_nothing(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "deepseek", DEEPSEEK_V3)
     done = run(

@@ -14,6 +14,7 @@ from conf.errors import UserError
 from pipelines import EmbeddingPipeline, ScorePipeline, pipeline
 from pipelines.engine import Output
 from tests.helpers.builders import write_llama
+from tests.helpers.cases import each
 from tests.helpers.embedding_models import write_qwen3_embedding, write_qwen3_reranker
 from tests.helpers.small_tokenizers import byte_level
 
@@ -44,7 +45,7 @@ def test_vectors_come_in_the_order_of_the_rows(pipe: EmbeddingPipeline) -> None:
     assert pipe([]).shape == (0, 64)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pooled", "expected"),
     [
         ([3.0, -4.0], [0.6, -0.8]),
@@ -101,7 +102,7 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
         pipe(pairs, instruction="")
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "arguments", "message"),
     [
         ("a", {"poling": "mean"}, "argument poling does not exist: there are adapter, .*: did you mean pooling"),

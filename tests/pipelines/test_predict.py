@@ -21,6 +21,7 @@ from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow
 from tests.helpers.builders import run_config
+from tests.helpers.cases import each
 
 PROMPTS = [
     "Once upon a time",
@@ -47,9 +48,7 @@ def rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(
-    "decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.2}], ids=["greedy", "seeded"]
-)
+@each("decode", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.2}])
 def test_any_batch_size_gives_the_same_rows_in_order(chatty: Path, tmp_path: Path, decode: dict[str, object]) -> None:
     data = tmp_path / "prompts.txt"
     data.write_text("\n".join(PROMPTS), encoding="utf-8")
@@ -193,7 +192,7 @@ class Panic(BaseException):
 Panic.__name__ = "PanicException"
 
 
-@pytest.mark.parametrize("raised", [KeyError("what"), Panic("what")], ids=["exception", "panic"])
+@each("raised", [KeyError("what"), Panic("what")])
 def test_an_exception_that_nobody_foresaw_is_the_error_of_its_row_and_logged(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, raised: BaseException
 ) -> None:  # fmt: skip
@@ -231,7 +230,7 @@ def test_a_chat_template_without_end_is_the_error_of_its_rows(
     )
 
 
-@pytest.mark.parametrize("raised", [MemoryError(), OSError("disk"), KeyboardInterrupt()], ids=repr)
+@each("raised", [MemoryError(), OSError("disk"), KeyboardInterrupt()])
 def test_what_belongs_to_the_whole_job_ends_it(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:

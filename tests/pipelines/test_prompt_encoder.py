@@ -12,7 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.prompts import PromptEncoder, PromptRow
-from tests.pipelines.test_prompts import HELLO, read_jsonl, write
+from tests.helpers.cases import each
+from tests.helpers.prompt_files import HELLO, read_jsonl, write
 
 BOS, EOS = "<s>", "</s>"
 VOCABULARY = {text: i for i, text in enumerate([BOS, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
@@ -55,7 +56,7 @@ def test_text_prompt_without_special_tokens(tokenizer: Tokenizer) -> None:
     assert PromptEncoder(tokenizer, False, "auto").encode(PromptRow(0, prompt="hi")).token_ids == ids("hi")
 
 
-@pytest.mark.parametrize("template", ["auto", "none"])
+@each("template", ["auto", "none"])
 def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
     row = PromptRow(0, prompt_token_ids=[*ids("ab"), VOCABULARY[EOS]])
     encoded = PromptEncoder(tokenizer, True, template).encode(row)
@@ -64,7 +65,7 @@ def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
     assert (bare.text, bare.token_ids) == (None, row.prompt_token_ids)
 
 
-@pytest.mark.parametrize("token", [-1, 10**6, 2**40, 10**30])
+@each("token", [-1, 10**6, 2**40, 10**30])
 def test_ids_that_no_tokenizer_knows_are_a_fault_of_their_row_at_most(tmp_path: Path, token: int) -> None:
     encoder = PromptEncoder(save_tokenizer(tmp_path), True, "auto")
     (row,) = read_jsonl(tmp_path, {"prompt_token_ids": [token]})
@@ -72,7 +73,7 @@ def test_ids_that_no_tokenizer_knows_are_a_fault_of_their_row_at_most(tmp_path: 
         assert encoder.encode(row).token_ids == [token]
 
 
-@pytest.mark.parametrize("special", [True, False])
+@each("special", [True, False])
 def test_template_writes_the_only_bos(tokenizer: Tokenizer, special: bool) -> None:
     encoded = PromptEncoder(tokenizer, special, "auto").encode(PromptRow(0, messages=HELLO))
     assert encoded.text == "<s>[user]hi[assistant]"
@@ -101,7 +102,7 @@ def test_tokenizer_without_a_template(tmp_path: Path) -> None:
         encoder.encode(PromptRow(0, messages=HELLO))
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
+@each("template", ["{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"])
 def test_template_that_fails(tokenizer: Tokenizer, tmp_path: Path, template: str) -> None:
     encoder = PromptEncoder(tokenizer, True, write(tmp_path, "template.jinja", template))
     with pytest.raises(UserError, match="the chat template does not take these messages"):
@@ -114,14 +115,14 @@ def test_a_template_in_the_home_folder(tokenizer: Tokenizer, tmp_path: Path, mon
     assert PromptEncoder(tokenizer, True, "~/template.jinja").encode(PromptRow(0, messages=HELLO)).text == "hi"
 
 
-@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not UTF-8"])
+@each("content", [None, b"\xff"])
 def test_template_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
     path = str(tmp_path / "nope") if content is None else write(tmp_path, "template.jinja", content)
     with pytest.raises(UserError, match=r"predict\.chat_template=.* cannot be read .*: give auto, none or the path"):
         PromptEncoder(None, True, path)
 
 
-@pytest.mark.parametrize("row", [PromptRow(0, prompt="hi"), PromptRow(0, messages=HELLO)], ids=["text", "messages"])
+@each("row", [PromptRow(0, prompt="hi"), PromptRow(0, messages=HELLO)])
 def test_no_tokenizer(row: PromptRow) -> None:
     with pytest.raises(UserError, match=r"no tokenizer for this text: give prompt_token_ids, or model\.tokenizer=PATH"):
         PromptEncoder(None, True, "auto").encode(row)
@@ -146,7 +147,7 @@ def test_row_with_an_error_is_refused(tokenizer: Tokenizer) -> None:
         PromptEncoder(tokenizer, True, "auto").encode(PromptRow(0, error="what is wrong"))
 
 
-@pytest.mark.parametrize(("special", "expected"), [(True, [VOCABULARY[BOS]]), (False, [])])
+@each(("special", "expected"), [(True, [VOCABULARY[BOS]]), (False, [])])
 def test_empty_prompt_becomes_the_bos(tmp_path: Path, special: bool, expected: list[int]) -> None:
     encoder = PromptEncoder(save_tokenizer(tmp_path, writes_bos=False), special, "auto")
     assert encoder.encode(PromptRow(0, prompt="")).token_ids == expected

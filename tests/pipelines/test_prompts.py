@@ -14,23 +14,12 @@ import pytest
 
 from conf.errors import UserError
 from pipelines.prompts import PromptRow, Prompts, read_prompts, rows_from_python
-
-HELLO = [{"role": "user", "content": "hi"}]
-
-
-def write(folder: Path, name: str, content: str | bytes) -> str:
-    file = folder / name
-    file.write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(file)
+from tests.helpers.cases import each
+from tests.helpers.prompt_files import HELLO, read_jsonl, write
 
 
 def read_txt(folder: Path, content: str | bytes) -> Prompts:
     return read_prompts(write(folder, "prompts.txt", content))
-
-
-def read_jsonl(folder: Path, *rows: object) -> Prompts:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    return read_prompts(write(folder, "prompts.jsonl", "".join(f"{line}\n" for line in lines)))
 
 
 def read_stdin(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> Prompts:
@@ -75,14 +64,14 @@ def test_blank_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert prompts.num_blank_lines == 4
 
 
-@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
-@pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\n", b"\xef\xbb\xbf"], ids=repr)
+@each("name", ["empty.txt", "empty.jsonl"])
+@each("content", [b"", b"\n", b" \r\n\n", b"\xef\xbb\xbf"])
 def test_file_without_prompts(tmp_path: Path, name: str, content: bytes) -> None:
     with pytest.raises(UserError, match=rf"{name} has no prompts"):
         read_prompts(write(tmp_path, name, content))
 
 
-@pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
+@each("name", ["latin.txt", "latin.jsonl"])
 def test_file_that_is_not_utf8(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=rf"{name} is not UTF-8 \(byte 3 is 0xe9\): convert it first"):
         read_prompts(write(tmp_path, name, b"caf\xe9\n"))
@@ -110,7 +99,7 @@ def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None
     assert list(read_jsonl(tmp_path, row)) == [PromptRow(0, **expected)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "message"),
     [
         ("{", "not a JSON object"),
@@ -139,7 +128,6 @@ def test_json_row(tmp_path: Path, row: object, expected: dict[str, Any]) -> None
         ({"src": ["a", "b"]}, "src has 2 rounds and tgt 0: every round but the last needs its answer"),
         ({"src": ["a"], "tgt": ["b", "c"]}, "src has 1 rounds and tgt 2"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_bad_row_becomes_an_error_and_stops_no_other(tmp_path: Path, row: object, message: str) -> None:
     first, bad, last = read_jsonl(tmp_path, {"prompt": "a"}, row, {"prompt": "b", "id": "last"})
@@ -233,14 +221,14 @@ def test_a_pipe_with_a_name_is_read_once(tmp_path: Path) -> None:
 # A path or a prompt
 
 
-@pytest.mark.parametrize("data", ["nope.txt", "nope.jsonl", "nope/nope.txt", "/nope/nope.jsonl", "a\0b.txt"], ids=repr)
+@each("data", ["nope.txt", "nope.jsonl", "nope/nope.txt", "/nope/nope.jsonl", "a\0b.txt"])
 def test_missing_file_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="cannot be read .*: give a prompt, a .txt, a .jsonl, or - for stdin"):
         read_prompts(data)
 
 
-@pytest.mark.parametrize("data", ["prompts/all", "./prompts.csv", "/prompts"])
+@each("data", ["prompts/all", "./prompts.csv", "/prompts"])
 def test_path_without_a_known_suffix_is_no_prompt(data: str) -> None:
     with pytest.raises(UserError, match=r"looks like a path, but .*\.txt or \.jsonl"):
         read_prompts(data)
@@ -252,7 +240,7 @@ def test_folder_is_no_prompt(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "folder.txt"))
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         "hello",
@@ -265,7 +253,6 @@ def test_folder_is_no_prompt(tmp_path: Path) -> None:
         "a\\nb",
         "x" * 5000 + " .txt",
     ],
-    ids=lambda data: repr(data[:20]),
 )
 def test_everything_else_is_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -277,7 +264,7 @@ def test_file_with_spaces_in_its_name_is_read(tmp_path: Path) -> None:
     assert texts(read_prompts(write(tmp_path, "my prompts.txt", "a\n"))) == ["a"]
 
 
-@pytest.mark.parametrize("name", ["P.TXT", "p.txt.gz", "P.Txt.GZ", "~/p.txt"])
+@each("name", ["P.TXT", "p.txt.gz", "P.Txt.GZ", "~/p.txt"])
 def test_text_files_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     content = b"a\n\nb\xc3\xa9\n"
@@ -292,7 +279,7 @@ ROWS = [PromptRow(0, "x", prompt='a, "b"\nc'), PromptRow(1, prompt=""), PromptRo
 TABLE = '\ufeffprompt,id,note\r\n"a, ""b""\nc",x,1\r\n\r\n,,\r\n今天,z,3'
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "content"),
     [
         ("a.jsonl.gz", '{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}\n\n{"prompt": ""}\n{"prompt": "今天", "id": "z"}'),
@@ -322,7 +309,7 @@ def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
     assert (rows[0].prompt, rows[3].prompt_token_ids) == ("a", [5])
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "content", "message"),
     [
         ("a.csv", "text,id\na,1\n", "a.csv needs a first line of different names, one of them prompt, but it has text, id"),
@@ -350,7 +337,7 @@ def test_a_file_of_another_form_is_refused_by_name(
         read_prompts(write(tmp_path, name, content))
 
 
-@pytest.mark.parametrize("data", [".", "~", "folder", "folder.jsonl"])
+@each("data", [".", "~", "folder", "folder.jsonl"])
 def test_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "folder.jsonl"):
@@ -366,7 +353,7 @@ def test_an_empty_value_is_refused() -> None:
         read_prompts("")
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz"])
+@each("name", ["a.csv", "a.jsonl.gz"])
 def test_rows_are_read_as_they_are_taken(tmp_path: Path, name: str) -> None:
     """Of 10 MB no more than 1 MB is in memory at once."""
     rows = ["prompt"] if name == "a.csv" else []
@@ -389,21 +376,19 @@ def test_stdin_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prompts.num_blank_lines == 1
 
 
-@pytest.mark.parametrize("first", ['{"prompt": "a"}', '\n{"prompt": "a"}', '{"src": "a"}'])
+@each("first", ['{"prompt": "a"}', '\n{"prompt": "a"}', '{"src": "a"}'])
 def test_stdin_as_jsonl(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     rows = list(read_stdin(monkeypatch, f'{first}\n{{"id": 3, "prompt_token_ids": [1]}}\n{{\n'))
     assert rows[:2] == [PromptRow(0, prompt="a"), PromptRow(1, 3, prompt_token_ids=[1])]
     assert rows[2].error is not None
 
 
-@pytest.mark.parametrize("line", ['{"a": 1}', "{", '"prompt"', "[" * 100_000, "1" * 5000], ids=lambda line: line[:10])
+@each("line", ['{"a": 1}', "{", '"prompt"', "[" * 100_000, "1" * 5000])
 def test_stdin_whose_first_line_is_no_row_is_text(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     assert texts(read_stdin(monkeypatch, f'{line}\n{{"prompt": "a"}}\n')) == [line, '{"prompt": "a"}']
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(b"", "standard input has no prompts"), (b"\xff", "standard input is not UTF-8")]
-)
+@each(("content", "message"), [(b"", "standard input has no prompts"), (b"\xff", "standard input is not UTF-8")])
 def test_bad_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_stdin(monkeypatch, content)

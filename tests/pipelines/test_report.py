@@ -12,6 +12,7 @@ import torch
 from pipelines import report
 from pipelines.report import environment, peak_memory_bytes, reset_peak_memory, write_atomically
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
 
 DRAW = """
 from pipelines.report import progress_bar
@@ -79,8 +80,9 @@ def test_environment_names_versions_and_machine() -> None:
     assert peak_memory_bytes(torch.device("cpu")) > 50_000_000
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not report.CLEAR_REFS.exists(), reason="only Linux lets the peak of a process begin anew")
-@pytest.mark.parametrize("tensor_bytes", [2**18, 2**28], ids=["from_the_heap", "mapped"])
+@each("tensor_bytes", [2**18, 2**28])
 def test_the_peak_is_since_the_last_reset(tensor_bytes: int) -> None:
     survivors = []  # between the tensors, so that the heap does not shrink by itself
 

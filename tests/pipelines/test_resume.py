@@ -20,6 +20,8 @@ from conf.tasks import PredictConfig
 from pipelines import journal
 from pipelines.predict import run_predict
 from tests.helpers.builders import REPOSITORY, run_config, said
+from tests.helpers.cases import each
+from tests.helpers.fork_server import true_starts
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 3}  # no logprobs, whose last digits are the batch's
 NUM_ROWS = 9
@@ -114,7 +116,7 @@ def results(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in RESULTS]
 
 
-@pytest.mark.parametrize("names_the_seed", [False, True], ids=["same command", "config.yaml"])
+@each("names_the_seed", [False, True])
 def test_a_job_without_a_seed_goes_on_with_the_one_that_was_drawn(
     chatty: Path, data: Path, tmp_path: Path, names_the_seed: bool
 ) -> None:
@@ -173,7 +175,7 @@ def change_tokenizer(model: Path) -> None:
     file.write_text(file.read_text() + "\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "named"),
     [
         (lambda run, _: with_(run, decode={"seed": 4, "min_new_tokens": 2}), ["decode.min_new_tokens (0 -> 2)", "decode.seed (null -> 4)"]),
@@ -182,9 +184,7 @@ def change_tokenizer(model: Path) -> None:
         (lambda run, model: change_weights(model) or run, ["model/model.safetensors"]),
         (lambda run, model: change_tokenizer(model) or run, ["model/tokenizer_config.json"]),
         (lambda run, _: Path(run.predict.data).write_text("{}\n") and run, ["input"]),
-    ],
-    ids=["decode", "max_length", "special tokens", "weights", "tokenizer", "input"],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_changed_is_refused_by_name(
     chatty: Path, tmp_path: Path, data: Path, change: Callable[[RunConfig, Path], RunConfig], named: list[str]
 ) -> None:
@@ -276,7 +276,7 @@ def test_empty_standard_input_leaves_nothing(chatty: Path, tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("most", [0, 1])
+@each("most", [0, 1])
 def test_too_many_errors_end_the_job_and_keep_its_rows(chatty: Path, tmp_path: Path, most: int) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a"}\nbad\n{}\n' + '{"prompt": "b"}\n' * 5)
@@ -291,7 +291,7 @@ def test_too_many_errors_end_the_job_and_keep_its_rows(chatty: Path, tmp_path: P
     assert len(results(tmp_path / "out")[0].splitlines()) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@each("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_job_after_its_step(
     chatty: Path,
     tmp_path: Path,
@@ -366,12 +366,14 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@true_starts()
 def peak_memory_mb(chatty: Path, data: Path, num_rows: int) -> float:
     data.write_text("".join(json.dumps({"prompt": "a", "id": "x" * 2000}) + "\n" for _ in range(num_rows)))
     command = [sys.executable, "-c", MEMORY, str(chatty), str(data)]
     return int(subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True).stdout) / 1000
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_rows(chatty: Path, tmp_path: Path) -> None:
     few, many = (peak_memory_mb(chatty, tmp_path / f"{num_rows}.jsonl", num_rows) for num_rows in (200, 8_000))
     assert (

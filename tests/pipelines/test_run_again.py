@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS
 
 ROWS: list[dict[str, Any]] = [
@@ -89,7 +90,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("job", ["predict", "greedy"])
+@pytest.mark.long
+@each("job", ["predict", "greedy"])
 def test_predictions_are_the_same_bytes(runs: Path, job: str) -> None:
     first, again = runs / job / "first", runs / job / "again"
     for name in ("predictions.jsonl", "text_generation_result.txt"):
@@ -136,7 +138,7 @@ def test_an_evaluation_measures_the_same(runs: Path) -> None:
     assert None not in [first[name] for name in names]
 
 
-@pytest.mark.parametrize("folder", ["a8w8", "converted"])
+@each("folder", ["a8w8", "converted"])
 def test_models_are_the_same_bytes(runs: Path, folder: str) -> None:
     first, again = runs / folder, runs / f"{folder}-again"
     files = {file.name for file in first.iterdir()}

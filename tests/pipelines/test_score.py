@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForSequenceClassification
+from transformers import AutoTokenizer
 
 from conf.compose import dump
 from conf.errors import UserError
@@ -16,15 +16,12 @@ from conf.schema import RunConfig, Task
 from conf.tasks import PredictConfig
 from pipelines.score import run_score
 from tests.helpers.builders import run_config, write_llama
-from tests.helpers.embedding_models import write_qwen3_reranker
-from tests.helpers.oracle import write_model
+from tests.helpers.cases import each
+from tests.helpers.embedding_models import write_qwen3_reranker, write_reward_model
 from tests.helpers.small_tokenizers import byte_level, save
 
 TOLERANCE = 1e-5  # float32 sums in another order; scores are of order 1
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello, world"}]
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
-)
 
 
 def score_run(folder: Path, data: Path, **score: Any) -> RunConfig:
@@ -45,18 +42,7 @@ def scored(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], **score: An
     return [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
 
 
-def write_reward_model(folder: Path, **config: Any) -> Any:
-    """Its pad token is the eos, with which conversations end."""
-    tokenizer = byte_level()
-    size = {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 1}
-    reference = write_model(folder, LlamaForSequenceClassification, **{**size, "num_labels": 1, **config})
-    save(tokenizer, folder)
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
-    return reference
-
-
-@pytest.mark.parametrize("num_labels", [1, 3])
+@each("num_labels", [1, 3])
 def test_a_reward_model(tmp_path: Path, num_labels: int) -> None:
     reference = write_reward_model(tmp_path, num_labels=num_labels)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -96,7 +82,7 @@ def card_score(reference: Any, tokenizer: Any, query: str, document: str, instru
     return float(torch.stack([no, yes]).log_softmax(0)[1].exp())
 
 
-@pytest.mark.parametrize("instruction", [None, "Given a story, find its moral"])
+@each("instruction", [None, "Given a story, find its moral"])
 def test_qwen3_reranker(tmp_path: Path, instruction: str | None) -> None:
     reference = write_qwen3_reranker(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

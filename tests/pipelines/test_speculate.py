@@ -12,7 +12,7 @@ from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig, warn_once
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
-from conf.schema import RunConfig, Task
+from conf.schema import Task
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig, speculation_of
 from conf.tasks import BenchConfig, PredictConfig
 from pipelines import pipeline
@@ -21,45 +21,17 @@ from pipelines.evaluate import read_questions
 from pipelines.loading import load_engine
 from pipelines.predict import run_predict
 from tests.helpers.builders import REPOSITORY, run_config
+from tests.helpers.cases import each
+from tests.helpers.speculative_jobs import NGRAM, ROWS, job, metrics, rows_file
 
 TINY = REPOSITORY / "models" / "tiny"
-NGRAM = {"speculate": Speculate.ngram, "speculation": SpeculationConfig(adaptive=False, min_ngram=1)}
-ROWS: list[dict[str, Any]] = [
-    {"prompt": "Once upon a time, once upon a time"},
-    {"prompt": "a", "decode": {"temperature": 1.2, "top_p": 0.9, "n": 3}},
-    {"prompt": "b b b b", "decode": {"repetition_penalty": 1.3, "logprobs": 2}},
-    {"prompt": "hello, world!", "prediction": "hello"},
-    {"prompt": "hello", "decode": {"num_beams": 3}},
-    {"prompt": "今天天气很好", "decode": {"temperature": 0.8, "no_repeat_ngram_size": 3}},
-    {"prompt": "bad", "prediction": 5},
-]
-
-
-def job(chatty: Path, data: Path | str, **decode: Any) -> RunConfig:
-    run = run_config(chatty)
-    return replace(
-        run,
-        model=replace(run.model, tokenizer=""),
-        decode=DecodeConfig(**{"max_new_tokens": 20, "seed": 7, "ignore_eos": True, **decode}),
-        predict=PredictConfig(data=str(data), batch_size=3),
-    )
-
-
-def rows_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def predictions(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def metrics(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "metrics.json").read_text()))
-
-
-@pytest.mark.parametrize("order", DraftOrder, ids=lambda order: order.name)
+@each("order", DraftOrder)
 def test_predictions_are_equal_byte_for_byte(tmp_path: Path, order: DraftOrder) -> None:
     data = rows_file(tmp_path, ROWS)
     settings = NGRAM | {"speculation": SpeculationConfig(adaptive=False, min_ngram=1, order=order)}
@@ -122,7 +94,7 @@ def test_a_job_that_began_without_drafts_goes_on_with_them(chatty: Path, tmp_pat
     assert metrics(folder)["num_resumed_rows"] > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("decode", "data", "line"),
     [
         (

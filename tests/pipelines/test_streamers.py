@@ -10,6 +10,7 @@ import pytest
 
 from conf.errors import UserError
 from pipelines import TextGenerationPipeline, TextIteratorStreamer, TextStreamer, pipeline
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TRICKY
 
 PROMPTS = ["Once upon a time", TRICKY, "今天天气", "x"]
@@ -39,8 +40,8 @@ def in_thread(
     return thread, results
 
 
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("prompt", PROMPTS, ids=["english", "tricky", "chinese", "letter"])
+@each("full", [True, False])
+@each("prompt", PROMPTS)
 def test_pieces_of_one_prompt_join_to_its_text(pipe: TextGenerationPipeline, prompt: str, full: bool) -> None:
     streamer = TextIteratorStreamer(timeout=60)
     thread, results = in_thread(pipe, streamer, prompt, return_full_text=full, **LENGTHS)
@@ -180,7 +181,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("stream", "printed"), [(Terminal(), r"a\x1b[2J\x9b"), (io.StringIO(), "a\x1b[2J\x9b")])
+@each(("stream", "printed"), [(Terminal(), r"a\x1b[2J\x9b"), (io.StringIO(), "a\x1b[2J\x9b")])
 def test_text_streamer_shows_control_characters_where_a_terminal_would_obey_them(
     stream: io.StringIO, printed: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from conf.errors import UserError
 from pipelines.sweep import Sweep, objective, recorded_job, write_sweep
+from tests.helpers.cases import each
 
 METRICS = {
     "decode_tokens_per_s": 123.456,
@@ -182,7 +183,7 @@ def recorded(folder: Path, sweep_dir: Path, number: int = 0, sweep: str = "this"
         yield
 
 
-@pytest.mark.parametrize(
+@each(
     ("raised", "error"),
     [
         (UserError("give less"), "give less"),
@@ -205,7 +206,7 @@ def test_an_error_ends_one_job(
     assert "\x1b" not in printed  # a terminal would obey it
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(143)])
+@each("raised", [KeyboardInterrupt(), SystemExit(143)])
 def test_an_interrupt_ends_the_sweep_and_the_job_says_so(tmp_path: Path, raised: BaseException) -> None:
     (tmp_path / "0").mkdir()
     with pytest.raises(type(raised)), recorded(tmp_path / "0", tmp_path):

@@ -12,6 +12,7 @@ from quantization.activations import (
     static_scale,
 )
 from quantization.codes import CodeKind
+from tests.helpers.cases import each
 from tests.helpers.random_tensors import random
 
 
@@ -25,7 +26,7 @@ def test_a_range_is_that_of_all_chunks() -> None:
     assert maximum.tolist() == [max(channel) for channel in x.T.tolist()]
 
 
-@pytest.mark.parametrize(
+@each(
     ("chunk", "message"),
     [
         (torch.zeros(0, 3), "no activations reached this layer: give more calibration data"),
@@ -54,8 +55,8 @@ def test_int8_per_token_is_the_formula() -> None:
         assert code == [round(value / expected) for value in row]
 
 
-@pytest.mark.parametrize("kind", list(HIGHEST))
-@pytest.mark.parametrize("num_tokens", [1, 63])
+@each("kind", list(HIGHEST))
+@each("num_tokens", [1, 63])
 def test_a_static_scale_of_one_token_is_its_own(kind: CodeKind, num_tokens: int) -> None:
     x = random(num_tokens, 16)
     codes, scales = quantize_per_token(x, kind)
@@ -95,12 +96,12 @@ def test_fp8_rounds_to_its_own_steps_and_not_to_whole_numbers() -> None:
     assert codes.float().tolist() == [[448.0, 0.3125, -1.25, 16.0, 0.001953125]]
 
 
-@pytest.mark.parametrize(("kind", "codes"), [(CodeKind.INT, [127, -128, 0]), (CodeKind.FP8, [448.0, -448.0, 0.0])])
+@each(("kind", "codes"), [(CodeKind.INT, [127, -128, 0]), (CodeKind.FP8, [448.0, -448.0, 0.0])])
 def test_what_is_outside_a_static_range_saturates(kind: CodeKind, codes: list[float]) -> None:
     assert quantize_static(torch.tensor([1e30, -1e30, 0.0]), torch.tensor(0.5), kind).float().tolist() == codes
 
 
-@pytest.mark.parametrize("kind", list(HIGHEST))
+@each("kind", list(HIGHEST))
 def test_silent_tokens_have_codes_of_zero_and_a_finite_scale(kind: CodeKind) -> None:
     codes, scales = quantize_per_token(torch.zeros(2, 5), kind)
     assert scales.tolist() == [[1.0], [1.0]]

@@ -23,7 +23,8 @@ from quantization.linear import MANY_ROWS, IntMethod
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 from tests.helpers.builders import all_logits, complete, run_config
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, GROUPS, INT4, INT8, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_tensors import random
 
@@ -51,7 +52,7 @@ def engine_of(folder: Path, quant: QuantConfig) -> Engine:
     return load_engine(replace(run_config(folder), quant=quant), 3)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_few_rows_stay_floats_and_many_are_quantised(name: str) -> None:
     weight, x = random(33, 96), random(3 * MANY_ROWS, 96, seed=1)
     auto, none = (layer_of(FORMATS[name], weight, kind) for kind in (AUTO, Activations.none))
@@ -66,7 +67,7 @@ def test_few_rows_stay_floats_and_many_are_quantised(name: str) -> None:
         assert not auto(x[:num_rows], None).equal(none(x[:num_rows], None))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_the_error_is_half_a_step_of_each_input(name: str) -> None:
     """|y - x W^T| is at most max |x| / 127 / 2 for each input, times its weight, in float64."""
     weight, x = random(33, 96), random(3 * MANY_ROWS, 96, seed=1)
@@ -79,9 +80,7 @@ def test_the_error_is_half_a_step_of_each_input(name: str) -> None:
     assert (error > float32).any()
 
 
-@pytest.mark.parametrize(
-    "quant", [QuantConfig(INT8), QuantConfig(INT4, **GROUPS), QuantConfig(INT4, symmetric=False)], ids=str
-)
+@each("quant", [QuantConfig(INT8), QuantConfig(INT4, **GROUPS), QuantConfig(INT4, symmetric=False)])
 def test_a_model_s_short_prompts_are_exact_and_long_ones_nearly(quant: QuantConfig) -> None:
     none, auto = (engine_of(LLAMA, replace(quant, activations=kind)) for kind in (Activations.none, AUTO))
     assert all_logits(auto, FEW).equal(all_logits(none, FEW))

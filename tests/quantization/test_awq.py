@@ -7,6 +7,7 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.awq import search_clip, search_scales
 from quantization.weight_format import WeightFormat, quantize
+from tests.helpers.cases import each
 from tests.helpers.random_tensors import random, with_outliers
 
 INT4 = WeightFormat(bits=4, group_size=16)
@@ -22,7 +23,7 @@ def scaled_error(weights: list[Tensor], x: Tensor, scales: Tensor, format: Weigh
     return error
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("format", FORMATS)
 def test_the_scales_are_the_best_of_the_grid(format: WeightFormat) -> None:
     weights, x = [random(9, 48), random(1, 48, seed=2)], with_outliers(63, 48)
     found = search_scales(weights, x, format)
@@ -52,7 +53,7 @@ def test_silent_channels_have_finite_scales() -> None:
     assert torch.equal(search_scales(weights, torch.zeros(5, 48), INT4), torch.ones(48))
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("format", FORMATS)
 def test_the_clip_of_each_group_is_the_best_of_the_grid(format: WeightFormat) -> None:
     weight, x = random(5, 48), with_outliers(63, 48)
     size = format.group_size or 48
@@ -73,7 +74,7 @@ def test_the_clip_of_each_group_is_the_best_of_the_grid(format: WeightFormat) ->
             torch.testing.assert_close(clipped[row : row + 1, start : start + size], best, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("format", FORMATS)
 def test_a_clipped_weight_is_never_worse_in_its_groups(format: WeightFormat) -> None:
     weight, x = random(9, 48), with_outliers(63, 48)
     weight[:, 5] *= 6

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -11,7 +10,8 @@ from torch import Tensor
 from conf.quantization import QuantConfig
 from models.formats.manifest import verify_manifest
 from tests.helpers.builders import all_logits
-from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, WHOLE_PROMPTS, write_other
 from tests.helpers.oracle import random_prompts
 from tests.helpers.quantized_models import (
     CALIBRATED,
@@ -24,7 +24,6 @@ from tests.helpers.quantized_models import (
     reloaded,
     write_rows,
 )
-from tests.models.test_model_parts import write_other
 
 SHIFTABLE = ("bloom", "gpt2", "opt")
 # One of each way that weights, activations, folds and groups can go; test_quantize.py has all the others on Llama.
@@ -70,7 +69,7 @@ def check_files(
     assert all(0 < error < BOUNDS[name.split()[0].rstrip(",")] for name, error in errors.items()), errors
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"chatglm_28layers", "chatglm_bin"}))  # chatglm in other files
+@each("family", sorted({*GOLDEN_FAMILIES} - {"chatglm_28layers", "chatglm_bin"}))  # chatglm in other files
 def test_goldens(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     schemes = {name: in_groups(CALIBRATED[name], family) for name in SCHEMES}
@@ -78,7 +77,7 @@ def test_goldens(family: str, tmp_path: Path) -> None:
     check_files(GOLDENS / family, golden["input_ids"][0].tolist(), golden["logits"][0], schemes, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["ernie4_5", "ernie4_5_moe", "gemma3", "glm4_moe", "minimax_m2", "ministral3"])
+@each("family", ["ernie4_5", "ernie4_5_moe", "gemma3", "glm4_moe", "minimax_m2", "ministral3"])
 def test_families_of_transformers(family: str, tmp_path: Path) -> None:
     reference, prompt = write_other(tmp_path / family, family, intermediate_size=96), random_prompts(96, (24,))[0]
     with torch.no_grad():

@@ -17,7 +17,8 @@ from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother
 from tests.helpers.builders import run_config, unpacked_engine
-from tests.helpers.goldens import FAMILIES, GOLDENS, WHOLE_PROMPTS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, WHOLE_PROMPTS
 from tests.helpers.quantized_models import A8W8, SMOOTHQUANT, STATIC, random_rows
 
 QUANT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, smooth=SmoothConfig(alpha=0.7))
@@ -38,7 +39,7 @@ def calibrator_of(
     return engine, SequentialCalibrator(model, batches, probe, one_layer, sequential, with_cache=True), whole
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", GOLDEN_FAMILIES)
 def test_layers_in_turn_are_the_model(family: str) -> None:
     engine, calibrator, whole = calibrator_of(family)
     for _ in engine.runner.model.layers:
@@ -50,7 +51,8 @@ def test_layers_in_turn_are_the_model(family: str) -> None:
     torch.testing.assert_close(head.hessian.mean(), whole.T @ whole / len(whole))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.long
+@each("family", GOLDEN_FAMILIES)
 def test_a_pass_that_observes_goes_on(family: str) -> None:
     """And notes what it leaves in the cache: the second way ends where the first one does."""
     engine, calibrator, whole = calibrator_of(family, sequential=False)
@@ -79,7 +81,7 @@ def linears_of(engine: Engine) -> tuple[list[str], str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)], prefix
 
 
-@pytest.mark.parametrize("family", SHARING)
+@each("family", SHARING)
 def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> None:
     engine, calibrator, _ = calibrator_of(family)
     own, _ = linears_of(engine)
@@ -89,8 +91,8 @@ def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> No
 
 
 @pytest.mark.skipif(build.library() is None, reason="without the C++ kernels the layers' own products are the fastest")
-@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])
-@pytest.mark.parametrize("family", ["llama3", "gpt2", "opt"])
+@each("dtype", [DType.float32, DType.bfloat16, DType.float16])
+@each("family", ["llama3", "gpt2", "opt"])
 def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None:
     """Which give what the model gives but for roundings, to the same groups, and leave the layer as it was."""
     engine, calibrator, whole = calibrator_of(family, sequential=False, dtype=dtype)
@@ -111,7 +113,7 @@ def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None
     assert (sample - whole.float()).norm() < 24 * torch.finfo(whole.dtype).eps * whole.float().norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", GOLDEN_FAMILIES)
 def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""
     engine, calibrator, whole = calibrator_of(family)

@@ -4,51 +4,32 @@
 """
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conf.decoding import DecodeConfig
-from conf.quantization import KVCacheFormat, QuantConfig
+from conf.quantization import QuantConfig
 from conf.schema import DeviceConfig, DeviceType
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
+from tests.helpers.catalog import SHARED_PROMPTS as PROMPTS
 from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.quantized_models import (
-    A8W8,
-    CALIBRATED,
-    DYNAMIC,
-    FP8,
-    INT4,
-    INT8,
-    STATIC_CACHES,
+    CACHES,
+    SCHEMES,
     make,
     quantize_run,
     random_rows,
     write_rows,
 )
+from tests.helpers.tiers import in_turn, tiers
 
-SCHEMES = {
-    "none": QuantConfig(),
-    "int8": QuantConfig(INT8),
-    "int8, groups": QuantConfig(INT8, group_size=32),
-    "int4": QuantConfig(INT4, group_size=32),
-    "int4, zero points": QuantConfig(INT4, group_size=32, symmetric=False),
-    "int4 gptq": replace(CALIBRATED["int4 gptq"], overrides={}),
-    "int4 awq": replace(CALIBRATED["int4 awq, auto_clip"], overrides={}),
-    "a8w8 dynamic": QuantConfig(A8W8, activations=DYNAMIC),
-    "a8w8 static": CALIBRATED["a8w8 static"],
-    "a8w8 smoothquant": CALIBRATED["a8w8 static smoothquant"],
-    "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC),
-    "fp8 static": CALIBRATED["fp8 static"],
-}
-CACHES: dict[str, dict[str, Any]] = {format.name: {"kv_cache": format} for format in KVCacheFormat} | STATIC_CACHES
-BEGINNING = list(range(5, 15))
-PROMPTS = [[*BEGINNING, 20], [21], [*BEGINNING, 22, 23, 24, 25], [*BEGINNING, 20], [30, 31, 32]]
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
 CACHED = replace(GREEDY, prefix_cache=True)
 DRAFTED = replace(CACHED, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False))
@@ -125,13 +106,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def cells() -> list[Any]:
-    """All of them; those that `make test` runs have every scheme and every cache."""
-    pairs = [(scheme, kv_cache, i, j) for i, scheme in enumerate(SCHEMES) for j, kv_cache in enumerate(CACHES)]
-    return [pytest.param(*names, marks=[] if i % len(CACHES) == j else pytest.mark.long) for *names, i, j in pairs]
+# A weight format and a cache format share no code: `make test-all` has each of them with two partners or more.
+CHOSEN = in_turn(SCHEMES, CACHES), in_turn(SCHEMES, CACHES, first=2)
+CELLS = tiers(product(SCHEMES, CACHES), quick=CHOSEN[0][6:], long=sum(CHOSEN, []))
 
 
-@pytest.mark.parametrize(("scheme", "kv_cache"), cells())
+@pytest.mark.parametrize(("scheme", "kv_cache"), CELLS)
 def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path, preempted: list[SequenceGroup]) -> None:
     quant, folder = replace(SCHEMES[scheme], **CACHES[kv_cache]), models / "float"
     if quant.has_static_kv_cache:
@@ -151,7 +131,7 @@ def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path, p
 
 
 def table() -> str:
-    """The test fails where a cell is not true."""
+    """The test fails where a cell is not true: `make test-matrix` runs all of them."""
     lines = [f"| {scheme} | " + " | ".join(["yes"] * len(CACHES)) + " |" for scheme in SCHEMES]
     heads = " | ".join(f"`kv_cache={name}`" for name in CACHES)
     return "\n".join([f"| `quant=` | {heads} |", "|---" * (len(CACHES) + 1) + "|", *lines])

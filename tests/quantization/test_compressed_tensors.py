@@ -23,6 +23,7 @@ from quantization.layouts.compressed_tensors import CompressedWeight, write_conf
 from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
+from tests.helpers.cases import each
 
 SCHEMES = {
     "int8": LinearScheme(WeightFormat(8)),
@@ -66,8 +67,8 @@ def layout(scheme: LinearScheme, found: dict[str, tuple[int, ...]] | None = None
     return made
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 8), (2, 64), (4, 65)])
+@each("bits", [4, 8])
+@each("shape", [(1, 1), (3, 7), (5, 8), (2, 64), (4, 65)])
 def test_packing_is_the_packages(bits: int, shape: tuple[int, int]) -> None:
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), shape, dtype=torch.int8)
     words = pack(codes, bits)
@@ -76,7 +77,7 @@ def test_packing_is_the_packages(bits: int, shape: tuple[int, int]) -> None:
     assert unpack(words, bits, shape[1]).equal(unpack_from_int32(words, bits, torch.Size(shape)))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@each("name", SCHEMES)
 def test_the_package_reads_what_is_written(name: str) -> None:
     scheme = SCHEMES[name]
     own = stored(scheme)
@@ -89,7 +90,7 @@ def test_the_package_reads_what_is_written(name: str) -> None:
     assert parsed.ignore == ["lm_head"]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@each("name", SCHEMES)
 def test_a_round_trip_keeps_every_code_and_scale(name: str) -> None:
     own = stored(SCHEMES[name])
     tensors = layout(SCHEMES[name]).write(own)
@@ -117,7 +118,7 @@ def test_act_order_survives_a_round_trip() -> None:
     assert back.permutation is not None
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"weight_scale": torch.zeros(40, 6)}, "weight_scale has values that are not finite numbers above 0"),
@@ -138,7 +139,7 @@ def test_groups_that_do_not_divide_a_layer() -> None:
         CompressedWeight((96, 40), LinearScheme(WeightFormat(4, group_size=32)), True, {})
 
 
-@pytest.mark.parametrize("name", ["weight_scale", "input_scale"])
+@each("name", ["weight_scale", "input_scale"])
 def test_one_scale_cannot_be_several(name: str) -> None:
     assert layout(SCHEMES["fp8 per tensor"], {name: (40,)}).tensors()[name] == (1,)
     assert layout(SCHEMES["fp8 per tensor"], {name: ()}).tensors()[name] == ()
@@ -151,7 +152,7 @@ def test_an_impossible_group_index() -> None:
         layout(scheme, shapes(tensors)).read(tensors)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported: only .*compressed-tensors"),
@@ -191,7 +192,7 @@ def test_layers_are_found_by_name_by_expression_and_by_class() -> None:
     assert list(found.values()) == [SCHEMES["int4"], SCHEMES["int8"], None, None]
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "message"),
     [("awq", "quantization_config='awq' is not of type dict"), ({"bits": 4}, "quant_method is missing")],
 )

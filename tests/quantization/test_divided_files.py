@@ -13,16 +13,15 @@ from models.cuts import Division
 from models.formats.huggingface import SafetensorsFile
 from quantization.smoothing_record import FOLDS
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import PROMPTS
 from tests.helpers.conversion import SHARDED, contents, convert, tensors_in
 from tests.helpers.divided import assert_same_bits, divided_steps, rank_plan, stage_steps, whole_steps
+from tests.helpers.fp8_layouts import SMALL_BLOCKS, encode
 from tests.helpers.huggingface_files import assert_same
-from tests.helpers.oracle import random_prompts, write_model
-from tests.helpers.packed_layouts import write_twins
+from tests.helpers.oracle import write_model
+from tests.helpers.packed_layouts import GPTQ, gptq_tensors, write_twins
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
-from tests.quantization.test_layouts_fp8 import SMALL_BLOCKS, encode
-from tests.quantization.test_layouts_packed import GPTQ, gptq_tensors
-
-PROMPTS = random_prompts(96, (5, 1, 30))
 
 
 def calibrated(scheme: str) -> Callable[[Path], Path]:
@@ -61,7 +60,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@each("name", SOURCES)
 def test_through_divisions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SOURCES[name](tmp_path / "source")
     halves = convert(whole, tmp_path / "2", format=SHARDED, tp=2)

@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantization import fold
+from tests.helpers.cases import each
 from tests.helpers.random_tensors import random
 
 OUTLIERS = 100.0
@@ -22,8 +23,8 @@ def assert_same(folded: Tensor, original: Tensor) -> None:
     ).item() < 1e-4  # the promise: 1e-4 of float32 outputs
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("bias", [False, True])
+@each("offset", [0.0, 1.0])
+@each("bias", [False, True])
 def test_a_norm_takes_scales_from_its_linears(bias: bool, offset: float) -> None:
     x, norm, norm_bias = random(63, 17), random(17, seed=1) * outliers(17), random(17, seed=2) if bias else None
     linears, scales = [random(9, 17, seed=3), random(5, 17, seed=4)], outliers(17)
@@ -38,7 +39,7 @@ def test_a_norm_takes_scales_from_its_linears(bias: bool, offset: float) -> None
     assert_same(folded, outputs(norm, norm_bias, linears))
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@each("bias", [False, True])
 def test_a_linear_takes_scales_from_the_next(bias: bool) -> None:
     x, first, first_bias, second = (
         random(63, 13),
@@ -52,7 +53,7 @@ def test_a_linear_takes_scales_from_the_next(bias: bool) -> None:
     assert_same(folded, functional.linear(functional.linear(x, first, first_bias), second))
 
 
-@pytest.mark.parametrize("biases", [False, True])
+@each("biases", [False, True])
 def test_a_norm_is_centred_and_then_scaled(biases: bool) -> None:
     x, norm, weight = random(63, 17), outliers(17), random(9, 17, seed=1)
     norm_bias, bias = (random(17, seed=2) * OUTLIERS, random(9, seed=3)) if biases else (None, None)

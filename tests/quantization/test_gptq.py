@@ -9,6 +9,7 @@ from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, quantize
+from tests.helpers.cases import each
 from tests.helpers.random_tensors import random
 
 CHANNEL = WeightFormat(bits=4)
@@ -59,8 +60,8 @@ def paper(
     return torch.stack(codes, 1)
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize(("format", "highest"), [(CHANNEL, 7), (WeightFormat(), 127), (GROUPS, 7), (ASYMMETRIC, 15)])
+@each("act_order", [False, True])
+@each(("format", "highest"), [(CHANNEL, 7), (WeightFormat(), 127), (GROUPS, 7), (ASYMMETRIC, 15)])
 def test_static_scales_give_the_codes_of_the_paper(format: WeightFormat, highest: int, act_order: bool) -> None:
     weight, hessian = random(9, 144), hessian_of(correlated(400, 144))  # 144: a block of 128 and a rest
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(144)
@@ -76,8 +77,8 @@ def test_static_scales_give_the_codes_of_the_paper(format: WeightFormat, highest
     assert torch.equal(done.codes[:, order].double(), expected)
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("size", [16, 48, 144, 160])  # blocks of 128 (8 groups), 96 (2 groups), one group each
+@each("act_order", [False, True])
+@each("size", [16, 48, 144, 160])  # blocks of 128 (8 groups), 96 (2 groups), one group each
 def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_order: bool) -> None:
     num_inputs = 480 if size == 160 else 288
     weight, hessian = random(5, num_inputs), hessian_of(correlated(600, num_inputs))
@@ -104,9 +105,9 @@ def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_ord
         assert done.permutation is None
 
 
-@pytest.mark.parametrize("static_groups", [False, True])
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("static_groups", [False, True])
+@each("act_order", [False, True])
+@each("format", FORMATS)
 def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_order: bool, static_groups: bool) -> None:
     x, weight = correlated(500, 96), random(13, 96)
     done, _ = gptq(weight, hessian_of(x), format, act_order=act_order, static_groups=static_groups)
@@ -115,8 +116,8 @@ def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_or
     assert output_error(held_out, weight, done) < 0.7 * output_error(held_out, weight, quantize(weight, format))
 
 
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("act_order", [False, True])
+@each("format", FORMATS)
 def test_a_weight_on_the_grid_comes_back(format: WeightFormat, act_order: bool) -> None:
     on_grid = quantize(random(6, 96), format)
     done, _ = gptq(on_grid.dequantize(), hessian_of(correlated(300, 96)), format, act_order=act_order)
@@ -144,7 +145,7 @@ def test_a_hessian_of_low_rank_is_damped_until_it_can_be_inverted() -> None:
     assert output_error(x, weight, done) < output_error(x, weight, quantize(weight, GROUPS))
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e15])
+@each("scale", [1e-15, 1e15])
 def test_tiny_and_huge_activations(scale: float) -> None:
     x, weight = correlated(200, 64), random(3, 64)
     plain, _ = gptq(weight, hessian_of(x), GROUPS)
@@ -164,7 +165,7 @@ def test_channels_without_activations_are_rounded_to_nearest() -> None:
     assert torch.equal(nothing.codes, quantize(weight, GROUPS).codes)
 
 
-@pytest.mark.parametrize("static_groups", [False, True])
+@each("static_groups", [False, True])
 def test_zero_rows_and_single_rows(static_groups: bool) -> None:
     hessian = hessian_of(correlated(200, 64))
     weight = random(3, 64)
@@ -195,9 +196,7 @@ def test_the_hessian_is_the_mean_of_squares_however_it_is_cut() -> None:
     torch.testing.assert_close(hessian.mean().double(), expected, rtol=1e-5, atol=1e-5 * float(expected.max()))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "message"), [(torch.zeros(0, 4), "no activations"), (torch.full((2, 4), 1e20), "NaN or infinite")]
-)
+@each(("chunk", "message"), [(torch.zeros(0, 4), "no activations"), (torch.full((2, 4), 1e20), "NaN or infinite")])
 def test_a_hessian_of_nothing_or_of_no_numbers_is_refused(chunk: Tensor, message: str) -> None:
     hessian = Hessian(4)
     hessian.add(chunk)

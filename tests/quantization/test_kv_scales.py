@@ -22,8 +22,9 @@ from pipelines.loading import load_engine
 from quantization.kv_scales import attention_names
 from quantization.layouts.kv_cache import read_kv_cache_scheme
 from tests.helpers.builders import all_logits, engine_of, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS
 from tests.helpers.deepseek import V3_GROUPS, build
-from tests.helpers.goldens import FAMILIES, GOLDENS
 from tests.helpers.quantized_models import AWQ, INT4, INT8, STATIC_CACHES, make, quantize_run, random_rows, write_rows
 
 PROMPT = list(range(5, 40))
@@ -62,7 +63,7 @@ def largest_in_transformers(folder: Path, rows: list[list[int]]) -> dict[str, to
     return largest
 
 
-@pytest.mark.parametrize(("quant", "highest"), [(STATIC_INT8, 127), (STATIC_FP8, 448)], ids=["int8", "fp8"])
+@each(("quant", "highest"), [(STATIC_INT8, 127), (STATIC_FP8, 448)])
 def test_the_largest_of_each_head_meets_the_largest_code(
     quant: QuantConfig, highest: int, source: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -89,7 +90,7 @@ def test_one_row_gives_the_scales_that_a_formula_gives(source: Path, tmp_path: P
         torch.testing.assert_close(tensors[name].flatten() * 127, largest, rtol=1e-5, atol=0)  # float32, another order
 
 
-@pytest.mark.parametrize("quant", [STATIC_INT8, STATIC_FP8], ids=["int8", "fp8"])
+@each("quant", [STATIC_INT8, STATIC_FP8])
 def test_transformers_reads_the_scales_and_gives_the_same_logits(
     quant: QuantConfig, source: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -117,7 +118,7 @@ def test_the_cache_of_a_reloaded_model_has_the_scales_and_no_others(source: Path
     assert all_logits(load_engine(same, 3), PROMPT).equal(all_logits(engine, PROMPT))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", GOLDEN_FAMILIES)
 def test_every_family_says_where_it_keeps_keys_and_values(family: str) -> None:
     reader = ConfigReader.from_folder(GOLDENS / family)
     architecture = find_architecture(reader)
@@ -163,7 +164,7 @@ def per_tensor(shape: tuple[int, ...]) -> Change:
     return change
 
 
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@each("shape", [(), (1,)])
 def test_one_scale_for_all_heads_is_read(shape: tuple[int, ...], source: Path, data: Path, tmp_path: Path) -> None:
     """As files for vLLM usually have it, in the model's dtype and with zero points that mean nothing."""
     make(quantize_run(source, STATIC_FP8, tmp_path / "made", data), tmp_path / "run")
@@ -183,7 +184,8 @@ def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda tensors, _: tensors.update({name: value(tensors[name]).contiguous()})
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("change", "message"),
     [
         (lambda tensors, _: tensors.pop(K), f"missing: {K}"),
@@ -203,7 +205,7 @@ def test_damaged_files(change: Change, message: str, source: Path, data: Path, t
         engine_of(changed(tmp_path / "made", change))
 
 
-@pytest.mark.parametrize(
+@each(
     ("made", "given", "message"),
     [
         (STATIC_INT8, STATIC_FP8, "quant.kv_cache=fp8 with static scales contradicts the checkpoint, whose KV cache is int8"),
@@ -249,7 +251,7 @@ def test_other_methods_have_no_cache_scheme() -> None:
     assert read_kv_cache_scheme(ConfigReader({}, "config.json")) is None
 
 
-@pytest.mark.parametrize("cache", ["none", "int4"])
+@each("cache", ["none", "int4"])
 def test_formats_without_static_scales(cache: str) -> None:
     message = f"kv_cache_scales=static is not allowed: give dynamic with quant.kv_cache={cache}, or quant.kv_cache=int8 or fp8"
     with pytest.raises(UserError, match=message):

@@ -9,11 +9,12 @@ import pytest
 from conf.errors import UserError
 from quantization.layouts.compressed_tensors import CompressedTensors
 from quantization.layouts.patterns import compile_pattern
+from tests.helpers.cases import each
 
 LAYERS = [f"model.layers.{i}.{part}" for i in (0, 7, 19) for part in ("self_attn.q_proj", "mlp.experts.12.down_proj")]
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         ".*lm_head", r".*\.18\..*gate.*", r".*\.(?:1[0-9]|[0-9])\..*(q|k|v|o)_proj$", r"model\.layers\.(?!7)\d+\.mlp.*",
@@ -25,12 +26,10 @@ def test_expressions_in_use_match_as_they_did(text: str) -> None:
     assert [compile_pattern(text).match(name) is not None for name in [*LAYERS, "lm_head"]] == expected
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["(.*)*x", r"(\w+\.?)+$!", "(.|.)*!", "(.|.)" * 60 + "!", ".?" * 200 + "!", ".*" * 30 + "!", r"(.*)\1\1!", "((a?)*)*!", "a" * 1001]
-    + ["(?=(.*)*!)", "(?>.*)*!", ".{0,40}" * 8 + "!"],
-    ids=lambda text: text[:12],
-)  # fmt: skip
+    + ["(?=(.*)*!)", "(?>.*)*!", ".{0,40}" * 8 + "!"])  # fmt: skip
 def test_hostile_expressions_are_refused_before_they_match(text: str) -> None:
     checkpoint = CompressedTensors((), (f"re:{text}",))
     with pytest.raises(UserError, match="could take too long to match a layer's name: write it without") as refused:
@@ -38,7 +37,7 @@ def test_hostile_expressions_are_refused_before_they_match(text: str) -> None:
     assert len(str(refused.value)) < 250
 
 
-@pytest.mark.parametrize("text", ["(", "[z-a]", "(" * 900, "a{99999999999999999999}"], ids=lambda text: text[:12])
+@each("text", ["(", "[z-a]", "(" * 900, "a{99999999999999999999}"])
 def test_what_is_no_expression_is_named(text: str) -> None:
     with pytest.raises(UserError, match=r"quantization_config: '.*' is not a regular expression: "):
         compile_pattern(text)

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DeepseekV3ForCausalLM, FineGrainedFP8Config, LlamaForCausalLM
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from conf.errors import UserError
 from conf.quantization import Activations
@@ -20,13 +19,13 @@ from quantization.layouts.base import StoredWeight
 from quantization.linear import Float8Method
 from quantization.scheme import LinearScheme
 from tests.helpers.builders import all_logits, engine_of
+from tests.helpers.cases import each
+from tests.helpers.fp8_layouts import BLOCKS, INPUT_SCALE, SMALL_BLOCKS, encode
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.packed_layouts import assert_rows_are_independent, change, write_twins
 from tests.helpers.random_tensors import random
 
 NAME = "model.layers.0.mlp.up_proj"
-BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-SMALL_BLOCKS = BLOCKS | {"weight_block_size": [48, 32]}
 HUGE_BLOCKS = BLOCKS | {"weight_block_size": [2**40, 2**40]}  # of which nothing of that size may be made
 WHOLE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
@@ -39,31 +38,6 @@ DEEPSEEK = {
     "v_head_dim": 10,
     "first_k_dense_replace": 2,
 }
-INPUT_SCALE = 0.02  # activations of these models reach about 9
-
-
-def encode_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes [O, I] and scales [ceil(O / rows), ceil(I / columns)], a block at a time."""
-    outputs, inputs = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-outputs // rows), -(-inputs // columns))
-    for r in range(scales.shape[0]):
-        for c in range(scales.shape[1]):
-            block = slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns)
-            scales[r, c] = weight[block].abs().max() / 448
-            codes[block] = (weight[block] / scales[r, c]).to(torch.float8_e4m3fn)
-    return codes, scales
-
-
-def encode(config: dict[str, Any], weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    block = config.get("weight_block_size")
-    codes, scales = encode_blocks(weight, *(block or weight.shape))
-    block = block and [min(size, 2**20) for size in block]  # transformers makes a row of scales for each row of a block
-    dequantised = _dequantize_fp8_weight(codes, scales if block else scales[0, 0], block, torch.float32)
-    tensors = {"weight": codes, "weight_scale_inv" if block else "weight_scale": scales if block else scales[0, 0]}
-    if config["activation_scheme"] == "static":
-        tensors["input_scale"] = torch.tensor(INPUT_SCALE)
-    return tensors, dequantised
 
 
 def rounded(x: Tensor, config: dict[str, Any]) -> Tensor:
@@ -92,16 +66,16 @@ def read(
     return scheme, layout.read(tensors)
 
 
-@pytest.mark.parametrize("shape", [(128, 256), (130, 384), (72, 200), (1, 64)])
-@pytest.mark.parametrize("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE])
+@each("shape", [(128, 256), (130, 384), (72, 200), (1, 64)])
+@each("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE])
 def test_weights_are_transformers(config: dict[str, Any], shape: tuple[int, int]) -> None:
     tensors, expected = encode(config, random(*shape) * torch.linspace(0.1, 3, shape[1]))
     assert read(config, tensors, shape)[1].weight.dequantize().equal(expected)  # the same products of two numbers
 
 
-@pytest.mark.parametrize("shape", [(128, 256), (130, 384), (72, 200)])
-@pytest.mark.parametrize("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE, STATIC])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("shape", [(128, 256), (130, 384), (72, 200)])
+@each("config", [BLOCKS, SMALL_BLOCKS, HUGE_BLOCKS, WHOLE, STATIC])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_is_the_product_of_rounded_activations(
     config: dict[str, Any], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -118,9 +92,7 @@ def test_a_layer_is_the_product_of_rounded_activations(
     assert method.apply(x, None)[2].equal(method.apply(x[2:3], None)[0])
 
 
-@pytest.mark.parametrize(
-    "config", [BLOCKS, SMALL_BLOCKS, WHOLE, STATIC], ids=["blocks", "small blocks", "whole", "static"]
-)
+@each("config", [BLOCKS, SMALL_BLOCKS, WHOLE, STATIC])
 def test_a_model_is_transformers_with_such_layers(config: dict[str, Any], tmp_path: Path) -> None:
     packed, floats = write_twins(tmp_path, config, lambda name, weight: encode(config, weight))
     reference = LlamaForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
@@ -175,7 +147,7 @@ def test_a_layer_that_the_model_keeps_in_floats_is_dequantised(tmp_path: Path) -
     assert all_logits(engine_of(packed), [1, 2, 3, 4, 5]).equal(all_logits(engine_of(floats), [1, 2, 3, 4, 5]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "message"),
     [
         (BLOCKS | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
@@ -193,7 +165,7 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
         read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
 
 
-@pytest.mark.parametrize(
+@each(
     ("own", "tensor", "message"),
     [
         ("weight_scale_inv", None, f"{NAME}.weight is torch.float8_e4m3fn, but its layer is not quantised: .* scales"),

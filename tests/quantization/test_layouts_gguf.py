@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
 from conf.compose import dump
 from conf.decoding import DecodeConfig
@@ -26,48 +25,20 @@ from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantiza
 from quantization.layouts.shared import SharedLayout
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
+from tests.helpers.cases import each
 from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, random_blocks, write_twin
+from tests.helpers.gguf_twins import TWINS, TYPES, write_blocks, write_pair
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.packed_layouts import assert_rows_are_independent
 from tests.helpers.quantized_models import quantize_run
-
-TYPES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, {}),
-    "llama_tied": (LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "mixtral": (MixtralForCausalLM, {"num_local_experts": 3, "num_experts_per_tok": 2}),
-    "qwen2": (Qwen2ForCausalLM, {}),
-}
 
 
 def is_int(module: nn.Module) -> bool:
     return isinstance(module, Linear) and isinstance(module.method, IntMethod)
 
 
-def rounded(tensor: Tensor, kind: str) -> Tensor:
-    """As the package quantises and dequantises it, in the order of Hugging Face's rows."""
-    type = TYPES[kind]
-    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), type), type).copy())
-
-
-def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
-    """A GGUF file, and a folder with the float weights that it stands for. A group of zeros has a scale of 0."""
-    model_class, config = FAMILIES[family]
-    write_model(folder, model_class, intermediate_size=96, **config)
-    tensors = load_file(folder / "model.safetensors")
-    next(tensor for name, tensor in tensors.items() if "down_proj" in name or "w2" in name)[3, 32:64] = 0
-    save_file(tensors, folder / "model.safetensors")
-    file = write_twin(folder, folder / "twin.gguf", kind)
-    matrices = {name for name, tensor in tensors.items() if tensor.ndim == 2 and not name.endswith(".gate.weight")}
-    save_file(
-        {name: rounded(tensor, kind) if name in matrices else tensor for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-    )
-    return file, folder
-
-
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each("kind", TYPES)
+@each("family", TWINS)
 def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) -> None:
     file, folder = write_pair(tmp_path, family, kind)
     expected = load_file(folder / "model.safetensors")
@@ -88,8 +59,8 @@ def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) 
     assert kind == "Q8_0" or all(bool((found[f"{module}.scales"] < 0).any()) for module in modules)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each("kind", TYPES)
+@each("family", TWINS)
 def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: Path) -> None:
     file, folder = write_pair(tmp_path, family, kind)
     own, expected = engine_of(file), engine_of(folder)
@@ -169,49 +140,7 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
         engine_of(file)
 
 
-BLOCK_KINDS = {  # as Q4_K_M mixes them: within q/k/v and within experts, and a type in each of the four kinds
-    "attn_q": "Q4_K",
-    "attn_k": "Q4_K",
-    "attn_v": "Q6_K",
-    "attn_output": "Q5_0",
-    "ffn_gate": "Q5_K",
-    "ffn_up": "Q5_K",
-    "ffn_down": "Q6_K",
-    "ffn_gate_exps": "Q4_K",
-    "ffn_up_exps": "Q4_K",
-    "ffn_down_exps": "Q5_K",
-    "token_embd": "Q6_K",
-    "output": "Q6_K",
-}
-
-
-def write_blocks(folder: Path, family: str) -> tuple[Path, Path]:
-    """A GGUF file of random blocks, and a file of the floats that the package makes of them, as GGUF too."""
-    model_class, config = FAMILIES[family]
-    write_model(folder, model_class, hidden_size=256, intermediate_size=512, head_dim=64, **config)
-    architecture = "qwen2" if family == "qwen2" else "llama"
-    packed, floats = (gguf.GGUFWriter(folder / name, architecture) for name in ("packed.gguf", "floats.gguf"))
-    for writer in (packed, floats):
-        add_shape(writer, folder)
-    for i, (name, array) in enumerate(llama_cpp_tensors(folder, architecture == "llama").items()):
-        kind = BLOCK_KINDS.get(name.split(".")[-2]) if array.ndim > 1 else None
-        if kind is None:
-            packed.add_tensor(name, array)
-            floats.add_tensor(name, array)
-            continue
-        type = gguf.GGMLQuantizationType[kind]
-        raw = random_blocks(kind, int(np.prod(array.shape[:-1])), array.shape[-1], seed=i)
-        packed.add_tensor(name, raw.reshape(*array.shape[:-1], -1), raw_dtype=type)
-        floats.add_tensor(name, np.array(gguf.quants.dequantize(raw, type)).reshape(array.shape))
-    for writer in (packed, floats):
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return folder / "packed.gguf", folder / "floats.gguf"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", TWINS)
 def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, floats = write_blocks(tmp_path, family)
     own, expected = engine_of(file), engine_of(floats)
@@ -256,7 +185,7 @@ def test_a_share_of_blocks(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("tensor", "place"), [("ffn_up", 2), ("ffn_down", 208), ("attn_output", 0)])
+@each(("tensor", "place"), [("ffn_up", 2), ("ffn_down", 208), ("attn_output", 0)])
 def test_a_damaged_block_is_refused(tensor: str, place: int, tmp_path: Path) -> None:
     file, _ = write_blocks(tmp_path, "llama")
     found = next(t for t in gguf.GGUFReader(file).tensors if t.name == f"blk.0.{tensor}.weight")

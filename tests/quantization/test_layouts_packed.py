@@ -23,52 +23,28 @@ from quantization.layouts.gptq import GptqWeight
 from quantization.scheme import Activations, LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
 from tests.helpers.builders import engine_of, run_config
+from tests.helpers.cases import each
 from tests.helpers.packed_layouts import (
+    AWQ,
+    AWQ_ORDER,
+    CASES,
+    GPTQ,
+    IN_ORDER,
     assert_same_model,
+    awq_tensors,
     change,
     dequantised,
+    gptq_tensors,
     groups_of,
-    round_half_even,
     values_of,
     words,
+    write_case,
     write_twins,
 )
 from tests.helpers.random_tensors import random
 
 NAME = "model.layers.0.mlp.up_proj"
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-IN_ORDER = {4: list(range(8)), 8: list(range(4))}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 HALF_SCALES = torch.float16
-
-
-def awq_tensors(weight: Tensor, size: int, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    group_of = groups_of(weight.shape[1], size)
-    codes, zeros, scales = round_half_even(weight, group_of, symmetric, 4)
-    tensors = {
-        "qweight": words(codes.T.tolist(), 4, AWQ_ORDER),
-        "qzeros": words(zeros.T.tolist(), 4, AWQ_ORDER),
-        "scales": scales.T.half(),
-    }
-    return tensors, dequantised(codes, zeros, scales, group_of)
-
-
-def gptq_tensors(weight: Tensor, config: dict[str, Any], shuffled: bool = False) -> tuple[dict[str, Tensor], Tensor]:
-    bits, group_of = config["bits"], groups_of(weight.shape[1], config["group_size"])
-    if shuffled:
-        order = torch.randperm(len(group_of), generator=torch.Generator().manual_seed(3)).tolist()
-        group_of = [group_of[place] for place in order]
-    codes, zeros, scales = round_half_even(weight, group_of, config["sym"], bits)
-    stored = zeros if config.get("checkpoint_format") == "gptq_v2" else zeros - 1
-    assert stored.min() >= 0  # as in AutoGPTQ; a zero point of 0 has a test of its own
-    tensors = {
-        "qweight": words(codes.tolist(), bits, IN_ORDER[bits]).T,
-        "qzeros": words(stored.T.tolist(), bits, IN_ORDER[bits]),
-        "scales": scales.T.half(),
-        "g_idx": torch.tensor(group_of, dtype=torch.int32),
-    }
-    return tensors, dequantised(codes, zeros, scales, group_of)
 
 
 def quantization(config: dict[str, Any]) -> StoredQuantization:
@@ -85,8 +61,8 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor], shape: tuple[int, i
     return layout.read(tensors).weight
 
 
-@pytest.mark.parametrize("size", [8, 24, -1])
-@pytest.mark.parametrize("symmetric", [False, True])
+@each("size", [8, 24, -1])
+@each("symmetric", [False, True])
 def test_awq_is_its_definition(size: int, symmetric: bool) -> None:
     tensors, expected = awq_tensors(random(40, 72), size, symmetric)
     config = AWQ | {"group_size": size, "zero_point": not symmetric}
@@ -99,10 +75,10 @@ def test_awq_without_zero_points_is_centred() -> None:
     assert read(AWQ | {"zero_point": False}, tensors, (40, 64)).dequantize().equal(expected)
 
 
-@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("size", [32, 96, -1])
-@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
-@pytest.mark.parametrize("shuffled", [False, True])
+@each("version", ["gptq", "gptq_v2"])
+@each("size", [32, 96, -1])
+@each(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
+@each("shuffled", [False, True])
 def test_gptq_is_its_definition(version: str, size: int, bits: int, symmetric: bool, shuffled: bool) -> None:
     config = GPTQ | {"bits": bits, "group_size": size, "sym": symmetric, "checkpoint_format": version}
     tensors, expected = gptq_tensors(random(40, 96), config, shuffled)
@@ -124,30 +100,7 @@ def test_a_zero_point_of_0_is_read_as_gptqmodel_wrote_it() -> None:
     assert read(config, tensors, (8, 32)).dequantize()[:, 0].tolist() == [-z for z in zeros[0]]
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "awq": AWQ,
-    "awq centred": AWQ | {"zero_point": False, "modules_to_not_convert": ["lm_head"]},
-    "gptq": GPTQ | {"damp_percent": 0.01, "static_groups": False, "true_sequential": True, "model_name_or_path": None},
-    "gptq 8": GPTQ | {"bits": 8, "group_size": -1},
-    "gptq asymmetric": GPTQ | {"sym": False},
-    "gptq v2": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "lm_head": False, "meta": {"quantizer": ["x:1"]}},
-    "desc_act": GPTQ | {"desc_act": True},
-}
-
-
-def write_case(case: str, folder: Path) -> tuple[Path, Path]:
-    """A packed Llama and its twin in floats."""
-    config = CASES[case]
-
-    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        if config["quant_method"] == "awq":
-            return awq_tensors(weight, 32, not config["zero_point"])
-        return gptq_tensors(weight, config, shuffled=config["desc_act"])
-
-    return write_twins(folder, config, encode)
-
-
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_a_model_is_its_twin(case: str, tmp_path: Path) -> None:
     assert_same_model(*write_case(case, tmp_path))
 
@@ -192,7 +145,7 @@ def assert_equal(back: QuantizedWeight, own: QuantizedWeight) -> None:
     assert back.zero_points is None or back.zero_points.equal(own.zero_points)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int4")])
+@each("name", [name for name in FORMATS if name.startswith("int4")])
 def test_awq_is_written_as_defined_and_read_again(name: str) -> None:
     format = FORMATS[name]
     own = quantize(random(48, 96), format)
@@ -204,7 +157,7 @@ def test_awq_is_written_as_defined_and_read_again(name: str) -> None:
     assert_equal(read(config, tensors, (48, 96)), own)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_gptq_is_written_as_defined_and_read_again(name: str) -> None:
     format = FORMATS[name]
     weight = random(48, 96)
@@ -248,7 +201,7 @@ def test_several_schemes_are_rules() -> None:
         assert own == (scheme and LinearScheme(replace(scheme.weights, scale_dtype=torch.float32)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("scheme", "message"),
     [
         (
@@ -280,7 +233,7 @@ def test_what_the_writers_refuse() -> None:
             layout.write(own)
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "message"),
     [
         (AWQ | {"version": "GEMV"}, "version='gemv' of AWQ is not supported: only 'gemm'"),
@@ -305,7 +258,7 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
         quantization(config)
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "own", "tensor", "message"),
     [
         ("awq", "scales", None, f"missing: {NAME}.scales"),

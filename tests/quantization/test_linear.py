@@ -22,6 +22,7 @@ from quantization.layouts.floats import FloatLayout
 from quantization.linear import MANY_ROWS, Dequantized, method_of
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
+from tests.helpers.cases import each
 
 INPUTS, CPU = 96, torch.device("cpu")
 INT8, INT4, FP8 = WeightFormat(8), WeightFormat(4, symmetric=False, group_size=32), WeightFormat(8, CodeKind.FP8)
@@ -121,8 +122,8 @@ def check(layers: list[Linear], dtype: torch.dtype) -> None:
             assert torch.equal(down(merged([first, last], reader=down).swiglu(x, None), None), down(gated, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", TOGETHER)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("name", TOGETHER)
 def test_layers_of_one_method_are_one_call(name: str, dtype: torch.dtype) -> None:
     layers = TOGETHER[name](dtype)
     check(layers, dtype)
@@ -132,8 +133,8 @@ def test_layers_of_one_method_are_one_call(name: str, dtype: torch.dtype) -> Non
         gated.swiglu(randn(2, INPUTS, dtype=dtype), None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", APART)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("name", APART)
 def test_layers_of_other_methods_just_work(name: str, dtype: torch.dtype) -> None:
     layers = APART[name](dtype)
     assert not merged(layers).is_merged
@@ -176,15 +177,15 @@ def read_by(norm: RMSNorm | AddRMSNorm, readers: Sequence[Linear]) -> RMSNorm | 
     return same
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SHARED)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("name", SHARED)
 def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: torch.dtype) -> None:
     make, format = SHARED[name]
     layers = make(dtype)
     together = merged(layers)
     norm, add_norm = (kind(INPUTS, 1e-5).to(dtype).requires_grad_(False) for kind in (RMSNorm, AddRMSNorm))
-    for each in (norm, add_norm):
-        each.weight.copy_(randn(INPUTS))
+    for layer in (norm, add_norm):
+        layer.weight.copy_(randn(INPUTS))
     for num_rows in (MANY_ROWS, 40):
         x, update = randn(num_rows, INPUTS, dtype=dtype), randn(num_rows, INPUTS + 1, dtype=dtype)[:, 1:]
         shared = shared_activations(num_rows, layers)
@@ -207,7 +208,7 @@ def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: 
         assert torch.equal(read_by(add_norm, layers)(x, update)[1], x + update)
 
 
-@pytest.mark.parametrize("name", UNSHARED)
+@each("name", UNSHARED)
 def test_rows_stay_floats_where_not_all_make_the_same_of_them(name: str) -> None:
     layers, x, norm = UNSHARED[name](torch.float32), randn(40, INPUTS), RMSNorm(INPUTS, 1e-5).requires_grad_(False)
     norm.weight.fill_(1)
@@ -238,7 +239,7 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each("name", METHODS)
 def test_a_cut_gives_a_range_of_the_outputs(name: str) -> None:
     layer = METHODS[name]()
     dtype = layer.bias.dtype
@@ -249,7 +250,7 @@ def test_a_cut_gives_a_range_of_the_outputs(name: str) -> None:
             assert torch.equal(layer.method.cut(outputs).apply(x, None), whole[:, outputs])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@each("name", METHODS)
 def test_a_method_restores_what_it_held(name: str) -> None:
     layer, other = METHODS[name](), METHODS[name]()
     dtype = layer.bias.dtype

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from conf.quantization import QuantConfig
 from tests.helpers.builders import all_logits, write_llama
+from tests.helpers.cases import each
 from tests.helpers.quantized_models import (
     A8W8,
     AWQ,
@@ -40,8 +41,8 @@ SCHEMES = {name: CALIBRATED[name] for name in ("a8w8 static smoothquant", "fp8 s
 FIXED_POINT, ORDER, STEPS = 3e-4, 1e-5, {"a8w8": 0.03, "fp8": 0.1}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("name", SCHEMES)
+@each("tied", [False, True])
+@each("name", SCHEMES)
 def test_transformers_gives_the_same_logits(
     name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_static_scales_fall_apart_and_smoothing_recovers(twins: tuple[Path, Path
 BABYLLAMA = SHARED / "data" / "models" / "babyllama_tok105"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
 def test_logits_of_a_real_model_recover(tmp_path: Path) -> None:
     """LOG.md has the perplexities."""

@@ -1,43 +1,32 @@
 """Every scheme with every format of the cache in a model whose ranks are threads: the bits of one process."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
-from conf.quantization import Activations, KVCacheFormat, QuantConfig
+from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DType, RunConfig
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config, write_llama
-from tests.helpers.divided import assert_same_bits, divided_steps, whole_steps
-from tests.helpers.goldens import FAMILIES
-from tests.helpers.oracle import random_prompts, write_model
+from tests.helpers.cases import each
+from tests.helpers.catalog import DEEPSEEK, OTHERS, PROMPTS, prompts_for, write_family
+from tests.helpers.catalog import GOLDEN_FAMILIES as FAMILIES
+from tests.helpers.divided import LAYER_KINDS, assert_same_bits, divided_steps, whole_steps
+from tests.helpers.oracle import write_model
 from tests.helpers.quantized_models import (
-    CALIBRATED,
-    FP8,
-    INT4,
-    INT8,
+    CACHES,
+    EVERY,
     STATIC_CACHES,
     make,
     quantize_run,
     random_rows,
     write_rows,
 )
-from tests.models.test_model_parts import OTHERS, write_family
-from tests.models.test_parallel import DEEPSEEK, prompts_for
-from tests.quantization.test_cells import CACHES, SCHEMES
+from tests.helpers.tiers import in_turn, tiers
 
-EVERY = {
-    **SCHEMES,
-    "int8 auto": QuantConfig(INT8, activations=Activations.auto),
-    "int4, whole rows": QuantConfig(INT4, symmetric=False),
-    "int4 gptq, act-order": replace(CALIBRATED["int4 gptq, groups on the way"], overrides={}),
-    "fp8 per tensor": QuantConfig(FP8, activations=Activations.dynamic, per_tensor=True),
-    "fp8 static per tensor": CALIBRATED["fp8 static per tensor"],
-}
-PROMPTS = random_prompts(96, (5, 1, 40))
 RANKS = (2, 3, 4)
 SIZES = {"intermediate_size": 96, "num_hidden_layers": 2}
 
@@ -62,42 +51,60 @@ def run_of(scheme: str, kv_cache: str, folder: Path) -> RunConfig:
     return replace(run_config(source), quant=quant)
 
 
-def cells() -> list[Any]:
-    """Those that `make test` runs have every scheme and every cache, with each number of ranks."""
-    every = [
-        (scheme, cache, tp)
-        for scheme in EVERY
-        for cache in CACHES
-        for tp in RANKS
-        if not (
-            scheme == "int8 auto" and cache in STATIC_CACHES
-        )  # which is a setting of runs, not of what is quantised
-    ]
-    fast = {(scheme, list(CACHES)[i % len(CACHES)], RANKS[i % len(RANKS)]) for i, scheme in enumerate(EVERY)}
-    return [pytest.param(*cell, marks=[] if cell in fast else pytest.mark.long) for cell in every]
+CELLS = [
+    (scheme, cache, tp)
+    for scheme, cache, tp in product(EVERY, CACHES, RANKS)
+    if not (scheme == "int8 auto" and cache in STATIC_CACHES)  # a setting of runs, not of what is quantised
+]
+# A weight format and a cache format share no code: each scheme is cut for all numbers of ranks, each time with another cache.
+QUICK, *LONG = (in_turn(EVERY, CACHES, RANKS, first=first) for first in (6, 11, 16))
 
 
-@pytest.mark.parametrize(("scheme", "kv_cache", "tp"), cells())
+@pytest.mark.long
+@pytest.mark.parametrize(("scheme", "kv_cache", "tp"), tiers(CELLS, QUICK, sum(LONG, [])))
 def test_ranks_have_the_bits_of_one_process(scheme: str, kv_cache: str, tp: int, models: Path) -> None:
     run = run_of(scheme, kv_cache, models)
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, tp, PROMPTS))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("scheme", "kv_cache"),
-    [("int8", "int8"), ("int4, whole rows", "int4"), ("a8w8 dynamic", "fp8"), ("fp8 dynamic", "int8")],
-)
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS, *DEEPSEEK])
-def test_families(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> None:
-    """Whatever a family's layers are: joined, in pieces, of latents, of experts."""
-    write_family(tmp_path, name)
+MODELS = [*FAMILIES, *OTHERS, *DEEPSEEK]
+QUANTS = [("int8", "int8"), ("int4, whole rows", "int4"), ("a8w8 dynamic", "fp8"), ("fp8 dynamic", "int8")]
+
+
+def check_family(name: str, scheme: str, kv_cache: str, numbers: tuple[int, ...], folder: Path) -> None:
+    (folder / name).mkdir()
+    write_family(folder / name, name)
     prompts = prompts_for(name)
     quant = replace(EVERY[scheme], **CACHES[kv_cache])
-    run = replace(run_config(tmp_path, allow_pickle=True), quant=quant)
+    run = replace(run_config(folder / name, allow_pickle=True), quant=quant)
     whole = whole_steps(run, prompts)
-    for tp in (2,) if name == "chatglm_28layers" else (2, 3):
+    for tp in numbers:
         assert_same_bits(whole, divided_steps(run, tp, prompts))
+
+
+def numbers_of(name: str) -> tuple[int, ...]:
+    return (2,) if name == "chatglm_28layers" else (2, 3)  # which has two heads
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("scheme", "kv_cache"), QUANTS)
+@each("name", LAYER_KINDS.values())
+def test_kinds_of_layers(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> None:
+    """Whatever layers are: joined, in pieces, of latents, of experts."""
+    check_family(name, scheme, kv_cache, (2, 3), tmp_path)
+
+
+@pytest.mark.long
+@each("name, quant", in_turn(MODELS, QUANTS))
+def test_families(name: str, quant: tuple[str, str], tmp_path: Path) -> None:
+    check_family(name, *quant, numbers_of(name)[-1:], tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("scheme", "kv_cache"), QUANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> None:
+    check_family(name, scheme, kv_cache, numbers_of(name), tmp_path)
 
 
 def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:
@@ -108,15 +115,15 @@ def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS))
 
 
-@pytest.mark.parametrize("scheme", ["a8w8 dynamic", "fp8 dynamic"])
+@each("scheme", ["a8w8 dynamic", "fp8 dynamic"])
 def test_a_fused_gate_gives_pieces_in_floats(scheme: str, tmp_path: Path) -> None:
     """The scale of a row's codes is that of all its channels."""
-    write_model(tmp_path, Phi3ForCausalLM, pad_token_id=0, eos_token_id=1)
-    run = replace(run_config(tmp_path), quant=EVERY[scheme])
+    write_model(tmp_path / scheme, Phi3ForCausalLM, pad_token_id=0, eos_token_id=1)
+    run = replace(run_config(tmp_path / scheme), quant=EVERY[scheme])
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 2, PROMPTS))
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4, zero points", "a8w8 dynamic", "fp8 dynamic"])
+@each("scheme", ["int8", "int4, zero points", "a8w8 dynamic", "fp8 dynamic"])
 def test_in_bfloat16(scheme: str, models: Path) -> None:
     run = run_of(scheme, KVCacheFormat.none.name, models)
     run = replace(run, model=replace(run.model, dtype=DType.bfloat16))

@@ -1,6 +1,5 @@
 """Which layers a `quant` option reaches."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from models.registry import find_architecture
 from quantization.plan import plan, quantize_while_loading
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat
-
-GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 
 
 def model_of(family: str) -> CausalLM:
@@ -57,7 +56,7 @@ def test_gpt2_is_stored_transposed() -> None:
     assert (layer.shape, layer.is_transposed, layer.has_bias) == ((192, 64), True, True)
 
 
-@pytest.mark.parametrize("family", ["llama3", "chatglm2", "baichuan2-7b", "llama_tied_bias"])
+@each("family", ["llama3", "chatglm2", "baichuan2-7b", "llama_tied_bias"])
 def test_lm_head_is_every_models_head(family: str) -> None:
     model = model_of(family)
     head = next(name for name, module in model.named_modules() if module is model.head)
@@ -76,7 +75,7 @@ def test_skips_and_overrides_are_globs() -> None:
     assert "lm_head" not in plan(model_of("llama3"), int8(overrides={"lm_head": "none"}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "message"),
     [
         (lambda: int8(skip=["*.q_porj"]), r"quant.skip has '\*.q_porj', which matches no layer: there are .*q_proj"),
@@ -98,7 +97,7 @@ def test_what_cannot_be(config: Any, message: str) -> None:
         quantize_while_loading(model_of("llama3"), config())
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "message"),
     [
         (

@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS
 
-GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
-FAMILIES = sorted(folder.name for folder in GOLDENS.iterdir() if not folder.name.endswith("_bin"))
+FAMILIES = [family for family in GOLDEN_FAMILIES if not family.endswith("_bin")]
 # Random weights have no outliers, but nothing that evens errors out either: bounds are 1.3 to 1.6 times the largest error of any family,
 # as a share of the logits' standard deviation.
 SCHEMES = {
@@ -33,8 +33,9 @@ def quantized(family: str, quant: QuantConfig) -> Engine:
     return load_engine(replace(run_config(GOLDENS / family), quant=quant), 3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.long
+@each("family", FAMILIES)
+@each("scheme", SCHEMES)
 def test_errors_are_bounded_and_rows_are_independent(family: str, scheme: str) -> None:
     quant, bound = SCHEMES[scheme]
     golden = load_file(GOLDENS / family / "golden.safetensors")
@@ -48,7 +49,7 @@ def test_errors_are_bounded_and_rows_are_independent(family: str, scheme: str) -
     assert complete(engine, prompts, decode) == alone  # log probabilities to the bit
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each("scheme", SCHEMES)
 def test_weight_memory_falls(scheme: str) -> None:
     before = engine_of(GOLDENS / "llama3").runner.weight_bytes
     floats = 2 * 64 * 512 * 4  # embedding; and norms, which are little
@@ -66,8 +67,8 @@ def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
     )  # steps of 1/127 of the largest weight
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each("family", ["mixtral", "qwen2_moe"])
+@each("scheme", SCHEMES)
 def test_experts_together_are_the_experts_one_by_one(family: str, scheme: str) -> None:
     engine = quantized(family, SCHEMES[scheme][0])
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()

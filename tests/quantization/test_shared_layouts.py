@@ -23,6 +23,7 @@ from quantization.layouts.gptq import GptqWeight
 from quantization.layouts.shared import SharedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
+from tests.helpers.cases import each
 
 SHAPE = 80, 64
 HALF = torch.float16
@@ -127,7 +128,8 @@ def two_ranges(ends: list[int]) -> tuple[range, ...]:
 RANGES = st.lists(st.integers(0, SHAPE[0]), min_size=4, max_size=4).map(two_ranges).filter(bool)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.long
+@each("name", LAYOUTS)
 @settings(max_examples=40, deadline=None)
 @given(outputs=RANGES)
 def test_any_ranges_of_outputs(name: str, outputs: tuple[range, ...]) -> None:

@@ -36,6 +36,7 @@ from quantization.smoothing import Smoother
 from quantization.smoothing_record import FOLDS, add_folds
 from tests.helpers.adapters import ALL_LINEAR, load_with, peft_logprobs, peft_model, write_adapter
 from tests.helpers.builders import run_config, unpacked_engine, weights_of, write_llama, write_random
+from tests.helpers.cases import each
 from tests.helpers.conversion import convert
 from tests.helpers.quantized_models import (
     A8W8,
@@ -112,8 +113,9 @@ def expected_logprobs(base: Path, kind: type[PreTrainedModel], adapter: Path) ->
     return rows.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.long
+@each("method", METHODS)
+@each("family", FAMILIES)
 def test_folds_alone_as_peft(family: str, method: str, tmp_path: Path) -> None:
     """No codes: what is left are roundings of float32, some of numbers that were scaled. Without the vectors the adapter is another one."""
     kind, config, modules, num_vectors = FAMILIES[family]
@@ -147,7 +149,8 @@ SMOOTHED = {
 }
 
 
-@pytest.mark.parametrize("scheme", SMOOTHED)
+@pytest.mark.long
+@each("scheme", SMOOTHED)
 def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) -> None:
     """Codes cost what they cost: the adapter beside them is as near to PEFT in floats as the merged model, quantised the same way."""
     quant, format = SMOOTHED[scheme]
@@ -201,7 +204,7 @@ def test_no_index_lists_the_vectors(smoothed: Path) -> None:
 NAME = "model.layers.0.mlp.up_proj.input_scales"
 
 
-@pytest.mark.parametrize(
+@each(
     ("tensors", "message"),
     [
         ({NAME: torch.ones(63)}, rf"{NAME} \[63\] fits no layer of this model: it belongs to another one"),

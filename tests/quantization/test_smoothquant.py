@@ -5,6 +5,7 @@ import torch
 
 from conf.errors import UserError
 from quantization.smoothquant import group_channels, int8_output_error, search_smooth_scales, smooth_scales
+from tests.helpers.cases import each
 from tests.helpers.random_tensors import random, with_outliers
 
 WEIGHTS = [random(9, 48), 3 * random(1, 48, seed=5)]
@@ -48,7 +49,7 @@ def test_smoothing_saves_what_outliers_destroy() -> None:
     assert smooth < plain / 10
 
 
-@pytest.mark.parametrize("num_groups", [1, 3, 6])
+@each("num_groups", [1, 3, 6])
 def test_the_search_is_never_worse_than_alpha_one_half(num_groups: int) -> None:
     x = with_outliers(63, 48)
     absmax = x.abs().amax(0)

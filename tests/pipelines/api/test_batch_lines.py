@@ -9,6 +9,7 @@ import pytest
 from conf.errors import UserError
 from pipelines.api.batch_lines import row_of
 from pipelines.prompts import parse_row
+from tests.helpers.cases import each
 from tests.helpers.command import run
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +42,7 @@ def test_a_line_is_the_row_of_its_body() -> None:
     assert row_of(line(COMPLETIONS, prompt=[5, 6]))[0]["prompt_token_ids"] == [5, 6]
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "message"),
     [
         (
@@ -67,11 +68,12 @@ def test_what_a_row_cannot_be_is_its_error(wrong: dict[str, Any], message: str) 
     assert message in (row.error or "")
 
 
-@pytest.mark.parametrize("id", [["a"], True, 1.5])
+@each("id", [["a"], True, 1.5])
 def test_an_id_is_a_text_or_a_number(id: object) -> None:
     assert "is neither a text nor a number" in (parse_row(0, line(id=id, **USER)).error or "")
 
 
+@pytest.mark.long
 def test_a_batch_is_predicted_as_its_rows_are(tmp_path: Path) -> None:
     lines = [
         line(id="你", **USER, max_tokens=6, temperature=0),

@@ -20,38 +20,15 @@ from models.tokenizers.answers import FORMATS
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
 from pipelines.api.requests import ChatRequest, parse_request
+from tests.helpers.cases import each
+from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
+from tests.helpers.fork_server import true_starts
 from tests.helpers.small_tokenizers import byte_level, save
-from tests.models.test_chat_templates import STYLES, written
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "clock"}},
 ]
-ARGUMENTS = '{"city": "北京"}'
-CALLS = {  # answers with two calls, or with one where a family writes no more
-    "chatml": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-    "llama3": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
-    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "clock", "arguments": {{}}}}]',
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{{}}\n```"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.clock:12<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-    "<|tool_calls_section_end|>",
-    "glm4": f"weather\n{ARGUMENTS}",
-}
-
-
-def chat_of(folder: Path, style: str, **serve: Any) -> tuple[Chat, Tokenizer]:
-    tokenizer, _ = written(folder, style, byte_level())
-    return Chat(tokenizer, ServeConfig(**serve)), tokenizer
 
 
 def request(**fields: Any) -> ChatRequest:
@@ -100,7 +77,7 @@ def matches(tokenizer: Tokenizer, lark: str, text: str, special: tuple[str, ...]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("style", STYLES)
+@each("style", STYLES)
 def test_tools_are_told_and_calls_are_read(style: str, tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, style)
     prompt = chat.prompt(request(tools=TOOLS))
@@ -148,8 +125,9 @@ def test_ids_that_a_model_writes_come_back_to_it(tmp_path: Path) -> None:
     assert text.endswith("## Return of functions.clock:12\nnoon<|im_end|><|im_assistant|>assistant<|im_middle|>")
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.long
+@each("style", STYLES)
+@each("choice", ["required", "named"])
 def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, style)
     named = {"type": "function", "function": {"name": "weather"}}
@@ -163,7 +141,7 @@ def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
     assert not matches(tokenizer, lark, "Fine.", special)
 
 
-@pytest.mark.parametrize("style", ["chatml", "llama3", "mistral", "deepseek", "kimi"])
+@each("style", ["chatml", "llama3", "mistral", "deepseek", "kimi"])
 def test_strict_tools_hold_where_calls_are_free(style: str, tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, style)
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
@@ -281,6 +259,7 @@ def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
     assert {*FORMATS, "auto"} == set(NAMES)
 
 
+@true_starts()
 def test_encoding_in_threads_and_without_torch(tmp_path: Path) -> None:
     chat, _ = chat_of(tmp_path, "chatml")
 

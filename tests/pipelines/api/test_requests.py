@@ -18,6 +18,7 @@ from pipelines.api.requests import (
     parse_request,
 )
 from pipelines.api.responses import ResponseRequest
+from tests.helpers.cases import each
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -48,7 +49,7 @@ def completion(**fields: Any) -> CompletionRequest:
     return read(CompletionRequest, **{"prompt": "Once", **fields})
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param", "message"),
     [
         ({"temperature": 3}, "temperature", "temperature=3 is not allowed: give less than or equal to 2"),
@@ -115,7 +116,7 @@ def test_a_wrong_chat_request_is_one_line_with_its_field(fields: dict[str, Any],
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param", "message"),
     [
         ({"max_tokens": 0}, "max_tokens", "give a number above 0, or echo=true"),
@@ -137,19 +138,19 @@ def test_a_wrong_completion_is_one_line_with_its_field(fields: dict[str, Any], p
     assert message in caught.value.message
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000])
+@each("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": ' * 100_000])
 def test_what_is_no_json_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not JSON"):
         parse_request(ChatRequest, content)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"1", b"null"])
+@each("content", [b"[]", b"1", b"null"])
 def test_what_is_no_object_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not allowed: give an object"):
         parse_request(ChatRequest, content)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "fields"),
     [
         (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "x"}] * 10_000}]}),

@@ -11,6 +11,7 @@ from pipelines.api.answers import AnswerInfo, Event, Said
 from pipelines.api.errors import ApiError
 from pipelines.api.requests import check_request
 from pipelines.api.responses import NAMES, ResponseRequest, ResponseWriter
+from tests.helpers.cases import each
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USAGE = {
@@ -140,7 +141,7 @@ def test_fields_become_the_chats() -> None:
     assert chat.stream
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param", "message"),
     [
         ({"previous_response_id": "r"}, "previous_response_id", "nothing is kept between requests"),

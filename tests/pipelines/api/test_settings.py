@@ -8,6 +8,7 @@ from conf.decoding import DecodeConfig
 from pipelines.api.errors import ApiError
 from pipelines.api.requests import ChatRequest, CompletionRequest, check_request
 from pipelines.api.settings import decode_settings, refusal
+from tests.helpers.cases import each
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -57,7 +58,7 @@ def test_every_field_that_is_a_setting_becomes_it() -> None:
         DecodeConfig().replaced(settings)
 
 
-@pytest.mark.parametrize(
+@each(
     ("request_", "expected"),
     [
         (chat(), {"max_new_tokens": "auto"}),
@@ -117,7 +118,7 @@ def test_a_schema_without_a_schema_is_refused() -> None:
     assert caught.value.param == "response_format.json_schema.schema"
 
 
-@pytest.mark.parametrize(
+@each(
     ("request_", "setting", "param"),
     [
         (chat(), "max_new_tokens", "max_tokens"),
@@ -137,7 +138,7 @@ def test_a_refusal_has_the_apis_name(request_: Any, setting: str | None, param: 
     assert error.message.startswith(f"{param or f'decode.{setting}'}=5" if setting else "the prompt is empty")
 
 
-@pytest.mark.parametrize(
+@each(
     ("request_", "message", "param"),
     [
         (completion(), "prompt token id 9 is not in the vocabulary: give ids from 0 to 8", "prompt"),
@@ -157,7 +158,7 @@ def test_a_refusal_that_names_no_setting_has_a_field(request_: Any, message: str
     assert (error.status, error.param, error.message) == (400, param, message)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "kind", "name"),
     [
         ({"structured_outputs": {"json": {}}}, "json_schema", "structured_outputs.json"),

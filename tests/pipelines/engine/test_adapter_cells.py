@@ -1,7 +1,8 @@
-"""Adapters on every scheme with every format of the cache, and on many families: a row's bits alone and mixed; PEFT and merged twins."""
+"""Adapters on every scheme and every format of the cache, and on many families: a row's bits alone and mixed; PEFT and merged twins."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ from tests.helpers.adapters import (
     write_adapter,
 )
 from tests.helpers.builders import run_config, write_llama, write_random
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.conversion import convert
 from tests.helpers.deepseek import SMALL as DEEPSEEK
-from tests.helpers.goldens import GOLDENS
-from tests.helpers.quantized_models import make, quantize_run, random_rows, write_rows
+from tests.helpers.quantized_models import CACHES, SCHEMES, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_adapters import write_random_adapter
-from tests.quantization.test_cells import CACHES, SCHEMES
+from tests.helpers.tiers import in_turn, tiers
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -105,13 +107,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def cells() -> list[Any]:
-    """All; those that `make test` runs have every scheme."""
-    pairs = [(scheme, cache, i, j) for i, scheme in enumerate(SCHEMES) for j, cache in enumerate(CACHES)]
-    return [pytest.param(*names, marks=[] if i % len(CACHES) == j else pytest.mark.long) for *names, i, j in pairs]
+CHOSEN = in_turn(SCHEMES, CACHES), in_turn(SCHEMES, CACHES, first=3)
+CELLS = tiers(product(SCHEMES, CACHES), quick=CHOSEN[0][:6], long=sum(CHOSEN, []))
 
 
-@pytest.mark.parametrize(("scheme", "kv_cache"), cells())
+@pytest.mark.parametrize(("scheme", "kv_cache"), CELLS)
 def test_every_scheme_and_cache(scheme: str, kv_cache: str, models: Path, tmp_path: Path) -> None:
     quant, base = replace(SCHEMES[scheme], **CACHES[kv_cache]), models / "float"
     if quant.needs_calibration:
@@ -133,6 +133,7 @@ def test_families_as_peft(family: str, tmp_path: Path) -> None:
     check_bits(tmp_path / "base", adapters)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["baichuan-7b", "baichuan2-13b", "chatglm2", "qwen"])
 def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
     """Fused matrices: the bits of a row, and the merged twin's log probabilities."""
@@ -146,7 +147,7 @@ def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
     check_merged(base, adapters["one"], tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@each("dtype", ["bfloat16", "float16"])
 def test_bits_in_narrow_floats(dtype: str, models: Path) -> None:
     run = run_config(models / "float")
     run = replace(run, model=replace(run.model, dtype=DType[dtype]))

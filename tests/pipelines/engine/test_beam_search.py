@@ -12,8 +12,10 @@ from conf.errors import UserError
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import engine_of, generate, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import FOUR_PROMPTS
+from tests.helpers.tiers import tiers
 
-PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
 EOS = [3, 60, 61]  # frequent in the random model's beams, so that beams end at different lengths
 
 
@@ -58,9 +60,9 @@ def check(output: Output, rows: list[list[int]], scores: list[float]) -> None:
     )  # prefill rounding
 
 
-@pytest.mark.parametrize("num_beams", [2, 5])
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])
+@pytest.mark.parametrize("early_stopping", tiers([False, True, "never"], quick=[False], long=[True, "never"]))
+@each("length_penalty", [-1.0, 0.0, 1.0, 2.5])
+@each("num_beams", [2, 5])
 def test_equal_to_transformers(
     engine: Engine, model: LlamaForCausalLM, num_beams: int, early_stopping: bool | str, length_penalty: float
 ) -> None:
@@ -71,16 +73,16 @@ def test_equal_to_transformers(
         "length_penalty": length_penalty,
         "num_return_sequences": num_beams,
     }
-    outputs = generate(engine, PROMPTS, DecodeConfig(**settings))  # type: ignore[arg-type]
+    outputs = generate(engine, FOUR_PROMPTS, DecodeConfig(**settings))  # type: ignore[arg-type]
     lengths = set()
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output in zip(FOUR_PROMPTS, outputs, strict=True):
         check(output, *expected(model, prompt, **settings))
         lengths |= {len(completion.token_ids) for completion in output.completions}
     # Some ended by eos, so the stopping rules had something to decide; long beams are what a high penalty is for.
     assert len(lengths) > 1 or length_penalty > 2
 
 
-@pytest.mark.parametrize(
+@each(
     "settings",
     [
         {"repetition_penalty": 1.7},
@@ -90,12 +92,11 @@ def test_equal_to_transformers(
         {"max_new_tokens": 1},
         {"max_length": 35, "max_new_tokens": None},
     ],
-    ids=str,
 )
 def test_with_other_settings(engine: Engine, model: LlamaForCausalLM, settings: dict[str, Any]) -> None:
     settings = {"max_new_tokens": 15, "num_beams": 3, "num_return_sequences": 2, **settings}
     ours = {k: v for k, v in settings.items() if k != "eos_token_id"} | {"ignore_eos": "eos_token_id" in settings}
-    for prompt, output in zip(PROMPTS, generate(engine, PROMPTS, DecodeConfig(**ours)), strict=True):
+    for prompt, output in zip(FOUR_PROMPTS, generate(engine, FOUR_PROMPTS, DecodeConfig(**ours)), strict=True):
         check(output, *expected(model, prompt, **{k: v for k, v in settings.items() if v is not None or "eos" in k}))
 
 
@@ -106,27 +107,27 @@ def test_beside_greedy_and_samples_and_in_any_order(engine: Engine, model: Llama
         DecodeConfig(max_new_tokens=7, temperature=1.0, seed=3, n=2),
         DecodeConfig(max_new_tokens=10, num_beams=2, length_penalty=2.0),
     ]
-    alone = [generate(engine, [prompt], decode)[0] for prompt, decode in zip(PROMPTS, decodes, strict=True)]
-    check(alone[0], *expected(model, PROMPTS[0], max_new_tokens=9, num_beams=4))
+    alone = [generate(engine, [prompt], decode)[0] for prompt, decode in zip(FOUR_PROMPTS, decodes, strict=True)]
+    check(alone[0], *expected(model, FOUR_PROMPTS[0], max_new_tokens=9, num_beams=4))
     for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
-        requests = [engine.request(i, PROMPTS[i], decodes[i]) for i in order]
+        requests = [engine.request(i, FOUR_PROMPTS[i], decodes[i]) for i in order]
         together = {output.request_id: output for output in engine.generate(requests)}
         for i, output in enumerate(alone):
             assert [c.token_ids for c in together[i].completions] == [c.token_ids for c in output.completions]
 
 
-@pytest.mark.parametrize(
-    "device", [{"max_batched_tokens": 8}, {"block_size": 2}, {"block_size": 4, "blocks": 26}], ids=str
-)
+@each("device", [{"max_batched_tokens": 8}, {"block_size": 2}, {"block_size": 4, "blocks": 26}])
 def test_chunks_blocks_and_preemption_change_no_beam(
     folder: Path, engine: Engine, device: dict[str, Any], preempted: list[SequenceGroup]
 ) -> None:
     decode = DecodeConfig(max_new_tokens=20, num_beams=3, num_return_sequences=3, ignore_eos=True, prefix_cache=False)
-    wanted = [[c.token_ids for c in output.completions] for output in generate(engine, PROMPTS, decode)]
+    wanted = [[c.token_ids for c in output.completions] for output in generate(engine, FOUR_PROMPTS, decode)]
+    preempted.clear()
+    device = dict(device)
     if blocks := device.pop("blocks", None):
         device["kv_cache_memory"] = str(blocks * 4 * 2 * 2 * 2 * 16 * 4)
     other = engine_of(folder, batch_size=3, **device)
-    assert [[c.token_ids for c in output.completions] for output in generate(other, PROMPTS, decode)] == wanted
+    assert [[c.token_ids for c in output.completions] for output in generate(other, FOUR_PROMPTS, decode)] == wanted
     assert bool(preempted) == bool(blocks)
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
@@ -12,8 +11,9 @@ from conf.errors import UserError
 from pipelines.engine import Engine, runner
 from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
-
-PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
+from tests.helpers.cases import each
+from tests.helpers.catalog import FOUR_PROMPTS
+from tests.helpers.oracle import contrastive_search
 
 
 @pytest.fixture(scope="module")
@@ -31,45 +31,30 @@ def engine(folder: Path, model: LlamaForCausalLM) -> Engine:
     return engine_of(folder, batch_size=3)
 
 
-@torch.inference_mode()
-def expected(model: LlamaForCausalLM, prompt: list[int], alpha: float, k: int, count: int) -> list[int]:
-    """Eq. 5 of arXiv 2202.06417 over whole recomputed sequences, in float64 from the hidden states on."""
-    tokens = list(prompt)
-    for _ in range(count):
-        probabilities, candidates = model(torch.tensor([tokens])).logits[0, -1].double().softmax(-1).topk(k)
-        scores = []
-        for probability, candidate in zip(probabilities, candidates.tolist(), strict=True):
-            hidden = (
-                model(torch.tensor([[*tokens, candidate]]), output_hidden_states=True).hidden_states[-1][0].double()
-            )
-            similarity = torch.cosine_similarity(hidden[-1:], hidden[:-1]).max()
-            scores.append((1 - alpha) * probability - alpha * similarity)
-        tokens.append(candidates[torch.stack(scores).argmax()].item())
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize(("alpha", "k"), [(0.6, 4), (0.2, 2), (0.95, 7)])
+@each("alpha, k", [(0.6, 4), (0.2, 2), (0.95, 7)])
 def test_equal_to_the_definition(engine: Engine, model: LlamaForCausalLM, alpha: float, k: int) -> None:
-    outputs = complete(engine, PROMPTS, DecodeConfig(max_new_tokens=10, penalty_alpha=alpha, top_k=k))
-    assert [output.token_ids for output in outputs] == [expected(model, prompt, alpha, k, 10) for prompt in PROMPTS]
-    assert outputs[0].token_ids != complete(engine, PROMPTS, DecodeConfig(max_new_tokens=10))[0].token_ids
+    outputs = complete(engine, FOUR_PROMPTS, DecodeConfig(max_new_tokens=10, penalty_alpha=alpha, top_k=k))
+    assert [output.token_ids for output in outputs] == [
+        contrastive_search(model, prompt, alpha, k, 10) for prompt in FOUR_PROMPTS
+    ]
+    assert outputs[0].token_ids != complete(engine, FOUR_PROMPTS, DecodeConfig(max_new_tokens=10))[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "device", [{"max_batched_tokens": 15}, {"block_size": 1}, {"block_size": 4, "blocks": 22}], ids=str
-)
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.long
+@each("device", [{"max_batched_tokens": 15}, {"block_size": 1}, {"block_size": 4, "blocks": 22}])
+@each("prefix_cache", [True, False])
 def test_chunks_blocks_preemption_and_company_change_nothing(
     folder: Path, engine: Engine, device: dict[str, Any], prefix_cache: bool, preempted: list[SequenceGroup]
 ) -> None:
     decode = DecodeConfig(max_new_tokens=25, penalty_alpha=0.6, top_k=5, prefix_cache=prefix_cache)
-    wanted = [output.token_ids for output in complete(engine, PROMPTS, decode)]
+    wanted = [output.token_ids for output in complete(engine, FOUR_PROMPTS, decode)]
+    preempted.clear()
     device = dict(device)
     if blocks := device.pop("blocks", None):
         device["kv_cache_memory"] = str(blocks * 4 * 2 * 2 * 2 * 16 * 4)
     other = engine_of(folder, batch_size=3, **device)
     for _ in range(2):  # the second time over a cache that knows the prompts
-        assert [output.token_ids for output in complete(other, PROMPTS, decode)] == wanted
+        assert [output.token_ids for output in complete(other, FOUR_PROMPTS, decode)] == wanted
     assert bool(preempted) == bool(blocks)
 
 
@@ -79,8 +64,8 @@ def test_hidden_states_of_a_prompts_chunks_outlive_the_steps_that_gave_them(
     """Chunks of one shape are replays of one step, which overwrite its outputs."""
     monkeypatch.setattr(runner, "DECODES_BEFORE_RECORDING", 0)
     decode = DecodeConfig(max_new_tokens=25, penalty_alpha=0.9, top_k=5)
-    chunked = complete(engine_of(folder, max_batched_tokens=8), PROMPTS[2:3], decode)
-    assert chunked[0].token_ids == complete(engine, PROMPTS[2:3], decode)[0].token_ids
+    chunked = complete(engine_of(folder, max_batched_tokens=8), FOUR_PROMPTS[2:3], decode)
+    assert chunked[0].token_ids == complete(engine, FOUR_PROMPTS[2:3], decode)[0].token_ids
 
 
 def test_ends_lengths_and_log_probabilities(engine: Engine) -> None:
@@ -120,7 +105,7 @@ def test_what_contradicts_it_is_refused(engine: Engine) -> None:
         engine.request(0, [5], DecodeConfig(penalty_alpha=0.6))
 
 
-@pytest.mark.parametrize("alpha", [0.6, 1.0])
+@each("alpha", [0.6, 1.0])
 def test_what_is_banned_is_no_candidate(engine: Engine, alpha: float) -> None:
     decode = DecodeConfig(max_new_tokens=12, penalty_alpha=alpha, top_k=5, allowed_token_ids=[7, 9])
     (output,) = complete(engine, [[5, 6]], decode)

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.stop_strings import StopStrings
+from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level
 
 Decode = Callable[[list[int]], str]
@@ -31,8 +32,8 @@ def pieces(
     return [*result, detokenizer.flush()], None
 
 
-@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-@pytest.mark.parametrize("text", [*TEXTS, TRICKY], ids=["english", "chinese", "spaces", "tricky"])
+@each("kind", [byte_level, byte_fallback])
+@each("text", [*TEXTS, TRICKY])
 def test_every_split_of_a_text_joins_to_it(kind: Callable[[], Tokenizer], text: str) -> None:
     tokenizer = kind()
     decode, ids = decode_with(tokenizer), tokenizer.encode(text).ids
@@ -43,7 +44,7 @@ def test_every_split_of_a_text_joins_to_it(kind: Callable[[], Tokenizer], text: 
         assert decode(ids[:cut]) + "".join(got) == decode(ids)
 
 
-@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+@each("kind", [byte_level, byte_fallback])
 def test_random_texts_join_to_the_whole(kind: Callable[[], Tokenizer]) -> None:
     tokenizer, rng = kind(), random.Random(0)
     decode = decode_with(tokenizer)
@@ -100,8 +101,8 @@ def by_letter(ids: list[int]) -> str:
     return "".join(map(chr, ids))
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "expected", "met"),
+@each(
+    "text, stop, expected, met",
     [
         ("one. two", (". t",), "one", ". t"),
         ("one. three", (". tw",), "one. three", None),
@@ -113,7 +114,7 @@ def by_letter(ids: list[int]) -> str:
         ("停下来吧", ("来吧",), "停下", "来吧"),
     ],
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@each("size", [1, 2, 3, 7])
 def test_stop_strings_across_token_boundaries(
     text: str, stop: tuple[str, ...], expected: str, met: str | None, size: int
 ) -> None:
@@ -143,7 +144,7 @@ def brute_force(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[s
     return text, None
 
 
-@pytest.mark.parametrize("include_stop", [False, True])
+@each("include_stop", [False, True])
 def test_stop_strings_that_begin_and_contain_each_other(include_stop: bool) -> None:
     rng, found = random.Random(7), 0
     for _ in range(400):
@@ -181,8 +182,8 @@ class Counting:
         return self._decode(ids)
 
 
-@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-@pytest.mark.parametrize("silent", ["special token", "stray byte", "first byte", "bytes and special tokens"])
+@each("kind", [byte_level, byte_fallback])
+@each("silent", ["special token", "stray byte", "first byte", "bytes and special tokens"])
 def test_tokens_without_text_cost_as_much_as_others(kind: Callable[[], Tokenizer], silent: str) -> None:
     """The work is a bounded number of tokens for each new one, and what comes after them is the text that it always is."""
     tokenizer = kind()

@@ -4,8 +4,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from conf.decoding import DecodeConfig
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
 from models.batch import Batch
@@ -22,6 +20,7 @@ from pipelines.engine.request import ContextLimit, Sequence
 from pipelines.engine.request_factory import RequestFactory
 from pipelines.engine.speculation import Speculator
 from tests.helpers.builders import engine_of
+from tests.helpers.cases import each
 from tests.helpers.drafts import Hostile
 
 FACTORY = RequestFactory(None, 96, ContextLimit(4096, "max_position_embeddings"), frozenset(), {}, 4096, 16, 4096)
@@ -73,8 +72,8 @@ def test_the_share_is_the_mean_of_a_beta_distribution_over_drafts_that_were_trie
     assert share.chance(0.25) == (5 + 2 * 0.25) / (6 + 2)
 
 
-@pytest.mark.parametrize(
-    ("chances", "seconds", "expected"),
+@each(
+    "chances, seconds, expected",
     [
         ([0.8], {1: 1.0, 16: 1.0}, [15]),  # more tokens for nothing
         ([0.8], {1: 1.0, 16: 16.0}, [0]),  # each token its price
@@ -121,8 +120,8 @@ def steep(size: int) -> float:
     return 1.0 + 0.2 * size
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("cost", [flat, steep])
+@each("num_rows", [1, 4, 16])
+@each("cost", [flat, steep])
 def test_what_does_not_pay_is_not_drafted(num_rows: int, cost: Callable[[int], float]) -> None:
     speed, drafting = simulate(rows_of(num_rows), 0.0, cost)
     assert speed > 0.97

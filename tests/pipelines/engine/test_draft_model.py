@@ -1,5 +1,6 @@
 """A model that drafts: it changes no token, computes what it missed and nothing twice, and drafts of the model itself all stay."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.loading import load_engine
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import KEY_VALUE_BYTES, engine_of, generate, run_config, write_llama
-from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices, with_long
+from tests.helpers.cases import each
+from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices
 from tests.helpers.soft_prefixes import write_paddle
+from tests.helpers.tiers import in_turn, tiers
 
 DRAFTED = SpeculationConfig(adaptive=False)
 
@@ -68,8 +71,18 @@ def proposer_of(engine: Engine) -> ModelProposer:
     return proposer
 
 
-@pytest.mark.parametrize(("setting", "device"), with_long(SETTINGS, devices_of(same=True)))
-@pytest.mark.parametrize("same", [True, False])
+PLACES = devices_of(same=True)
+CHOSEN = [
+    (setting, place, same)
+    for same, first in ((True, 0), (False, 2))
+    for setting, place in in_turn(SETTINGS, PLACES, first=first)
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("setting", "device", "same"), tiers(itertools.product(SETTINGS, PLACES, (True, False)), CHOSEN[::3], CHOSEN)
+)
 def test_drafts_change_nothing(
     folder: Path, smaller: Path, setting: str, device: str, same: bool, preempted: list[SequenceGroup]
 ) -> None:
@@ -86,8 +99,7 @@ def test_drafts_change_nothing(
     assert bool(preempted) == (device == "preemption")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_cache", ["none", "int8", "int4", "fp8"])
+@each("kv_cache, dtype", in_turn(["none", "int8", "int4", "fp8"], ["float32", "bfloat16"]))
 def test_drafts_of_the_model_itself_stay_in_every_format_of_the_cache(folder: Path, kv_cache: str, dtype: str) -> None:
     run = drafting_run(folder, folder)
     run = replace(
@@ -100,20 +112,22 @@ def test_drafts_of_the_model_itself_stay_in_every_format_of_the_cache(folder: Pa
     assert engine.speculator.counts.num_accepted_tokens == engine.speculator.counts.num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
-def test_equals_assisted_generation(folder: Path, smaller: Path, prompt: list[int]) -> None:
+@pytest.mark.long
+def test_equals_assisted_generation(folder: Path, smaller: Path) -> None:
     models = [LlamaForCausalLM.from_pretrained(path) for path in (folder, smaller)]
-    ids = torch.tensor([prompt])
-    output = models[0].generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        assistant_model=models[1],
-        max_new_tokens=23,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    (own,) = generate(drafting_engine(folder, smaller), [prompt], drafted(GREEDY))
-    assert own.completions[0].token_ids == output[0, len(prompt) :].tolist()
+    engine = drafting_engine(folder, smaller)
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = models[0].generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=models[1],
+            max_new_tokens=23,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        (own,) = generate(engine, [prompt], drafted(GREEDY))
+        assert own.completions[0].token_ids == output[0, len(prompt) :].tolist()
 
 
 @pytest.fixture

@@ -14,14 +14,20 @@ from conf.errors import UserError
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.request import SequenceGroup, Sink, TokenLogprobs
 from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
+from tests.helpers.cases import each
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17], [5, 6, 7]]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
     return engine_of(folder, batch_size=3)
 
 
@@ -163,19 +169,18 @@ def test_prompt_logprobs_are_those_of_the_next_prompt_token(engine: Engine, tmp_
     assert single.prompt_logprobs == []
 
 
-@pytest.mark.parametrize(
-    ("decode", "blocks"),
+@each(
+    "decode, blocks",
     [({}, 16), ({"num_beams": 2}, 22), ({"n": 3, "temperature": 1.0}, 26), ({"penalty_alpha": 0.6, "top_k": 3}, 20)],
-    ids=str,
 )
 def test_prompt_logprobs_are_whole_after_preemption(
-    engine: Engine, tmp_path: Path, decode: dict[str, Any], blocks: int, preempted: list[SequenceGroup]
+    engine: Engine, folder: Path, decode: dict[str, Any], blocks: int, preempted: list[SequenceGroup]
 ) -> None:
-    write_llama(tmp_path)
+    preempted.clear()
     prompts = [list(range(5 + i, 25 + 2 * i)) for i in range(4)]
     settings = DecodeConfig(max_new_tokens=12, prompt_logprobs=0, **decode)
     expected = [list(engine.generate([engine.request(0, prompt, settings)]))[0] for prompt in prompts]
-    small = engine_of(tmp_path, max_batched_tokens=13, block_size=4, kv_cache_memory=str(blocks * 4 * KEY_VALUE_BYTES))
+    small = engine_of(folder, max_batched_tokens=13, block_size=4, kv_cache_memory=str(blocks * 4 * KEY_VALUE_BYTES))
     for output, whole in zip(generate(small, prompts, settings), expected, strict=True):
         assert output.prompt_logprobs is not None
         assert whole.prompt_logprobs is not None
@@ -230,8 +235,8 @@ def streamed(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
     return sorted(engine.generate(requests), key=lambda output: output.request_id), pieces
 
 
-@pytest.mark.parametrize("logprobs", [None, 1])
-@pytest.mark.parametrize("n", [1, 3])
+@each("logprobs", [None, 1])
+@each("n", [1, 3])
 def test_sinks_have_the_pieces_of_every_sample(texts: Engine, n: int, logprobs: int | None) -> None:
     prompts = [[0, 70, 71], [0, 75]]
     decode = DecodeConfig(max_new_tokens=25, temperature=1.0, seed=4, n=n, logprobs=logprobs, stop=["a", "e"])
@@ -407,8 +412,8 @@ def test_damaged_weights_end_in_one_clear_error(tmp_path: Path) -> None:
     assert "the model's logits are not finite: the weights are damaged" in str(output.error)
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "decode", "expected"),
+@each(
+    "num_prompt, decode, expected",
     [
         (10, {"max_new_tokens": 5}, 5),
         (10, {"max_length": 15}, 5),
@@ -429,8 +434,8 @@ def test_lengths_count_as_they_say(
     assert len(one(engine, [5] * num_prompt, **decode).token_ids) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "decode", "message"),
+@each(
+    "num_prompt, decode, message",
     [
         (
             10,
@@ -467,7 +472,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         engine.request(0, [5] * num_prompt, DecodeConfig(**decode))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("token", [-1, 96, 10**9])
+@each("token", [-1, 96, 10**9])
 def test_ids_outside_the_vocabulary_are_refused(engine: Engine, token: int) -> None:
     with pytest.raises(UserError, match=f"prompt token id {token} is not in the vocabulary: give ids from 0 to 95"):
         engine.request(0, [5, token], DecodeConfig())
@@ -478,7 +483,7 @@ KEY_VALUE_BYTES = (
 )  # of a token in `tests.helpers.builders.SMALL`: K and V, layers, heads, channels, float32
 
 
-@pytest.mark.parametrize(
+@each(
     "device",
     [
         {"max_batched_tokens": 3},
@@ -487,17 +492,16 @@ KEY_VALUE_BYTES = (
         {"block_size": 4, "kv_cache_memory": str(11 * 4 * KEY_VALUE_BYTES), "max_batched_tokens": 4},
         {"block_size": 64},
     ],
-    ids=["chunks", "chunks of single-token blocks", "preemption", "preemption and chunks", "large blocks"],
 )
-@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
+@each("prefix_cache", [True, False])
 def test_chunks_blocks_preemption_and_prefix_cache_change_no_token(
-    engine: Engine, tmp_path: Path, device: dict[str, object], prefix_cache: bool, preempted: list[SequenceGroup]
+    engine: Engine, folder: Path, device: dict[str, object], prefix_cache: bool, preempted: list[SequenceGroup]
 ) -> None:
-    write_llama(tmp_path)
+    preempted.clear()
     prompts = [[*range(5, 25), last] for last in (3, 4, 3)] + PROMPTS
     decode = DecodeConfig(max_new_tokens=20, prefix_cache=False)
     expected = [one(engine, prompt, max_new_tokens=20, prefix_cache=False).token_ids for prompt in prompts]
-    other = engine_of(tmp_path, batch_size=3, **device)
+    other = engine_of(folder, batch_size=3, **device)
     outputs = generate(other, prompts, replace(decode, prefix_cache=prefix_cache))
     assert [output.completions[0].token_ids for output in outputs] == expected
     assert bool(preempted) == ("kv_cache_memory" in device)

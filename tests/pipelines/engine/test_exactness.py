@@ -20,6 +20,8 @@ from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.builders import engine_of as small_engine
+from tests.helpers.cases import each
+from tests.helpers.tiers import tiers
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
 DECODE = DecodeConfig(max_new_tokens=12, logprobs=20, prefix_cache=False)
@@ -39,9 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KINDS = ["float32 none", "bfloat16 none", "float16 none", "float32 int4", "bfloat16 int8", "bfloat16 fp8"]
+
+
 @pytest.fixture(
     scope="module",
-    params=["float32 none", "bfloat16 none", "float16 none", "float32 int4", "bfloat16 int8", "bfloat16 fp8"],
+    params=tiers(KINDS, quick=["float32 none", "bfloat16 int8"], long=KINDS),
 )
 def engine_of(folder: Path, request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """Makes engines of one dtype and cache, with the given fields of `device`."""
@@ -87,11 +92,12 @@ def test_log_probabilities_are_the_same_to_the_bit_in_any_company(engine: Engine
 
 
 @needs_kernels
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@each("device", DEVICES.values())
 def test_log_probabilities_are_the_same_to_the_bit_under_any_schedule(
     engine: Engine, engine_of: Callable[..., Engine], device: dict[str, Any], preempted: list[SequenceGroup]
 ) -> None:
     torch.set_num_threads(THREADS)
+    preempted.clear()
     alone = {i: complete(engine, [prompt], DECODE)[0] for i, prompt in enumerate(PROMPTS)}
     if "kv_cache_memory" in device:  # as much as the longest row and one more need
         device = device | {"kv_cache_memory": str(4 * 20 * engine.runner.kv_bytes_per_token)}
@@ -159,10 +165,11 @@ def random_request(random: Random, id: int) -> tuple[list[int], DecodeConfig]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_random_requests_that_come_are_cancelled_and_give_way_are_as_alone(
     narrow: Engine, seed: int, preempted: list[SequenceGroup]
 ) -> None:
+    preempted.clear()
     random, scheduler = Random(seed), narrow.scheduler
     blocks = scheduler.block_manager
     requests = [random_request(random, id) for id in range(25)]

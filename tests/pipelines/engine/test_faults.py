@@ -13,6 +13,7 @@ from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.request import SamplingContext
 from tests.helpers.builders import engine_of
+from tests.helpers.cases import each
 
 PROMPTS = [[0, 70, 71], [0, 75], [0, 80, 81, 82]]
 FAULTY = 1  # the request that fails
@@ -66,11 +67,9 @@ def fails_at(number: int, real: Callable[..., Any], belongs: Callable[..., bool]
     return hooked
 
 
-@pytest.mark.parametrize("decode", WAYS, ids=str)
-@pytest.mark.parametrize("number", [1, 5])
-def test_a_text_that_cannot_be_made(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, decode: dict[str, Any], number: int
-) -> None:
+@each("decode", WAYS)
+@each("number", [1, 5])
+def test_a_text_that_cannot_be_made(engine: Engine, decode: dict[str, Any], number: int) -> None:
     expected = run(engine, decode)
     asked = Detokenizer.add
     marks: set[Any] = set()
@@ -86,9 +85,10 @@ def test_a_text_that_cannot_be_made(
             marks.add(detokenizer._decode)
         return detokenizer
 
-    monkeypatch.setattr(Engine, "_detokenizer", marked)
-    monkeypatch.setattr(Detokenizer, "add", fails_at(number, asked, is_faulty))
-    check_it_failed_alone(engine, decode, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_detokenizer", marked)
+        patch.setattr(Detokenizer, "add", fails_at(number, asked, is_faulty))
+        check_it_failed_alone(engine, decode, expected)
 
 
 def test_a_prompt_whose_text_cannot_be_made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,19 +98,18 @@ def test_a_prompt_whose_text_cannot_be_made(engine: Engine, monkeypatch: pytest.
     check_it_failed_alone(engine, {}, expected)
 
 
-@pytest.mark.parametrize("decode", WAYS[:2], ids=str)
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_sampler_that_fails(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, decode: dict[str, Any], number: int
-) -> None:
+@each("decode", WAYS[:2])
+@each("number", [1, 3])
+def test_a_sampler_that_fails(engine: Engine, decode: dict[str, Any], number: int) -> None:
     """It fails for all rows of the step at once. Each group alone shows whose fault it is."""
     expected = run(engine, decode)
 
     def is_faulty(logits: torch.Tensor, contexts: list[SamplingContext]) -> bool:
         return any(context.token_ids[: context.num_prompt_tokens] == PROMPTS[FAULTY] for context in contexts)
 
-    monkeypatch.setattr(choices, "sample", fails_at(number, choices.sample, is_faulty))
-    check_it_failed_alone(engine, decode, expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "sample", fails_at(number, choices.sample, is_faulty))
+        check_it_failed_alone(engine, decode, expected)
 
 
 def test_a_search_that_fails_to_observe_or_to_choose(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +126,8 @@ def test_a_search_that_fails_to_observe_or_to_choose(engine: Engine, monkeypatch
 DAMAGED = 90  # a token whose embedding is not finite
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
-@pytest.mark.parametrize(
+@each("looks_ahead", [False, True])
+@each(
     "decode",
     [
         *WAYS,
@@ -136,7 +135,6 @@ DAMAGED = 90  # a token whose embedding is not finite
         {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.2},
         {"allowed_token_ids": [DAMAGED]},  # said first, so that the second step is the one that fails
     ],
-    ids=str,
 )
 def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any], looks_ahead: bool) -> None:
     """The others have the bits that they have beside a sound row."""
@@ -175,23 +173,21 @@ OF_ALL = [
 ]
 
 
-@pytest.mark.parametrize("raised", OF_ALL, ids=lambda raised: type(raised).__name__)
-def test_what_belongs_to_all_ends_all(engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> None:
+@each("raised", OF_ALL)
+def test_what_belongs_to_all_ends_all(engine: Engine, raised: BaseException) -> None:
     def failing(*_: Any) -> Any:
         raise raised
 
     for place in ("add", "__init__"):
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Detokenizer, place, failing)
             with pytest.raises(type(raised)):
                 run(engine, {})
     assert run(engine, {})  # with everything given back
 
 
-@pytest.mark.parametrize("raised", OF_ALL, ids=lambda raised: type(raised).__name__)
-def test_a_sampler_that_was_interrupted_is_not_asked_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, raised: BaseException
-) -> None:
+@each("raised", OF_ALL)
+def test_a_sampler_that_was_interrupted_is_not_asked_again(engine: Engine, raised: BaseException) -> None:
     """It fails once, so asking it again for each group would hide the interrupt."""
     real, num_calls = choices.sample, 0
 
@@ -202,11 +198,12 @@ def test_a_sampler_that_was_interrupted_is_not_asked_again(
             raise raised
         return real(*arguments)
 
-    monkeypatch.setattr(choices, "sample", failing_once)
-    with pytest.raises(type(raised)):
-        run(engine, {})
-    assert num_calls == 1
-    assert run(engine, {})  # with everything given back
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "sample", failing_once)
+        with pytest.raises(type(raised)):
+            run(engine, {})
+        assert num_calls == 1
+        assert run(engine, {})  # with everything given back
 
 
 def test_what_a_sink_raises_is_raised(engine: Engine) -> None:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as pad_rows
 from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from kernels.kv_format import Unquantised
-from models.adapters import has_adapters
 from models.batch import Batch, BatchShape
 from pipelines.engine import Engine
 from pipelines.engine.graph_steps import GraphSteps, fill, graph_sizes
@@ -22,15 +20,10 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.engine.steps import StepOutputs
 from tests.helpers.adapters import load_with, write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.observed_steps import CPU, compute_again, pad
 
-CPU = torch.device("cpu")
 CAPTURED = ["captured plain", "captured adapted"]
-
-
-def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
-    """Stands for the capture of a graph."""
-    compute()
-    return compute
 
 
 def batch_of(lengths: list[int], width: int = 2, num_prompt_features: int = 1) -> Batch:
@@ -54,7 +47,7 @@ def test_sizes() -> None:
     assert graph_sizes(26) == [1, 2, 4, 8, 16, 24, 26]
 
 
-@pytest.mark.parametrize("shape", [BatchShape(1, 1, 1, 0, 1), BatchShape(5, 3, 4, 2, 2), BatchShape(7, 7, 3, 1, 7)])
+@each("shape", [BatchShape(1, 1, 1, 0, 1), BatchShape(5, 3, 4, 2, 2), BatchShape(7, 7, 3, 1, 7)])
 def test_fields_are_aligned_and_apart(shape: BatchShape) -> None:
     """At 16 bytes each, whatever the sizes, and no number is in two of them."""
     numbers = torch.zeros(shape.num_numbers, dtype=torch.int64)
@@ -126,44 +119,6 @@ def test_what_a_graph_cannot_hold_is_computed_each_time(caplog: pytest.LogCaptur
     assert "decode steps are launched one by one, because a CUDA graph cannot hold them: operation not" in caplog.text
     assert steps.sizes == []
     assert steps(batch_of([5])).hidden.tolist() == [4]
-
-
-def pad(engine: Engine, most: int) -> list[BatchShape]:
-    """Let the engine's decode steps be padded. Returns the shapes of those that are computed from then on."""
-    runner, shapes = engine.runner, list[BatchShape]()
-    runner.decode_steps = padded(engine, most, shapes)
-    if has_adapters(runner.model):
-        runner.adapted_steps = padded(engine, most, shapes, with_adapters=True)
-    shapes.clear()
-    return shapes
-
-
-def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: bool = False) -> GraphSteps:
-    """Steps whose shapes are noted. The CPU's kernels see the true rows alone, the others become NaN."""
-    runner = engine.runner
-
-    def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
-        if batch.shape.num_sequences > most:  # has no graph
-            return runner.compute(batch, token_ids)
-        shapes.append(batch.shape)
-        count = int((batch.slots >= 0).sum())
-        assert batch.query_starts[count:].eq(count).all()
-        assert batch.adapter_slots[count:].eq(-1).all()
-        own = max(count, 1)  # where there are none, one row shows the outputs' shapes
-        true = BatchShape(own, own, batch.block_tables.shape[1], 0, own, own if with_adapters else 0)
-        rows = Batch(torch.zeros(10**4, dtype=torch.int64), true)
-        for field in batch.shape.fields:
-            part = getattr(rows, field)
-            part.copy_(getattr(batch, field)[: len(part)])
-        if not count:
-            rows.query_starts[1], rows.slots[0], rows.context_lengths[0] = 1, 0, 1
-        hidden, logits, finite = runner.compute(rows)
-        padding = (0, 0, 0, len(batch.token_ids) - count)
-        hidden, logits = (pad_rows(each[:count], padding, value=torch.nan) for each in (hidden, logits))
-        return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
-
-    width = -(-engine.context.num_tokens // engine.block_size)
-    return GraphSteps(compute, compute_again, most, width, 0, CPU, with_adapters)
 
 
 def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from pipelines.engine import Engine
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import FinishReason, Output, SequenceGroup
 from tests.helpers.builders import KEY_VALUE_BYTES, SHARED, engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.guides import GUIDES, keeps_to
 from tests.helpers.small_tokenizers import byte_fallback, save
+from tests.helpers.tiers import tiers
 
 DRAWN = DecodeConfig(max_new_tokens=100, temperature=1.0, top_p=0.95, seed=5)
 SETTINGS = [replace(DRAWN, guide=guide, seed=i) for i, guide in enumerate(GUIDES)]
@@ -48,9 +50,10 @@ def run(engine: Engine, settings: list[DecodeConfig]) -> list[Output]:
     return sorted(plain, key=lambda output: output.request_id)
 
 
-def alone(folder: Path) -> list[Output]:
+@pytest.fixture(scope="module")
+def alone(chatty: Path) -> list[Output]:
     """Each row by itself."""
-    engine = engine_of(folder, 1, tokenizer="")
+    engine = engine_of(chatty, 1, tokenizer="")
     outputs = []
     for i, (prompt, decode) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
         (output,) = engine.generate([engine.request(i, prompt, decode)])
@@ -58,7 +61,7 @@ def alone(folder: Path) -> list[Output]:
     return outputs
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+@each("kind", ["byte-level", "byte fallback"])
 def test_whole_texts_are_in_the_grammar(chatty: Path, llama_like: Path, kind: str) -> None:
     engine = engine_of(chatty if kind == "byte-level" else llama_like, 8, tokenizer="")
     settings = [replace(DRAWN, guide=guide, seed=seed) for guide in GUIDES for seed in range(12)]
@@ -105,17 +108,19 @@ def test_the_mask_has_just_the_tokens_that_may_follow(chatty: Path, llama_like: 
             assert said in texts
 
 
-@pytest.mark.parametrize(
+@each(
     "device",
     [
         {},
         {"block_size": 4, "max_batched_tokens": 9},
         {"block_size": 4, "kv_cache_memory": str(45 * 4 * KEY_VALUE_BYTES)},
     ],
-    ids=["roomy", "chunks", "preemption"],
 )
-def test_rows_are_those_alone(chatty: Path, device: dict[str, Any], preempted: list[SequenceGroup]) -> None:
-    assert run(engine_of(chatty, 6, tokenizer="", **device), SETTINGS) == alone(chatty)
+def test_rows_are_those_alone(
+    chatty: Path, alone: list[Output], device: dict[str, Any], preempted: list[SequenceGroup]
+) -> None:
+    preempted.clear()
+    assert run(engine_of(chatty, 6, tokenizer="", **device), SETTINGS) == alone
     assert bool(preempted) == ("kv_cache_memory" in device)
 
 
@@ -127,24 +132,23 @@ def test_unguided_rows_keep_their_tokens(chatty: Path) -> None:
     assert found[::2] != expected[::2]
 
 
-@pytest.mark.parametrize("right", [None, lambda place: True, at_random(0.6)], ids=["ngram", "all right", "random"])
-def test_drafts_change_no_token(chatty: Path, right: Callable[[int], bool] | None) -> None:
+@each("right", [None, lambda place: True, at_random(0.6)])
+def test_drafts_change_no_token(chatty: Path, alone: list[Output], right: Callable[[int], bool] | None) -> None:
     """Drafts are verified by the mask of their own place, also the eos and tokens that no mask has."""
-    expected = alone(chatty)
     speculation = SpeculationConfig(adaptive=False)
     drafted = [replace(decode, speculate=Speculate.ngram, speculation=speculation) for decode in SETTINGS]
     engine = engine_of(chatty, 6, tokenizer="")
     if right:
-        tokens = {(output.request_id, i): c.token_ids for output in expected for i, c in enumerate(output.completions)}
+        tokens = {(output.request_id, i): c.token_ids for output in alone for i, c in enumerate(output.completions)}
         engine.speculator.proposers[Speculate.ngram] = Hostile(tokens, right)
-    assert run(engine, drafted) == expected
+    assert run(engine, drafted) == alone
     assert engine.speculator.counts.num_accepted_tokens > 0
 
 
-def test_an_engine_that_looks_ahead_waits_for_guided_rows(chatty: Path) -> None:
+def test_an_engine_that_looks_ahead_waits_for_guided_rows(chatty: Path, alone: list[Output]) -> None:
     engine = engine_of(chatty, 6, tokenizer="")
     engine.looks_ahead = True
-    assert run(engine, SETTINGS) == alone(chatty)
+    assert run(engine, SETTINGS) == alone
 
 
 def test_the_end_of_the_grammar_ends_a_row(chatty: Path) -> None:
@@ -194,7 +198,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("guide", "message"), REFUSED, ids=range(len(REFUSED)))
+@each("guide, message", REFUSED)
 def test_what_cannot_be_compiled_is_refused(chatty: Path, guide: dict[str, Any], message: str) -> None:
     engine = engine_of(chatty, tokenizer="")
     for refusal in (lambda decode: engine.request(0, [0], decode), engine.requests.check):
@@ -235,7 +239,7 @@ def test_what_is_too_much_work_on_its_way_fails_alone(chatty: Path, monkeypatch:
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 @pytest.mark.parametrize(
     "name",
-    ["llama2", "gpt2", "chatglm-6b", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "qwen2"))],
+    tiers(["llama2", "gpt2", "chatglm-6b", "llama3", "qwen2"], ["llama2", "gpt2"], ["chatglm-6b", "llama3", "qwen2"]),
 )
 def test_real_vocabularies(name: str) -> None:
     """Every token that begins a choice is allowed, also two of the same bytes; special tokens are named by Lark alone."""

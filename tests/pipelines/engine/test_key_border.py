@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pipelines.engine.request_factory import max_blocks
-from tests.pipelines.engine.test_scheduler import scheduler_of, sequence, step
+from tests.helpers.scheduling import scheduler_of, sequence, step
 
 
 def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_together() -> None:

@@ -1,50 +1,22 @@
 """Quantised caches in every family: logits near the floats', and rows of a batch, in chunks too, are those of a row alone."""
 
-from collections.abc import Callable
-from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
-from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
 from conf.decoding import DecodeConfig
 from models.formats import open_checkpoint
 from models.registry import ARCHITECTURES, CHATGLM2, find_architecture
 from tests.helpers.builders import all_logits, complete, engine_of
-from tests.helpers.deepseek import SMALL, V2_GROUPS, V3_GROUPS, build, change_config
-from tests.helpers.goldens import FAMILIES as OF_GOLDENS
-from tests.helpers.goldens import WHOLE_PROMPTS, link
-from tests.helpers.oracle import random_prompts, write_random
-from tests.models.families.test_ernie3_5 import CONFIG as ERNIE3_5
-from tests.models.families.test_ernie3_5 import make_arrays
-from tests.models.families.test_ernie3_5 import write as write_paddle
-from tests.models.test_model_parts import OTHERS, write_other
+from tests.helpers.catalog import FAMILIES
+from tests.helpers.oracle import random_prompts
+from tests.helpers.tiers import in_turn, tiers
 
 PROMPT, *PROMPTS = random_prompts(60, (33, 9, 9, 9))
 # 1.3 to 1.6 times the largest error of any family, as a share of the logits' standard deviation: that of random weights, where a router
 # may take another expert.
 BOUNDS = {"int8": 0.09, "fp8": 0.3, "int4": 0.4}
-
-
-def write_kimi(folder: Path) -> None:
-    build(3, n_group=1, topk_group=1).save_pretrained(folder)
-    change_config(folder, model_type="kimi_k2")
-
-
-def write_glm4_moe_lite(folder: Path) -> None:
-    sizes = {key: value for key, value in SMALL.items() if key != "first_k_dense_replace"}
-    write_random(folder, Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**sizes)))
-
-
-FAMILIES: dict[str, Callable[[Path], object]] = {name: partial(write_other, family=name) for name in OTHERS}
-FAMILIES |= {
-    "deepseek_v2": lambda folder: build(2, **V2_GROUPS).save_pretrained(folder),
-    "deepseek_v3": lambda folder: build(3, **V3_GROUPS).save_pretrained(folder),
-    "ernie3_5": lambda folder: write_paddle(folder, make_arrays(ERNIE3_5), ERNIE3_5),
-    "glm4_moe_lite": write_glm4_moe_lite,
-    "kimi_k2": write_kimi,
-}
-FAMILIES |= {name: partial(link, name) for name in OF_GOLDENS if name not in WHOLE_PROMPTS}
 
 
 def test_every_architecture_is_here(tmp_path: Path) -> None:
@@ -58,8 +30,8 @@ def test_every_architecture_is_here(tmp_path: Path) -> None:
     assert architectures == {id(each) for name, each in ARCHITECTURES.items() if name != "chatglm"} | {id(CHATGLM2)}
 
 
-@pytest.mark.parametrize("kv_cache", BOUNDS)
-@pytest.mark.parametrize("family", FAMILIES)
+# test_kv_formats.py has every format with layers of every kind.
+@pytest.mark.parametrize(("family", "kv_cache"), tiers(product(FAMILIES, BOUNDS), long=in_turn(FAMILIES, BOUNDS)))
 def test_a_row_is_that_of_the_row_alone(family: str, kv_cache: str, tmp_path: Path) -> None:
     FAMILIES[family](tmp_path)
     floats, engine = (engine_of(tmp_path, allow_pickle=True, kv_cache=kind) for kind in ("none", kv_cache))

@@ -13,11 +13,10 @@ from conf.quantization import QuantConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import SHARED, all_logits, engine_of, generate, write_llama
+from tests.helpers.catalog import BEGINNING, MARKS, SHARED_PROMPTS, link, write_other
 from tests.helpers.deepseek import V3_GROUPS, build
-from tests.helpers.goldens import link
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
-from tests.models.families.test_chatglm import GMASK, SOP
-from tests.models.test_model_parts import write_other
+from tests.helpers.tiers import in_turn
 
 FORMATS = ["int8", "fp8", "int4"]
 STATIC = list(STATIC_CACHES)
@@ -29,8 +28,6 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
     "deepseek": lambda folder: build(3, **V3_GROUPS).save_pretrained(folder),  # latents: keys that are the values too
 }
 FAMILIES |= {name: functools.partial(write_other, family=name) for name in ("gemma3", "minimax_m2", "ministral3")}
-BEGINNING = list(range(5, 15))
-PROMPTS = [[*BEGINNING, 20], [21], [*BEGINNING, 22, 23, 24, 25], [*BEGINNING, 20], [30, 31, 32]]
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
 CACHED = DecodeConfig(max_new_tokens=12, ignore_eos=True)
 BEAMS = DecodeConfig(max_new_tokens=8, ignore_eos=True, num_beams=3, num_return_sequences=3, prefix_cache=False)
@@ -49,7 +46,7 @@ def made(family: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """The family's model with static scales; other formats of the cache are for the float model."""
     name, source = family
     folder = tmp_path_factory.mktemp(f"{name}_made")
-    data = write_rows(folder / "rows.jsonl", random_rows(18, 16, (GMASK, SOP) if name == "chatglm" else ()))
+    data = write_rows(folder / "rows.jsonl", random_rows(18, 16, MARKS.get(name, ())))
 
     @functools.cache
     def of(kv_cache: str) -> Path:
@@ -71,12 +68,9 @@ def tokens(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> li
     return [[c.token_ids for c in output.completions] for output in generate(engine, prompts, decode)]
 
 
-@pytest.mark.parametrize("kv_cache", FORMATS + STATIC)
-def test_the_engine_changes_no_token(
-    family: tuple[str, Path], made: Callable[[str], Path], kv_cache: str, preempted: list[SequenceGroup]
-) -> None:
-    (name, _), folder = family, made(kv_cache)
-    prompts = [[*prompt, GMASK, SOP] for prompt in PROMPTS] if name == "chatglm" else PROMPTS
+def check(name: str, folder: Path, kv_cache: str, preempted: list[SequenceGroup]) -> None:
+    """The family's tokens in batches, beams, a small pool, chunks and with the prefix cache."""
+    prompts = [[*prompt, *MARKS.get(name, ())] for prompt in SHARED_PROMPTS]
 
     def engine(**device: Any) -> Engine:
         return engine_of(folder, batch_size=3, allow_pickle=True, kv_cache=cache_option(kv_cache), **device)
@@ -89,6 +83,7 @@ def test_the_engine_changes_no_token(
 
     small = engine(block_size=4, kv_cache_memory=str(MOST_BLOCKS * 4 * roomy.runner.kv_bytes_per_token))
     assert small.scheduler.block_manager.num_blocks == MOST_BLOCKS
+    preempted.clear()
     assert tokens(small, prompts, GREEDY) == greedy
     assert preempted
     assert tokens(small, prompts, BEAMS) == beams
@@ -102,9 +97,28 @@ def test_the_engine_changes_no_token(
         assert sum(output.num_cached_tokens for output in outputs) > 0
 
 
+@pytest.mark.long
+def test_the_engine_changes_no_token(
+    family: tuple[str, Path], made: Callable[[str], Path], preempted: list[SequenceGroup]
+) -> None:
+    """Two formats of each family, in turn."""
+    name, _ = family
+    for _, kv_cache in in_turn(range(2), FORMATS + STATIC, first=2 * [*FAMILIES].index(name)):
+        check(name, made(kv_cache), kv_cache, preempted)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kv_cache", FORMATS + STATIC)
+def test_the_engine_changes_no_token_in_any_format(
+    family: tuple[str, Path], made: Callable[[str], Path], kv_cache: str, preempted: list[SequenceGroup]
+) -> None:
+    check(family[0], made(kv_cache), kv_cache, preempted)
+
+
+@pytest.mark.long
 def test_logits_are_near_those_of_the_float_cache(family: tuple[str, Path], made: Callable[[str], Path]) -> None:
     name, folder = family
-    prompt = [*BEGINNING, GMASK, SOP] if name == "chatglm" else [*BEGINNING, *range(40, 60)]
+    prompt = [*BEGINNING, *MARKS[name]] if name == "chatglm" else [*BEGINNING, *range(40, 60)]
     exact = all_logits(engine_of(folder, allow_pickle=True), prompt)
     error = {}
     for kv_cache in FORMATS + STATIC:

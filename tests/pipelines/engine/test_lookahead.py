@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from conf.decoding import DecodeConfig
 from kernels import build
-from models.batch import Batch
 from pipelines.engine import Engine
 from pipelines.engine.lookahead import LaunchedStep
 from pipelines.engine.request import SequenceGroup
-from pipelines.engine.steps import StepOutputs
 from tests.helpers.builders import KEY_VALUE_BYTES, engine_of, write_llama
-from tests.pipelines.engine.test_graph_steps import pad
+from tests.helpers.cases import each
+from tests.helpers.observed_steps import look_ahead, pad
 
 NEEDS_KERNELS = pytest.mark.skipif(
     build.library() is None, reason="torch's operators sum a chunk in another order, which shows in log probabilities"
@@ -29,19 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
     return folder
-
-
-def look_ahead(engine: Engine) -> list[bool]:
-    """Returns for each step that is launched whether its inputs were on the device alone."""
-    engine.looks_ahead = True
-    ahead, execute = [], engine.runner.execute
-
-    def observed(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
-        ahead.append(token_ids is not None)
-        return execute(batch, token_ids)
-
-    engine.runner.execute = observed  # type: ignore[method-assign]
-    return ahead
 
 
 def run(engine: Engine, decodes: list[DecodeConfig]) -> list[Any]:
@@ -94,7 +79,7 @@ BANNED = replace(DRAWN, allowed_token_ids=[7], stop_token_ids=[7], min_new_token
     ],
     ids=["greedy", "drawn", "lengths", "with others", "with n-grams", "with penalties"],
 )
-@pytest.mark.parametrize("device", [{}, {"block_size": 1}, {"block_size": 4, "max_batched_tokens": 7}], ids=str)
+@each("device", [{}, {"block_size": 1}, {"block_size": 4, "max_batched_tokens": 7}])
 def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dict[str, Any]) -> None:
     expected = run(engine_of(folder, **device), decodes)
     engine = engine_of(folder, **device)
@@ -104,7 +89,7 @@ def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dic
     assert any(ahead)
 
 
-@pytest.mark.parametrize("device", [{}, {"block_size": 1}], ids=str)
+@each("device", [{}, {"block_size": 1}])
 def test_rows_that_stop_in_the_middle(folder: Path, device: dict[str, Any]) -> None:
     """What was computed after a stop is dropped, also where it would fill a block, and the others go on."""
     free = [output.completions[0].token_ids for output in run(engine_of(folder), [DRAWN])]
@@ -148,16 +133,15 @@ def test_a_step_begins_before_the_last_ones_tokens_are_asked_for(folder: Path, m
     assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
 
 
-@pytest.mark.parametrize(
+@each(
     "settings",
     [
         {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3},
         {"logit_bias": {5: 3.0}, "allowed_token_ids": [5, 6, 7, 8]},
         {"min_new_tokens": 5, "stop_token_ids": [5, 6]},
     ],
-    ids=lambda settings: next(iter(settings)),
 )
-@pytest.mark.parametrize("decode", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@each("decode", [GREEDY, DRAWN])
 def test_no_step_waits_for_penalties_and_bans(folder: Path, decode: DecodeConfig, settings: dict[str, Any]) -> None:
     decode = replace(decode, max_new_tokens=8, **settings)
     prompt = [5, 6, 7, 5]

@@ -23,8 +23,10 @@ from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.adapters import change_adapter, write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build, change_config
-from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices, with_long
+from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices
+from tests.helpers.tiers import tiers
 
 LATENT_BYTES = 4 * (24 + 8) * 4  # of a token: layers with the one that drafts, channels, float32
 DEVICES = devices(24 * 4 * LATENT_BYTES)
@@ -49,16 +51,25 @@ def drafted(decode: DecodeConfig) -> DecodeConfig:
     return replace(decode, speculate=Speculate.mtp, speculation=DRAFTED)
 
 
-@pytest.mark.parametrize(("setting", "device"), with_long(SETTINGS, DEVICES))
-def test_drafts_change_nothing(folder: Path, setting: str, device: str, preempted: list[SequenceGroup]) -> None:
-    decode = SETTINGS[setting]
-    expected = [output.completions for output in generate(engine_of(folder), PROMPTS, decode)]
-    engine = load_engine(mtp_run(folder, **DEVICES[device]), 3)
-    preempted.clear()
-    for _ in range(2):  # the second time over what the prefix cache knows
-        assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
-    assert engine.speculator.counts.num_drafted_tokens > 0
-    assert bool(preempted) == (device == "preemption")
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Engine:
+    """One that does not draft."""
+    return engine_of(folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", tiers(DEVICES, quick=["chunks"], long=DEVICES))
+def test_drafts_change_nothing(folder: Path, plain: Engine, device: str, preempted: list[SequenceGroup]) -> None:
+    engine, num_drafted = load_engine(mtp_run(folder, **DEVICES[device]), 3), 0
+    for setting in SETTINGS:
+        decode = replace(SETTINGS[setting], cache_salt=setting)  # a setting finds no blocks of another
+        expected = [output.completions for output in generate(plain, PROMPTS, decode)]
+        preempted.clear()
+        for _ in range(2):  # the second time over what the prefix cache knows
+            assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
+        assert engine.speculator.counts.num_drafted_tokens > num_drafted
+        assert bool(preempted) == (device == "preemption")
+        num_drafted = engine.speculator.counts.num_drafted_tokens
 
 
 def watch_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
@@ -78,7 +89,11 @@ def watch_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 @pytest.mark.parametrize(
     ("config", "device"),
-    [({}, "preemption"), ({"rope_parameters": YARN}, "chunks"), ({"first_k_dense_replace": 4}, "roomy")],
+    [
+        ({}, "preemption"),
+        pytest.param({"rope_parameters": YARN}, "chunks", marks=pytest.mark.long),
+        pytest.param({"first_k_dense_replace": 4}, "roomy", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_drafts_are_those_of_the_definition(
@@ -94,6 +109,7 @@ def test_drafts_are_those_of_the_definition(
         assert draft == reference.drafts(token_ids, len(draft))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -118,7 +134,7 @@ def test_families_of_the_same_form_draft_as_it_does(
         assert draft == reference.drafts(token_ids, len(draft))
 
 
-@pytest.mark.parametrize("device", ["roomy", "one block a token", "chunks"])
+@pytest.mark.parametrize("device", tiers([*DEVICES][:3], quick=["chunks"], long=[*DEVICES][:3]))
 def test_what_waited_for_a_draft_is_computed_before_it(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +155,8 @@ def test_what_waited_for_a_draft_is_computed_before_it(
         assert draft == reference.drafts(token_ids, len(draft))
 
 
-@pytest.mark.parametrize(("budget", "most"), [(2048, 32), (8, 8)])
+@pytest.mark.long
+@each("budget, most", [(2048, 32), (8, 8)])
 def test_without_drafts_the_layer_computes_many_tokens_at_once(
     folder: Path, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,9 +190,9 @@ def test_hidden_states_are_those_of_the_definition(tmp_path: Path) -> None:
     torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("quant", [QuantConfig(QuantScheme.int8), QuantConfig(kv_cache=KVCacheFormat.int8)], ids=str)
-def test_quantised_models_draft_too(folder: Path, quant: QuantConfig) -> None:
-    run = replace(mtp_run(folder), quant=quant)
+@pytest.mark.long
+def test_quantised_models_draft_too(folder: Path) -> None:
+    run = replace(mtp_run(folder), quant=QuantConfig(QuantScheme.int8, kv_cache=KVCacheFormat.int8))
     run = replace(run, model=replace(run.model, dtype=DType.bfloat16))
     engine = load_engine(run, 3)
     decode = replace(DRAWN, logprobs=2)
@@ -184,13 +201,15 @@ def test_quantised_models_draft_too(folder: Path, quant: QuantConfig) -> None:
     assert engine.speculator.counts.num_drafted_tokens > 0
 
 
-def test_rows_that_do_not_draft_leave_no_rubbish_to_those_that_do(folder: Path) -> None:
-    expected = [output.completions for output in generate(engine_of(folder), PROMPTS, GREEDY)]
+@pytest.mark.long
+def test_rows_that_do_not_draft_leave_no_rubbish_to_those_that_do(folder: Path, plain: Engine) -> None:
+    expected = [output.completions for output in generate(plain, PROMPTS, GREEDY)]
     engine = load_engine(mtp_run(folder), 3)
     generate(engine, PROMPTS, GREEDY)
     assert [output.completions for output in generate(engine, PROMPTS, drafted(GREEDY))] == expected
 
 
+@pytest.mark.long
 def test_rows_with_adapters_of_the_head(folder: Path, tmp_path: Path) -> None:
     """The layer reads all of a prompt's hidden states, and the head its last one, which has the row's adapter."""
     names = ["q_b_proj", "lm_head"]
@@ -210,12 +229,13 @@ def test_rows_with_adapters_of_the_head(folder: Path, tmp_path: Path) -> None:
     assert [a == b for a, b in zip(said(decode, [None, None]), expected, strict=True)] == [False, True] * 3
 
 
-def test_the_layer_is_loaded_only_where_it_is_asked_for(folder: Path) -> None:
-    plain, ahead = engine_of(folder).runner, load_engine(mtp_run(folder), 1).runner
-    assert (len(plain.cache.layers), len(ahead.cache.layers)) == (3, 4)
-    assert plain.weight_bytes < ahead.weight_bytes
+@pytest.mark.long
+def test_the_layer_is_loaded_only_where_it_is_asked_for(folder: Path, plain: Engine) -> None:
+    ahead = load_engine(mtp_run(folder), 1).runner
+    assert (len(plain.runner.cache.layers), len(ahead.cache.layers)) == (3, 4)
+    assert plain.runner.weight_bytes < ahead.weight_bytes
     with pytest.raises(UserError, match=r"decode\.speculate=mtp"):
-        engine_of(folder).request(0, [5], drafted(GREEDY))
+        plain.request(0, [5], drafted(GREEDY))
 
 
 def test_random_weights_have_the_layer(folder: Path) -> None:

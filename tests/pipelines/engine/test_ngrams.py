@@ -7,6 +7,8 @@ import pytest
 from conf.decoding import MAX_NGRAM, DecodeConfig
 from conf.errors import UserError
 from pipelines.engine.ngrams import NgramIndex
+from tests.helpers.cases import each
+from tests.helpers.drafts import Counted
 
 
 def followers(token_ids: list[int], size: int) -> set[int]:
@@ -16,7 +18,7 @@ def followers(token_ids: list[int], size: int) -> set[int]:
     return {token_ids[i + size - 1] for i in starts if token_ids[i : i + size - 1] == last}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
+@each("size", [1, 2, 3, 5, 40])
 def test_it_says_what_a_search_says_while_sequences_grow_and_fork(size: int) -> None:
     rng, found = random.Random(size), 0
     branches = [(NgramIndex(size), [rng.randrange(3) for _ in range(60)]) for _ in range(3)]
@@ -31,18 +33,7 @@ def test_it_says_what_a_search_says_while_sequences_grow_and_fork(size: int) -> 
     assert found > 10
 
 
-class Counted(list[int]):
-    """Tokens that count how often one is read."""
-
-    num_read = 0
-
-    def __getitem__(self, key):  # type: ignore[no-untyped-def]
-        assert isinstance(key, int), "a slice reads many"
-        self.num_read += 1
-        return super().__getitem__(key)
-
-
-@pytest.mark.parametrize("size", [2, MAX_NGRAM])
+@each("size", [2, MAX_NGRAM])
 def test_a_token_costs_two_reads_however_many_there_are(size: int) -> None:
     rng, index = random.Random(0), NgramIndex(size)
     tokens = Counted(rng.randrange(50) for _ in range(3000))

@@ -14,6 +14,7 @@ from kernels import build
 from pipelines.engine import Engine
 from pipelines.engine.request import Pooling, SequenceGroup
 from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.oracle import random_prompts
 
 LENGTHS = (5, 1, 40, 17, 16, 128)
@@ -38,10 +39,11 @@ def vectors(engine: Engine, prompts: list[list[int]], pooling: Pooling, **decode
     return [found[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("pooling", Pooling)
-def test_vectors_are_those_of_transformers(tmp_path: Path, pooling: Pooling) -> None:
+def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
     reference, prompts = write_llama(tmp_path), random_prompts(96, LENGTHS)
-    for prompt, vector in zip(prompts, vectors(engine_of(tmp_path), prompts, pooling), strict=True):
+    engine = engine_of(tmp_path)
+    found = {pooling: vectors(engine, prompts, pooling) for pooling in Pooling}
+    for i, prompt in enumerate(prompts):
         with torch.inference_mode():
             hidden = reference.model(torch.tensor([prompt])).last_hidden_state[0]
             wanted = {
@@ -49,9 +51,10 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, pooling: Pooling) -> 
                 Pooling.mean: hidden.double().mean(0).float(),
                 Pooling.cls: hidden[0],
             }
-        assert vector.dtype == torch.float32
-        # Logits are of order 10, and float32 sums in another order; hidden states are of order 1.
-        torch.testing.assert_close(vector, wanted[pooling], atol=1e-5, rtol=1e-5)
+        for pooling in Pooling:
+            assert found[pooling][i].dtype == torch.float32
+            # Logits are of order 10, and float32 sums in another order; hidden states are of order 1.
+            torch.testing.assert_close(found[pooling][i], wanted[pooling], atol=1e-5, rtol=1e-5)
 
 
 def test_a_mean_is_added_up_in_float64(folder: Path) -> None:
@@ -66,12 +69,8 @@ def test_a_mean_is_added_up_in_float64(folder: Path) -> None:
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("pooling", Pooling)
-@pytest.mark.parametrize(
-    ("device", "batch_size"),
-    [({}, 1), ({"max_batched_tokens": 5, "block_size": 4}, 3), ({"max_batched_tokens": 33}, 6)],
-    ids=["alone", "chunks of 5", "six in chunks of 33"],
-)
+@each("pooling", Pooling)
+@each("device, batch_size", [({}, 1), ({"max_batched_tokens": 5, "block_size": 4}, 3), ({"max_batched_tokens": 33}, 6)])
 def test_bits_depend_on_the_prompt_alone(
     folder: Path, pooling: Pooling, device: dict[str, Any], batch_size: int
 ) -> None:
@@ -85,10 +84,11 @@ def test_bits_depend_on_the_prompt_alone(
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("pooling", Pooling)
+@each("pooling", Pooling)
 def test_beside_rows_that_generate_and_after_preemption(
     folder: Path, pooling: Pooling, preempted: list[SequenceGroup]
 ) -> None:
+    preempted.clear()
     first, second = random_prompts(96, (5, 30))
     (wanted,) = vectors(engine_of(folder), [second], pooling, prefix_cache=False)
     engine = engine_of(folder, max_batched_tokens=6, block_size=4, kv_cache_memory=str(10 * 4 * 2 * 2 * 2 * 16 * 4))
@@ -129,16 +129,13 @@ def test_a_vector_that_is_not_finite_fails_its_own_row(folder: Path) -> None:
         assert "not finite" in str(errors[1])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "decode", "message"),
-    [
-        ([], {}, "the prompt has no tokens"),
-        ([96], {}, "prompt token id 96 is not in the vocabulary: give ids from 0 to 95"),
-        ([5] * 129, {}, r"the prompt has 129 tokens, more than the model takes \(max_position_embeddings=128\): shorten it to at most 128"),
-        ([5], {"temperature": 0.5}, "decode.temperature=0.5 is not used where nothing is generated: leave it out"),
-        ([5], {"n": 2, "temperature": 1.0}, "is not used where nothing is generated"),
-    ],
-)  # fmt: skip
+@each("prompt, decode, message", [
+    ([], {}, "the prompt has no tokens"),
+    ([96], {}, "prompt token id 96 is not in the vocabulary: give ids from 0 to 95"),
+    ([5] * 129, {}, r"the prompt has 129 tokens, more than the model takes \(max_position_embeddings=128\): shorten it to at most 128"),
+    ([5], {"temperature": 0.5}, "decode.temperature=0.5 is not used where nothing is generated: leave it out"),
+    ([5], {"n": 2, "temperature": 1.0}, "is not used where nothing is generated"),
+])  # fmt: skip
 def test_refusals(folder: Path, prompt: list[int], decode: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         engine_of(folder).pooled_request(0, prompt, Pooling.last, DecodeConfig(**decode))

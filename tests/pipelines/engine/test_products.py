@@ -15,9 +15,10 @@ from conf.schema import DType
 from kernels import build
 from pipelines.loading import load_engine
 from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, link
 from tests.helpers.deepseek import V3_GROUPS
 from tests.helpers.deepseek import build as build_deepseek
-from tests.helpers.goldens import FAMILIES, GOLDENS, link
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="without the C++ kernels torch computes")
 
@@ -61,25 +62,28 @@ def check(
         generate(engine, prompts, decode)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_in_every_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.long
+@each("family", GOLDEN_FAMILIES)
+def test_every_family_in_every_dtype(family: str, tmp_path: Path) -> None:
     prompts = load_file(GOLDENS / family / "golden.safetensors")["input_ids"].tolist()
-    check(link(family, tmp_path), dtype, prompts=prompts * 3)
+    (tmp_path / family).mkdir()
+    link(family, tmp_path / family)
+    for dtype in ("float32", "float16"):
+        check(tmp_path / family, dtype, prompts=prompts * 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_deepseek(dtype: str, tmp_path: Path) -> None:
-    for version, options in ((2, {}), (3, V3_GROUPS)):
-        build_deepseek(version, **options).save_pretrained(tmp_path / str(version))
+@each("version, options", [(2, {}), (3, V3_GROUPS)])
+def test_deepseek(version: int, options: dict[str, Any], tmp_path: Path) -> None:
+    build_deepseek(version, **options).save_pretrained(tmp_path / str(version))
+    for dtype in ("float32", "bfloat16", "float16"):
         check(tmp_path / str(version), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("quant", CODES)
-def test_every_scheme_in_every_dtype(quant: str, dtype: str, tmp_path: Path) -> None:
+def test_every_scheme_in_every_dtype(tmp_path: Path) -> None:
     write_llama(tmp_path)
-    check(tmp_path, dtype, quant=CODES[quant])
+    for quant in CODES.values():
+        for dtype in ("float32", "bfloat16", "float16"):
+            check(tmp_path, dtype, quant=quant)
 
 
 def test_contrastive_search(tmp_path: Path) -> None:

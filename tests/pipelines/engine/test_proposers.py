@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from conf.decoding import DecodeConfig
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
 from pipelines.engine.proposers.draft import Draft
@@ -11,6 +9,7 @@ from pipelines.engine.proposers.ngram import NgramProposer, Places, paddle_draft
 from pipelines.engine.proposers.shared_table import MAX_TABLES, NUM_BEFORE, SharedTables
 from pipelines.engine.request import ContextLimit, Sequence
 from pipelines.engine.request_factory import RequestFactory
+from tests.helpers.cases import each
 
 FACTORY = RequestFactory(None, 96, ContextLimit(4096, "max_position_embeddings"), frozenset(), {}, 4096, 16, 4096)
 
@@ -30,8 +29,8 @@ def draft(row: Sequence, most: int = 3, proposer: NgramProposer | None = None) -
     return tokens
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said", "settings", "expected"),
+@each(
+    "prompt, said, settings, expected",
     [
         ([1, 2, 3, 4, 5, 1], [2], {}, [3, 4, 5]),  # what followed 1 2
         ([1, 2, 3, 4, 1, 2, 6, 7, 9, 1], [2], {}, [6, 7, 9]),  # the latest place
@@ -70,8 +69,8 @@ def test_places_are_those_of_a_search() -> None:
         assert places.find(last) == found
 
 
-@pytest.mark.parametrize(
-    ("said", "expected"),
+@each(
+    "said, expected",
     [
         ([4], [5, 6, 7]),  # the output begins as the prediction does
         ([4, 5, 6], [7, 8]),
@@ -84,8 +83,8 @@ def test_a_prediction_is_looked_at_first(said: list[int], expected: list[int]) -
     assert draft(sequence([9, 9, 1], said, prediction=[4, 5, 6, 7, 8])) == expected
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said", "max_ngram", "most", "expected"),
+@each(
+    "prompt, said, max_ngram, most, expected",
     [
         ([1, 2, 3, 1, 2, 4], [1, 2], 3, 3, [3, 1, 2]),  # the first place in the prompt, not the latest
         ([1, 2, 3, 9, 2, 4], [9, 2], 3, 3, [4]),  # clipped at the prompt's end
@@ -106,9 +105,7 @@ def test_paddles_order(prompt: list[int], said: list[int], max_ngram: int, most:
     assert paddle_draft(row, max_ngram, most) == expected == draft(row, most)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "wanted"), [([4, 5, 6], [True, True, False]), ([4, 7], [True, False]), ([None], [False])]
-)
+@each("tokens, wanted", [([4, 5, 6], [True, True, False]), ([4, 7], [True, False]), ([None], [False])])
 def test_a_draft_of_weights_ends_where_the_text_does(tokens: list[int | None], wanted: list[bool]) -> None:
     """At its length, at a stop token, and where all tokens are banned."""
     decode = DecodeConfig(max_new_tokens=9, stop_token_ids=[7])
@@ -127,9 +124,7 @@ def test_rows_of_one_salt_learn_from_each_other() -> None:
     assert draft(sequence([50, 11, 12], [13], salt="a", shared=False), proposer=proposer) == []
 
 
-@pytest.mark.parametrize(
-    "settings", [{"shared": False}, {"order": DraftOrder.paddle}, {"acceptance": Acceptance.top_p_window}], ids=str
-)
+@each("settings", [{"shared": False}, {"order": DraftOrder.paddle}, {"acceptance": Acceptance.top_p_window}])
 def test_rows_that_do_not_share_teach_and_learn_nothing(settings: dict[str, Any]) -> None:
     proposer, text = NgramProposer(), [11, 12, 13, 14, 15, 16]
     proposer.learn(sequence(text[:2], text[2:], **{"shared": True, **settings}))

@@ -11,11 +11,11 @@ from kernels import build
 from pipelines.engine import Engine, recorded_steps, runner
 from pipelines.engine.recorded_steps import RecordedSteps
 from tests.helpers.builders import engine_of, generate, write_llama
+from tests.helpers.catalog import DEEPSEEK, GOLDEN_FAMILIES, OTHERS, prompts_for, write_family
 from tests.helpers.deepseek import CASES
-from tests.helpers.goldens import FAMILIES
+from tests.helpers.divided import LAYER_KINDS
 from tests.helpers.oracle import write_model
-from tests.models.test_model_parts import OTHERS, write_family
-from tests.models.test_parallel import prompts_for
+from tests.helpers.tiers import tiers
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are recorded where the C++ kernels are")
 
@@ -46,7 +46,10 @@ def answers(engine: Engine, prompt: list[int]) -> list[Any]:
     return [(o.completions[0].token_ids, o.completions[0].logprobs) for outputs in turns for o in outputs]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS, *CASES, *SCALED])
+QUICK, LONG = [*LAYER_KINDS.values(), *SCALED], [*GOLDEN_FAMILIES, *OTHERS, *DEEPSEEK]
+
+
+@pytest.mark.parametrize("name", tiers(dict.fromkeys([*LONG, *CASES, *SCALED]), quick=QUICK, long=LONG))
 def test_steps_are_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", 1)
     prompt = write(name, tmp_path)

@@ -11,6 +11,7 @@ from conf.errors import UserError
 from pipelines.engine.request import ContextLimit
 from pipelines.engine.request_factory import RequestFactory
 from tests.helpers.builders import engine_of, write_llama
+from tests.helpers.cases import each
 
 FACTORY = RequestFactory(
     tokenizer=None,
@@ -33,8 +34,8 @@ def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> Non
     assert engine.request(7, [5, 6], decode) == FACTORY.make(7, [5, 6], decode)
 
 
-@pytest.mark.parametrize(
-    ("changed", "prompt", "decode", "message"),
+@each(
+    "changed, prompt, decode, message",
     [
         ({}, [96], {}, "prompt token id 96 is not in the vocabulary: give ids from 0 to 95"),
         ({}, [], {}, "the prompt has no tokens"),

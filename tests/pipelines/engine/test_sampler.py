@@ -1,6 +1,7 @@
 """The sampler: each rule against its definition, and the whole against the exact distribution."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pipelines.engine.logits import process_logits
 from pipelines.engine.request import ContextLimit, SamplingContext
 from pipelines.engine.request_factory import resolve_sampling_params
 from pipelines.engine.sampler import sample, token_logprobs, uniform
+from tests.helpers.cases import each
 
 INF = math.inf
 
@@ -79,7 +81,7 @@ def test_min_new_tokens_forbids_eos_and_stop_tokens() -> None:
 TOKENS = [3, 5, 7, 5, 3, 5, 7, 2, 3, 5]  # prompt and output
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
+@each("size", [1, 2, 3, 4, 20])
 def test_no_repeat_ngram_equals_transformers(size: int) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([TOKENS]), logits[None].clone())[0]
@@ -159,7 +161,8 @@ def test_callers_logits_stay_unmodified() -> None:
     assert logits.tolist() == [[1.0, 2.0, 2.0]]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     "settings",
     [
         {},
@@ -169,13 +172,13 @@ def test_callers_logits_stay_unmodified() -> None:
         {"min_p": 0.1},
         {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
     ],
-    ids=["plain", "temperature", "top_k", "top_p", "min_p", "all"],
 )
 def test_chi_square_against_the_exact_distribution(settings: dict[str, float]) -> None:
     vocab_size, draws = 24, 20_000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5)) * 2
     exact = exact_distribution(logits.tolist(), **settings)
-    rows = [context([0], [], seed=seed, **{"temperature": 1.0, **settings}) for seed in range(draws)]
+    row = context([0], [], **{"temperature": 1.0, **settings})
+    rows = [replace(row, params=replace(row.params, seed=seed)) for seed in range(draws)]
     counts = torch.bincount(torch.tensor(sample(logits.expand(draws, -1), rows)), minlength=vocab_size).tolist()
     assert all(count == 0 for count, p in zip(counts, exact, strict=True) if p == 0)
     statistic = sum((count - draws * p) ** 2 / (draws * p) for count, p in zip(counts, exact, strict=True) if p > 0)

@@ -22,6 +22,8 @@ from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling, SequenceGroup
 from pipelines.loading import load_engine
 from tests.helpers.builders import SMALL, all_logits, complete, generate, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.catalog import SHARED_PROMPTS
 from tests.helpers.oracle import TOLERANCE, write_random
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
 from tests.helpers.soft_prefixes import (
@@ -32,11 +34,10 @@ from tests.helpers.soft_prefixes import (
     write_paddle,
     write_peft,
 )
+from tests.helpers.tiers import tiers
 
 LENGTHS = [1, 16, 37]  # within a block, a block of a CPU, and some with a part
 PROMPT = [5, 9, 33, 2, 71, 40, 8, 8, 13, 27, 60]
-BEGINNING = list(range(5, 15))
-PROMPTS = [[*BEGINNING, 20], [21], [*BEGINNING, 22, 23, 24, 25], [*BEGINNING, 20], [30, 31, 32]]
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
 CACHED = replace(GREEDY, prefix_cache=True)
 BEAMS = replace(GREEDY, max_new_tokens=8, num_beams=3, num_return_sequences=3)
@@ -58,28 +59,30 @@ def greedy(logits_of: Any, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("num_tokens", LENGTHS)
-@pytest.mark.parametrize("kind", PEFT_CONFIGS)
+@pytest.mark.long
+@each("num_tokens", LENGTHS)
+@each("kind", PEFT_CONFIGS)
 def test_equals_peft(base: tuple[Path, Any], tmp_path: Path, kind: str, num_tokens: int) -> None:
-    folder, model = base
-    reference = write_peft(tmp_path / "p", copy.deepcopy(model), kind, num_tokens)
-    engine, expected = engine_with(folder, {"p": tmp_path / "p"}), peft_logits(reference, PROMPT)
+    (folder, model), path = base, tmp_path / f"{kind} {num_tokens}"
+    reference = write_peft(path, copy.deepcopy(model), kind, num_tokens)
+    engine, expected = engine_with(folder, {"p": path}), peft_logits(reference, PROMPT)
     torch.testing.assert_close(all_logits(engine, PROMPT, "p"), expected, atol=TOLERANCE, rtol=0)
     # The prefix matters: without it the same prompt has other logits.
     assert (all_logits(engine, PROMPT) - expected).abs().max() > 1
     tokens = greedy(lambda ids: peft_logits(reference, ids), 12)
     assert complete(engine, [PROMPT], GREEDY, "p")[0].token_ids == tokens
-    chunked = engine_with(folder, {"p": tmp_path / "p"}, max_batched_tokens=4, block_size=4)
+    chunked = engine_with(folder, {"p": path}, max_batched_tokens=4, block_size=4)
     assert complete(chunked, [PROMPT], CACHED, "p")[0].token_ids == tokens
 
 
-@pytest.mark.parametrize("num_tokens", LENGTHS)
+@each("num_tokens", LENGTHS)
 def test_positions_behind_pre_caches_begin_at_0(base: tuple[Path, Any], tmp_path: Path, num_tokens: int) -> None:
     """Against transformers in float64, which is told the positions."""
-    folder, model = base
-    values = write_paddle(tmp_path / "pre_caches.npy", num_tokens)
+    (folder, model), path = base, tmp_path / str(num_tokens)
+    path.mkdir()
+    values = write_paddle(path / "pre_caches.npy", num_tokens)
     engine, reference = (
-        engine_with(folder, {"file": tmp_path / "pre_caches.npy", "folder": tmp_path}),
+        engine_with(folder, {"file": path / "pre_caches.npy", "folder": path}),
         copy.deepcopy(model),
     )
     expected = paddle_logits(reference, values, PROMPT)
@@ -108,13 +111,14 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["prefix_tuning", "prompt_tuning"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each("kind", ["prefix_tuning", "prompt_tuning"])
+@each("family", FAMILIES)
 def test_families_equal_peft(tmp_path: Path, family: str, kind: str) -> None:
     """Learned positions, ALiBi, norms of queries and keys."""
-    model = write_random(tmp_path / "model", FAMILIES[family]())
-    reference = write_peft(tmp_path / "p", model, kind, 5)
-    logits = all_logits(engine_with(tmp_path / "model", {"p": tmp_path / "p"}), PROMPT, "p")
+    folder = tmp_path / f"{family} {kind}"
+    model = write_random(folder / "model", FAMILIES[family]())
+    reference = write_peft(folder / "p", model, kind, 5)
+    logits = all_logits(engine_with(folder / "model", {"p": folder / "p"}), PROMPT, "p")
     torch.testing.assert_close(logits, peft_logits(reference, PROMPT), atol=TOLERANCE, rtol=0)
 
 
@@ -148,7 +152,10 @@ def write_static(source: Path, kv_cache: str, folder: Path) -> Path:
     return folder / "made"
 
 
-@pytest.mark.parametrize("kv_cache", ["none", "int8", "fp8", "int4", *STATIC_CACHES])
+CACHES = ["none", "int8", "fp8", "int4", *STATIC_CACHES]
+
+
+@pytest.mark.parametrize("kv_cache", tiers(CACHES, quick=["none", "int8, static"], long=CACHES))
 def test_the_engine_changes_no_token(
     base: tuple[Path, Any], tmp_path: Path, kv_cache: str, preempted: list[SequenceGroup]
 ) -> None:
@@ -160,25 +167,25 @@ def test_the_engine_changes_no_token(
     prefixes = {"p": tmp_path / "p"}
     roomy = engine_with(folder, prefixes, kv_cache)
     modes = (GREEDY, BEAMS, SAMPLES, CONTRASTIVE)
-    alone = [[tokens_of(generate(roomy, [prompt], mode, "p"))[0] for prompt in PROMPTS] for mode in modes]
-    assert [tokens_of(generate(roomy, PROMPTS, mode, "p")) for mode in modes] == alone
-    assert tokens_of(generate(roomy, PROMPTS, GREEDY)) != alone[0]
+    alone = [[tokens_of(generate(roomy, [prompt], mode, "p"))[0] for prompt in SHARED_PROMPTS] for mode in modes]
+    assert [tokens_of(generate(roomy, SHARED_PROMPTS, mode, "p")) for mode in modes] == alone
+    assert tokens_of(generate(roomy, SHARED_PROMPTS, GREEDY)) != alone[0]
     per_token = roomy.runner.kv_bytes_per_token
     small = engine_with(folder, prefixes, kv_cache, block_size=4, kv_cache_memory=str(20 * 4 * per_token))
     assert small.requests.num_blocks == 17
-    assert [tokens_of(generate(small, PROMPTS, mode, "p")) for mode in modes] == alone
+    assert [tokens_of(generate(small, SHARED_PROMPTS, mode, "p")) for mode in modes] == alone
     assert preempted
     chunked = engine_with(folder, prefixes, kv_cache, max_batched_tokens=5, block_size=4)
-    assert [tokens_of(generate(chunked, PROMPTS, mode, "p")) for mode in (GREEDY, CACHED, BEAMS)] == [
+    assert [tokens_of(generate(chunked, SHARED_PROMPTS, mode, "p")) for mode in (GREEDY, CACHED, BEAMS)] == [
         alone[0],
         *alone[:2],
     ]
-    outputs = generate(chunked, PROMPTS, CACHED, "p")
+    outputs = generate(chunked, SHARED_PROMPTS, CACHED, "p")
     assert tokens_of(outputs) == alone[0]
     # The block that the prefix ends in is found, too: 9 virtual tokens and 7 of a prompt's are 4 blocks of 4.
     assert [output.num_cached_tokens for output in outputs] == [7, 0, 11, 7, 0]
     drafted = replace(CACHED, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False, num_tokens=5))
-    assert tokens_of(generate(small, PROMPTS, drafted, "p")) == alone[0]
+    assert tokens_of(generate(small, SHARED_PROMPTS, drafted, "p")) == alone[0]
     assert small.speculator.counts.num_drafted_tokens > 0
 
 
@@ -255,7 +262,7 @@ def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> 
     assert len(complete(engine, [PROMPT], replace(GREEDY, max_new_tokens=9), "p")[0].token_ids) == 9
 
 
-@pytest.mark.parametrize("layout", ["pre_caches.npy", "prompt_tuning"])
+@each("layout", ["pre_caches.npy", "prompt_tuning"])
 def test_numbers_that_the_dtype_does_not_reach_are_refused(base: tuple[Path, Any], tmp_path: Path, layout: str) -> None:
     """As infinite keys they would fail every row after the prefix."""
     if layout == "pre_caches.npy":

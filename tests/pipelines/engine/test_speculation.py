@@ -19,7 +19,9 @@ from pipelines.engine.request import Output, SequenceGroup
 from pipelines.engine.scheduler import StepPlan
 from tests.helpers import drafts
 from tests.helpers.builders import KEY_VALUE_BYTES, engine_of, write_llama
+from tests.helpers.cases import each
 from tests.helpers.drafts import DRAWN, EOS, GREEDY, Hostile, at_random, devices
+from tests.helpers.tiers import in_turn, tiers
 
 PROMPTS = [[0, 70 + i, 9, 4] * (i + 1) for i in range(6)]
 SETTINGS = {
@@ -76,16 +78,11 @@ def plain(chatty: Path) -> Callable[[str], list[Output]]:
     return outputs
 
 
-def cases() -> list[Any]:
-    """All of them; those that `make test` runs have every pair of a setting and a device."""
-    places = [(a, b, c) for a in range(len(SETTINGS)) for b in range(len(DEVICES)) for c in range(len(RIGHT))]
-    return [
-        pytest.param(*names, marks=[] if (a + b) % len(RIGHT) == c else pytest.mark.long)
-        for names, (a, b, c) in zip(itertools.product(SETTINGS, DEVICES, RIGHT), places, strict=True)
-    ]
+# Every way to be wrong on every device, with the settings in turn: the property below takes them with steps that are cut anywhere.
+CHOSEN = [(setting, *place) for place, setting in in_turn(itertools.product(DEVICES, RIGHT), SETTINGS)]
 
 
-@pytest.mark.parametrize(("setting", "device", "right"), cases())
+@pytest.mark.parametrize(("setting", "device", "right"), tiers(itertools.product(SETTINGS, DEVICES, RIGHT), CHOSEN))
 def test_drafts_change_nothing(
     chatty: Path,
     plain: Callable[[str], list[Output]],
@@ -106,6 +103,7 @@ def test_drafts_change_nothing(
     assert right != "all wrong" or counts.num_accepted_tokens == 0
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     setting=st.sampled_from([name for name in SETTINGS if name != "last token"]),
@@ -134,21 +132,25 @@ def test_drafts_change_nothing_wherever_steps_are_cut(
     assert run(hostile(engine, expected, at_random(chance)), drafted(SETTINGS[setting], **speculation)) == expected
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("order", DraftOrder, ids=lambda order: order.name)
-@pytest.mark.parametrize("adaptive", [True, False], ids=["adaptive", "fixed"])
+ORDERS, ADAPTIVE = ("longest", "paddle"), (False, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "order", "adaptive"),
+    tiers(itertools.product(SETTINGS, ORDERS, ADAPTIVE), in_turn(SETTINGS, ORDERS, ADAPTIVE)),
+)
 def test_copied_drafts_change_nothing(
-    chatty: Path, plain: Callable[[str], list[Output]], setting: str, order: DraftOrder, adaptive: bool
+    chatty: Path, plain: Callable[[str], list[Output]], setting: str, order: str, adaptive: bool
 ) -> None:
     engine, expected = engine_of(chatty, tokenizer=""), plain(setting)
-    decode = drafted(SETTINGS[setting], adaptive=adaptive, order=order, min_ngram=1)
+    decode = drafted(SETTINGS[setting], adaptive=adaptive, order=DraftOrder[order], min_ngram=1)
     assert run(engine, decode) == expected
     assert run(engine, decode) == expected  # with drafts from the rows of the first time
-    if setting == "greedy" and not adaptive and order is DraftOrder.longest:
+    if (setting, order, adaptive) == ("greedy", "longest", False):
         assert engine.speculator.counts.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("right", RIGHT)
+@each("right", RIGHT)
 def test_a_stop_string_among_drafts_ends_the_row_where_it_does_without(
     chatty: Path, plain: Callable[[str], list[Output]], right: str
 ) -> None:
@@ -160,7 +162,7 @@ def test_a_stop_string_among_drafts_ends_the_row_where_it_does_without(
     assert run(hostile(engine_of(chatty, tokenizer=""), known, RIGHT[right]), drafted(decode)) == expected
 
 
-@pytest.mark.parametrize("right", RIGHT)
+@each("right", RIGHT)
 def test_pieces_arrive_as_they_do_without(chatty: Path, plain: Callable[[str], list[Output]], right: str) -> None:
     def pieces(engine: Engine, decode: DecodeConfig) -> dict[tuple[int, int], list[Any]]:
         got: dict[tuple[int, int], list[Any]] = {}
@@ -181,7 +183,7 @@ def test_pieces_arrive_as_they_do_without(chatty: Path, plain: Callable[[str], l
     assert pieces(engine, drafted(decode)) == expected
 
 
-@pytest.mark.parametrize("right", ["all right", "random"])
+@each("right", ["all right", "random"])
 def test_remembered_blocks_are_those_of_a_plain_run(
     chatty: Path, plain: Callable[[str], list[Output]], right: str
 ) -> None:
@@ -196,12 +198,12 @@ def test_remembered_blocks_are_those_of_a_plain_run(
         [*prompt, *output.completions[0].token_ids, 7] for prompt, output in zip(PROMPTS, plain("drawn"), strict=True)
     ]
     for i, prompt in enumerate(followed):  # what the blocks hold is what a later prompt reads
-        for each in (without, engine):
-            each.add(each.request(i, prompt, GREEDY))
-    for each in (without, engine):
-        groups = [*each.scheduler.waiting]
-        while each.scheduler.running or each.scheduler.waiting:
-            each.step()
+        for either in (without, engine):
+            either.add(either.request(i, prompt, GREEDY))
+    for either in (without, engine):
+        groups = [*either.scheduler.waiting]
+        while either.scheduler.running or either.scheduler.waiting:
+            either.step()
         assert all(group.num_cached_tokens for group in groups)
         assert [g.output().completions for g in groups] == [c.completions for c in _alone(chatty, followed)]
 

@@ -1,12 +1,11 @@
 """Steps beside those who generate stay under the limit, on machines of any speed."""
 
-import pytest
-
 from pipelines.engine.step_budget import LEAST_PROMPT_TOKENS, StepBudget
+from tests.helpers.cases import each
 
 
-@pytest.mark.parametrize("token_ms", [0.05, 0.7, 3.1])
-@pytest.mark.parametrize("base_ms", [0.4, 35.0])
+@each("token_ms", [0.05, 0.7, 3.1])
+@each("base_ms", [0.4, 35.0])
 def test_the_time_of_steps_approaches_the_limit_from_below(token_ms: float, base_ms: float) -> None:
     budget, num_generating = StepBudget(200.0), 7
     for _ in range(10):

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 
-import pytest
 import torch
 
 from conf.decoding import DecodeConfig
@@ -11,7 +10,8 @@ from pipelines.engine.logits import process_logits
 from pipelines.engine.request import ContextLimit, SamplingContext
 from pipelines.engine.request_factory import resolve_sampling_params
 from pipelines.engine.token_counts import TokenCounts
-from tests.pipelines.engine.test_ngrams import Counted
+from tests.helpers.cases import each
+from tests.helpers.drafts import Counted
 
 
 def counted(counts: TokenCounts) -> dict[int, int]:
@@ -19,7 +19,7 @@ def counted(counts: TokenCounts) -> dict[int, int]:
     return dict(zip(counts.token_ids, counts.counts, strict=True))
 
 
-@pytest.mark.parametrize("with_prompt", [False, True])
+@each("with_prompt", [False, True])
 def test_it_says_what_a_count_says_while_sequences_grow_and_fork(with_prompt: bool) -> None:
     rng, prompt = random.Random(0), [3, 1, 3, 20]
     branches = [(TokenCounts(len(prompt), with_prompt), list(prompt)) for _ in range(3)]
@@ -39,9 +39,7 @@ def context(prompt: list[int], output: list[int], **decode: object) -> SamplingC
     return SamplingContext(params, Counted(prompt + output), len(prompt))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": 0.2}], ids=str
-)
+@each("settings", [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": 0.2}])
 def test_a_penalised_token_costs_one_read_however_many_there_are(settings: dict[str, float]) -> None:
     rng, logits = random.Random(0), torch.randn(1, 60)
     growing = context(rng.choices(range(50), k=3000), rng.choices(range(50), k=3000), **settings)

@@ -149,18 +149,19 @@ def by_the_text(engine: Engine, prompt: list[int], first: int, decode: DecodeCon
     return said[:most_tokens]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"top_p": 0.9},
-        {"top_p": 0.5, "num_tokens": 4, "max_candidates": 8},
-        {"top_p": 0.3, "verify_window": 1, "max_candidates": 3},
-        {"top_p": 0.1, "verify_window": 1, "max_candidates": 1},  # nobody asks for the second most likely
-        {"top_p": 0.99, "max_candidates": 2},  # candidates that never reach top_p
-        {"top_p": 0.95, "max_candidates": 64, "num_tokens": 15},
-    ],
-    ids=str,
-)
+QUICK: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_p": 0.1, "verify_window": 1, "max_candidates": 1},  # nobody asks for the second most likely
+]
+LONG: list[dict[str, Any]] = [
+    {"top_p": 0.5, "num_tokens": 4, "max_candidates": 8},
+    {"top_p": 0.3, "verify_window": 1, "max_candidates": 3},
+    {"top_p": 0.99, "max_candidates": 2},  # candidates that never reach top_p
+    {"top_p": 0.95, "max_candidates": 64, "num_tokens": 15},
+]
+
+
+@pytest.mark.parametrize("settings", [*QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)], ids=str)
 def test_texts_are_those_of_the_definition(chatty: Path, settings: dict[str, Any]) -> None:
     speculation = SpeculationConfig(**LOSSY, **{name: v for name, v in settings.items() if name != "top_p"})
     decode = DecodeConfig(max_new_tokens=24, ignore_eos=True, temperature=1.2, top_p=settings["top_p"], seed=11)

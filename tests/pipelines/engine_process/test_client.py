@@ -26,7 +26,9 @@ from pipelines.engine_process.frames import Accepted, Cancel, Delta, Submit, enc
 from pipelines.engine_process.suspects import MAX_CRASHES, digest_of
 from pipelines.loading import load_engine
 from tests.helpers.builders import REPOSITORY, run_config, said
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import READY
+from tests.helpers.fork_server import true_starts
 from tests.helpers.serving import Asked, Whole, idle, run_async, serving, tiny_run, whole
 from tests.helpers.waiting import LIMIT_S
 
@@ -128,6 +130,7 @@ def test_deltas_of_a_client_that_reads_late_are_one(engine: Engine) -> None:
     assert [sample.num_deltas for sample in late.samples.values()] == [1, 1]
 
 
+@pytest.mark.long
 def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
     submits = [Submit(0, prompt_of(engine, TEXTS[i % 4]), ENDLESS | {"seed": i}, streams=True) for i in range(8)]
 
@@ -153,6 +156,7 @@ def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
     run_async(test())
 
 
+@pytest.mark.long
 def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
     async def test() -> None:
         async with serving(stall_s=1.5) as client:
@@ -248,7 +252,8 @@ def test_two_sendings_are_the_same_whatever_seed_was_drawn() -> None:
     assert digest_of(first) not in map(digest_of, others)
 
 
-@pytest.mark.parametrize("value", [10**30, -(10**30), "\ud800"], ids=["large", "small", "half"])
+@pytest.mark.long
+@each("value", [10**30, -(10**30), "\ud800"])
 def test_what_no_frame_can_hold_is_refused_and_leaves_nothing(engine: Engine, value: object) -> None:
     async def test() -> None:
         async with serving() as client:
@@ -276,6 +281,7 @@ def test_who_waits_for_the_end_hears_what_ended_it(monkeypatch: pytest.MonkeyPat
     run_async(test())
 
 
+@pytest.mark.long
 def test_an_engine_that_sends_what_is_no_frame_is_ended(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,7 +391,7 @@ def child(sent: bytes) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=paths, pass_fds=[number], capture_output=True, text=True, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sent", "code", "said_last"),
     [
         (b"", 0, ""),
@@ -401,6 +407,7 @@ def test_the_process_ends_where_it_is_left_or_told_nonsense(sent: bytes, code: i
     assert "Traceback" not in done.stderr
 
 
+@true_starts()
 def test_the_client_loads_no_torch() -> None:
     code = "import sys, pipelines.engine_process.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

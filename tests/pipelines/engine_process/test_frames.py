@@ -27,6 +27,7 @@ from pipelines.engine_process.frames import (
     encode,
 )
 from tests.helpers.builders import run_config
+from tests.helpers.cases import each
 
 SENT = [
     Submit(1, [5, 6], {"temperature": 0.5, "stop": ["\n"], "logit_bias": {7: -1.0}}, adapter="fr", streams=True),
@@ -61,7 +62,7 @@ def test_what_the_engine_says_arrives_as_it_was() -> None:
     assert list(FrameReader(FromEngine).read(encode(said))) == [said]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [
         (msgspec.msgpack.encode({"type": "Submit", "id": "x"}), "a frame cannot be read: .*id"),

@@ -30,6 +30,7 @@ from pipelines.pooled_pipeline import EmbeddingPipeline
 from pipelines.report import NoProgress
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
+from tests.helpers.cases import each
 from tests.helpers.embedding_models import write_e5_mistral, write_qwen3_embedding
 from tests.helpers.engine_script import Script, serve
 
@@ -123,7 +124,7 @@ def test_settings_that_no_request_could_have_are_refused_before_any_comes(chatty
         loaded(run)
 
 
-@pytest.mark.parametrize("write", [write_qwen3_embedding, lambda f: write_e5_mistral(f, eos_in_tokenizer_json=False)])
+@each("write", [write_qwen3_embedding, lambda f: write_e5_mistral(f, eos_in_tokenizer_json=False)])
 def test_vectors_are_those_of_task_embed(tmp_path: Path, write: Callable[[Path], Any]) -> None:
     write(tmp_path)
     run = run_config(tmp_path)

@@ -28,6 +28,7 @@ from pipelines.engine_process.frames import (
 )
 from pipelines.engine_process.loading import Served, load_served
 from pipelines.engine_process.process import EngineProcess
+from tests.helpers.cases import each
 from tests.helpers.engine_script import Script, serve
 from tests.helpers.serving import tiny_run
 from tests.helpers.waiting import LIMIT_S
@@ -71,7 +72,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@each("streams", [False, True])
 def test_answers_are_those_of_the_engine_alone(served: Served, engine: Engine, streams: bool) -> None:
     wanted = [each for each in SETTINGS if not (streams and "num_beams" in each)]
     prompts = [prompt_of(engine, TEXTS[i % len(TEXTS)]) for i in range(len(wanted))]
@@ -103,13 +104,13 @@ def check_logprobs(
     if num_top is None:
         assert told == []
         return
-    assert [each.token_id for each in told] == token_ids
-    for each, step in zip(told, steps or [], strict=True):
-        assert (each.logprob, each.rank) == (step.logprobs[each.token_id], step.ranks[each.token_id])
-        assert len(each.top) == num_top
-        assert [value for _, value in each.top] == sorted((value for _, value in each.top), reverse=True)
-        assert all(step.logprobs[token] == value for token, value in each.top)
-        assert (each.token_id in dict(each.top)) == (each.rank <= num_top)
+    assert [token.token_id for token in told] == token_ids
+    for entry, step in zip(told, steps or [], strict=True):
+        assert (entry.logprob, entry.rank) == (step.logprobs[entry.token_id], step.ranks[entry.token_id])
+        assert len(entry.top) == num_top
+        assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
+        assert all(step.logprobs[token] == value for token, value in entry.top)
+        assert (entry.token_id in dict(entry.top)) == (entry.rank <= num_top)
 
 
 def test_a_seed_that_was_drawn_is_told_and_gives_the_same_again(served: Served, engine: Engine) -> None:
@@ -147,7 +148,7 @@ def test_where_all_left_a_beat_says_so(served: Served, engine: Engine) -> None:
     assert script.of(Done) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("submit", "message"),
     [
         (Submit(1, [], {}), "the prompt has no tokens"),
@@ -193,7 +194,7 @@ def test_a_failed_step_ends_what_ran_and_the_rest_goes_on(
     assert script.samples(4)[0].token_ids == script.samples(5)[0].token_ids
 
 
-@pytest.mark.parametrize("kind", [torch.AcceleratorError, None])
+@each("kind", [torch.AcceleratorError, None])
 def test_behind_what_cannot_be_mended_the_process_ends(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: type | None
 ) -> None:
@@ -320,7 +321,7 @@ class StepClock:
             self.reached.set()
 
 
-@pytest.mark.parametrize(
+@each(
     ("slow", "decode"),
     [
         ("pipelines.engine.guide._lark", {"guide": {"choice": ["yes", "no"]}}),

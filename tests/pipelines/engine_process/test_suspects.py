@@ -20,6 +20,7 @@ from pipelines.engine_process.frames import (
     encode,
 )
 from pipelines.engine_process.suspects import FORGOTTEN_S, MAX_SUSPECTS, Suspects
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import READY
 from tests.helpers.serving import run_async
 
@@ -102,7 +103,8 @@ class ScriptedChild:
 DONE = {"num_prompt_tokens": 1, "num_cached_tokens": 0, "num_generated_tokens": 1, "queue_s": 0.0, "first_token_s": 0.0}
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("is_suspect", "says"),
     [
         (False, lambda id: []),  # it never was looked at

@@ -32,7 +32,8 @@ from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.base import StoredWeight
 from quantization.part_files import PartFiles
 from tests.helpers.builders import all_logits, engine_of, run_config
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.quantized_models import (
     A8W8,
     CALIBRATED,
@@ -43,7 +44,7 @@ from tests.helpers.quantized_models import (
     reloaded,
     write_rows,
 )
-from tests.models.test_stored_head import tied
+from tests.helpers.stored_head import tied
 
 LLAMA = GOLDENS / "llama3"
 STATIC_A8W8 = CALIBRATED["a8w8 static"]
@@ -82,7 +83,8 @@ def reports_in(folder: Path) -> dict[str, dict[str, Any]]:
     return reports
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.long
+@each("name", CALIBRATED)
 def test_what_was_chosen_is_what_is_stored_and_what_runs(
     name: str, data: Path, tmp_path: Path, chosen: dict[str, StoredWeight]
 ) -> None:
@@ -118,9 +120,8 @@ def test_what_was_chosen_is_what_is_stored_and_what_runs(
 
 
 # Not fp8: its steps are shares of a value, so there is nothing to divide between activations and weights.
-@pytest.mark.parametrize(
-    "name", [name for name, quant in CALIBRATED.items() if quant.method is not QuantMethod.rtn and name[:3] != "fp8"]
-)
+@pytest.mark.long
+@each("name", [name for name, quant in CALIBRATED.items() if quant.method is not QuantMethod.rtn and name[:3] != "fp8"])
 def test_a_method_beats_rounding_to_nearest(name: str, tmp_path: Path) -> None:
     """Every layer's own error with GPTQ; with folds, whose last digits are luck in layers without outliers, the mean of all."""
     write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
@@ -177,6 +178,7 @@ def test_keys_of_the_config_that_nobody_read_are_named(
     assert f"the config in {source} has keys that are not used: logit_softcap" in caplog.messages
 
 
+@pytest.mark.long
 def test_all_zero_channels_are_fine(data: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -208,6 +210,7 @@ def test_layers_are_skipped_and_others_have_schemes_of_their_own(data: Path, tmp
     assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape[1] == 64 / 8
 
 
+@pytest.mark.long
 def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "made"
     run = quantize_run(LLAMA, STATIC_A8W8, target, data)

@@ -14,6 +14,7 @@ from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat
 from pipelines.loading import load_engine
 from quantization.layouts.packing import unpack
 from tests.helpers.builders import all_logits, run_config
+from tests.helpers.cases import each
 from tests.helpers.quantized_models import (
     A8W8,
     AWQ,
@@ -42,7 +43,8 @@ def data(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.long
+@each(
     ("format", "quant"),
     [
         (QuantizedFormat.awq, QuantConfig(INT4, AWQ, **LAYERS)),
@@ -97,7 +99,7 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
 
 
-@pytest.mark.parametrize(
+@each(
     ("format", "quant", "message"),
     [
         (

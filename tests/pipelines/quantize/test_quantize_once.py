@@ -33,7 +33,8 @@ from pipelines.quantize.preflight import preflight
 from pipelines.quantize.quantize import find_or_make
 from pipelines.request_settings import read_request_settings
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
@@ -93,6 +94,7 @@ def data(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
 
 
+@pytest.mark.long
 def test_several_processes_make_a_model_once_also_when_the_first_is_killed(data: Path, tmp_path: Path) -> None:
     made = tmp_path / "quantized"
     arguments, environment = (
@@ -209,7 +211,7 @@ def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
     assert not compose_run_config(["quant=a8w8", "quant.method=rtn"]).quant.needs_calibration
 
 
-@pytest.mark.parametrize(
+@each(
     ("scheme", "passes"),
     [
         ("a8w8 dynamic smoothquant", 1),

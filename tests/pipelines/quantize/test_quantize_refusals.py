@@ -17,7 +17,8 @@ from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, Quant
 from conf.schema import DType, RunConfig, Weights
 from pipelines.quantize.quantize import run_quantize
 from tests.helpers.builders import engine_of
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, INT4, SHIFT, make, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
@@ -58,7 +59,7 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
     return lambda run, _: replace(run, **groups)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         (with_(quant=QuantConfig()),
@@ -97,8 +98,8 @@ def copy_of(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor
     return target
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("scheme", ["a8w8 static", "int4 gptq", "int8 gptq, static cache"])
+@each("value", [float("nan"), float("inf"), -float("inf")])
+@each("scheme", ["a8w8 static", "int4 gptq", "int8 gptq, static cache"])
 def test_weights_that_are_not_finite(scheme: str, value: float, run: RunConfig, tmp_path: Path) -> None:
     """Also where no token goes: a row of the embedding that no sample has."""
     names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight")
@@ -138,6 +139,7 @@ def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[d
     return lambda tensors: tensors.update({name: value(tensors[name]).contiguous()} if name in tensors else {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -159,6 +161,7 @@ def test_damaged_files(
         engine_of(copy_of(tmp_path / "made", tmp_path / "damaged", change))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

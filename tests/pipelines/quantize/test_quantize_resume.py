@@ -17,7 +17,8 @@ from conf.schema import RunConfig
 from pipelines.quantize.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY
-from tests.helpers.goldens import GOLDENS
+from tests.helpers.cases import each
+from tests.helpers.catalog import GOLDENS
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
@@ -88,9 +89,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "scheme", ["int4 gptq, groups on the way", "a8w8 static smoothquant", "int8 gptq, static cache"]
-)
+@each("scheme", ["int4 gptq, groups on the way", "a8w8 static smoothquant", "int8 gptq, static cache"])
 def test_killed_at_any_moment_it_leaves_the_files_of_an_uninterrupted_run(
     scheme: str, data: Path, tmp_path: Path
 ) -> None:
@@ -136,7 +135,7 @@ def ended_by(error: BaseException, run: RunConfig, tmp_path: Path) -> None:
             make(run, tmp_path / "run")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_ended_run_is_continued(
     error: BaseException, data: Path, tmp_path: Path, quantized_parts: list[int]
 ) -> None:

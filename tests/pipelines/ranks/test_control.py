@@ -40,6 +40,7 @@ def said(event: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_no_thread_holds_a_process_that_has_lost_a_rank() -> None:
     """As gloo does, which waits 30 s for a rank that has come and is lost before it was reached."""
     assert said("threading.Thread(target=time.sleep, args=(600,)).start(); theirs.close()") == "rank 1 has ended\n"

@@ -15,7 +15,7 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
-from conf.schema import DeviceConfig, DeviceType, ParallelConfig, ParallelMode, RunConfig
+from conf.schema import DeviceConfig, DeviceType, RunConfig
 from conf.speculation import Speculate
 from kernels import build
 from pipelines import plan_division
@@ -28,12 +28,13 @@ from pipelines.ranks.launch import Rank, joined
 from pipelines.ranks.leader import LeadingRunner
 from pipelines.ranks.messages import Channel
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
-from tests.pipelines.ranks.test_launch import SRUN, TORCHRUN
+from tests.helpers.divided_engines import PROMPTS, answers, close, parallel
+from tests.helpers.fork_server import true_starts
+from tests.helpers.launchers import SRUN, TORCHRUN
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
 IDLE_S = 3.0
-PROMPTS = [[1, 5, 9, 23, 40, 41, 42], [1, 7], [1, *range(30, 70)], [1, 5, 9, 23, 40, 41, 42, 3, 3]]
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "log probabilities": {"logprobs": 3, "prompt_logprobs": 2},
@@ -44,16 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculate": Speculate.ngram, "max_new_tokens": 40},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "stop_token_ids": [7]},
 }
-
-
-def parallel(run: RunConfig, tp: int, pp: int = 1) -> RunConfig:
-    mode = ParallelMode.tp if pp == 1 else ParallelMode.pp if tp == 1 else ParallelMode.tp_pp
-    return replace(run, parallel=ParallelConfig(mode, tp=None if tp == 1 else tp, pp=None if pp == 1 else pp))
-
-
-def close(engine: Engine) -> None:
-    assert isinstance(engine.runner, LeadingRunner)
-    engine.runner.leader.close()
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +66,7 @@ def engines(request: pytest.FixtureRequest, model: RunConfig) -> Iterator[tuple[
     assert os.sched_getaffinity(0) == cpus
 
 
-def answers(engine: Engine, decode: DecodeConfig) -> list[Any]:
-    requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(PROMPTS)]
-    outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
-    assert [output.error for output in outputs] == [None] * len(PROMPTS)
-    return [(output.completions, output.prompt_logprobs) for output in outputs]
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_answer_as_one_process_does(engines: tuple[Engine, Engine], case: str) -> None:
     decode = replace(DecodeConfig(max_new_tokens=24), **CASES[case])
@@ -109,6 +94,7 @@ def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
     assert answers(divided, decode) == first
 
 
+@pytest.mark.long
 def test_ranks_that_wait_take_no_processor_time(engines: tuple[Engine, Engine]) -> None:
     _, divided = engines
     answers(divided, DecodeConfig(max_new_tokens=4))
@@ -163,6 +149,7 @@ def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None
         assert own == whole or place.tp > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tp", "pp", "tied"), [(2, 1, False), (1, 2, False), (2, 2, False), (1, 2, True), (2, 1, True)]
 )
@@ -177,6 +164,7 @@ def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tied: bool, tm
     close(divided)
 
 
+@pytest.mark.long
 def test_the_cache_has_the_blocks_of_the_rank_with_fewest(tmp_path: Path) -> None:
     """Of four layers the second of three stages has two, and a third of the memory: rank 0 alone would have twice as many blocks."""
     write_llama(tmp_path, num_hidden_layers=4)
@@ -216,6 +204,8 @@ def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
     assert process.wait(10) is not None
 
 
+@pytest.mark.long
+@true_starts()
 def test_the_ranks_outlive_the_thread_that_has_started_them(model: RunConfig) -> None:
     """Linux ends a process that wants to end with its parent with that thread."""
     decode = DecodeConfig(max_new_tokens=8)

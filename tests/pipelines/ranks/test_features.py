@@ -26,8 +26,8 @@ from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.drafts import PROMPTS, SETTINGS
+from tests.helpers.kept_prefixes import BEGINNING, OTHER, complete, keep
 from tests.helpers.soft_prefixes import write_paddle, write_peft
-from tests.pipelines.test_kept_prefixes import BEGINNING, OTHER, complete, keep
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 

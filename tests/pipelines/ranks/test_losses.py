@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels import build
+from tests.helpers.fork_server import true_starts
 from tests.helpers.processes import processes
 from tests.helpers.rank_runs import (
     END_S,
@@ -106,6 +107,7 @@ def test_an_interrupt_ends_all_ranks_between_two_steps(data: Path, tmp_path: Pat
     assert not processes().keys() & {*workers}
 
 
+@true_starts()
 def test_an_interrupt_while_ranks_load_ends_them(data: Path, tmp_path: Path) -> None:
     process = start(data, tmp_path / "run", *THREE)
     workers = workers_of(process, 2)
@@ -129,11 +131,11 @@ def test_ranks_share_memory_without_a_name(data: Path, tmp_path: Path) -> None:
     done(process)
 
 
-def test_ten_starts_at_once(data: Path, tmp_path: Path) -> None:
+def test_five_starts_at_once(data: Path, tmp_path: Path) -> None:
     row = tmp_path / "row.txt"
     row.write_text("Once upon a time")
     done(start(row, tmp_path / "whole", "decode.max_new_tokens=3"))
-    folders = [tmp_path / str(number) for number in range(10)]
+    folders = [tmp_path / str(number) for number in range(5)]
     how = ("decode.max_new_tokens=3", "parallel=tp", "parallel.tp=2")
     for process in [start(row, folder, *how) for folder in folders]:
         assert done(process) == ""

@@ -13,10 +13,10 @@ from conf.schema import ExpertDivision, ParallelConfig, ParallelMode, RunConfig,
 from kernels import build
 from pipelines.loading import load_engine
 from tests.helpers.builders import run_config, write_llama
+from tests.helpers.catalog import write_family
 from tests.helpers.command import run as run_command
+from tests.helpers.divided_engines import answers, close
 from tests.helpers.rank_runs import COMMAND, done, same_files, start, wait_for_rows
-from tests.models.test_model_parts import write_family
-from tests.pipelines.ranks.test_divided import answers, close
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 

@@ -20,7 +20,11 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reas
 TP = ("parallel=tp", "parallel.tp=2")
 PP = ("parallel=pp", "parallel.pp=2")
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2")
-each_division = pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp", "tp_pp"])
+each_division = pytest.mark.parametrize(
+    "how",
+    [pytest.param(TP, marks=pytest.mark.matrix), pytest.param(PP, marks=pytest.mark.matrix), TP_PP],
+    ids=["tp", "pp", "tp_pp"],
+)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -54,7 +58,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return cache(lambda *asked: finish(tmp_path_factory.mktemp("alone") / "run", *asked))
 
 
-@each_division
+@pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp", "tp_pp"])
 def test_every_way_to_choose_tokens_gives_the_files_of_one_process(
     ways: Path, alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
 ) -> None:
@@ -120,7 +124,7 @@ def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, run_of: Callab
     assert all(same_files(folder, run_of()) for folder in folders)
 
 
-@pytest.mark.parametrize("mode", ["tp", "pp"])
+@pytest.mark.parametrize("mode", ["tp", pytest.param("pp", marks=pytest.mark.matrix)])
 def test_the_same_command_joins_the_ranks_of_srun(
     data: Path, run_of: Callable[..., Path], tmp_path: Path, mode: str
 ) -> None:

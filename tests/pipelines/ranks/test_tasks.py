@@ -13,12 +13,11 @@ import pytest
 
 from kernels import build
 from tests.helpers.command import run
-from tests.helpers.embedding_models import write_qwen3_reranker
+from tests.helpers.embedding_models import write_qwen3_reranker, write_reward_model
 from tests.helpers.processes import engines, processes
 from tests.helpers.rank_runs import are_gone
 from tests.helpers.server import ended, served
 from tests.helpers.waiting import LIMIT_S, until
-from tests.pipelines.test_score import write_reward_model
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 

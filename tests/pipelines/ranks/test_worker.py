@@ -12,7 +12,7 @@ from pipelines.ranks.launch import joined
 from pipelines.ranks.meeting import join, listen
 from pipelines.ranks.messages import Channel, Gone
 from tests.helpers.builders import REPOSITORY
-from tests.pipelines.ranks.test_launch import SRUN
+from tests.helpers.launchers import SRUN
 
 SLOW = """
 import atexit, socket, sys, time, types

@@ -33,7 +33,7 @@ from pipelines.replicas.messages import (
 from pipelines.replicas.row_worker import RowWorker
 from pipelines.rows import EngineRows, Record
 from tests.helpers.builders import run_config
-from tests.pipelines.ranks.test_launch import SRUN
+from tests.helpers.launchers import SRUN
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Once", "decode": {"temperature": 0.9, "logprobs": 2}},

@@ -25,12 +25,12 @@ from pipelines.ranks.launch import joined
 from pipelines.replicas.cluster import replicas_of
 from pipelines.replicas.replicas import Replicas
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.launchers import SRUN, TORCHRUN
 from tests.helpers.processes import engines
 from tests.helpers.serving import Asked, Whole, run_async, serving, tiny_run, whole
 from tests.helpers.waiting import LIMIT_S
-from tests.pipelines.ranks.test_launch import SRUN, TORCHRUN
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray")
+pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}

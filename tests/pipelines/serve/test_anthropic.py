@@ -16,10 +16,10 @@ from pipelines.api.conversation import Chat
 from pipelines.serve.app import create_app
 from pipelines.serve.records import RequestLog
 from pipelines.serve.service import Service
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import URL, asking, parsed, service_of
-from tests.helpers.serving import run_async
-from tests.pipelines.serve.test_app import tokenizer
+from tests.helpers.serving import run_async, tokenizer
 
 KEYS = {"alice": b"secret-1"}
 ASKED: Any = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
@@ -62,7 +62,7 @@ def test_a_message_and_its_stream_are_the_same() -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "fields", "kind", "message"),
     [
         ("wrong", {}, anthropic.AuthenticationError, "there is no such key"),
@@ -102,7 +102,7 @@ def test_a_server_without_its_model_is_overloaded() -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize("path", STREAMS)
+@each("path", STREAMS)
 def test_a_stream_that_fails_ends_with_its_own_error(path: str) -> None:
     async def test() -> str:
         engine = FakeEngine()

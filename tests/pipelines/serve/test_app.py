@@ -2,77 +2,26 @@
 
 import json
 import re
-import tempfile
-import weakref
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema_rs
 import openai
 import pytest
-import schemathesis
 from fastapi import FastAPI
-from hypothesis import HealthCheck, given, reject, settings, strategies
-from hypothesis.errors import Unsatisfiable
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.core.errors import InvalidSchema
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-)
 from starlette.types import ASGIApp
 
 from conf.errors import UserError
 from conf.schema import ModelConfig, RunConfig, Task
-from conf.serving import ServeConfig
-from models.tokenizers import Tokenizer, load_tokenizer
-from pipelines.api.conversation import Chat
-from pipelines.batches.jobs import BatchJobs
+from models.tokenizers import Tokenizer
 from pipelines.engine_process.frames import Submit
-from pipelines.serve.app import create_app
 from pipelines.serve.service import Service
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import READY, FakeEngine
-from tests.helpers.local_http import URL, asking, service_of
-from tests.helpers.serving import run_async
+from tests.helpers.local_http import CHAT, URL, app_of, ask, service_of
+from tests.helpers.serving import run_async, tokenizer
 
 KEYS = {"alice": b"secret-1"}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    own = load_tokenizer(REPOSITORY / "models" / "tiny")
-    assert own is not None
-    return own
-
-
-@cache
-def jobs() -> BatchJobs:
-    """Batches that are kept and not run."""
-    folder = tempfile.TemporaryDirectory()
-    jobs = BatchJobs(Path(folder.name), 1, 4096)
-    weakref.finalize(jobs, folder.cleanup)
-    return jobs
-
-
-def app_of(service: Service, keys: dict[str, bytes] | None = None) -> ASGIApp:
-    return create_app(service, Chat(tokenizer(), ServeConfig()), keys or {}, jobs())
-
-
-def ask(
-    method: str, path: str, service: Service | None = None, keys: dict[str, bytes] | None = None, **request: Any
-) -> httpx.Response:
-    async def asked() -> httpx.Response:
-        async with asking(app_of(service or service_of(FakeEngine()), keys)) as client:
-            return await client.request(method, path, **request)
-
-    return run_async(asked())
 
 
 def routes() -> list[tuple[str, str]]:
@@ -102,7 +51,8 @@ def test_there_are_no_other_routes() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "path"), routes())
+@pytest.mark.long
+@each(("method", "path"), routes())
 def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
     path = path.replace("{model:path}", "tiny")
     without = ask(method, path, keys=KEYS, json={})
@@ -128,7 +78,7 @@ def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return encoded
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body", "param"),
     [
         ("/v1/completions", {"prompt": ["a", "TEXT"]}, "prompt"),
@@ -159,7 +109,7 @@ def test_what_no_context_holds_is_not_encoded(
     assert whole.json()["count"] > READY.context_length  # which only counts
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "hello"}),
@@ -204,7 +154,7 @@ def test_state() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": "hello"}),
@@ -266,9 +216,7 @@ def test_prompts_that_are_too_many_to_wait_beside_others_run_alone() -> None:
         assert ask("POST", "/v1/completions", service, json={**body, "prompt": prompts}).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})]
-)
+@each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
 def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
     """Also where the server's settings ask for more."""
     engine = FakeEngine(decode={"n": 3, "temperature": 1.0})
@@ -278,9 +226,7 @@ def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
     assert submit.decode["n"] == 1
 
 
-@pytest.mark.parametrize(
-    ("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})]
-)
+@each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
 def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(decode={"num_beams": 4, "num_return_sequences": 2})
     assert ask("POST", path, service_of(engine), json=body).status_code == 200
@@ -289,7 +235,7 @@ def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body
     assert submit.decode["num_return_sequences"] == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("decode", "asked", "num_places"),
     [
         ({"n": 3}, {}, 3),
@@ -398,113 +344,3 @@ def test_the_description_names_every_route_and_body() -> None:
     assert {"ChatRequest", "CompletionRequest", "ErrorBody"} <= references
     streams = {path for path, each in document["paths"].items() if "text/event-stream" in json.dumps(each)}
     assert streams == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
-
-
-async def fresh(scope: Any, receive: Any, send: Any) -> None:
-    """An application for each request, because each comes in a loop of its own here."""
-    if scope["type"] == "http":
-        await app_of(service_of(FakeEngine(embeds="embed" in scope["path"])))(scope, receive, send)
-
-
-SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
-SCHEMA.app = fresh
-CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-
-
-def validator_of(schema: dict[str, Any]) -> Any:
-    """A validator of a schema of the description, whose references are the description's."""
-    return jsonschema_rs.validator_for({**schema, "components": SCHEMA.raw_schema["components"]})
-
-
-def check_described(answer: httpx.Response, path: str) -> Any:
-    """Returns the answer's JSON, which is as the description says of this path."""
-    assert answer.status_code == 200, answer.text
-    operation = SCHEMA.raw_schema["paths"][path][answer.request.method.lower()]
-    validator_of(operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer.json())
-    return answer.json()
-
-
-def test_every_answer_of_json_is_described() -> None:
-    described = {
-        (method, path): operation["responses"]["200"]["content"].get("application/json")
-        for path, operations in SCHEMA.raw_schema["paths"].items()
-        for method, operation in operations.items()
-    }
-    free = {place for place, content in described.items() if content and "$ref" not in content["schema"]}
-    assert free == {("get", "/openapi.json"), ("get", "/v1/files/{file_id}/content")}
-    with pytest.raises(jsonschema_rs.ValidationError):
-        validator_of(described["post", "/tokenize"]["schema"]).validate({"count": 1, "more": 1})
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", CHAT),
-        (
-            "/v1/chat/completions",
-            {**CHAT, "n": 2, "temperature": 1, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
-        ),
-        ("/v1/chat/completions", {**CHAT, "return_token_ids": True}),
-        ("/v1/completions", {"prompt": "hello", "max_tokens": 0, "echo": True}),
-        ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "return_token_ids": True}),
-        ("/v1/responses", {"input": "hello", "metadata": {"a": "b"}}),
-        ("/v1/messages", CHAT),
-        ("/v1/embeddings", {"input": ["a", "b"]}),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
-        ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
-        ("/tokenize", {"messages": CHAT["messages"]}),
-        ("/detokenize", {"tokens": [5, 6]}),
-    ],
-)
-def test_answers_are_as_described(path: str, body: dict[str, Any]) -> None:
-    service = service_of(FakeEngine(embeds="embed" in path))
-    answer = check_described(ask("POST", path, service, json={**body, "model": "tiny"}), path)
-    if body.get("return_token_ids"):
-        assert all(choice["token_ids"] for choice in answer["choices"])
-
-
-def test_states_files_and_batches_are_as_described() -> None:
-    for path in ("/health", "/ready", "/version", "/v1/models"):
-        check_described(ask("GET", path), path)
-    check_described(ask("GET", "/v1/models/tiny"), "/v1/models/{model}")
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
-    upload = {"files": {"file": ("a.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
-    file = check_described(ask("POST", "/v1/files", **upload), "/v1/files")["id"]
-    assert file in [each["id"] for each in check_described(ask("GET", "/v1/files"), "/v1/files")["data"]]
-    check_described(ask("GET", f"/v1/files/{file}"), "/v1/files/{file_id}")
-    check_described(ask("GET", "/v1/batches"), "/v1/batches")
-    assert check_described(ask("DELETE", f"/v1/files/{file}"), "/v1/files/{file_id}")["deleted"]
-
-
-@strategies.composite
-def possible(draw: strategies.DrawFn, cases: strategies.SearchStrategy[Any]) -> Any:
-    """Those of the cases that can be drawn: some of schemathesis' changes to a schema leave no value that fits."""
-    try:
-        return draw(cases)
-    except InvalidSchema:
-        reject()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-@pytest.mark.parametrize("operation", [each.ok() for each in SCHEMA.get_all_operations()], ids=lambda each: each.label)
-def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> None:
-    """Whatever fits the description, or does not, is answered as it says: no status of its own, no failure of the server."""
-    content = operation.definition.raw.get("requestBody", {}).get("content", {})
-    is_wrong_alone = mode is GenerationMode.NEGATIVE and not content
-    checks = CHECKS + [negative_data_rejection] * is_wrong_alone
-
-    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(case=possible(operation.as_strategy(generation_mode=mode)))
-    def answered(case: Any) -> None:
-        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):
-            case.body["model"] = "tiny"  # any other is 404
-        response = case.call_and_validate(checks=checks, headers={"host": "localhost"})
-        # What is wrong for one kind of message may be right for another.
-        if "application/json" in content and response.status_code == 200:
-            validator_of(content["application/json"]["schema"]).validate(case.body)
-
-    try:
-        answered()
-    except Unsatisfiable:
-        assert not content  # nothing of it can be wrong

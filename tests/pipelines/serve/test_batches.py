@@ -23,12 +23,12 @@ from pipelines.engine_process.client import EngineRefused
 from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import create_app
 from pipelines.serve.routes import ROUTES
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import READY, FakeEngine
 from tests.helpers.local_http import URL, service_of
 from tests.helpers.server import ended as ended_by_signal
 from tests.helpers.server import served
-from tests.helpers.serving import run_async
-from tests.pipelines.serve.test_app import tokenizer
+from tests.helpers.serving import run_async, tokenizer
 
 KEYS = {"alice": b"secret-1", "bob": b"secret-2"}
 ENDPOINT: Any = "/v1/completions"
@@ -115,7 +115,7 @@ def test_a_batch_from_its_file_to_its_output(tmp_path: Path) -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize(
+@each(
     ("url", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
@@ -190,7 +190,7 @@ def test_a_key_has_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pyte
 AFTER = {"purpose": "batch", "expires_after[anchor]": "created_at"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"purpose": "fine-tune"}, "purpose='fine-tune' is not allowed"),
@@ -246,7 +246,7 @@ def test_a_download_that_nobody_reads_is_ended(tmp_path: Path) -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "code", "number"),
     [
         (b"", "empty_file", None),
@@ -380,8 +380,9 @@ def test_lines_wait_for_an_engine_that_ended(tmp_path: Path, monkeypatch: pytest
     run_async(test())
 
 
-@pytest.mark.parametrize("name", ["write_atomically", "open_journal", "_append", "_undone"])
-@pytest.mark.parametrize("moment", [1, 2, 3])
+@pytest.mark.long
+@each("name", ["write_atomically", "open_journal", "_append", "_undone"])
+@each("moment", [1, 2, 3])
 def test_a_disk_that_fails_for_a_while(
     name: str, moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from tests.helpers.cases import each
 from tests.helpers.clients import QUESTION, TOOL_TEMPLATE, Expected, Weather
 from tests.helpers.server import served
 
@@ -71,7 +72,7 @@ def test_the_async_client_asks_many_at_once(url: str, expected: Expected) -> Non
     assert len(set(texts)) > 4
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+@each("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_tools_are_called(client: anthropic.Anthropic, choice: Any) -> None:
     tools: Any = [{"name": "weather", "input_schema": Weather.model_json_schema()}]
     asked = ASKED | {"max_tokens": 200, "tools": tools, "temperature": 0}

@@ -7,11 +7,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI, OpenAI
 
+from tests.helpers.cases import each
 from tests.helpers.clients import PROMPT, QUESTION, TOOL_TEMPLATE, Expected, Weather
 from tests.helpers.server import served
+
+pytest.importorskip("langchain_openai", reason="needs the extra test-clients")
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage  # noqa: E402
+from langchain_openai import ChatOpenAI, OpenAI  # noqa: E402
+
+pytestmark = pytest.mark.long
 
 CITIES = [{"city": "Bern"}, {"city": "Rome"}]
 
@@ -81,7 +86,7 @@ def test_prompts_are_continued(url: str, expected: Expected) -> None:
     assert [each[0].text for each in model.generate([PROMPT, PROMPT]).generations] == [text, text]
 
 
-@pytest.mark.parametrize("choice", ["required", "Weather"])
+@each("choice", ["required", "Weather"])
 def test_tools_are_called(url: str, choice: str) -> None:
     model = chat(url, max_tokens=200).bind_tools([Weather], tool_choice=choice, parallel_tool_calls=False)
     answer = model.invoke("Is it warm?")
@@ -102,7 +107,7 @@ def test_results_of_tools_are_told(url: str) -> None:
     assert first[0] != first[1]
 
 
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@each("method", ["json_schema", "function_calling"])
 def test_structured_output_has_its_type(url: str, method: Any) -> None:
     model = chat(url, max_tokens=200).with_structured_output(Weather, method=method)
     answers = [model.invoke("Where?"), asyncio.run(model.ainvoke("Where?"))]

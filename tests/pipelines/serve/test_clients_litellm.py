@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import each
+
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or its import asks a host for prices
 
-import litellm  # noqa: E402
+litellm = pytest.importorskip("litellm", reason="needs the extra test-clients")
 
 from tests.helpers.clients import PROMPT, QUESTION, TOOL_TEMPLATE, Expected, Weather  # noqa: E402
 from tests.helpers.server import served  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of its own types
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]  # of its own types
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}]
 ARGUMENTS = ['{"city": "Bern"}', '{"city": "Rome"}']
@@ -71,7 +73,7 @@ def test_prompts_are_continued(asked: Asked, expected: Expected) -> None:
     assert "".join(chunk.choices[0].text or "" for chunk in litellm.text_completion(**fields, stream=True)) == text
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@each("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_tools_are_called(asked: Asked, choice: Any) -> None:
     fields = asked | {"max_tokens": 200, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
     answer = litellm.completion(**fields).choices[0]

@@ -17,11 +17,11 @@ from pipelines.api.writers import ChatWriter, CompletionWriter
 from pipelines.engine import Engine, Output
 from pipelines.engine_process.client import EngineClient
 from pipelines.loading import load_engine
+from tests.helpers.cases import each
+from tests.helpers.clients import PROMPT
 from tests.helpers.local_http import answer_of, exchange_of
 from tests.helpers.serving import serving, tiny_run
 from tests.helpers.waiting import LIMIT_S
-
-PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_prompt_is_scored_without_an_answer(ask: Asker, tokenizer: Tokenizer) 
     assert scored["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@each("n", [1, 3])
 def test_a_stream_of_a_completion_says_the_same(ask: Asker, n: int) -> None:
     fields = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "n": n, "logprobs": 1, "return_token_ids": True}
     body = ask.completion(**fields)
@@ -245,7 +245,7 @@ def test_prompt_log_probabilities_have_vllms_shape(ask: Asker, engine: Engine, t
         assert [{int(id): (e["logprob"], e["rank"]) for id, e in each.items()} for each in told[1:]] == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "param", "message"),
     [
         ({"stop_token_ids": [10**6]}, "stop_token_ids", "stop token id 1000000 is not in the vocabulary"),
@@ -267,7 +267,7 @@ def test_what_the_engine_refuses_is_said_by_the_apis_names(
         assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
+@each("kind", ["completion", "chat"])
 def test_a_dropped_stream_goes_on_where_it_was(ask: Asker, kind: str) -> None:
     fields = {"max_tokens": 16, "temperature": 1.0, "n": 2, "stream": True, "return_token_ids": True}
     if kind == "chat":

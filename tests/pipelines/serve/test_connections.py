@@ -11,6 +11,7 @@ import uvicorn
 
 from conf.serving import ServeConfig
 from pipelines.serve import serve
+from tests.helpers.cases import each
 from tests.helpers.serving import run_async
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -82,7 +83,7 @@ def test_connections_are_bounded() -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
+@each("sent", [b"", b"GET / HT"])
 def test_a_connection_that_asks_nothing_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "HEAD_S", 0.01)
 

@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.cases import each
+from tests.helpers.clients import PROMPT
 from tests.helpers.processes import engines
 from tests.helpers.server import ended, served
 from tests.helpers.waiting import LIMIT_S, until
 
-PROMPT = "Once upon a time"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 ENDLESS = BODY | {"max_tokens": 900, "temperature": 1, "n": 8, "seed": 1, "ignore_eos": True, "stream": True}
 
@@ -82,7 +83,7 @@ def test_the_listener_outlives_a_killed_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("drain_s", [LIMIT_S, 0])
+@each("drain_s", [LIMIT_S, 0])
 def test_a_server_that_ends_finishes_what_it_took_or_says_so(tmp_path: Path, drain_s: float) -> None:
     """Within drain_s: whole streams; else the error that ends each of them."""
     with (

@@ -14,6 +14,7 @@ from conf.errors import UserError
 from conf.serving import ServeConfig
 from pipelines.serve.guard import check_host, read_keys
 from pipelines.serve.records import RequestLog
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import asking, echoing, service_of
 from tests.helpers.serving import run_async
@@ -57,21 +58,19 @@ def test_a_given_id_is_kept_and_a_bad_one_replaced() -> None:
         assert len(ask(json=BODY, headers={"x-request-id": bad}).headers["x-request-id"]) == 32
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "[::1]:99", "LOCALHOST:1", "model.lan", "127.0.0.1"])
+@each("host", ["127.0.0.1:8000", "localhost", "[::1]:99", "LOCALHOST:1", "model.lan", "127.0.0.1"])
 def test_known_hosts(host: str) -> None:
     assert ask(json=BODY, headers={"host": host}, config={"allowed_hosts": ["model.lan"]}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "10.0.0.1", "127.0.0.1.evil.example", "", "localhost.", "a@localhost"]
-)
+@each("host", ["evil.example", "10.0.0.1", "127.0.0.1.evil.example", "", "localhost.", "a@localhost"])
 def test_other_hosts_are_refused(host: str) -> None:
     answer = ask(json=BODY, headers={"host": host})
     assert answer.status_code == 421
     assert "serve.allowed_hosts" in error_of(answer)["message"]
 
 
-@pytest.mark.parametrize(
+@each(
     "headers", [{}, {"authorization": "Bearer secret-3"}, {"authorization": "secret-1"}, {"authorization": "Bearer "},
                 {"authorization": "Bearer secret-1x"}, {"x-api-key": "secret-1"}, {"authorization": "Bearer \xff"}]
 )  # fmt: skip
@@ -83,12 +82,12 @@ def test_without_a_right_key(headers: dict[str, str]) -> None:
     assert "secret" not in answer.text
 
 
-@pytest.mark.parametrize("key", ["secret-1", "secret-2"])
+@each("key", ["secret-1", "secret-2"])
 def test_with_a_right_key(key: str) -> None:
     assert ask(json=BODY, keys=KEYS, headers={"authorization": f"bearer {key}"}).status_code == 200
 
 
-@pytest.mark.parametrize("given", ["secret-1", "secret-2", "wrong", ""])
+@each("given", ["secret-1", "secret-2", "wrong", ""])
 def test_a_key_is_compared_with_all_in_constant_time(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after one that is equal, by what takes as long wherever two keys differ."""
     compared: list[tuple[bytes, bytes]] = []
@@ -120,7 +119,7 @@ def test_names_of_keys_are_written_down_and_values_nowhere(tmp_path: Path, caplo
     assert "secret" not in written + metrics + caplog.text
 
 
-@pytest.mark.parametrize("content", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+@each("content", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
 def test_other_types_of_bodies(content: str) -> None:
     """Those that a page from elsewhere may send without asking."""
     answer = ask(content=b"{}", headers={"content-type": content})
@@ -165,7 +164,7 @@ def test_a_route_that_there_is_not_waits_for_no_body() -> None:
     assert ask(path="/v1/nothing", content=never(), headers={"content-type": "application/json"}).status_code == 404
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/echo", 405)])
+@each(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/echo", 405)])
 def test_what_there_is_not(method: str, path: str, status: int) -> None:
     answer = ask(method, path)
     assert answer.status_code == status
@@ -203,7 +202,7 @@ def test_a_file_of_keys_that_others_may_read_is_a_warning(tmp_path: Path, caplog
         assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [("alice", "line 1 is not a new name and its key"), ("a b c", "line 1"), ("a x\na y", "line 2"), ("\n#\n", "has no keys")],
 )  # fmt: skip

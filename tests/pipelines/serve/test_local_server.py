@@ -15,6 +15,7 @@ from conf.schema import ModelConfig, Task
 from conf.serving import ServeConfig
 from pipelines.serve.serve import local_server
 from tests.helpers.builders import REPOSITORY
+from tests.helpers.fork_server import true_starts
 from tests.helpers.serving import tiny_run
 from tests.helpers.waiting import LIMIT_S
 
@@ -41,6 +42,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@true_starts()
 def test_the_page_of_a_run_has_its_model_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("gradio")
     command = [sys.executable, "run.py", "task=chat", "chat.web=true", "chat.port=0", "device=cpu"]

@@ -22,11 +22,12 @@ from pipelines.api.writers import ChatWriter
 from pipelines.engine_process.frames import Delta, Done
 from pipelines.serve.routes import message
 from pipelines.serve.stream import written as sent
+from tests.helpers.cases import each
+from tests.helpers.chat_styles import ARGUMENTS, CALLS, WEATHER, chat_of
 from tests.helpers.fake_engine import READY
 from tests.helpers.local_http import exchange_of, parsed
 from tests.helpers.serving import serving, tiny_run
 from tests.helpers.waiting import LIMIT_S
-from tests.pipelines.api.test_conversation import ARGUMENTS, CALLS, WEATHER, chat_of
 
 SERVED = msgspec.structs.replace(READY, context_length=4096, num_cache_tokens=4096)
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -89,7 +90,7 @@ def ask(client: anthropic.Anthropic, streams: bool, **fields: Any) -> Any:
         return stream.get_final_message()
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@each("streams", [False, True])
 def test_reasoning_text_and_calls_are_blocks(streams: bool, tmp_path: Path) -> None:
     chat, _ = chat_of(tmp_path, "chatml")
     text = f"<think>hm hm</think>\n\nI look.\n{CALLS['chatml']}"
@@ -155,7 +156,7 @@ def test_requests_become_chat_requests(tmp_path: Path) -> None:
     assert (asked[-1].tool_choice, asked[-1].chat_template_kwargs) == ("required", {"enable_thinking": False})
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens=0 is not allowed"),
@@ -176,7 +177,7 @@ def test_what_is_refused_has_the_shape_of_its_errors(fields: dict[str, Any], mes
     assert raised.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index,call-overload]
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@each("streams", [False, True])
 def test_a_failure_on_the_way_is_told(streams: bool, tmp_path: Path) -> None:
     chat, _ = chat_of(tmp_path, "chatml")
     failure = ApiError(503, "the engine has ended", "server_error")

@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
+from tests.helpers.cases import each
+from tests.helpers.clients import PROMPT
 from tests.helpers.server import served
 from tests.helpers.serving import tiny_run
 
-PROMPT = "Once upon a time"
 MESSAGES: Any = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
@@ -129,8 +130,8 @@ def test_answers_are_parsed_into_classes(client: openai.OpenAI) -> None:
         client.chat.completions.parse(**asked | {"max_tokens": 2}, response_format=Ball)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(
+@each("streams", [False, True])
+@each(
     ("form", "pattern"),
     [
         ({"regex": "[ab]{2,5}x"}, "[ab]{2,5}x"),
@@ -148,13 +149,13 @@ def test_answers_have_the_form_that_is_asked_for(
     asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 100, "temperature": 1, "n": 4}
     answer = client.completions.create(**asked, stream=streams, extra_body={"structured_outputs": form})
     texts = dict.fromkeys(range(4), "")
-    for each in answer if streams else [answer]:
-        for choice in each.choices:
+    for part in answer if streams else [answer]:
+        for choice in part.choices:
             texts[choice.index] += choice.text
     assert all(re.fullmatch(pattern, text) for text in texts.values()), texts
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "message"),
     [
         ({"type": "array", "uniqueItems": True}, 'keywords that are not supported: "uniqueItems": leave them out'),

@@ -17,9 +17,11 @@ from conf.serving import ServeConfig
 from pipelines.serve.serve import _bound
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.command import run
+from tests.helpers.fork_server import true_starts
 from tests.helpers.server import ended, served
 
 
+@true_starts()
 def test_it_serves_and_ends(tmp_path: Path) -> None:
     with served(tmp_path / "run") as (process, url):
         assert url.startswith("http://127.0.0.1:")
@@ -64,6 +66,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
 
 
+@pytest.mark.long
 def test_what_is_no_server_is_one_line(tmp_path: Path) -> None:
     folder = f"hydra.run.dir={tmp_path}"
     cases = {

@@ -6,16 +6,14 @@ import httpx
 import pytest
 
 from pipelines import pipeline
+from tests.helpers.cases import each
+from tests.helpers.clients import PROMPT
 from tests.helpers.server import ended, served
 from tests.helpers.waiting import LIMIT_S
 
-PROMPT = "Once upon a time"
-
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "settings", [("quant=int8",), ("parallel=tp", "parallel.tp=2", "device.threads=1")], ids=["int8", "tp"]
-)
+@each("settings", [("quant=int8",), ("parallel=tp", "parallel.tp=2", "device.threads=1")])
 def test_answers_are_predicts_with_the_same_settings(settings: tuple[str, ...], tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 5}  # int8 has another text
     overrides = ["decode.max_new_tokens=24", "decode.temperature=0.8", "decode.seed=5"]

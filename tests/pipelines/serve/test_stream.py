@@ -8,6 +8,7 @@ import pytest
 
 from pipelines.engine_process.client import EngineRefused
 from pipelines.serve import stream
+from tests.helpers.cases import each
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.local_http import asking, echoing, service_of
 from tests.helpers.serving import run_async
@@ -64,8 +65,8 @@ def test_events() -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("num_words", [0, 1])
+@each("is_stream", [False, True])
+@each("num_words", [0, 1])
 def test_a_client_that_leaves_ends_its_request(is_stream: bool, num_words: int) -> None:
     async def test() -> None:
         engine = FakeEngine()
@@ -122,7 +123,7 @@ def test_silence_is_broken_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize("header", ["x-request-timeout", "x-stainless-read-timeout"])
+@each("header", ["x-request-timeout", "x-stainless-read-timeout"])
 def test_time_that_is_over(header: str) -> None:
     async def test() -> None:
         engine = FakeEngine()
@@ -178,7 +179,7 @@ def test_time_that_is_over_while_nobody_reads() -> None:
     run_async(test())
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", ""])
+@each("seconds", ["0", "-1", "nan", "inf", "soon", ""])
 def test_times_that_are_none(seconds: str) -> None:
     async def test() -> httpx.Response:
         async with asking(echoing(service_of(FakeEngine()))) as client:

@@ -1,0 +1,138 @@
+"""Answers and refusals are as openapi.json describes them, also of requests that nobody thought of."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, reject, settings, strategies
+from hypothesis.errors import Unsatisfiable
+
+from tests.helpers.cases import each
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.local_http import CHAT, app_of, ask, service_of
+
+jsonschema_rs = pytest.importorskip("jsonschema_rs", reason="needs the extra test-clients")
+schemathesis = pytest.importorskip("schemathesis", reason="needs the extra test-clients")
+
+from schemathesis import GenerationMode  # noqa: E402
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.core.errors import InvalidSchema  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+pytestmark = pytest.mark.long
+
+
+async def fresh(scope: Any, receive: Any, send: Any) -> None:
+    """An application for each request, because each comes in a loop of its own here."""
+    if scope["type"] == "http":
+        await app_of(service_of(FakeEngine(embeds="embed" in scope["path"])))(scope, receive, send)
+
+
+SCHEMA = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
+SCHEMA.app = fresh
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def validator_of(schema: dict[str, Any]) -> Any:
+    """A validator of a schema of the description, whose references are the description's."""
+    return jsonschema_rs.validator_for({**schema, "components": SCHEMA.raw_schema["components"]})
+
+
+def check_described(answer: httpx.Response, path: str) -> Any:
+    """Returns the answer's JSON, which is as the description says of this path."""
+    assert answer.status_code == 200, answer.text
+    operation = SCHEMA.raw_schema["paths"][path][answer.request.method.lower()]
+    validator_of(operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer.json())
+    return answer.json()
+
+
+def test_every_answer_of_json_is_described() -> None:
+    described = {
+        (method, path): operation["responses"]["200"]["content"].get("application/json")
+        for path, operations in SCHEMA.raw_schema["paths"].items()
+        for method, operation in operations.items()
+    }
+    free = {place for place, content in described.items() if content and "$ref" not in content["schema"]}
+    assert free == {("get", "/openapi.json"), ("get", "/v1/files/{file_id}/content")}
+    with pytest.raises(jsonschema_rs.ValidationError):
+        validator_of(described["post", "/tokenize"]["schema"]).validate({"count": 1, "more": 1})
+
+
+@each(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "n": 2, "temperature": 1, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+        ),
+        ("/v1/chat/completions", {**CHAT, "return_token_ids": True}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 0, "echo": True}),
+        ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1, "return_token_ids": True}),
+        ("/v1/responses", {"input": "hello", "metadata": {"a": "b"}}),
+        ("/v1/messages", CHAT),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+        ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
+        ("/tokenize", {"messages": CHAT["messages"]}),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ],
+)
+def test_answers_are_as_described(path: str, body: dict[str, Any]) -> None:
+    service = service_of(FakeEngine(embeds="embed" in path))
+    answer = check_described(ask("POST", path, service, json={**body, "model": "tiny"}), path)
+    if body.get("return_token_ids"):
+        assert all(choice["token_ids"] for choice in answer["choices"])
+
+
+def test_states_files_and_batches_are_as_described() -> None:
+    for path in ("/health", "/ready", "/version", "/v1/models"):
+        check_described(ask("GET", path), path)
+    check_described(ask("GET", "/v1/models/tiny"), "/v1/models/{model}")
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+    upload = {"files": {"file": ("a.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
+    file = check_described(ask("POST", "/v1/files", **upload), "/v1/files")["id"]
+    assert file in [each["id"] for each in check_described(ask("GET", "/v1/files"), "/v1/files")["data"]]
+    check_described(ask("GET", f"/v1/files/{file}"), "/v1/files/{file_id}")
+    check_described(ask("GET", "/v1/batches"), "/v1/batches")
+    assert check_described(ask("DELETE", f"/v1/files/{file}"), "/v1/files/{file_id}")["deleted"]
+
+
+@strategies.composite
+def possible(draw: strategies.DrawFn, cases: strategies.SearchStrategy[Any]) -> Any:
+    """Those of the cases that can be drawn: some of schemathesis' changes to a schema leave no value that fits."""
+    try:
+        return draw(cases)
+    except InvalidSchema:
+        reject()
+
+
+@pytest.mark.long
+@each("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@each("operation", [each.ok() for each in SCHEMA.get_all_operations()])
+def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> None:
+    """Whatever fits the description, or does not, is answered as it says: no status of its own, no failure of the server."""
+    content = operation.definition.raw.get("requestBody", {}).get("content", {})
+    is_wrong_alone = mode is GenerationMode.NEGATIVE and not content
+    checks = CHECKS + [negative_data_rejection] * is_wrong_alone
+
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=possible(operation.as_strategy(generation_mode=mode)))
+    def answered(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):
+            case.body["model"] = "tiny"  # any other is 404
+        response = case.call_and_validate(checks=checks, headers={"host": "localhost"})
+        # What is wrong for one kind of message may be right for another.
+        if "application/json" in content and response.status_code == 200:
+            validator_of(content["application/json"]["schema"]).validate(case.body)
+
+    try:
+        answered()
+    except Unsatisfiable:
+        assert not content  # nothing of it can be wrong
