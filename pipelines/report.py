@@ -1,6 +1,7 @@
 """The output of a run: files that appear complete or not at all, progress, and tables."""
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import json
@@ -144,7 +145,9 @@ def _cpu_name() -> str:
     )
 
 
+@functools.cache
 def _git(*arguments: str) -> str | None:
+    """Ask git once: all jobs of a process run the code that it has imported."""
     try:
         done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
