@@ -196,7 +196,7 @@ def test_a_kept_prefix_of_a_model_with_latents(tmp_path: Path) -> None:
     assert output.completions == expected
 
 
-@pytest.mark.parametrize("tp", [2, 3, 1])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.matrix), 1])
 def test_a_model_drafts(llama: Path, tmp_path: Path, tp: int) -> None:
     """The model itself, so that drafts stay: rank 0 has it whole."""
     run = run_config(llama)
