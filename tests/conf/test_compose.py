@@ -362,6 +362,7 @@ def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved
     assert run.predict == saved.predict
 
 
+@pytest.mark.long
 def test_a_sweep_over_tasks_keeps_the_section_of_the_saved_one(saved: RunConfig) -> None:
     given = ["bench.new_tokens=5", "evaluate.data=x.txt"]
     _, name, *arguments = options_over_saved(["--config-path", "saved", "-m", "task=predict, bench,evaluate", *given])

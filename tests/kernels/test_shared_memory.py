@@ -50,6 +50,7 @@ def test_exchanges_are_counted_beyond_the_largest_number(size: int) -> None:
         assert [rank.communicate()[0][:4] for rank in ranks] == ["done"] * size
 
 
+@pytest.mark.long
 def test_abort_wakes_all_ranks_and_they_need_no_processor_while_they_wait() -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, 3)
@@ -64,6 +65,7 @@ def test_abort_wakes_all_ranks_and_they_need_no_processor_while_they_wait() -> N
             assert float(said[2]) < 1.0
 
 
+@pytest.mark.long
 def test_sleepers_that_nobody_wakes_see_the_abort_word() -> None:
     """As where the rank that aborts is killed before it wakes the others."""
     assert LIBRARY is not None

@@ -149,6 +149,7 @@ def test_a_process_that_was_killed_is_no_fault_of_the_row(
     assert render(templates, PLAIN) == "hi!"
 
 
+@pytest.mark.long
 def test_the_process_is_one_and_ends_with_its_owner(started: list[subprocess.Popen[bytes]]) -> None:
     templates = TemplateProcess()
     assert [render(templates, PLAIN) for _ in range(20)] == ["hi!"] * 20

@@ -130,6 +130,7 @@ POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.long
 @each(
     ("stored", "asked", "pooled"),
     [("mean", "auto", "mean"), ("cls", "auto", "cls"), (None, "auto", "last"), ("cls", "mean", "mean"), ("mean", "last", "last")],
@@ -181,6 +182,7 @@ def test_a_quantised_model_gives_the_hidden_states_that_it_predicts_from(tmp_pat
         np.testing.assert_allclose(vector, engine.hidden_states([ids], [1])[0], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_a_quantised_checkpoint_whose_head_is_coded(tmp_path: Path) -> None:
     """Its file holds the head in several tensors, none of which is wanted."""
     write_pooled_llama(tmp_path / "float", None, intermediate_size=96)

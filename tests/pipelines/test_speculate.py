@@ -205,6 +205,7 @@ def test_predictions_in_rows_of_other_tasks_are_refused(tmp_path: Path) -> None:
         read_questions(data)
 
 
+@pytest.mark.long
 def test_settings_are_checked_where_they_are_given() -> None:
     run = compose_run_config(["decode.speculate=ngram", "decode.speculation.order=paddle"])
     assert run.decode.speculation.order is DraftOrder.paddle

@@ -36,6 +36,7 @@ def test_gates_and_ups() -> None:
     assert_near(merged(layers).swiglu(x, None), expected)
 
 
+@pytest.mark.long
 @tiers("kind, activations, rows", *SCHEMES, [1, 7], is_case=is_scheme)
 @torch.inference_mode()
 def test_joined_they_are_what_each_is_alone(kind: str, activations: Activations, rows: int) -> None:

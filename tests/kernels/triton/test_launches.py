@@ -150,6 +150,7 @@ def test_only_the_exact_shape_is_found() -> None:
     assert tuned_launch("product", 5, x, other) is None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_is_that_gpu")
 @each("rows", [1, 5, 70])
 def test_a_product_takes_the_measured_launch(rows: int, file: Path) -> None:

@@ -326,6 +326,7 @@ def test_dtype(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
     assert open_checkpoint(file, allow_pickle=False).config.raw("torch_dtype") == dtype
 
 
+@pytest.mark.long
 @each("name, layers, scale", [("gemma2", 46, 12.0), ("gemma3", 62, 12.0), ("gemma3", 61, 16.0)])
 def test_scale_of_the_largest_gemmas(name: str, layers: int, scale: float, tmp_path: Path) -> None:
     """Gemma 2 and 3 27B divide by the root of hidden_size / heads; their files do not say it, and llama.cpp knows it by the layers."""

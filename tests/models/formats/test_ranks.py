@@ -33,6 +33,7 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
+@pytest.mark.long
 @each("num_stages", [1, 2])
 @each("num_ranks", [1, 2])
 @each("tied", [False, True])

@@ -77,6 +77,7 @@ def matches(tokenizer: Tokenizer, lark: str, text: str, special: tuple[str, ...]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+@pytest.mark.long
 @each("style", STYLES)
 def test_tools_are_told_and_calls_are_read(style: str, tmp_path: Path) -> None:
     chat, tokenizer = chat_of(tmp_path, style)

@@ -46,6 +46,7 @@ PENALISED = replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequen
 BANNED = replace(DRAWN, allowed_token_ids=[7], stop_token_ids=[7], min_new_tokens=2)  # whose first token is none
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "decodes",
     [

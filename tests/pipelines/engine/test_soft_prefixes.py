@@ -155,6 +155,7 @@ def write_static(source: Path, kv_cache: str, folder: Path) -> Path:
 CACHES = ["none", "int8", "fp8", "int4", *STATIC_CACHES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_cache", tiers(CACHES, quick=["none", "int8, static"], long=CACHES))
 def test_the_engine_changes_no_token(
     base: tuple[Path, Any], tmp_path: Path, kv_cache: str, preempted: list[SequenceGroup]

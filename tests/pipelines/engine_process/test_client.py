@@ -73,6 +73,7 @@ async def ended(answer: Asked) -> Any:
     return None
 
 
+@pytest.mark.long
 def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
     cases = [(TEXTS[i % 4], SETTINGS[i // 4], i % 3 > 0) for i in range(16)]
 
@@ -99,6 +100,7 @@ def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
             assert streams or sample.num_deltas == 1
 
 
+@pytest.mark.long
 def test_a_request_that_is_left_ends_at_once(engine: Engine) -> None:
     async def test() -> None:
         async with serving() as client:
@@ -116,6 +118,7 @@ def test_a_request_that_is_left_ends_at_once(engine: Engine) -> None:
     run_async(test())
 
 
+@pytest.mark.long
 def test_deltas_of_a_client_that_reads_late_are_one(engine: Engine) -> None:
     async def test() -> list[Whole]:
         async with serving() as client:
@@ -325,6 +328,7 @@ async def failure_of(client: EngineClient) -> str:
         await client.close()
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line(tmp_path: Path) -> None:
     client = EngineClient(run_config(tmp_path))
     assert "config.json" in run_async(failure_of(client))
@@ -341,6 +345,7 @@ def test_an_engine_that_ends_while_it_loads_is_an_error(monkeypatch: pytest.Monk
     assert "the engine cannot be started (" in run_async(failure_of(client))
 
 
+@pytest.mark.long
 def test_closing_ends_what_runs(engine: Engine) -> None:
     async def test() -> None:
         async with serving() as client:
@@ -391,6 +396,7 @@ def child(sent: bytes) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=paths, pass_fds=[number], capture_output=True, text=True, timeout=LIMIT_S)
 
 
+@pytest.mark.long
 @each(
     ("sent", "code", "said_last"),
     [

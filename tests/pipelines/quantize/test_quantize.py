@@ -318,6 +318,7 @@ def test_a_quantised_model_needs_no_option_and_takes_its_own(data: Path, tmp_pat
             load_engine(replace(run, **unused), 3)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_texts_of_its_own_serve_where_none_are_given(chatty: Path, tmp_path: Path, made_folder: Path) -> None:
     made = make(quantize_run(chatty, STATIC_A8W8, None, None, tokenizer=""), tmp_path / "run")
     (folder,) = made_folder.iterdir()

@@ -196,6 +196,7 @@ def test_without_a_terminal_lines_tell_how_far_a_calibration_is(monkeypatch: pyt
     assert not [thread for thread in threading.enumerate() if thread.name == "calibrating"]
 
 
+@pytest.mark.long
 def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
     run = compose_run_config(["quant=a8w8"])
     assert (run.quant.activations, run.quant.method) == (Activations.dynamic, QuantMethod.smoothquant)

@@ -46,12 +46,14 @@ def test_no_thread_holds_a_process_that_has_lost_a_rank() -> None:
     assert said("threading.Thread(target=time.sleep, args=(600,)).start(); theirs.close()") == "rank 1 has ended\n"
 
 
+@pytest.mark.long
 def test_a_rank_that_stops_within_a_message_is_silent() -> None:
     """As by SIGSTOP while it sends logits, of which a socket takes a part alone."""
     part = "theirs.sendall(LENGTHS.pack(2, 1 << 20) + b'{}' + bytes(1000))"
     assert said(f"heartbeat_s = 1.0; {part}") == "rank 1 has been silent for 1 s\n"
 
 
+@pytest.mark.long
 def test_a_process_of_many_files_watches_over_its_ranks() -> None:
     """Numbers of file descriptors from 1024 on are more than `select` takes."""
     limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
@@ -59,6 +61,7 @@ def test_a_process_of_many_files_watches_over_its_ranks() -> None:
     assert said(f"{limit}; {many}; theirs.close()") == "rank 1 has ended\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "how"),
     [

@@ -195,6 +195,7 @@ def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatc
         load_engine(parallel(model, 1, 400), 3)
 
 
+@pytest.mark.long
 def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
     divided = load_engine(parallel(model, 2), 3)
     runner: Any = divided.runner

@@ -105,6 +105,7 @@ def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
     assert work(worker, last) == [short]  # it begins again
 
 
+@pytest.mark.long
 @pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 def test_a_replica_starts_its_ranks_where_a_launcher_has_started_ray(
     chatty: Path, monkeypatch: pytest.MonkeyPatch

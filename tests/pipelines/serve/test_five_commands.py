@@ -43,6 +43,7 @@ def output(command: str, url: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl(url: str) -> None:
     events = re.findall(r"^data: (.+)$", output(CURL, url), re.MULTILINE)

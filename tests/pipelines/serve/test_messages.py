@@ -185,6 +185,7 @@ def test_a_failure_on_the_way_is_told(streams: bool, tmp_path: Path) -> None:
         ask(client_of(lambda body: written(chat, body, "Fi", failure)), streams)
 
 
+@pytest.mark.long
 def test_the_engine_stops_at_sequences_and_at_the_length() -> None:
     async def asked(**fields: Any) -> tuple[dict[str, Any], list[Event]]:
         async with serving() as engine:

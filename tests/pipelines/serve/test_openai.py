@@ -53,6 +53,7 @@ def chat_text(engine: Engine, **decode: Any) -> str | None:
     return text_of(engine, engine.tokenizer.encode_messages(MESSAGES, None)[1], **decode)
 
 
+@pytest.mark.long
 def test_completions_are_predicts(client: openai.OpenAI, engine: Engine) -> None:
     expected = text_of(engine, PROMPT, max_new_tokens=20, temperature=0.7, seed=3)
     asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "temperature": 0.7, "seed": 3}

@@ -55,6 +55,7 @@ def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "none"}')
     done = run(
