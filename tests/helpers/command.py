@@ -6,6 +6,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from conf.compose import compose_run_config, dump, for_hydra
+from conf.errors import UserError
+from pipelines.launch import launch
 from tests.helpers.builders import REPOSITORY, said
 
 # A signal that comes when so many rows of a folder are finished, and neither earlier nor later, however busy the machine is.
@@ -44,6 +49,15 @@ def _done(arguments: list[str], cwd: Path, stdin: str | None = None) -> subproce
     done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, encoding="utf-8")
     done.stderr = said(done.stderr)
     return done
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    """What the command says, in this process, where it does nothing and leaves no `folder`: one line."""
+    with pytest.raises(UserError) as raised:
+        launch(compose_run_config(for_hydra([*arguments])), folder, dump)
+    assert "\n" not in str(raised.value)
+    assert not folder.exists()
+    return str(raised.value)
 
 
 def script(path: Path) -> None:

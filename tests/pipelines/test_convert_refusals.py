@@ -17,7 +17,7 @@ from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig,
 from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
 from pipelines.convert import run_convert
 from tests.helpers.cases import each
-from tests.helpers.command import run
+from tests.helpers.command import refusal
 from tests.helpers.conversion import SHARDED, contents, convert, names
 from tests.helpers.huggingface_files import make_tensors, write_whole
 
@@ -149,7 +149,6 @@ def test_sizes(size: str, expected: int) -> None:
     assert ConvertConfig(max_shard_size=size).max_shard_bytes == expected
 
 
-@pytest.mark.long
 @each(
     ("arguments", "message"),
     [
@@ -163,8 +162,4 @@ def test_sizes(size: str, expected: int) -> None:
     ],
 )
 def test_typos_on_the_command_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run("task=convert", *arguments, f"hydra.run.dir={tmp_path / 'run'}")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert re.search(message, done.stderr)
-    assert not (tmp_path / "run").exists()
+    assert re.search(message, refusal(tmp_path / "run", "task=convert", *arguments))

@@ -1,11 +1,8 @@
 """The command task=serve: its port, its first line, its end. Real processes."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -15,8 +12,7 @@ from conf.compose import compose_run_config
 from conf.errors import UserError
 from conf.serving import ServeConfig
 from pipelines.serve.serve import _bound
-from tests.helpers.builders import REPOSITORY
-from tests.helpers.command import run
+from tests.helpers.command import refusal, run
 from tests.helpers.fork_server import true_starts
 from tests.helpers.server import ended, served
 
@@ -67,22 +63,16 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
 
 
-@pytest.mark.long
-def test_what_is_no_server_is_one_line(tmp_path: Path) -> None:
-    folder = f"hydra.run.dir={tmp_path}"
-    cases = {
-        ("serve.host=0.0.0.0", folder): "serve.host=0.0.0.0 is open to others and there are no keys",
-        ("serve.batches=/dev/null/a", folder): "serve.batches=/dev/null/a cannot be had (Not a directory)",
-        ("serve.max_upload=1MB", folder): "serve.max_upload=1MB is not allowed",
-        ("predict.data=-", folder): "predict.data=- is not used by task=serve",
-        ("-m", f"hydra.sweep.dir={tmp_path}"): "so it is no job of a sweep: leave out -m",
-    }
-    environment = {key: value for key, value in os.environ.items() if key != "QUINTET_API_KEYS"}
-    for arguments, message in cases.items():
-        command = [sys.executable, "run.py", "task=serve", "serve.port=0", *arguments]
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-        assert message in done.stderr
+def test_what_is_no_server_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUINTET_API_KEYS", raising=False)
+    for argument, message in {
+        "serve.host=0.0.0.0": "serve.host=0.0.0.0 is open to others and there are no keys",
+        "serve.batches=/dev/null/a": "serve.batches=/dev/null/a cannot be had (Not a directory)",
+        "serve.max_upload=1MB": "serve.max_upload=1MB is not allowed",
+        "predict.data=-": "predict.data=- is not used by task=serve",
+        "-m": "so it is no job of a sweep: leave out -m",
+    }.items():
+        assert message in refusal(tmp_path / "run", "task=serve", "serve.port=0", argument)
 
 
 def test_the_decode_group_is_the_checkpoints() -> None:
