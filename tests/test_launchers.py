@@ -69,22 +69,22 @@ def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time, there was a little girl. " * 9)
     arguments = [
-        "-m", "task=bench,evaluate", "quant=none,int8", "model.max_length=64,9999", "device=cpu", f"model.path={chatty}",
+        "-m", "task=bench,evaluate", "model.max_length=64,9999", "device=cpu", f"model.path={chatty}",
         f"evaluate.data={text}", "evaluate.window=32", "bench.prompt_tokens=9", "bench.new_tokens=3", "bench.repeats=1",
     ]  # fmt: skip
     launchers = {"basic": [], "joblib": ["hydra.launcher.n_jobs=2"]}
     for name, options in launchers.items():
         done = run(*arguments, f"hydra/launcher={name}", *options, f"hydra.sweep.dir={tmp_path / name}", cwd=tmp_path)
         assert done.returncode == 1
-        assert done.stderr.splitlines()[-1] == f"error: 4 of 8 jobs failed: see {tmp_path / name}/sweep.md"
+        assert done.stderr.splitlines()[-1] == f"error: 2 of 4 jobs failed: see {tmp_path / name}/sweep.md"
         assert {"sweep.csv", "sweep.md", "sweep.png"} < {file.name for file in (tmp_path / name).iterdir()}
     basic, joblib = (without_times(table(tmp_path / name)) for name in launchers)
-    assert {"job", "quant", "model.max_length", "perplexity", "weight_bytes", "error"} <= basic[0].keys()
+    assert {"job", "model.max_length", "perplexity", "weight_bytes", "error"} <= basic[0].keys()
     assert basic == joblib
     headings = [(tmp_path / name / "sweep.md").read_text().splitlines()[0] for name in launchers]
     assert headings[0] == headings[1]
     assert [(row["job"], bool(row["error"])) for row in joblib] == [
-        ("0 + 4", False), ("1 + 5", True), ("2 + 6", False), ("3 + 7", True),
+        ("0 + 2", False), ("1 + 3", True),
     ]  # fmt: skip
 
 
@@ -103,17 +103,17 @@ def test_jobs_of_submitit_give_the_table_of_the_basic_launcher(
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time, there was a little girl. " * 9)
     arguments = [
-        "-m", "task=evaluate", "quant=none,int8", "model.max_length=64,9999", "device=cpu", f"model.path={chatty}",
+        "-m", "task=evaluate", "model.max_length=64,9999", "device=cpu", f"model.path={chatty}",
         f"evaluate.data={text}", "evaluate.window=32",
     ]  # fmt: skip
     tables = []
     for name in ("basic", "submitit_local", "submitit_slurm"):
         done = run(*arguments, f"hydra/launcher={name}", f"hydra.sweep.dir={tmp_path / name}")
-        assert done.stderr.splitlines()[-1] == f"error: 2 of 4 jobs failed: see {tmp_path / name}/sweep.md", done.stderr
+        assert done.stderr.splitlines()[-1] == f"error: 1 of 2 jobs failed: see {tmp_path / name}/sweep.md", done.stderr
         tables.append(without_times(table(tmp_path / name)))
-    assert [bool(row["error"]) for row in tables[0]] == [False, True, False, True]
+    assert [bool(row["error"]) for row in tables[0]] == [False, True]
     assert tables[1:] == [tables[0], tables[0]]
-    assert "#SBATCH --array=0-3%4" in next(tmp_path.glob("submitit_slurm/.submitit/**/*.sh")).read_text()
+    assert "#SBATCH --array=0-1%2" in next(tmp_path.glob("submitit_slurm/.submitit/**/*.sh")).read_text()
 
 
 def test_a_launcher_that_cannot_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,21 +23,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from types import ModuleType
 from typing import Any, NamedTuple
 
 MODULES = ("torch", "torch.export", "hydra", "tokenizers", "safetensors", "fastapi", "uvicorn", "prometheus_client")
-READ_ONCE = (
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "KMP_",
-    "LD_",
-    "LC_",
-    "LANG",
-    "TORCH",
-)  # by the interpreter and MODULES
+# by the interpreter and by MODULES
+READ_ONCE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "LC_", "LANG", "TORCH_LOGS", "TORCH_CPP")
+FLAGS = ("-P", "-u")
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000  # linux/sched.h
 PR_GET_TID_ADDRESS = 40  # linux/prctl.h
@@ -90,7 +83,6 @@ class Client:
         plain = close_fds and restores and owner == [None, None, None] and umask == -1 and before is None
         if not (self.forks and plain and is_forked(command) and read_once(environment) == self._read_once):
             return int(self._start(arguments, executables, close_fds, kept, cwd, variables, *rest))
-        sys.audit("fork_server.fork", command)
         streams = [fd if fd >= 0 else number for number, fd in enumerate((in_read, out_write, error_write))]
         inherited = [fd for fd in kept if fd != failure]
         with self._turn:
@@ -151,9 +143,15 @@ def true_starts() -> Iterator[None]:
 
 
 def is_forked(command: list[str]) -> bool:
-    words = command[2:] if command[1:2] == ["-P"] else command[1:]
+    _, words = split(command)
     known = words[:1] in (["-c"], ["-m"]) or os.path.basename((words or [""])[0]) == "run.py"
     return command[0] == sys.executable and known
+
+
+def split(command: list[str]) -> tuple[list[str], list[str]]:
+    """The interpreter's flags, and what it runs with its arguments."""
+    flags = [*takewhile(FLAGS.__contains__, command[1:])]
+    return flags, command[1 + len(flags) :]
 
 
 def read_once(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -224,16 +222,16 @@ def become(request: Request, fds: list[int], channel: socket.socket) -> None:
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         raw = io.FileIO(fd, "w" if fd else "r", closefd=False)
-        buffered = io.BufferedWriter(raw) if fd else io.BufferedReader(raw)
-        new = type(old)(buffered, old.encoding, old.errors, "\n" if fd else None, fd == 2 or os.isatty(fd))
+        is_direct = fd > 0 and "-u" in split(request.command)[0]
+        stream = raw if is_direct else io.BufferedWriter(raw) if fd else io.BufferedReader(raw)
+        new = type(old)(stream, old.encoding, old.errors, "\n" if fd else None, fd == 2 or os.isatty(fd), is_direct)
         new.mode = old.mode
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
     sys.modules["numpy"].random.seed()
     show(request.command)
-    ctypes.CDLL(None).on_exit(
-        ctypes.CDLL(None)._exit, None
-    )  # destructors of the server's C++ libraries, which take 0.2 s
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # instead of destructors of the server's C++ libraries, which take 0.2 s
     Client(socket.socket(fileno=moved[0]))
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
 
@@ -248,14 +246,13 @@ def show(command: list[str]) -> None:
 
 def run(command: list[str]) -> None:
     """Run what the interpreter runs by this command line."""
-    is_safe = command[1] == "-P"
-    kind, *words = command[1 + is_safe :]
+    flags, (kind, *words) = split(command)
     is_file = kind not in ("-c", "-m")
     sys.orig_argv[:] = command
     sys.argv[:] = [kind, *(words if is_file else words[1:])]
     first = os.path.dirname(os.path.abspath(kind)) if is_file else os.getcwd() if kind == "-m" else ""
     own = os.environ.get("PYTHONPATH")
-    sys.path[:0] = [*([] if is_safe else [first]), *(own.split(os.pathsep) if own else [])]
+    sys.path[:0] = [*([] if "-P" in flags else [first]), *(own.split(os.pathsep) if own else [])]
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if kind == "-m":

@@ -14,7 +14,7 @@ from tests.helpers.waiting import LIMIT_S, until
 HEARTBEAT_S = 5
 END_S = 20.0  # for a run to end after a loss is known, which takes a second where nothing else runs
 RESULTS = ("predictions.jsonl", "text_generation_result.txt")
-COMMAND = ("run.py", "decode=sampling", "decode.seed=3", "decode.max_new_tokens=60", "predict.batch_size=2")
+COMMAND = ("run.py", "decode=sampling", "decode.seed=3", "decode.max_new_tokens=40", "predict.batch_size=2")
 
 
 def write_prompts(file: Path) -> Path:

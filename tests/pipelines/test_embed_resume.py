@@ -77,7 +77,8 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("pooling", [pytest.param("last", marks=pytest.mark.long), "mean"])
+@pytest.mark.long
+@pytest.mark.parametrize("pooling", ["mean", pytest.param("last", marks=pytest.mark.matrix)])
 def test_killed_at_any_moment_it_leaves_what_an_uninterrupted_job_leaves(
     chatty: Path, tmp_path: Path, data: Path, pooling: str
 ) -> None:

@@ -65,19 +65,10 @@ from tests.helpers.tiers import tiers
 
 # Between them, with deepseek_v3 in test_export_divided.py, they have all operators and all arguments that graphs give these.
 CHOSEN = [
-    "baichuan-13b",
-    "baichuan2-13b",
-    "bloom",
-    "chatglm3",
-    "gpt2",
-    "llama3",
-    "llama_tied_bias",
-    "opt",
-    "qwen2",
-    "qwen3",
+    *("baichuan-13b", "baichuan2-13b", "bloom", "chatglm", "chatglm3", "cohere2", "deepseek_v2", "ernie4_5"),
+    *("ernie4_5_moe", "gemma2", "gemma3", "glm4_moe", "gpt2", "gpt_neox", "llama3", "llama_tied_bias", "ministral3"),
+    *("opt", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3"),
 ]
-CHOSEN += ["chatglm", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "gemma2", "gemma3", "glm4_moe", "gpt_neox"]
-CHOSEN += ["ministral3", "phi3", "qwen", "qwen2_moe"]
 
 
 def check_alone(source: RunConfig, exports: Exports, more_bytes: int = 0, prompts: list[list[int]] = PROMPTS) -> None:

@@ -13,6 +13,8 @@ from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import TEXTS
 
+pytestmark = pytest.mark.long
+
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Once upon"},
     {"prompt": "a time", "decode": {"n": 2, "temperature": 1.5, "logprobs": 2}},

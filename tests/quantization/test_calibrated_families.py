@@ -69,7 +69,8 @@ def check_files(
     assert all(0 < error < BOUNDS[name.split()[0].rstrip(",")] for name, error in errors.items()), errors
 
 
-@each("family", sorted({*GOLDEN_FAMILIES} - {"chatglm_28layers", "chatglm_bin"}))  # chatglm in other files
+# chatglm in other files
+@each("family", sorted({*GOLDEN_FAMILIES} - {"chatglm_28layers", "chatglm_bin"}), quick=["llama3", "bloom"])
 def test_goldens(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     schemes = {name: in_groups(CALIBRATED[name], family) for name in SCHEMES}
@@ -77,7 +78,7 @@ def test_goldens(family: str, tmp_path: Path) -> None:
     check_files(GOLDENS / family, golden["input_ids"][0].tolist(), golden["logits"][0], schemes, tmp_path)
 
 
-@each("family", ["ernie4_5", "ernie4_5_moe", "gemma3", "glm4_moe", "minimax_m2", "ministral3"])
+@each("family", ["ernie4_5", "ernie4_5_moe", "gemma3", "glm4_moe", "minimax_m2", "ministral3"], quick=["gemma3"])
 def test_families_of_transformers(family: str, tmp_path: Path) -> None:
     reference, prompt = write_other(tmp_path / family, family, intermediate_size=96), random_prompts(96, (24,))[0]
     with torch.no_grad():

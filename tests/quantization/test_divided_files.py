@@ -60,7 +60,7 @@ SOURCES = {
 }
 
 
-@each("name", SOURCES)
+@each("name", SOURCES, quick=["a8w8 static smoothquant", "fused"])
 def test_through_divisions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SOURCES[name](tmp_path / "source")
     halves = convert(whole, tmp_path / "2", format=SHARDED, tp=2)

@@ -62,7 +62,8 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
     wait_for_rows(process, lost)
     line = lose(process, workers, rank, number)
     assert f" rows are done and kept, go on with: python run.py predict.resume={lost}" in line
-    done(start(data, lost, *how, *settings, f"predict.resume={lost}"))
+    again = how if rank == 1 else ()  # the division decides nothing
+    done(start(data, lost, *again, *settings, f"predict.resume={lost}"))
     assert same_files(lost, run_of(*settings))
 
 
@@ -131,11 +132,11 @@ def test_ranks_share_memory_without_a_name(data: Path, tmp_path: Path) -> None:
     done(process)
 
 
-def test_five_starts_at_once(data: Path, tmp_path: Path) -> None:
+def test_three_starts_at_once(data: Path, tmp_path: Path) -> None:
     row = tmp_path / "row.txt"
     row.write_text("Once upon a time")
     done(start(row, tmp_path / "whole", "decode.max_new_tokens=3"))
-    folders = [tmp_path / str(number) for number in range(5)]
+    folders = [tmp_path / str(number) for number in range(3)]
     how = ("decode.max_new_tokens=3", "parallel=tp", "parallel.tp=2")
     for process in [start(row, folder, *how) for folder in folders]:
         assert done(process) == ""

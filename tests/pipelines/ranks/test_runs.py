@@ -114,8 +114,8 @@ SRUN = {
 
 
 def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
-    """Torchrun itself, twice at once."""
-    torchrun = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
+    """Torchrun itself, which is that module, twice at once."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     folders = [tmp_path / "0", tmp_path / "1"]
     for process in [
         start(data, folders[i], f"parallel={mode}", launcher=torchrun) for i, mode in enumerate(("tp", "pp"))

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reas
 
 TP = ("parallel=tp", "parallel.tp=2")
 PP = ("parallel=pp", "parallel.pp=2")
-divisions = pytest.mark.parametrize("how", [TP, PP], ids=["tp", "pp"])
+divisions = pytest.mark.parametrize("how", [TP, pytest.param(PP, marks=pytest.mark.matrix)], ids=["tp", "pp"])
 BODY = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 24, "logprobs": 2}
 ENDLESS = BODY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
 
@@ -45,13 +45,13 @@ def ranks_of(engine: int) -> list[int]:
     return [pid for pid, (parent, command) in known if parent == engine and "ranks.worker" in command]
 
 
-@divisions
 @pytest.mark.parametrize(
-    ("write", "rows"),
+    ("write", "rows", "how"),
     [
-        (write_reward_model, [{"prompt": "hello"}, {"prompt": "the owl is happy"}]),
-        (write_qwen3_reranker, [{"query": "Who?", "document": "The owl."}, {"query": "a", "document": "b c d"}]),
+        (write_reward_model, [{"prompt": "hello"}, {"prompt": "the owl is happy"}], TP),
+        (write_qwen3_reranker, [{"query": "Who?", "document": "The owl."}, {"query": "a", "document": "b c d"}], PP),
     ],
+    ids=["reward model, tp", "reranker, pp"],
 )
 def test_scores(tmp_path: Path, write: Callable[[Path], Any], rows: list[dict[str, str]], how: tuple[str, ...]) -> None:
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"

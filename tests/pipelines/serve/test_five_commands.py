@@ -78,7 +78,7 @@ def test_chat_page(url: str, tmp_path: Path) -> None:
         page.wait(LIMIT_S)
 
 
-@pytest.mark.long
+@pytest.mark.matrix  # tests/pipelines/replicas/test_served.py has such a server, too
 def test_two_replicas(tmp_path: Path) -> None:
     words = REPLICAS.split()
     assert words[:3] == [".venv/bin/python", "run.py", "task=serve"]
