@@ -18,6 +18,7 @@ from models.tokenizers.sentencepiece import (
 )
 from models.tokenizers.tekken import TEKKEN, load_tekken
 from models.tokenizers.tiktoken import Llama3Tokenizer, QwenTokenizer
+from models.tokenizers.tokenizer_json import read_settings
 
 __all__ = ["TOKENIZER_FILES", "Message", "Tokenizer", "load_tokenizer"]
 
@@ -68,8 +69,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         if not _is_sentencepiece(pieces):
             return Llama3Tokenizer(pieces)
         tokenizer = SentencePieceTokenizer(pieces)
+        is_llama = str(config.get("tokenizer_class", kind)).removesuffix("Fast") in ("llama", "LlamaTokenizer")
         with damage_refused(folder):
-            tokenizer.read_settings(read_json(folder / "tokenizer_config.json"))
+            tokenizer.read_settings(*read_settings(folder), is_llama)
         has_own = (folder / PADDLE_TEMPLATE).is_file()
         own = LLAMA2 if kind in (None, "llama", "LlamaTokenizer") and not has_own else None
         own = TELECHAT if kind == "telechat" else own

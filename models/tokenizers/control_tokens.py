@@ -70,18 +70,18 @@ class Marks:
         return [part or "" for part in parts]
 
 
-def joined_runs(parts: list[str], ids: Mapping[str, int]) -> Iterator[str | int]:
-    """Yield the texts between control tokens, and the ids of these. `parts`: as `Marks.split` gives them."""
-    run, names = "", _any_of(ids)
+def joined_runs(parts: list[str], cut: Callable[[str], Iterable[str | int]]) -> Iterator[str | int]:
+    """Yield the texts between control tokens, and the ids of these, which `cut` yields. `parts`: as `Marks.split` gives them."""
+    run = ""
     for i, part in enumerate(parts):
-        pieces = [part] if i % 2 else re.split(f"({names.pattern})", part)
-        for j, piece in enumerate(pieces):
-            if j % 2:
-                yield from (run, ids[piece])
+        for piece in [part] if i % 2 else cut(part):
+            if isinstance(piece, int):
+                yield from (run, piece) if run else (piece,)
                 run = ""
             else:
                 run += piece
-    yield run
+    if run:
+        yield run
 
 
 @lru_cache(maxsize=16)

@@ -2,25 +2,33 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from conf.errors import UserError
+from models.tokenizers.added_tokens import AddedTokens
 from models.tokenizers.base import Message, Tokenizer, Tool, refuse_role
 from models.tokenizers.chat import LLAMA2, chatglm3_messages
 from models.tokenizers.control_tokens import joined_runs
-from models.tokenizers.tokenizer_json import named_tokens
+from models.tokenizers.tokenizer_json import Settings, named_tokens, special_tokens
 
 SPACE = "▁"  # in pieces
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Llama's tokenizer: BOS before a text, and special tokens where a text names them."""
+    """Llama's tokenizer: BOS before a text, and added tokens where a text names them.
+
+    The pieces of control tokens are added tokens, and what the files beside tokenizer.model add.
+    """
 
     chat_template: str | None = LLAMA2
-    _adds_bos = True
+    _adds_bos, _adds_eos = True, False
+    _is_legacy = True
+    """Whether the text behind an added token begins like a text of its own: with a space."""
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
         """model: the serialised ModelProto, if `file` is not one itself. Raises UserError if it cannot be read."""
@@ -34,30 +42,51 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {reason}") from error
-        control = range(self._pieces.get_piece_size())
-        self._specials = {self._pieces.id_to_piece(id): id for id in control if self._pieces.is_control(id)}
-        self._special_names = {id: name for name, id in self._specials.items()}
-        self.size = max(self._pieces.get_piece_size(), *(id + 1 for id in self._special_names))
+        pieces = range(self._pieces.get_piece_size())
+        self.add_tokens({id: _special(self._pieces.id_to_piece(id)) for id in pieces if self._pieces.is_control(id)})
         self.bos_token_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self.eos_token_id = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else None
 
-    def read_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take what tokenizer_config.json says of special tokens, also in the place of pieces of other names, as InternLM2 has them.
+    def add_tokens(self, tokens: Mapping[int, AddedToken]) -> None:
+        """Add tokens behind the pieces, or in the place of pieces, as InternLM2 has them."""
+        self._added = AddedTokens(tokens)
+        self.size = max(self._pieces.get_piece_size(), *(id + 1 for id in tokens))
 
-        Raises UserError for added tokens that are not special.
+    @property
+    def added_tokens(self) -> Mapping[int, AddedToken]:
+        return self._added.by_id
+
+    def read_settings(self, settings: Settings, added: Mapping[str, int], is_llama: bool) -> None:
+        """Take what the files beside tokenizer.model say, as `models.tokenizers.tokenizer_json.read_settings` returns it.
+
+        is_llama: whether it is LlamaTokenizer of transformers, which puts no space behind an added token. Meta's code does, whose
+        vocabulary has no other tokens than its pieces.
         """
-        for id, token in settings.get("added_tokens_decoder", {}).items():
-            name, number = token["content"], int(id)
-            if number < self._pieces.get_piece_size() and self._pieces.id_to_piece(number) == name:
-                continue
-            if not token.get("special"):
-                raise UserError(
-                    f"the tokenizer in {self.source} adds {name!r}, which is not special: save it with tokenizer.json"
-                )
-            self._specials[name], self._special_names[number] = number, name
-            self.size = max(self.size, number + 1)
-        self._adds_bos = settings.get("add_bos_token") is not False
-        self.special_tokens = {name: token.content for name, token in named_tokens(dict(settings))}
+        self._adds_bos, self._adds_eos = (
+            settings.get("add_bos_token") is not False,
+            settings.get("add_eos_token") is True,
+        )
+        if settings.get("add_prefix_space") is False:
+            self._pieces = self._continued
+        specials = special_tokens(settings)
+        unknown = self._pieces.unk_id()
+        tokens = {unknown: _special(self._pieces.id_to_piece(unknown)), **self.added_tokens}
+        tokens |= {int(id): AddedToken(**token) for id, token in settings.get("added_tokens_decoder", {}).items()}
+        tokens |= {id: specials.get(text, AddedToken(text)) for text, id in added.items() if id not in tokens}
+        ids = {token.content: id for id, token in tokens.items()}
+        for text, token in specials.items():
+            if text not in ids:
+                piece, next_id = self._pieces.piece_to_id(text), max(self.size, *(id + 1 for id in tokens))
+                ids[text] = piece if self._pieces.id_to_piece(piece) == text else next_id
+            tokens[ids[text]] = token
+        self.add_tokens(tokens)
+        is_extended = any(self._pieces.piece_to_id(token.content) != id for id, token in tokens.items())
+        self._is_legacy = bool(settings.get("legacy", not is_extended)) if is_llama else True
+        self.special_tokens = {name: token.content for name, token in named_tokens(settings)}
+        self.bos_token_id, self.eos_token_id = (
+            ids.get(self.special_tokens.get(name, ""), id)
+            for name, id in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id))
+        )
 
     @property
     def model_proto(self) -> bytes:
@@ -68,35 +97,45 @@ class SentencePieceTokenizer(Tokenizer):
     def max_token_bytes(self) -> int | None:
         ids, rules = range(self._pieces.get_piece_size()), self._model.normalizer_spec
         keeps_text = not rules.precompiled_charsmap and not rules.remove_extra_whitespaces
-        if not keeps_text or sum(map(self._pieces.is_byte, ids)) < 256:  # what is unknown becomes one token
+        is_whole = sum(map(self._pieces.is_byte, ids)) == 256  # otherwise what is unknown becomes one token
+        if not keeps_text or not is_whole or self._added.strips:
             return None
-        return max(len(name.encode()) for name in [*map(self._pieces.id_to_piece, ids), *self._specials])
+        added = (token.content for token in self.added_tokens.values())
+        return max(len(name.encode()) for name in [*map(self._pieces.id_to_piece, ids), *added])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        begins = add_special_tokens and self._adds_bos
-        begin = [self.bos_token_id] if begins and self.bos_token_id is not None else []
-        named = "|".join(re.escape(name) for name in sorted(self._specials, key=len, reverse=True))
-        parts = re.split(f"({named})", text) if named else [text]  # every second part is a special token
-        ids = [[self._specials[part]] if i % 2 else self._encode_pieces(part) for i, part in enumerate(parts)]
-        return begin + list(itertools.chain.from_iterable(ids))
+        begin = [self.bos_token_id] if add_special_tokens and self._adds_bos else []
+        end = [self.eos_token_id] if add_special_tokens and self._adds_eos else []
+        return [id for id in [*begin, *self._encode_runs(self._cut(text)), *end] if id is not None]
+
+    def _encode_runs(self, runs: Iterable[str | int], is_first: bool = True) -> list[int]:
+        """Return the ids of a text that is cut at its added tokens. is_first: whether it is the beginning of a text."""
+        ids: list[int] = []
+        for run in runs:
+            if isinstance(run, int):
+                ids.append(run)
+            elif is_first:
+                ids += self._encode_pieces(run)
+            else:
+                ids += self._continued.encode(run)
+            is_first = self._is_legacy
+        return ids
 
     @cached_property
     def _control_names(self) -> Mapping[str, bool]:
-        return dict.fromkeys(self._user_defined, False) | dict.fromkeys(self._read_specials, True)
+        return dict.fromkeys(self._user_defined, False) | {
+            token.content: token.special for token in self.added_tokens.values()
+        }
 
-    @property
-    def _read_specials(self) -> Mapping[str, int]:
-        """The special tokens that `encode` reads in a text."""
-        return self._specials
+    def _cut(self, text: str) -> Iterator[str | int]:
+        """Yield the ids of the added tokens that `encode` reads in a text, and the texts between them."""
+        return self._added.cut(text)
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
         ids: list[int] = []
         begin = 0
         for cut in [*(i for i in range(1, len(parts), 2) if parts[i] in self._user_defined), len(parts)]:
-            first, *others = joined_runs(parts[begin:cut], self._read_specials)
-            ids += (self._continued if begin else self._pieces).encode(str(first))
-            for run in others:
-                ids += [run] if isinstance(run, int) else self._encode_pieces(run)
+            ids += self._encode_runs(joined_runs(parts[begin:cut], self._cut), is_first=not begin)
             if cut < len(parts):
                 ids += self._spelled.encode(parts[cut])
             begin = cut + 1
@@ -135,16 +174,20 @@ class SentencePieceTokenizer(Tokenizer):
         return SentencePieceProcessor(model_proto=model.SerializeToString())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        text = []
-        for is_special, run in itertools.groupby(token_ids, self._is_special):
-            if not is_special:
-                text.append(self._decode_pieces(list(run)))
-            elif not skip_special_tokens:
-                text += [self._special_names.get(id, "") for id in run]
-        return "".join(text)
+        text, added = "", self.added_tokens
+        for is_added, run in itertools.groupby(token_ids, self._is_added):
+            ids = list(run)
+            if is_added:
+                tokens = [added[id] for id in ids if id in added]
+                text += "".join(token.content for token in tokens if not (token.special and skip_special_tokens))
+            else:
+                text += self._decode_pieces(ids) if self._is_legacy or not text else self._continued.decode(ids)
+        return text
 
     def token_bytes(self, id: int) -> bytes | None:
-        if id < 0 or self._is_special(id) or self._pieces.is_unknown(id):
+        if id in self.added_tokens:
+            return None if self.added_tokens[id].special else self.added_tokens[id].content.encode()
+        if id < 0 or self._is_added(id) or self._pieces.is_unknown(id):
             return None
         piece: str = self._pieces.id_to_piece(id)
         return bytes([int(piece[3:5], 16)]) if self._pieces.is_byte(id) else self._text_of(piece).encode()
@@ -152,8 +195,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _text_of(self, piece: str) -> str:
         return piece.replace(SPACE, " ")
 
-    def _is_special(self, id: int) -> bool:
-        return id in self._special_names or id >= self._pieces.get_piece_size()
+    def _is_added(self, id: int) -> bool:
+        return id in self.added_tokens or id >= self._pieces.get_piece_size()
 
     def _encode_pieces(self, text: str) -> list[int]:
         ids: list[int] = self._pieces.encode(text)
@@ -178,9 +221,12 @@ class BaichuanTokenizer(SentencePieceTokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encode_pieces(text)  # nothing is added, and special tokens are not read from a text
 
-    @property
-    def _read_specials(self) -> Mapping[str, int]:
-        return {}
+    def _cut(self, text: str) -> Iterator[str | int]:
+        yield text
+
+    @cached_property
+    def _control_names(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self._user_defined, False)
 
     def _encode_content(self, text: str) -> list[int]:
         """Return the token ids of a message. The pieces that open turns are user-defined ones, which a message must not become."""
@@ -216,21 +262,22 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
     def __init__(self, file: Path, has_roles: bool) -> None:
         super().__init__(file)
         names = self.NAMES + (tuple(f"<|{role}|>" for role in self.ROLES) if has_roles else ())
-        first = self._pieces.get_piece_size()
-        self._specials |= {name: first + i for i, name in enumerate(names)}
-        self._special_names = {id: name for name, id in self._specials.items()}
-        self.size = first + len(names)
-        self._prefix = [self._specials["[gMASK]"], self._specials["sop"]]
+        self._ids = {name: self._pieces.get_piece_size() + i for i, name in enumerate(names)}
+        self.add_tokens({**self.added_tokens, **{id: _special(name) for name, id in self._ids.items()}})
+        self._prefix = [self._ids["[gMASK]"], self._ids["sop"]]
         self._has_roles = has_roles
         if has_roles:
-            self.turn_end_ids = (self._specials["<|user|>"], self._specials["<|observation|>"])
+            self.turn_end_ids = (self._ids["<|user|>"], self._ids["<|observation|>"])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return (self._prefix if add_special_tokens else []) + self._encode_pieces(text)
 
-    @property
-    def _read_specials(self) -> Mapping[str, int]:
-        return {}
+    def _cut(self, text: str) -> Iterator[str | int]:
+        yield text
+
+    @cached_property
+    def _control_names(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self._user_defined, False)
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         if not self._has_roles:
@@ -239,9 +286,9 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
         for message in messages:
             if message["role"] not in self.ROLES:
                 raise refuse_role(message, ", ".join(self.ROLES))
-            ids.append(self._specials[f"<|{message['role']}|>"])
+            ids.append(self._ids[f"<|{message['role']}|>"])
             ids += self._encode_pieces(f"{message.get('metadata', '')}\n") + self._encode_pieces(message["content"])
-        return [*ids, self._specials["<|assistant|>"]]
+        return [*ids, self._ids["<|assistant|>"]]
 
     def answer_format(self, template: str | None) -> str:
         return "chatglm3" if self._has_roles and template is None else super().answer_format(template)
@@ -265,9 +312,12 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
         suffix = [self._pieces.piece_to_id(name) for name in ("[gMASK]", "<sop>")] if add_special_tokens else []
         return self._encode_pieces(text) + suffix
 
-    @property
-    def _read_specials(self) -> Mapping[str, int]:
-        return {}
+    def _cut(self, text: str) -> Iterator[str | int]:
+        yield text
+
+    @cached_property
+    def _control_names(self) -> Mapping[str, bool]:
+        return dict.fromkeys(self._user_defined, False)
 
     def _encode_pieces(self, text: str) -> list[int]:
         text = text.replace("\n", "<n>").replace("\t", "<|tab|>")
@@ -289,6 +339,10 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
         asked_once = len(messages) == 1 and messages[0]["role"] == "user"
         text = messages[0]["content"] if asked_once else rounds(messages, first=0, gap="\n")
         return self.encode(text, add_special_tokens=True)
+
+
+def _special(text: str) -> AddedToken:
+    return AddedToken(text, special=True, normalized=False)
 
 
 def rounds(messages: list[Message], first: int, gap: str) -> str:

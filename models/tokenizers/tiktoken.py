@@ -8,7 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from conf.errors import UserError
+from models.tokenizers.added_tokens import AddedTokens
 from models.tokenizers.base import NFC_SHRINKAGE, Message, Tokenizer, refuse_role
 from models.tokenizers.control_tokens import joined_runs
 
@@ -86,7 +89,11 @@ class TiktokenTokenizer(Tokenizer):
         return {name: id in self._skipped for name, id in self._specials.items()}
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
-        return list(chain.from_iterable(map(self._plain_or_special, joined_runs(parts, self._specials))))
+        return list(chain.from_iterable(map(self._plain_or_special, joined_runs(parts, self._added.cut))))
+
+    @cached_property
+    def _added(self) -> AddedTokens:
+        return AddedTokens({id: AddedToken(name, normalized=False) for name, id in self._specials.items()})
 
     def _plain_or_special(self, run: str | int) -> list[int]:
         return [run] if isinstance(run, int) else self._plain(run)

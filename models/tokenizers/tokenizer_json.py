@@ -94,7 +94,7 @@ def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None
 
     Raises whatever the library raises for a damaged file.
     """
-    settings = read_json(folder / "tokenizer_config.json")
+    settings, added = read_settings(folder)
     if not (folder / FILE).is_file() or any(settings.get(name) for name in UNREAD):
         return None
     backend = Tokenizer.from_file(str(folder / FILE))
@@ -105,13 +105,16 @@ def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None
     if kind:
         kind.set_steps(backend, settings)
         settings = kind.special_tokens | settings
-    added: dict[str, int] = {}
-    if "added_tokens_decoder" not in settings:  # as older files have it
-        settings = settings | read_json(folder / "special_tokens_map.json")
-        added = read_json(folder / "added_tokens.json")
-    named = dict(named_tokens(settings))
-    backend.add_tokens(list(_additions(backend, settings, added, named)))
-    return backend, {name: token.content for name, token in named.items()}
+    backend.add_tokens(list(_additions(backend, settings, added)))
+    return backend, {name: token.content for name, token in named_tokens(settings)}
+
+
+def read_settings(folder: Path) -> tuple[Settings, dict[str, int]]:
+    """Return what the files beside a vocabulary say of the tokenizer, and the ids of added_tokens.json, which older folders have."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings, {}
+    return settings | read_json(folder / "special_tokens_map.json"), read_json(folder / "added_tokens.json")
 
 
 def _class_name(config: dict[str, Any], settings: Settings, is_byte_level: bool) -> str:
@@ -134,13 +137,17 @@ def named_tokens(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
             yield name, _token(value)
 
 
-def _additions(
-    backend: Tokenizer, settings: Settings, added: dict[str, int], named: dict[str, AddedToken]
-) -> Iterator[AddedToken]:
-    """Yield the tokens that the files beside tokenizer.json add to it or change."""
+def special_tokens(settings: Settings) -> dict[str, AddedToken]:
+    """Return the tokens that settings name, and those that they list as special, by their texts."""
     unnamed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    specials = {token.content: token for token in named.values()}
-    specials |= {token.content: token for token in map(_token, [] if isinstance(unnamed, dict) else unnamed)}
+    tokens = [token for _, token in named_tokens(settings)]
+    tokens += map(_token, [] if isinstance(unnamed, dict) else unnamed)
+    return {token.content: token for token in tokens}
+
+
+def _additions(backend: Tokenizer, settings: Settings, added: dict[str, int]) -> Iterator[AddedToken]:
+    """Yield the tokens that the files beside tokenizer.json add to it or change."""
+    specials = special_tokens(settings)
     present = backend.get_added_tokens_decoder()
     by_id = {int(id): AddedToken(**token) for id, token in settings.get("added_tokens_decoder", {}).items()}
     for content, id in added.items():

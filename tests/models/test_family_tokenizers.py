@@ -1,10 +1,12 @@
 """Tokenizers of families against their original classes and published vectors, on the real vocabularies and on tiny ones."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
@@ -215,10 +217,53 @@ def test_special_tokens_in_the_place_of_pieces(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
     with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
         load(tmp_path).encode_messages([{"role": "user", "content": "hi"}], None)  # Llama 2's is not InternLM2's
-    wrong = {"added_tokens_decoder": {"31999": {"content": "<think>", "special": False}}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(wrong))
-    with pytest.raises(UserError, match="adds '<think>', which is not special: save it with tokenizer.json"):
-        load(tmp_path)
+    plain = {"added_tokens_decoder": {"31999": {"content": "<think>", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(plain))
+    assert load(tmp_path).encode("hi<think>", add_special_tokens=False) == [*hi, 31999]
+    assert load(tmp_path).decode([*hi, 31999], skip_special_tokens=True) == "hi<think>"
+    assert load(tmp_path).token_bytes(31999) == b"<think>"
+
+
+def added(id: int, content: str, **flags: bool) -> dict[str, Any]:
+    names = ("lstrip", "rstrip", "normalized", "single_word", "special")
+    return {str(id): {"content": content, **{name: flags.get(name, False) for name in names}}}
+
+
+NEW = {"<|im_start|>": 32000, "<|im_end|>": 32001, "<tool>": 32002}
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+WITH_TOKENS: dict[str, dict[str, Any]] = {
+    "added_tokens.json and special_tokens_map.json": {
+        "added_tokens.json": NEW,
+        "special_tokens_map.json": {"eos_token": "<|im_end|>", "unk_token": "<unk>"},
+        "tokenizer_config.json": LLAMA,
+    },
+    "added_tokens_decoder, white space beside tokens": {
+        "tokenizer_config.json": LLAMA
+        | {"eos_token": "<|im_end|>"}
+        | {"added_tokens_decoder": added(32000, "<|im_start|>", rstrip=True, special=True)
+           | added(32001, "<|im_end|>", special=True) | added(32002, "<tool>", lstrip=True)}
+    },
+    "eos behind a text": {"added_tokens.json": NEW, "tokenizer_config.json": LLAMA | {"eos_token": "</s>", "add_eos_token": True}},
+    "no space before a text": {"added_tokens.json": NEW, "tokenizer_config.json": LLAMA | {"add_prefix_space": False}},
+    "a name that is new": {"tokenizer_config.json": LLAMA | {"legacy": False, "pad_token": "[PAD]"}},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real vocabularies stand beside the repository")
+@each("name", WITH_TOKENS)
+def test_tokens_that_other_files_add_to_the_pieces(name: str, tmp_path: Path) -> None:
+    """As transformers reads them. It reads double spaces otherwise than sentencepiece, by which such models were trained."""
+    shutil.copy(REAL / "llama2" / "tokenizer.model", tmp_path)
+    for file, values in {"config.json": {"model_type": "llama"}, **WITH_TOKENS[name]}.items():
+        (tmp_path / file).write_text(json.dumps(values))
+    tokenizer, plain = load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.size) == (plain.eos_token_id, len(plain))
+    turn = "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n"
+    for text in (turn, "x<tool> y <tool>z", "a</s> b</s>b", "<unk> x<unk>", "é<tool>é<s>[PAD]x", "no token at all", ""):
+        ids = plain.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=True) == ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == plain.decode(ids)
+        assert tokenizer.decode(ids, skip_special_tokens=True) == plain.decode(ids, skip_special_tokens=True)
 
 
 def test_a_template_of_ones_own_wins(tmp_path: Path) -> None:

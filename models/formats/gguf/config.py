@@ -12,6 +12,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
 from models.formats.gguf.rotary import longrope, rope_scaling, turning_channels, turning_share
+from models.formats.gguf.special_tokens import NONE
 from models.formats.gguf.tensors import STORED
 
 END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
@@ -69,8 +70,9 @@ def _check_counts(file: GGUFMetadata, architecture: str) -> None:
 
 
 def _special_tokens(read: ConfigReader) -> dict[str, Any]:
-    ends = (read.raw(f"{name}_token_id") for name in END_TOKENS)
-    return {"bos_token_id": read.raw("bos_token_id"), "eos_token_id": [id for id in ends if id is not None] or None}
+    bos, *ends = (read.raw(f"{name}_token_id") for name in ("bos", *END_TOKENS))
+    none = (None, -1, NONE)
+    return {"bos_token_id": None if bos in none else bos, "eos_token_id": [id for id in ends if id not in none] or None}
 
 
 def _dtype(tensors: list[TensorInfo], architecture: str) -> str:

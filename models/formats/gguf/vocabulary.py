@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from gguf.constants import TokenType
 from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import AddedToken, pre_tokenizers
 
 from conf.errors import UserError
 from models.formats.gguf.header import GGUFHeader
 from models.formats.gguf.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
+from models.formats.gguf.special_tokens import SPACE
 from models.formats.gguf.tokenizer import GGUFSentencePieceTokenizer, load_gguf_tokenizer
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
@@ -23,7 +26,6 @@ from models.tokenizers.sentencepiece import SentencePieceTokenizer
 log = logging.getLogger(__name__)
 
 ADDED_SCORE = -1000.0  # of tokens that sentencepiece does not know, as llama.cpp's converter has it
-SPACE = "▁"  # in sentencepiece's tokens
 PROBES = (
     "a",
     " a",
@@ -58,6 +60,8 @@ class GGUFVocabulary:
     adds_space_prefix: bool = False
     removes_extra_whitespaces: bool = False
     unknown_token_id: int | None = None
+    spaces_behind_special: bool = True
+    """Whether the space before a text also stands behind special tokens, as in llama.cpp. GGUF has no key of its own for it."""
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
@@ -73,8 +77,14 @@ def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
 def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
     read_back = load_gguf_tokenizer(_header(tokenizer.source, vocabulary))
     assert read_back is not None
-    others = [repr(text) for text in PROBES if read_back.encode(text, False) != tokenizer.encode(text, False)]
-    num_missing = sum(f"<0x{byte:02X}>" not in vocabulary.tokens for byte in range(256))
+    control = [
+        text for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == TokenType.CONTROL
+    ]
+    probes = [*PROBES, *(f"{text}a" for text in control[-1:])]
+    others = [repr(text) for text in probes if read_back.encode(text, False) != tokenizer.encode(text, False)]
+    known, letters = set(vocabulary.tokens), pre_tokenizers.ByteLevel.alphabet()
+    num_missing = sum(f"<0x{byte:02X}>" not in known for byte in range(256))
+    num_letters = sum(letter not in known for letter in letters)
     faults = {
         f"it has rules that GGUF cannot say, and texts such as {', '.join(others[:3])} get other tokens there": bool(
             others
@@ -84,6 +94,9 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
         and PRE_TOKENIZERS[vocabulary.pre].is_nfc,
         f"it lacks {num_missing} of the 256 bytes, and llama.cpp ends at a character that is no token": (
             vocabulary.model == "llama" and num_missing > 0
+        ),
+        f"it lacks {num_letters} of the 256 bytes, and some readers refuse such a file": (
+            vocabulary.model == "gpt2" and num_letters > 0
         ),
     }
     for fault, is_so in faults.items():
@@ -118,10 +131,10 @@ def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
 
 def _vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
     if type(tokenizer) is SentencePieceTokenizer or isinstance(tokenizer, GGUFSentencePieceTokenizer):
-        return _of_pieces(tokenizer, tokenizer.model_proto, {}, size)
+        return _of_pieces(tokenizer, tokenizer.model_proto, tokenizer.added_tokens, size)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         backend = json.loads(tokenizer.backend.to_str())
-        added = {token["id"]: token for token in backend["added_tokens"]}
+        added = tokenizer.backend.get_added_tokens_decoder()
         if not backend["model"].get("byte_fallback"):
             return _of_pairs(tokenizer, backend, added, size)
         file = tokenizer.source / "tokenizer.model"
@@ -135,22 +148,24 @@ def _vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
     )
 
 
-def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: dict[int, dict[str, Any]], size: int) -> GGUFVocabulary:
+def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToken], size: int) -> GGUFVocabulary:
     model: ModelProto = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(proto)
     if model.trainer_spec.model_type != model.trainer_spec.BPE or model.normalizer_spec.precompiled_charsmap:
         raise UserError(
             f"the tokenizer in {tokenizer.source} is no sentencepiece BPE without normalisation, which GGUF needs"
         )
-    tokens = [piece.piece for piece in model.pieces]
-    types = [int(piece.type) for piece in model.pieces]
-    scores = [piece.score for piece in model.pieces]
-    for id in range(len(tokens), size):
-        token = added.get(id)
-        tokens.append(token["content"] if token else f"[PAD{id}]")
-        types.append(_type_of(token))
-        scores.append(ADDED_SCORE)
+    num_others = size - len(model.pieces)
+    tokens = [piece.piece for piece in model.pieces] + [f"[PAD{id}]" for id in range(len(model.pieces), size)]
+    types = [int(piece.type) for piece in model.pieces] + [int(TokenType.UNUSED)] * num_others
+    scores = [piece.score for piece in model.pieces] + [ADDED_SCORE] * num_others
     unknown = types.index(TokenType.UNKNOWN)
+    for id, token in added.items():
+        tokens[id], types[id] = token.content, _type_of(token)
+    types[unknown] = int(TokenType.UNKNOWN)
+    for id, kind in enumerate(types):
+        if kind == TokenType.USER_DEFINED:
+            tokens[id] = tokens[id].replace(SPACE, " ")  # as llama.cpp's converter writes them
     return GGUFVocabulary(
         "llama",
         "default",
@@ -163,14 +178,18 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: dict[int, dict[str, An
         adds_space_prefix=any(tokens[id].startswith(SPACE) for id in tokenizer.encode("a", False)[:1]),
         removes_extra_whitespaces=tokenizer.encode("a  a", False) == tokenizer.encode("a a", False),
         unknown_token_id=unknown,
+        spaces_behind_special=all(
+            tokenizer.encode(f"{token.content}a", False)[1:] == tokenizer.encode("a", False)
+            for token in list(added.values())[-1:]
+        ),
     )
 
 
 def _of_pairs(
-    tokenizer: HuggingFaceTokenizer, backend: dict[str, Any], added: dict[int, dict[str, Any]], size: int
+    tokenizer: HuggingFaceTokenizer, backend: dict[str, Any], added: Mapping[int, AddedToken], size: int
 ) -> GGUFVocabulary:
     names = {id: token for token, id in backend["model"]["vocab"].items()}
-    names |= {id: token["content"] for id, token in added.items()}
+    names |= {id: token.content for id, token in added.items()}
     types = [_type_of(added.get(id)) if id in added or id not in names else int(TokenType.NORMAL) for id in range(size)]
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]]
     return GGUFVocabulary(
@@ -184,10 +203,10 @@ def _of_pairs(
     )
 
 
-def _type_of(token: dict[str, Any] | None) -> int:
+def _type_of(token: AddedToken | None) -> int:
     if token is None:
         return int(TokenType.UNUSED)
-    return int(TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED)
+    return int(TokenType.CONTROL if token.special else TokenType.USER_DEFINED)
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:

@@ -23,6 +23,7 @@ from models.families.qwen2 import Qwen2Config
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.gguf.config import END_TOKENS
 from models.formats.gguf.names import LAYOUTS, ROTARY_FACTORS
+from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
 from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
@@ -218,14 +219,15 @@ def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) 
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_space_prefix(vocabulary.adds_space_prefix)
     writer.add_remove_extra_whitespaces(vocabulary.removes_extra_whitespaces)
+    if not vocabulary.spaces_behind_special:
+        writer.add_bool(SPACES_BEHIND_SPECIAL, False)
     if vocabulary.unknown_token_id is not None:
         writer.add_unk_token_id(vocabulary.unknown_token_id)
-    if tokenizer.bos_token_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_bos_token_id(NONE if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
     given = checkpoint.generation_config.get("eos_token_id") or checkpoint.config.raw("eos_token_id")
     ends = given if isinstance(given, list) else [given]
     ordered = dict.fromkeys(id for id in (tokenizer.eos_token_id, *ends, *tokenizer.turn_end_ids) if id is not None)
-    for name, id in zip(END_TOKENS, ordered, strict=False):
+    for name, id in zip(END_TOKENS, ordered or [NONE], strict=False):
         getattr(writer, f"add_{name}_token_id")(id)
     if vocabulary.chat_template:
         writer.add_chat_template(vocabulary.chat_template)

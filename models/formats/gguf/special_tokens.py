@@ -1,0 +1,150 @@
+"""Which tokens of a GGUF file are special, by llama.cpp's rules: a file may name few of them, and call some of them normal.
+
+Source: `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gguf.constants import TokenType
+from tokenizers import AddedToken
+
+from conf.errors import UserError
+from models.formats.gguf.header import GGUFHeader
+
+LIST = "tokenizer.ggml.tokens"
+SPACE = "▁"  # in sentencepiece's tokens
+SPACES_BEHIND_SPECIAL = "quintet.tokenizer.spaces_behind_special"  # our own; true where it is not there
+NONE = 2**32 - 1  # an id that a file gives for a token that it has not
+PIECES = "llama"  # the kind of vocabulary that sentencepiece has
+DEFAULT_IDS = {PIECES: {"bos": 1, "eos": 2}}
+ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "[e~["),
+    *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>"),
+)
+CODE = {  # parts of a prompt whose middle is to be filled in; the last three end a text, too
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>")
+    + ("<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>")
+    + ("<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>")
+    + ("<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+CODE_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss; shown in texts
+HARMONY_CALLS = (
+    {"<|return|>", "<|call|>"},
+    {"<|call|>", "<|flush|>"},
+    {"<|calls|>", "<|flush|>"},
+)  # beside them <|end|> ends a part
+NORMAL_BESIDE = ("<|tool_response>", "<|plamo:eos|>")  # beside one of them </s> is a piece of text
+PHI3, PHI3_KEEPS_SPACE = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The vocabulary's tokens with the types that llama.cpp gives them."""
+
+    header: GGUFHeader
+
+    @cached_property
+    def texts(self) -> list[str]:
+        return self.header.texts(LIST)
+
+    @cached_property
+    def bos(self) -> int | None:
+        return self.id("bos")
+
+    @cached_property
+    def eos(self) -> int | None:
+        return self.id("eos")
+
+    def id(self, name: str) -> int | None:
+        """Return the id that the file gives a token, else that of its kind of vocabulary. Raises UserError for one that is none."""
+        read, size = self.header.section("tokenizer.ggml"), len(self.texts)
+        default = DEFAULT_IDS.get(self._kind, {}).get(name, NONE)
+        id = read.get(f"{name}_token_id", int, default if default < size else NONE)
+        if id in (-1, NONE):
+            return None
+        if not 0 <= id < size:
+            raise UserError(f"{self.header.path}: tokenizer.ggml.{name}_token_id={id} is none of the {size} tokens")
+        return id
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a text: those that the file names, EOS first, and those whose text says it."""
+        named = [self.id(name) for name in ("eos", "eot", "eom", *CODE_ENDS)]
+        spelled = [self._ids[text] for text in self._end_texts if text in self._ids]
+        code = [self._ids[text] for name in CODE_ENDS for text in self._code_texts(name)]
+        return tuple(
+            dict.fromkeys(id for id in (*named, *spelled, *code) if id is not None and id not in self._not_ends)
+        )
+
+    @cached_property
+    def types(self) -> list[int]:
+        """The type of each token."""
+        types = list(map(int, self.header.numbers("tokenizer.ggml.token_type", "i", len(self.texts))))
+        if wrong := set(types) - set(TokenType):
+            raise UserError(
+                f"{self.header.path}: tokenizer.ggml.token_type holds {min(wrong)}, expected 1 to {max(TokenType)}"
+            )
+        code = (text for name in CODE for text in self._code_texts(name))
+        for text in (*self._end_texts, *code):
+            if text in self._ids and types[self._ids[text]] != TokenType.UNKNOWN:
+                types[self._ids[text]] = TokenType.CONTROL
+        for id, kind in self._not_ends.items():
+            types[id] = kind
+        for text in HARMONY:
+            if text in self._ids:
+                types[self._ids[text]] = TokenType.USER_DEFINED
+        return types
+
+    def added(self) -> dict[int, AddedToken]:
+        """Return the tokens that a text is cut at, by their ids. Those of a user's own are written with spaces, as in a text."""
+        name = str(self.header.scalars.get("general.name", "")).lower()
+        is_phi3 = any(part in name for part in PHI3)
+        special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
+        added: dict[int, AddedToken] = {}
+        for id, (text, kind) in enumerate(zip(self.texts, self.types, strict=True)):
+            if text and kind in special:
+                is_piece = self._kind == PIECES and kind == TokenType.USER_DEFINED
+                content = text.replace(SPACE, " ") if is_piece else text
+                strips = is_phi3 and text not in PHI3_KEEPS_SPACE
+                added[id] = AddedToken(content, special=special[TokenType(kind)], normalized=False, rstrip=strips)
+        return added
+
+    def by_name(self) -> dict[str, str]:
+        ids = {"bos_token": self.bos, "eos_token": self.eos}
+        return {name: self.texts[id] for name, id in ids.items() if id is not None}
+
+    @property
+    def _kind(self) -> Any:
+        return self.header.section("tokenizer.ggml").raw("model")
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {text: id for id, text in enumerate(self.texts)}
+
+    def _code_texts(self, name: str) -> list[str]:
+        """Return the token that a name of CODE stands for, where the file does not give its id."""
+        given = self.header.section("tokenizer.ggml").raw(f"{name}_token_id")
+        return [text for text in CODE[name] if text in self._ids][:1] if given is None else []
+
+    @property
+    def _end_texts(self) -> tuple[str, ...]:
+        return tuple(text for text in ENDS if self._ids.get(text) not in self._not_ends)
+
+    @cached_property
+    def _not_ends(self) -> dict[int, int]:
+        """Tokens of ENDS that end no text in this vocabulary, with their types."""
+        found: dict[int, int] = {}
+        if "<|end|>" in self._ids and any(calls <= self._ids.keys() for calls in HARMONY_CALLS):
+            found[self._ids["<|end|>"]] = TokenType.USER_DEFINED
+        if "</s>" in self._ids and any(text in self._ids for text in NORMAL_BESIDE):
+            found[self._ids["</s>"]] = TokenType.NORMAL
+        return found
