@@ -75,7 +75,9 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
     """Raise UserError for a model whose drafts would mean other tokens, or that cannot take the run's prompts."""
     shape, context = source.shape, settings.context
     # With the same tokenizer, which both hold, ids after its own are padding: of Qwen2.5 0.5B has 128 fewer than 7B.
-    num_needed = settings.tokenizer.size if settings.tokenizer else target.shape.vocab_size
+    num_needed = target.shape.vocab_size
+    if settings.tokenizer:
+        num_needed = min(num_needed, settings.tokenizer.size)
     if shape.vocab_size != target.shape.vocab_size and (shape.vocab_size < num_needed or not settings.tokenizer):
         sizes = f"{shape.vocab_size} tokens, but the model's {target.shape.vocab_size}"
         raise UserError(f"its vocabulary has {sizes}: {REMEDY}")

@@ -16,6 +16,7 @@ from conf.decoding import DecodeConfig
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
+from models.tokenizers.template_files import OTHERS
 from pipelines.data_files import expanded
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
@@ -27,6 +28,7 @@ from pipelines.report import REPOSITORY
 READ = (
     "*.json",
     "*.jinja",
+    f"{OTHERS}/*.jinja",
     "*.model",
     "*.tiktoken",
     "vocab.txt",

@@ -13,6 +13,7 @@ from typing import Any, cast
 from conf.errors import UserError, shortened
 from models.tokenizers import Tokenizer
 from models.tokenizers.messages import check_messages
+from models.tokenizers.template_files import read_template
 from pipelines.data_files import FORMS, DataFile, decode_utf8, expanded, find_file, names_a_file
 from pipelines.engine.faults import row_error
 
@@ -343,7 +344,7 @@ def _check_unicode(what: str, text: str) -> None:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_template(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"predict.chat_template={path} cannot be read ({error}): give auto, none or the path of a Jinja file"

@@ -1,5 +1,6 @@
 """What the engine must know to check and complete requests: read from the checkpoint before its weights are."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
 from pipelines.opening import ModelSource
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RequestSettings:
@@ -23,7 +26,7 @@ class RequestSettings:
 
 
 def read_request_settings(config: ModelConfig, source: ModelSource) -> RequestSettings:
-    """Read the settings. Raises UserError for a tokenizer that cannot be read or is another model's, and for wrong values in the files."""
+    """Read the settings. Raises UserError for a tokenizer that cannot be read, and for wrong values in the files."""
     context = _context(config, source)
     tokenizer = _tokenizer(config, source)
     suggested = source.checkpoint.generation_config
@@ -55,8 +58,8 @@ def _tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
         )
     vocab_size = source.shape.vocab_size
     if tokenizer and tokenizer.size > vocab_size:
-        raise UserError(
-            f"the tokenizer in {tokenizer.source} has ids up to {tokenizer.size - 1}, but the model's vocabulary is {vocab_size}: "
-            "give model.tokenizer=PATH of the model's own, or null for none"
+        log.warning(
+            "the tokenizer in %s has ids up to %s, but the model's vocabulary is %s: prompts with such ids are errors",
+            *(tokenizer.source, tokenizer.size - 1, vocab_size),
         )
     return tokenizer

@@ -56,7 +56,9 @@ def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | 
         tokenizer.save(folder)
     for pattern in TOKENIZER_FILES:
         for file in filter(Path.is_file, checkpoint.path.glob(pattern)):
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(checkpoint.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     copy_embedding_files(checkpoint.path, folder)
 
 

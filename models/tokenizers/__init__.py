@@ -8,7 +8,7 @@ from pathlib import Path
 from models.config import read_json
 from models.tokenizers.base import Message, Tokenizer
 from models.tokenizers.chat import LLAMA2, TELECHAT
-from models.tokenizers.huggingface import chat_templates, damage_refused, load_huggingface
+from models.tokenizers.huggingface import damage_refused, load_huggingface
 from models.tokenizers.kimi import KIMI_RANKS, load_kimi
 from models.tokenizers.sentencepiece import (
     BaichuanTokenizer,
@@ -17,6 +17,7 @@ from models.tokenizers.sentencepiece import (
     SentencePieceTokenizer,
 )
 from models.tokenizers.tekken import TEKKEN, load_tekken
+from models.tokenizers.template_files import OTHERS, chat_templates
 from models.tokenizers.tiktoken import Llama3Tokenizer, QwenTokenizer
 from models.tokenizers.tokenizer_json import read_settings
 
@@ -33,6 +34,7 @@ TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
     "tekken.json",
     "merges.txt",
     "*.jinja",
+    f"{OTHERS}/*.jinja",
     "*.model",
     "*.tiktoken",
 )
@@ -75,7 +77,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         has_own = (folder / PADDLE_TEMPLATE).is_file()
         own = LLAMA2 if kind in (None, "llama", "LlamaTokenizer") and not has_own else None
         own = TELECHAT if kind == "telechat" else own
-        tokenizer.chat_template = chat_templates(folder).get("default", own)
+        tokenizer.take_templates(chat_templates(folder), own)
         return tokenizer
     if (folder / TEKKEN).is_file():
         return load_tekken(folder)

@@ -52,8 +52,23 @@ class Tokenizer(ABC):
     """Jinja source of the chat template; None where code writes conversations, or where there is no template."""
     tool_template: str | None = None
     """Jinja source for conversations with tools, where the checkpoint has one of its own."""
+    template_names: tuple[str, ...] = ()
+    """Names of the checkpoint's chat templates, where they have any."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
     """Texts of bos_token, eos_token and so on, for templates that name them."""
+
+    def take_templates(self, templates: Mapping[str, str], default: str | None = None) -> None:
+        """Take a checkpoint's chat templates by their names. default: the template where it has none of this name."""
+        self.chat_template, self.tool_template = templates.get("default", default), templates.get("tool_use")
+        self.template_names = tuple(templates)
+
+    @property
+    def named_templates(self) -> dict[str, Any]:
+        """The key chat_template of tokenizer_config.json; nothing where there is no template."""
+        templates = {"default": self.chat_template, "tool_use": self.tool_template}
+        named = [{"name": name, "template": template} for name, template in templates.items() if template]
+        is_alone = [one["name"] for one in named] == ["default"]
+        return {"chat_template": self.chat_template if is_alone else named} if named else {}
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -190,8 +205,9 @@ class Tokenizer(ABC):
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         """Return a conversation as token ids, as the family's own code writes it. Raises UserError for an unknown role."""
+        names = f", but {', '.join(self.template_names)} by name" if self.template_names else ""
         raise UserError(
-            f"the tokenizer in {self.source} has no chat template: give predict.chat_template=PATH, or prompts instead of messages"
+            f"the tokenizer in {self.source} has no chat template{names}: give predict.chat_template=PATH, or prompts instead of messages"
         )
 
 

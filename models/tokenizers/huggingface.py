@@ -17,12 +17,12 @@ from tokenizers.models import BPE
 from conf.errors import UserError
 from models.config import read_json
 from models.tokenizers.base import NFC_SHRINKAGE, Tokenizer
+from models.tokenizers.template_files import chat_templates
 from models.tokenizers.token_decoder import LETTERS, steps, token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
 PADDLE_GPT = "GPTTokenizer"  # what PaddleNLP calls GPT-2's
-PROCESSOR_TEMPLATE = "chat_template.json"  # of older multimodal checkpoints
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
-        settings |= {"chat_template": self.chat_template} if self.chat_template else {}
+        settings |= self.named_templates
         self.backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -155,9 +155,8 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
     """Read the folder's tokenizer. template: used where the folder has none. Raises UserError if the files cannot be read."""
     with damage_refused(folder):
         backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
-        templates = chat_templates(folder)
-        tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens, templates.get("default") or template)
-        tokenizer.tool_template = templates.get("tool_use")
+        tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens)
+        tokenizer.take_templates(chat_templates(folder), template)
         return tokenizer
 
 
@@ -171,23 +170,6 @@ def damage_refused(source: Path) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(f"the tokenizer in {source} cannot be read: {reason}") from error
-
-
-def chat_templates(folder: Path) -> dict[str, str]:
-    """Return the folder's chat templates by name: of a file of its own, else of the tokenizer's settings, else of the processor's."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return {"default": file.read_text(encoding="utf-8")}
-    templates = read_json(folder / "tokenizer_config.json").get("chat_template")
-    templates = templates or read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
-    if isinstance(templates, list):
-        templates = {one["name"]: one["template"] for one in templates}
-    else:
-        templates = {"default": templates}
-    for template in templates.values():
-        if not isinstance(template, str | None):
-            raise UserError(f"chat_template={template!r} is not a text")
-    return {name: template for name, template in templates.items() if template}
 
 
 def _read_with_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:

@@ -9,7 +9,8 @@ from typing import Any
 from conf.errors import UserError
 from models.config import read_json
 from models.tokenizers.base import Tokenizer
-from models.tokenizers.huggingface import chat_templates, damage_refused
+from models.tokenizers.huggingface import damage_refused
+from models.tokenizers.template_files import chat_templates
 from models.tokenizers.tiktoken import TiktokenTokenizer, read_ranks
 from models.tokenizers.tokenizer_json import named_tokens
 
@@ -53,8 +54,7 @@ class KimiTokenizer(TiktokenTokenizer):
             self._id_of(self.special_tokens.get(name)) for name in ("bos_token", "eos_token")
         )
         self.turn_end_ids = tuple(self._specials[name] for name in ("<|im_end|>",) if name in self._specials)
-        templates = chat_templates(folder)
-        self.chat_template, self.tool_template = templates.get("default"), templates.get("tool_use")
+        self.take_templates(chat_templates(folder))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text. Special tokens that it names are read as such, and none is added."""

@@ -7,7 +7,8 @@ from typing import Any
 from conf.errors import UserError
 from models.config import read_json
 from models.tokenizers.base import Tokenizer
-from models.tokenizers.huggingface import chat_templates, damage_refused
+from models.tokenizers.huggingface import damage_refused
+from models.tokenizers.template_files import chat_templates
 from models.tokenizers.tiktoken import TiktokenTokenizer
 
 TEKKEN = "tekken.json"
@@ -29,8 +30,7 @@ class TekkenTokenizer(TiktokenTokenizer):
         super().__init__(file, ranks, content["config"]["pattern"], names, first_special=0)
         self.special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         self.bos_token_id, self.eos_token_id = (self._specials[name] for name in self.special_tokens.values())
-        templates = chat_templates(file.parent)
-        self.chat_template, self.tool_template = templates.get("default"), templates.get("tool_use")
+        self.take_templates(chat_templates(file.parent))
 
 
 def load_tekken(folder: Path) -> Tokenizer:

@@ -15,6 +15,7 @@ from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint
 from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
+from models.tokenizers.template_files import read_template
 from pipelines.api.errors import bad_request, too_long
 from pipelines.api.requests import MAX_DEPTH, ChatRequest, NamedTool, check_depth
 from pipelines.api.settings import guide_of
@@ -209,7 +210,7 @@ class Chat:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return read_template(Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"serve.chat_template={path} cannot be read ({error}): give auto, none or a Jinja file"

@@ -25,23 +25,31 @@ class Detokenizer:
         prompt_token_ids: list[int],
         stop: tuple[str, ...],
         include_stop: bool = False,
+        hidden_text: Callable[[int], str] = lambda id: "",
     ) -> None:
+        """hidden_text: what a token spells that `decode` leaves out, as it does special tokens. Stop strings are looked for in it, too."""
         self._decode = decode
+        self._hidden_text = hidden_text
         self._stop = StopStrings(stop)
         self._stop_state = 0
         self._include_stop = include_stop
         self._window = _clean_tail(decode, prompt_token_ids)
         self._window_text = decode(self._window).rstrip(REPLACEMENT)
         self._num_known = len(self._window)  # tokens of the window whose text is in _window_text
-        self._held = ""  # text that may be the start of a stop string
+        self._held: list[tuple[str, bool]] = []  # characters that may begin a stop string, and whether each is shown
 
     def copy(self) -> "Detokenizer":
         other = copy.copy(self)
-        other._window = list(self._window)
+        other._window, other._held = list(self._window), list(self._held)
         return other
 
     def add(self, token_id: int, may_stop: bool) -> tuple[str, str | None]:
         """Return the text that `token_id` makes certain, and the stop string that was met. `may_stop` is False before min_new_tokens."""
+        piece = self._certain_text(token_id)
+        characters = [*((one, True) for one in piece), *((one, False) for one in self._hidden_text(token_id))]
+        return self._release(characters, may_stop) if characters else ("", None)
+
+    def _certain_text(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT) and len(text) > len(self._window_text):
@@ -49,17 +57,13 @@ class Detokenizer:
             self._window = self._window[self._num_known :]
             self._window_text = self._decode(self._window)
             self._num_known = len(self._window)
-        elif len(self._window) - self._num_known > MAX_PENDING:
-            piece = self._settle(text)
-        else:
-            return "", None
-        return self._release(piece, may_stop)
+            return piece
+        return self._settle(text) if len(self._window) - self._num_known > MAX_PENDING else ""
 
     def flush(self) -> str:
         """Return the rest, at the end of the sequence: held text, and bytes that never became a character."""
-        rest = self._held + self._decode(self._window)[len(self._window_text) :]
-        self._held = ""
-        return rest
+        held, self._held = self._held, []
+        return _shown(held) + self._decode(self._window)[len(self._window_text) :]
 
     def _settle(self, text: str) -> str:
         """Shorten a window that holds too many pending tokens, and return the text of those that leave it. `text` is the window's."""
@@ -76,17 +80,22 @@ class Detokenizer:
         self._window, self._window_text, self._num_known = self._window[cut:], "", 0
         return piece
 
-    def _release(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
-        text = self._held + piece
+    def _release(self, characters: list[tuple[str, bool]], may_stop: bool) -> tuple[str, str | None]:
+        text = self._held + characters
         if may_stop:
-            for length, character in enumerate(piece, len(self._held) + 1):
+            for length, (character, _) in enumerate(characters, len(self._held) + 1):
                 self._stop_state, found = self._stop.advance(self._stop_state, character)
                 if found:  # the string that is complete first wins, of several the longest
-                    self._held = ""
-                    return text[: length if self._include_stop else length - found], text[length - found : length]
+                    self._held = []
+                    met = "".join(one for one, _ in text[length - found : length])
+                    return _shown(text[: length if self._include_stop else length - found]), met
         cut = len(text) - self._stop.lengths[self._stop_state]
         self._held = text[cut:]
-        return text[:cut], None
+        return _shown(text[:cut]), None
+
+
+def _shown(characters: list[tuple[str, bool]]) -> str:
+    return "".join(character for character, is_shown in characters if is_shown)
 
 
 def _clean_tail(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[int]:

@@ -344,9 +344,15 @@ class Engine:
         if tokenizer is None:
             return None
         skip = params.skip_special_tokens
-        return Detokenizer(
-            lambda ids: tokenizer.decode(ids, skip), request.prompt_token_ids, params.stop, params.include_stop
-        )
+
+        def hidden_text(id: int) -> str:
+            is_hidden = skip and params.stop and tokenizer.token_bytes(id) is None
+            return tokenizer.decode([id], skip_special_tokens=False) if is_hidden else ""
+
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip)
+
+        return Detokenizer(decode, request.prompt_token_ids, params.stop, params.include_stop, hidden_text)
 
     def num_at_once(self, num_tokens: int) -> int:
         """Return how many prompts of so many tokens `hidden_states` takes in one step."""

@@ -1,18 +1,24 @@
 """Conversations with tools, arguments and control tokens: the text and the ids of transformers' apply_chat_template."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from conf.errors import UserError
+from conf.tasks import CheckpointFormat
+from models.formats import open_tokenizer
 from models.tokenizers import load_tokenizer
 from models.tokenizers.base import UnreadArgument
+from models.tokenizers.template_files import read_template
 from tests.helpers.builders import SHARED
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import CHATML, MISTRAL, STYLES, written
+from tests.helpers.conversion import convert
+from tests.helpers.oracle import write_model
 from tests.helpers.small_tokenizers import TRICKY, byte_fallback, byte_level, save
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -258,6 +264,73 @@ def test_the_template_of_a_processor(own: str | None, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer.chat_template == (own or MISTRAL)
+
+
+WITH_TOOLS = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}"
+
+
+@each("is_list", [False, True])
+def test_templates_by_name(is_list: bool, tmp_path: Path) -> None:
+    """transformers 4.50 and later save each in a file, others in a list; for tools there may be one of its own. They stay after convert."""
+    source = tmp_path / "source"
+    write_model(source, LlamaForCausalLM, vocab_size=330)
+    save(byte_level(), source)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    templates = {"default": CHATML, "tool_use": WITH_TOOLS}
+    if is_list:
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    else:
+        del settings["chat_template"]
+        (source / "chat_template.jinja").write_text("\ufeff" + CHATML)
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tool_use.jinja").write_text("\ufeff" + WITH_TOOLS)
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    plain = AutoTokenizer.from_pretrained(source)
+    copy, file, back = tmp_path / "copy", tmp_path / "x.gguf", tmp_path / "back"
+    convert(convert(source, copy), file, format=CheckpointFormat.gguf)
+    convert(file, back)
+    for folder in (source, copy, file, back):
+        tokenizer = open_tokenizer(folder)
+        assert tokenizer is not None
+        for tools in (None, TOOLS):
+            text, _ = tokenizer.encode_messages(PLAIN, None, tools=tools)
+            if is_list or not tools:  # transformers takes the byte-order mark for a character
+                rendered = plain.apply_chat_template(PLAIN, tools=tools, tokenize=False, add_generation_prompt=True)
+                assert text == rendered.removeprefix("\ufeff")
+            assert text.startswith("[") == bool(tools)
+
+
+def test_named_templates_without_a_default(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": WITH_TOOLS}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode_messages(PLAIN, None, tools=TOOLS)[0].startswith("[")
+    with pytest.raises(
+        UserError, match="has no chat template, but rag, tool_use by name: give predict.chat_template=PATH"
+    ):
+        tokenizer.encode_messages(PLAIN, None)
+
+
+def test_files_with_a_template(tmp_path: Path) -> None:
+    """Windows' editors write a byte-order mark; a processor's file is JSON."""
+    (tmp_path / "x.jinja").write_text("\ufeff" + CHATML, encoding="utf-8")
+    assert read_template(tmp_path / "x.jinja") == CHATML
+    for value in (CHATML, [{"name": "rag", "template": "x"}, {"name": "default", "template": CHATML}]):
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": value}))
+        assert read_template(tmp_path / "chat_template.json") == CHATML
+    for text, message in {
+        "{}": "has no key chat_template: give a Jinja file",
+        "[1]": "has no key chat_template",
+        "{{ x }}": "has no key chat_template",
+        '{"chat_template": [{"name": "rag", "template": "x"}]}': "has no template named default, but rag: give a Jinja file",
+        '{"chat_template": 3}': "chat_template=3 is not a text",
+    }.items():
+        (tmp_path / "chat_template.json").write_text(text)
+        with pytest.raises(UserError, match=re.escape(message)):
+            read_template(tmp_path / "chat_template.json")
 
 
 def test_telechats_conversations(tmp_path: Path) -> None:

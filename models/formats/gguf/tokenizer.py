@@ -46,12 +46,12 @@ class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
         self.bos_token_id, self.eos_token_id, self.turn_end_ids = tokens.bos, tokens.eos, tokens.ends
         self.special_tokens = tokens.by_name()
         self._adds_bos = header.section("tokenizer.ggml").get("add_bos_token", bool, True)
-        self.chat_template = _chat_template(header)  # many families share this kind of vocabulary
+        self.take_templates(_chat_templates(header))  # many families share this kind of vocabulary
 
     def save(self, folder: Path) -> None:
         settings = {"tokenizer_class": "LlamaTokenizer", "legacy": self._is_legacy, "add_bos_token": self._adds_bos}
         settings |= {"added_tokens_decoder": {id: _flags(token) for id, token in self.added_tokens.items()}}
-        settings |= {**self.special_tokens, **({"chat_template": self.chat_template} if self.chat_template else {})}
+        settings |= {**self.special_tokens, **self.named_templates}
         (folder / "tokenizer.model").write_bytes(self.model_proto)
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -67,7 +67,8 @@ class GGUFBytePairTokenizer(HuggingFaceTokenizer):
         pre = PRE_TOKENIZERS[name]
         with damage_refused(header.path):
             backend = _byte_pairs(header, tokens, pre, read.get("add_bos_token", bool, pre.adds_bos))
-        super().__init__(header.path, backend, tokens.by_name(), _chat_template(header))
+        super().__init__(header.path, backend, tokens.by_name())
+        self.take_templates(_chat_templates(header))
         self.bos_token_id, self.eos_token_id, self.turn_end_ids = tokens.bos, tokens.eos, tokens.ends
 
 
@@ -139,8 +140,10 @@ def _merge(header: GGUFHeader, pair: str, ids: dict[str, int]) -> tuple[str, str
     return left, right
 
 
-def _chat_template(header: GGUFHeader) -> str | None:
-    value: Any = header.scalars.get("tokenizer.chat_template")
-    if value is not None and not isinstance(value, str):
-        raise UserError(f"{header.path}: tokenizer.chat_template={value!r} is not a text")
-    return value or None
+def _chat_templates(header: GGUFHeader) -> dict[str, str]:
+    """Return the chat templates by name. Keys: tokenizer.chat_template, and tokenizer.chat_template.NAME for others than the default."""
+    values = {key: value for key, value in header.scalars.items() if key.startswith("tokenizer.chat_template")}
+    for key, value in values.items():
+        if not isinstance(value, str):
+            raise UserError(f"{header.path}: {key}={value!r} is not a text")
+    return {key.removeprefix("tokenizer.chat_template")[1:] or "default": text for key, text in values.items() if text}

@@ -52,7 +52,8 @@ class GGUFVocabulary:
     tokens: list[str]
     types: list[int]
     adds_bos: bool
-    chat_template: str | None
+    chat_template: str | list[dict[str, str]] | None
+    """The template, or several by the keys `name` and `template`."""
     scores: list[float] = field(default_factory=list)
     """Score of each token, for model `llama`."""
     merges: list[str] = field(default_factory=list)
@@ -92,6 +93,9 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
         "it removes leading and repeated spaces, and llama.cpp keeps them": vocabulary.removes_extra_whitespaces,
         "it brings texts into Unicode's NFC, and llama.cpp does not": vocabulary.model == "gpt2"
         and PRE_TOKENIZERS[vocabulary.pre].is_nfc,
+        f"it has {tokenizer.size} tokens, and the model {len(vocabulary.tokens)}: the others are left out": (
+            tokenizer.size > len(vocabulary.tokens)
+        ),
         f"it lacks {num_missing} of the 256 bytes, and llama.cpp ends at a character that is no token": (
             vocabulary.model == "llama" and num_missing > 0
         ),
@@ -161,7 +165,8 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
     scores = [piece.score for piece in model.pieces] + [ADDED_SCORE] * num_others
     unknown = types.index(TokenType.UNKNOWN)
     for id, token in added.items():
-        tokens[id], types[id] = token.content, _type_of(token)
+        if id < size:
+            tokens[id], types[id] = token.content, _type_of(token)
     types[unknown] = int(TokenType.UNKNOWN)
     for id, kind in enumerate(types):
         if kind == TokenType.USER_DEFINED:
@@ -172,7 +177,7 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
         tokens,
         types,
         _adds_bos(tokenizer),
-        tokenizer.chat_template,
+        tokenizer.named_templates.get("chat_template"),
         scores=scores,
         # The tokenizer itself is tried, because a tokenizer.json may treat spaces differently from the tokenizer.model beside it.
         adds_space_prefix=any(tokens[id].startswith(SPACE) for id in tokenizer.encode("a", False)[:1]),
@@ -198,7 +203,7 @@ def _of_pairs(
         [names.get(id, f"[PAD{id}]") for id in range(size)],
         types,
         _adds_bos(tokenizer),
-        tokenizer.chat_template,
+        tokenizer.named_templates.get("chat_template"),
         merges=merges,
     )
 

@@ -205,10 +205,6 @@ def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) 
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")
         return
-    if tokenizer.size > vocab_size:
-        raise UserError(
-            f"the tokenizer in {tokenizer.source} has {tokenizer.size} tokens, more than the model's {vocab_size}"
-        )
     vocabulary = gguf_vocabulary(tokenizer, vocab_size)
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)

@@ -56,6 +56,31 @@ def test_random_texts_join_to_the_whole(kind: Callable[[], Tokenizer]) -> None:
             assert decode(ids) + "".join(got) == decode(whole)
 
 
+def test_stop_strings_are_found_in_special_tokens_that_are_not_shown() -> None:
+    """As transformers finds them: the token alone, a part of it, and with text on its sides. What does not stop there is shown."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode("ab</s>c<s>de").ids[1:]
+    specials = {tokenizer.token_to_id(name): name for name in ("<s>", "</s>")}
+
+    def run(*stop: str, include: bool = False) -> tuple[str, str | None]:
+        decode = decode_with(tokenizer)
+        detokenizer = Detokenizer(decode, [], stop, include, lambda id: specials.get(id, ""))
+        text = ""
+        for id in ids:
+            piece, met = detokenizer.add(id, may_stop=True)
+            text += piece
+            if met is not None:
+                return text, met
+        return text + detokenizer.flush(), None
+
+    assert run("</s>") == ("ab", "</s>")
+    assert run("/s") == ("ab", "/s")
+    assert run("b</s>c<") == ("a", "b</s>c<")
+    assert run("b</s>c<", include=True) == ("abc", "b</s>c<")
+    assert run("</s>d", "<s>x", "b<s>", "e</s>") == ("abcde", None)
+    assert run() == ("abcde", None)
+
+
 def test_random_bytes_join_to_the_whole_even_where_they_are_no_text() -> None:
     tokenizer, rng = byte_level(), random.Random(0)
     decode = decode_with(tokenizer)

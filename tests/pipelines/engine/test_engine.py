@@ -334,6 +334,8 @@ def test_included_stops_end_the_text(texts: Engine) -> None:
     at = free.text.index(stop)
     assert one(texts, prompt, **decode, stop=[stop], include_stop=True).text == free.text[: at + 3]
     stopped = one(texts, prompt, **decode, stop_token_ids=[free.token_ids[9]], include_stop=True)
+    special = one(texts, prompt, **decode, stop=["</s>"], logit_bias={1: 100.0})
+    assert (special.token_ids, special.text, special.stop_reason) == ([1], "", "</s>")
     last = free.token_ids.index(free.token_ids[9])
     assert stopped.text == one(texts, prompt, max_new_tokens=last + 1, ignore_eos=True).text
 

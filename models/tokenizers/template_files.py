@@ -1,0 +1,48 @@
+"""Find the chat templates of a folder, and read a file with one. Source: transformers' `PreTrainedTokenizerBase.from_pretrained`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError
+from models.config import read_json
+
+OTHERS = "additional_chat_templates"  # a folder with a template in each file, which has its name
+OF_PROCESSOR = "chat_template.json"  # of older multimodal checkpoints
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """Return the folder's chat templates by name: of files of their own, else of the tokenizer's settings, else of the processor's."""
+    own = folder / "chat_template.jinja"
+    files = {"default": own} if own.is_file() else {}
+    files |= {file.stem: file for file in sorted((folder / OTHERS).glob("*.jinja"))}
+    templates = {name: file.read_text(encoding="utf-8-sig") for name, file in files.items()}
+    if own.is_file():
+        return templates
+    settings = read_json(folder / "tokenizer_config.json").get("chat_template")
+    return _by_name(settings or read_json(folder / OF_PROCESSOR).get("chat_template")) | templates
+
+
+def read_template(file: Path) -> str:
+    """Return the Jinja source in a file, which may be a processor's chat_template.json. Raises OSError, UnicodeDecodeError, UserError."""
+    text = file.read_text(encoding="utf-8-sig")
+    if file.suffix != ".json":
+        return text
+    try:
+        value = json.loads(text)["chat_template"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} has no key chat_template: give a Jinja file") from error
+    templates = _by_name(value)
+    if "default" not in templates:
+        raise UserError(
+            f"{file} has no template named default, but {', '.join(templates) or 'none'}: give a Jinja file"
+        )
+    return templates["default"]
+
+
+def _by_name(value: Any) -> dict[str, str]:
+    templates = {one["name"]: one["template"] for one in value} if isinstance(value, list) else {"default": value}
+    for template in templates.values():
+        if not isinstance(template, str | None):
+            raise UserError(f"chat_template={template!r} is not a text")
+    return {name: template for name, template in templates.items() if template}
