@@ -16,7 +16,7 @@ from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import OutputAxis, StoredWeight, holds_codes
-from quantization.layouts.checks import as_float16, divided, of_type, positive
+from quantization.layouts.checks import as_float16, check_autoround, divided, finite, of_type
 from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
@@ -57,6 +57,7 @@ def read_awq(config: ConfigReader) -> Awq:
     symmetric = not config.get("zero_point", bool, True)
     for key in NO_EFFECT:
         config.raw(key)
+    check_autoround(config)
     return Awq(WeightFormat(bits, symmetric=symmetric, group_size=group_size))
 
 
@@ -121,8 +122,8 @@ class AwqWeight:
         return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Raises UserError for a wrong dtype, scales that are not positive numbers, and zero points that contradict the config."""
-        scales = positive(tensors["scales"], "scales").T.contiguous()  # [O, G]
+        """Raises UserError for a wrong dtype, scales that are not finite, and zero points that contradict the config."""
+        scales = finite(tensors["scales"], "scales").T.contiguous()  # [O, G]
         codes = _unpack(of_type(tensors, "qweight", torch.int32))
         zero_points = _unpack(of_type(tensors, "qzeros", torch.int32)) if self.has_zero_points else None
         if not self.format.symmetric:

@@ -1,11 +1,40 @@
 """Checks of the tensors that layouts read and write. All raise UserError."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from models.config import ConfigReader
+
+# How AutoRound tuned a weight, and who says so (`SerializedCompressorConfig` of auto_round/compressors/base.py).
+TUNING = """
+    amp autoround_version batch_size dataset enable_alg_ext enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+    gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage lr minmax_lr not_use_best_mse nsamples provider quant_block_list
+    scale_dtype seqlen supported_types to_quant_block_names train_bs act_data_type act_dynamic act_group_size act_sym
+    static_attention_granularity static_kv_granularity packing_format
+""".split()
+# What would change a weight's meaning, and the values with which it does not.
+MEANINGS: dict[str, tuple[Any, ...]] = {
+    "act_bits": (None, 16, 32),
+    "data_type": (None, "int", "int_sym", "int_asym"),
+    "super_bits": (None,),
+    "super_group_size": (None,),
+    "rotation_configs": (None, []),
+    "static_attention_dtype": (None,),
+    "static_kv_dtype": (None,),
+    "extra_config": (None, {}),
+}
+
+
+def check_autoround(config: ConfigReader) -> None:
+    """Read the keys that AutoRound adds to the quantization_config of GPTQ and AWQ. Raises UserError where one changes the weights."""
+    for key in TUNING:
+        config.raw(key)
+    for key, values in MEANINGS.items():
+        config.expect(key, values, None)
 
 
 def of_type(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
@@ -14,8 +43,16 @@ def of_type(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Ten
     return tensors[name]
 
 
+def finite(scales: Tensor, name: str) -> Tensor:
+    """Return scales of weights as float32: AutoRound writes negative ones, and others 0 for a group of zeros."""
+    values = scales.float()
+    if not values.isfinite().all():
+        raise UserError(f"{name} has values that are not finite: the file is damaged, quantise again")
+    return values
+
+
 def positive(scales: Tensor, name: str) -> Tensor:
-    """Return scales of any float dtype as float32, all of them finite and above 0."""
+    """Return scales of activations, by which these are divided, as float32."""
     values = scales.float()
     if not (values.isfinite() & (values > 0)).all():
         raise UserError(f"{name} has values that are not finite numbers above 0: the file is damaged, quantise again")

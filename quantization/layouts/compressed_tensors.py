@@ -16,7 +16,7 @@ from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import OutputAxis, StoredWeight
-from quantization.layouts.checks import channel_order, divided, of_type, positive, scalar_shape
+from quantization.layouts.checks import channel_order, divided, finite, of_type, positive, scalar_shape
 from quantization.layouts.kv_cache import write_kv_cache_scheme
 from quantization.layouts.packing import WORD, num_words, pack, unpack
 from quantization.layouts.patterns import compile_pattern
@@ -249,9 +249,9 @@ class CompressedWeight:
         return replace(self, shape=(num_outputs, self.shape[1]), stored_shape=self.stored_shape or self.shape)
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight. Raises UserError for a wrong dtype or packed shape, and for scales that are not positive."""
+        """Return the weight. Raises UserError for a wrong dtype or packed shape, and for impossible scales."""
         (outputs, inputs), format = self.shape, self.scheme.weights
-        scales = positive(tensors["weight_scale"], "weight_scale")
+        scales = finite(tensors["weight_scale"], "weight_scale")
         if self.is_packed:
             found, expected = tensors["weight_shape"].tolist(), list(self.stored_shape or self.shape)
             if found != expected:

@@ -17,7 +17,7 @@ from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import OutputAxis, StoredWeight, holds_codes
-from quantization.layouts.checks import of_type, positive, scalar_shape
+from quantization.layouts.checks import finite, of_type, positive, scalar_shape
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
@@ -100,10 +100,10 @@ class Fp8Weight:
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight, with a block's scale repeated for each of its rows.
 
-        Raises UserError for a wrong dtype, and for scales that are not positive.
+        Raises UserError for a wrong dtype, for scales that are not finite and, of activations, not positive.
         """
         codes = of_type(tensors, "weight", torch.float8_e4m3fn)
-        scales = positive(tensors[self._scale_name], self._scale_name)
+        scales = finite(tensors[self._scale_name], self._scale_name)
         if self.block:
             rows, columns = min(self.block[0], self.shape[0]), min(self.block[1], self.shape[1])
             width = math.gcd(columns, self.shape[1])  # one group size also where a row ends within a block

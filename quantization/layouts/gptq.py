@@ -18,7 +18,7 @@ from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
 from quantization.layouts.base import OutputAxis, StoredWeight, holds_codes
-from quantization.layouts.checks import as_float16, channel_order, divided, of_type, positive
+from quantization.layouts.checks import as_float16, channel_order, check_autoround, divided, finite, of_type
 from quantization.layouts.packing import WORD, num_words, pack, unpack
 from quantization.layouts.patterns import compile_pattern
 from quantization.scheme import LinearScheme
@@ -77,6 +77,7 @@ def read_gptq(config: ConfigReader) -> Gptq:
     patterns = list(config.get("dynamic", dict, {}))
     for key in NO_EFFECT:
         config.raw(key)
+    check_autoround(config)
     return Gptq(usual, tuple(_read_rule(rules, text, usual) for text in patterns if rules), version == V1, act_order)
 
 
@@ -169,9 +170,9 @@ class GptqWeight:
         return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight. Raises UserError for a wrong dtype, scales that are not positive, and impossible groups or zero points."""
+        """Return the weight. Raises UserError for a wrong dtype, scales that are not finite, and impossible groups or zero points."""
         (outputs, inputs), bits = self.shape, self.format.bits
-        scales = positive(tensors["scales"], "scales").T.contiguous()  # [O, G]
+        scales = finite(tensors["scales"], "scales").T.contiguous()  # [O, G]
         codes = unpack(of_type(tensors, "qweight", torch.int32).T, bits, inputs)  # [O, I]
         words = of_type(tensors, "qzeros", torch.int32)
         zero_points = unpack(words + ONES[bits] if self.is_v1 else words, bits, outputs).T.contiguous()  # [O, G]

@@ -162,6 +162,14 @@ def gptq_tensors(weight: Tensor, config: dict[str, Any], shuffled: bool = False)
     return tensors, dequantised(codes, zeros, scales, group_of)
 
 
+AUTOROUND = {
+    "provider": "auto-round",
+    "autoround_version": "0.16.1",
+    "iters": 1000,
+    "act_bits": 16,
+    "data_type": "int",
+    "amp": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "awq": AWQ,
     "awq centred": AWQ | {"zero_point": False, "modules_to_not_convert": ["lm_head"]},
@@ -170,7 +178,18 @@ CASES: dict[str, dict[str, Any]] = {
     "gptq asymmetric": GPTQ | {"sym": False},
     "gptq v2": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "lm_head": False, "meta": {"quantizer": ["x:1"]}},
     "desc_act": GPTQ | {"desc_act": True},
+    "gptq of AutoRound": GPTQ | AUTOROUND,
+    "gptq asymmetric, of AutoRound": GPTQ | AUTOROUND | {"sym": False},
+    "awq of AutoRound": AWQ | AUTOROUND,
 }
+
+
+def with_any_scales(tensors: dict[str, Tensor], expected: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Negative scales in every third output, and a scale of 0 for the first group of the second output."""
+    scales, values = tensors["scales"].clone(), expected.clone()
+    scales[:, ::3], values[::3] = -scales[:, ::3], -values[::3]
+    scales[0, 1], values[1, : values.shape[1] // len(scales)] = 0, 0
+    return tensors | {"scales": scales}, values
 
 
 def write_case(case: str, folder: Path) -> tuple[Path, Path]:
@@ -179,7 +198,9 @@ def write_case(case: str, folder: Path) -> tuple[Path, Path]:
 
     def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         if config["quant_method"] == "awq":
-            return awq_tensors(weight, 32, not config["zero_point"])
-        return gptq_tensors(weight, config, shuffled=config["desc_act"])
+            tensors, expected = awq_tensors(weight, 32, not config["zero_point"])
+        else:
+            tensors, expected = gptq_tensors(weight, config, shuffled=config["desc_act"])
+        return with_any_scales(tensors, expected) if "provider" in config else (tensors, expected)
 
     return write_twins(folder, config, encode)

@@ -148,7 +148,7 @@ def put(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[d
         (put(f"{Q}.weight_scale", lambda t: t[:-1]), rf"wrong shape: {Q}.weight_scale \[63, 1\], expected \[64, 1\]"),
         (put(f"{Q}.weight", lambda t: t[:, :-1]), rf"wrong shape: {Q}.weight \[64, 63\]"),
         (put(f"{Q}.weight", lambda t: t.int()), f"{Q}: weight is torch.int32, expected torch.int8"),
-        (put(f"{Q}.weight_scale", lambda t: t * 0), f"{Q}: weight_scale has values that are not finite numbers above 0"),
+        (put(f"{Q}.weight_scale", lambda t: t / 0), f"{Q}: weight_scale has values that are not finite"),
         (put(f"{Q}.weight_scale", lambda t: t * float("nan")), f"{Q}: weight_scale has values that are not finite"),
         (put(f"{Q}.input_scale", lambda t: -t), f"{Q}: input_scale has values that are not finite numbers above 0"),
     ],
