@@ -10,10 +10,13 @@ T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
 
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # products and quotients of a few such numbers are neither infinite nor 0
 
+# Other names that transformers has for a function (ACT2FN of activations.py).
+SAME_ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_python_tanh": "gelu_pytorch_tanh"}
+
 # Keys without effect on inference: names, versions, training settings, and what is read elsewhere.
 HARMLESS = frozenset(
     """
-    _attn_implementation_autoset _from_model_config _name_or_path activation_dropout apply_query_key_layer_scaling
+    _attn_implementation_autoset _from_model_config _model_name_or_path _name_or_path activation_dropout apply_query_key_layer_scaling
     architectures attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_dropout_prob
     attn_implementation attn_pdrop auto_map aux_loss_alpha bf16 bias_dropout_fusion bos_token_id
     cache_implementation dropout dtype emb_dropout_prob embd_pdrop eos_token_id ep_size fp16 fp32
@@ -107,6 +110,12 @@ class ConfigReader:
         if value not in supported:
             raise UserError(f"{self._where}: {key}={value!r} is not supported: only {', '.join(map(repr, supported))}")
         return value
+
+    def activation(self, supported: tuple[str, ...], default: str) -> str:
+        """Return hidden_act, by the name of the function that is `supported`. Raises UserError for another function."""
+        own = self.raw("hidden_act")
+        name = SAME_ACTIVATIONS.get(own, own)
+        return str(name) if name in supported else str(self.expect("hidden_act", supported, default))
 
     def check_multiple(self, key: str, value: int, of: str, divisor: int) -> None:
         """Raises UserError unless the value of one key is a multiple of another's."""

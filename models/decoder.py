@@ -74,7 +74,7 @@ def read_decoder_config(
     `read_rotary` is called as `read_rotary_config`.
     Raises UserError for a missing key, a wrong type or a value that is not implemented.
     """
-    config.expect("hidden_act", (activation,), activation)
+    config.activation((activation,), activation)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)

@@ -76,7 +76,7 @@ def read_version(config: ConfigReader) -> int:
 
 def read_config(config: ConfigReader) -> BaichuanConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    config.expect("hidden_act", ("silu",), "silu")
+    config.activation(("silu",), "silu")
     config.expect("tie_word_embeddings", (False,), False)
     config.expect("rope_theta", (None, 10000), None)
     config.expect("rope_scaling", (None,), None)

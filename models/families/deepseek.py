@@ -152,7 +152,7 @@ def read_num_nextn(config: ConfigReader, num_layers: int) -> int:
 
 def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) -> DeepseekConfig:
     heads = config.count("num_attention_heads")
-    config.expect("hidden_act", ("silu",), "silu")
+    config.activation(("silu",), "silu")
     config.expect("mlp_bias", (False, None), False)
     config.expect("num_key_value_heads", (heads, None), None)
     for derived in ("head_dim", "qk_head_dim"):  # of other keys; written by newer versions of transformers

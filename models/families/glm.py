@@ -19,7 +19,7 @@ class GlmConfig(DecoderConfig):
 
 def read_config(config: ConfigReader) -> GlmConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    config.expect("hidden_act", ("silu",), "silu")
+    config.activation(("silu",), "silu")
     heads = config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", 2)
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)

@@ -58,7 +58,7 @@ def read_config(config: ConfigReader) -> GPTNeoXConfig:
         num_key_value_heads=heads,
         head_dim=head_dim,
         rms_norm_eps=config.positive("layer_norm_eps", 1e-5),
-        hidden_act=config.expect("hidden_act", tuple(ACTIVATIONS), "gelu"),
+        hidden_act=config.activation(tuple(ACTIVATIONS), "gelu"),
         attention_bias=config.get("attention_bias", bool, True),
         use_parallel_residual=config.get("use_parallel_residual", bool, True),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),

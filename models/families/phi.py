@@ -30,7 +30,7 @@ class PhiConfig(DecoderConfig):
 
 def read_config(config: ConfigReader) -> PhiConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    config.expect("hidden_act", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")  # two names of one function
+    config.activation(("gelu_new", "gelu_pytorch_tanh"), "gelu_new")  # two names of one function
     config.expect("qk_layernorm", (False, None), False)
     config.expect("tie_word_embeddings", (False,), False)  # the head has a bias
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")

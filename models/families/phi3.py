@@ -59,7 +59,7 @@ class Phi3Config(PreNormShape):
 
 def read_config(config: ConfigReader) -> Phi3Config:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    config.expect("hidden_act", ("silu",), "silu")
+    config.activation(("silu",), "silu")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         config.expect(key, (False,), False)
     for key in ("full_attn_mod", "interpolate_factor"):

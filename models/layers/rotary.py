@@ -83,8 +83,10 @@ def read_rotary_config(
         "type" if is_old else "rope_type", ("default", "linear", "dynamic", "llama3", "yarn"), "default"
     )
     fields: dict[str, Any] = {}
-    if kind != "default":
-        original = scaling.count("original_max_position_embeddings", max_position_embeddings)
+    original = _original_length(config, scaling, max_position_embeddings)
+    if kind == "default":
+        scaling.expect("factor", (None, 1), None)
+    else:
         implied = max_position_embeddings / original if kind == "yarn" and scaling.raw("factor") is None else None
         fields = {"factor": implied or scaling.positive("factor"), "original_length": original}
         if fields["factor"] < 1:
@@ -96,6 +98,7 @@ def read_rotary_config(
         fields |= {"low_freq_factor": low, "high_freq_factor": high}
     elif kind == "yarn":
         fields |= {name: scaling.positive(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+        scaling.expect("finetuned", (None, True, False), None)  # the first files say it, and it changes nothing
         fields["truncate"] = scaling.get("truncate", bool, True)
         fields["attention_factor"] = _yarn_attention_factor(scaling, fields["factor"])
         fields["mscale_all_dim"] = _positive_or_zero(scaling, "mscale_all_dim")
@@ -133,9 +136,27 @@ def read_rotary_by_layer(
 
 
 def _refuse_both(config: ConfigReader) -> None:
-    """Raises UserError where two keys have rotary settings: the codes of some families take the one, of others the other."""
-    if config.raw("rope_parameters") and config.raw("rope_scaling"):
+    """Raises UserError where two keys have other rotary settings: the codes of some families take the one, of others the other."""
+    new, old = config.raw("rope_parameters"), config.raw("rope_scaling")
+    if new and old and _without_spelling(new) != _without_spelling(old):
         raise UserError("config.json has rope_parameters and rope_scaling: leave one of them out")
+
+
+def _without_spelling(scaling: Any) -> Any:
+    """Return the settings of a scaling, whose kind older files call type, and whose base they have beside it."""
+    if not isinstance(scaling, dict):
+        return scaling
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {key: value for key, value in scaling.items() if key not in ("type", "rope_theta")} | {"rope_type": kind}
+
+
+def _original_length(config: ConfigReader, scaling: ConfigReader, default: int) -> int:
+    """Read the context before stretching. As in transformers, the key beside the settings wins; some files have a float."""
+    key = "original_max_position_embeddings"
+    inner, outer = scaling.raw(key), config.raw(key)
+    value = outer if outer is not None else inner if inner is not None else default
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return ConfigReader({key: whole}, "config.json").count(key)
 
 
 def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_dim: int, default: float) -> int:

@@ -1,11 +1,15 @@
 """config.json is untrusted: what is wrong or not supported is refused by name."""
 
+import copy
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.errors import UserError
 from models.config import ConfigReader
@@ -273,6 +277,43 @@ def test_two_spellings_at_once_are_refused() -> None:
     both = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}
     with pytest.raises(UserError, match="has rope_parameters and rope_scaling: leave one of them out"):
         rotary(**both)
+    equal = {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        "rope_scaling": both["rope_scaling"],
+    }
+    assert rotary(**equal) == rotary(rope_theta=5e5, rope_scaling=both["rope_scaling"])
+
+
+@each(
+    "values",
+    [
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+        {
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128},
+        {"rope_scaling": {"type": "default", "factor": 1.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "original_max_position_embeddings": 64},
+    ],
+)
+def test_spellings_that_are_found_turn_as_in_transformers(values: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(
+        max_position_embeddings=256, head_dim=8, hidden_size=8, num_attention_heads=1, **copy.deepcopy(values)
+    )
+    plain, position = LlamaRotaryEmbedding(config), torch.tensor([[5, 200]])
+    with torch.no_grad():
+        expected = plain(torch.zeros(1), position)[0][0, :, :4]
+    cos, _ = RotaryEmbedding(rotary(**values)).angles(position[0], torch.tensor([256]), torch.float32)
+    torch.testing.assert_close(cos, expected, atol=1e-6, rtol=0)  # the last bit of an angle of 200
+
+
+def test_other_names_of_an_activation() -> None:
+    assert llama(hidden_act="swish") == llama()
+    with pytest.raises(UserError, match="hidden_act='gelu' is not supported: only 'silu'"):
+        llama(hidden_act="gelu")
 
 
 def test_no_scaling() -> None:
@@ -316,6 +357,7 @@ def test_yarn_factor_follows_from_the_lengths() -> None:
         ({"type": "linear", "factor": float("nan")}, "factor=nan is not a number from 1e-30"),
         ({"type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
         ({"type": "linear", "factor": 2.0, "finetuned": True}, "not supported: finetuned"),
+        ({"type": "default", "factor": 2.0}, "factor=2.0 is not supported: only None, 1"),
         ({"type": "default", "short_factor": [1.0]}, "not supported: short_factor"),
         ({"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supp"),
         (["linear"], r"rope_scaling=\['linear'\] is not of type dict"),
