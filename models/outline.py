@@ -15,6 +15,7 @@ from conf.errors import UserError
 from models.causal_lm import CausalLM, ModelShape
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.partition import expected_tensors
+from models.formats.renamed import renamed
 from models.layers.linear import tied_weight
 from models.registry import Architecture
 from models.weights import full_names, head_name, parameter_shapes
@@ -30,8 +31,9 @@ def open_model(
 ) -> tuple[CausalLM, list[WeightFile]]:
     """Return the model of `shape` on the meta device, and the opened files of its weights; none without a `checkpoint`.
 
-    A stored head that differs from the embedding to which the config ties it stays the model's own head, as in transformers 5; a
-    warning says so. Raises UserError as `outline` does, and where files cannot be opened.
+    Where only the head is stored, it is the embedding, too. A stored head that differs from the embedding to which the config ties it
+    stays the model's own head, as in transformers 5; a warning says so. Raises UserError as `outline` does, and where files cannot be
+    opened.
     """
     model = outline(architecture, shape, checkpoint)
     if checkpoint is None:
@@ -42,7 +44,10 @@ def open_model(
         return model, files
     (embedding,) = (name for name, parameter in model.named_parameters() if parameter is tied)
     head_weight = head_name(model)
-    if not {head_weight, embedding} <= _stored(files, model).keys():
+    stored = _stored(files, model)
+    if head_weight in stored and embedding not in stored:
+        return model, [_with_name(file, stored[head_weight][1], embedding) for file in files]
+    if not {head_weight, embedding} <= stored.keys():
         return model, files
     untied = outline(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
     files = checkpoint.open_weights(expected_tensors(untied))
@@ -57,6 +62,12 @@ def open_model(
         head_weight,
     )
     return untied, files
+
+
+def _with_name(file: WeightFile, old: str, new: str) -> WeightFile:
+    """Return the file with another name of a tensor, if it has it."""
+    names = {new if name == old else name: name for name in file.shapes}
+    return renamed(file, names) if old in file.shapes else file
 
 
 def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightFile, str]]:

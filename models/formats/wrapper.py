@@ -1,15 +1,12 @@
 """The text of a multimodal checkpoint, as a checkpoint of its own: the other towers' settings and tensors are left out."""
 
 import logging
-from collections.abc import Iterable, Iterator
 from typing import Any
-
-from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.cuts import Cut
-from models.formats.base import RangedFile, WeightFile
+from models.formats.base import WeightFile
+from models.formats.renamed import renamed
 
 log = logging.getLogger(__name__)
 
@@ -109,44 +106,22 @@ def text_name(name: str) -> str:
     return name
 
 
-class TextFile:
-    """A wrapper's weight file as its text sees it. Tensors of other towers are not in it, unknown ones are."""
-
-    def __init__(self, file: WeightFile) -> None:
-        """Raises UserError where two tensors would have one name."""
-        self._file = file
-        self.path, self.is_mapped = file.path, file.is_mapped
-        self.left_out = [name for name in file.shapes if name.startswith(OTHER_TOWERS)]
-        self._found = {text_name(name): name for name in file.shapes if not name.startswith(OTHER_TOWERS)}
-        if len(self._found) + len(self.left_out) < len(file.shapes):
-            raise UserError(
-                f"{self.path} holds tensors of its text twice, with language_model in their names and without"
-            )
-        self.shapes = {name: file.shapes[found] for name, found in self._found.items()}
-        self.dtypes = {name: file.dtypes[found] for name, found in self._found.items()}
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            for _, tensor in self._file.read([self._found[name]]):
-                yield name, tensor
-
-
-class RangedTextFile(TextFile):
-    """One of which parts of tensors are read without the rest."""
-
-    def __init__(self, file: RangedFile) -> None:
-        super().__init__(file)
-        self._ranged = file
-
-    def read_ranges(self, name: str, cut: Cut) -> Tensor:
-        return self._ranged.read_ranges(self._found[name], cut)
-
-
 def text_files(files: list[WeightFile]) -> list[WeightFile]:
-    """Return the files as the text sees them, and say in one line what is left out."""
-    texts = [RangedTextFile(file) if isinstance(file, RangedFile) else TextFile(file) for file in files]
-    left_out = [name for text in texts for name in text.left_out]
+    """Return the files without the tensors of other towers, and say in one line what is left out. Unknown tensors stay.
+
+    Raises UserError where two tensors would have one name.
+    """
+    texts, left_out = list[WeightFile](), list[str]()
+    for file in files:
+        others = [name for name in file.shapes if name.startswith(OTHER_TOWERS)]
+        names = {text_name(name): name for name in file.shapes if not name.startswith(OTHER_TOWERS)}
+        if len(names) + len(others) < len(file.shapes):
+            raise UserError(
+                f"{file.path} holds tensors of its text twice, with language_model in their names and without"
+            )
+        texts.append(renamed(file, names))
+        left_out += others
     if left_out:
         prefixes = [prefix for prefix in OTHER_TOWERS if any(name.startswith(prefix) for name in left_out)]
         log.warning("%d tensors of %s are not loaded: only text is computed", len(left_out), ", ".join(prefixes))
-    return [*texts]
+    return texts

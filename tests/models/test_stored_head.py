@@ -40,6 +40,26 @@ def test_a_head_that_differs_is_used_as_in_transformers(
     assert not torch.allclose(logits[1.0], logits[1.5])
 
 
+@each("name", TIED_MODELS)
+def test_a_head_without_an_embedding_is_both(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers loads it."""
+    folder = tied(tmp_path / "source", name, scale=1.0)
+    expected = all_logits(engine_of(folder), PROMPT)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"]
+    others = {
+        name: tensor for name, tensor in tensors.items() if name == "lm_head.weight" or not torch.equal(tensor, head)
+    }
+    assert len(others) == len(tensors) - 1
+    save_file(others, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(all_logits(engine_of(folder), PROMPT), expected)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(expected, plain, atol=TOLERANCE, rtol=0)
+    assert torch.equal(all_logits(engine_of(convert(folder, tmp_path / "copy")), PROMPT), expected)
+    assert not [message for message in caplog.messages if WARNING in message]
+
+
 def test_it_is_kept_in_every_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What is made of it has a config that ties nothing, so that it loads without a warning."""
     folder = tied(tmp_path / "source")
