@@ -33,7 +33,7 @@ class DecodeConfig:
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
-    """Keep the k most likely tokens; 0: all. In contrastive search: the number of candidates."""
+    """Keep the k most likely tokens; 0 or -1: all. In contrastive search: the number of candidates."""
     top_p: float | None = None
     """Keep the most likely tokens up to and including the one that reaches this probability."""
     min_p: float | None = None
@@ -93,6 +93,8 @@ class DecodeConfig:
             value = getattr(self, name)
             shown = repr(value) if isinstance(value, str) else value
             check(value is None or holds(value), f"decode.{name}", shown, allowed)
+        if self.top_k == -1:
+            self.top_k = 0
         if isinstance(self.max_new_tokens, int) and self.min_new_tokens is not None:
             allowed = f"at most decode.max_new_tokens={self.max_new_tokens}"
             check(self.min_new_tokens <= self.max_new_tokens, "decode.min_new_tokens", self.min_new_tokens, allowed)
@@ -295,7 +297,7 @@ _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("min_new_tokens", "a number from 0", lambda v: v >= 0),
     ("max_length", "a number above 0, or null", lambda v: v > 0),
     ("temperature", "a finite number from 0 (0 is greedy)", lambda v: 0 <= v < math.inf),
-    ("top_k", "a number from 0 (0 keeps all tokens)", lambda v: 0 <= v < 2**31),
+    ("top_k", "a number from 0 (0 and -1 keep all tokens)", lambda v: -1 <= v < 2**31),
     ("top_p", "a number above 0 and up to 1", lambda v: 0 < v <= 1),
     ("min_p", "a number from 0 to 1", lambda v: 0 <= v <= 1),
     ("n", f"a number from 1 to {MAX_SEQUENCES}", lambda v: 1 <= v <= MAX_SEQUENCES),

@@ -14,15 +14,12 @@ FILE = "generation_config.json"
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 SEARCH = {"num_beams", "num_return_sequences", "penalty_alpha"}
 SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # these may come from the file
-OTHER = {
-    "do_sample",
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "use_cache",
-    "transformers_version",
-    "_from_model_config",
-}
+OTHER = set(
+    """
+    do_sample eos_token_id bos_token_id pad_token_id use_cache transformers_version _from_model_config return_dict_in_generate
+    output_attentions output_hidden_states output_logits output_scores trust_remote_code
+    """.split()
+)
 
 
 def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, Any]:
@@ -36,8 +33,9 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
         taken.setdefault("temperature", 1.0)
     if isinstance(taken.get("max_length"), int):
         taken["max_length"] = min(taken["max_length"], context_length)
-    switched_on = {name for name, value in given.items() if value not in (False, 0, 1, [], {})}
-    if unread := switched_on - taken.keys() - OTHER:
+    if isinstance(taken.get("max_new_tokens"), int) and taken["max_new_tokens"] >= context_length:
+        taken["max_new_tokens"] = "auto"
+    if unread := {name for name, value in given.items() if _is_on(name, value)} - taken.keys() - OTHER:
         log.warning("%s has settings that are not used: %s", FILE, ", ".join(sorted(unread)))
     try:
         for name, value in taken.items():
@@ -46,6 +44,12 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
     except UserError as error:
         raise UserError(f"{FILE}: {error}") from error
     return taken
+
+
+def _is_on(name: str, value: object) -> bool:
+    """Return whether a setting changes something: a switch, an id, which may be 0 or 1, or a number other than these."""
+    is_id = name.endswith("_token_id") and value is not False
+    return is_id or value is True or value not in (False, 0, 1, [], {})
 
 
 def eos_token_ids(values: dict[str, Any], reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -19,6 +19,7 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.base import WeightFile
 from models.formats.huggingface import SafetensorsFile
+from models.formats.wrapper import text_name
 from models.layers.linear import Linear, tied_weight
 from models.weights import full_names, parameter_shapes
 
@@ -116,8 +117,8 @@ def read_settings(adapter: Path) -> Settings:
         r=config.count("r", 8),
         alpha=config.positive("lora_alpha", 8.0),
         use_rslora=config.get("use_rslora", bool, False),
-        ranks={key: ranks.count(key) for key in config.get("rank_pattern", dict, {})},
-        alphas={key: alphas.positive(key) for key in config.get("alpha_pattern", dict, {})},
+        ranks={text_name(key): ranks.count(key) for key in config.get("rank_pattern", dict, {})},
+        alphas={text_name(key): alphas.positive(key) for key in config.get("alpha_pattern", dict, {})},
         trains_biases=config.expect("bias", ("none", "all", "lora_only"), "none") != "none",
         modules_to_save=tuple(saved),
     )
@@ -156,15 +157,16 @@ class Change:
 def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Change]:
     """Return by the parameters' names what becomes of them; every tensor of the adapter is in one.
 
+    Of an adapter that was trained on a multimodal model they are the names in the model of its text.
     Raises UserError for unknown tensors, and where there are none.
     """
     changes: dict[str, Change] = {}
     for key in weights.shapes:
         name = key.removeprefix(PREFIX)
         if name != key and (match := FACTORS.fullmatch(name)):
-            target, role = f"{match[1]}.weight", match[3].lower()
+            target, role = f"{text_name(match[1])}.weight", match[3].lower()
         elif name != key and (match := WHOLE.fullmatch(name)) and _is_saved(match, settings):
-            target, role = f"{match[1]}.{match[3]}", "replacement"
+            target, role = f"{text_name(match[1])}.{match[3]}", "replacement"
         else:
             raise UserError(
                 f"{weights.path}: {key} is not used: neither a factor of LoRA nor a module that {CONFIG} says is saved"

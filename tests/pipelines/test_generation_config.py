@@ -26,6 +26,8 @@ from tests.helpers.cases import each
         ({"penalty_alpha": 0.6, "top_k": 4}, {"penalty_alpha": 0.6, "top_k": 4}),
         ({"max_length": 4096}, {"max_length": 128}),
         ({"max_length": 20, "max_new_tokens": None}, {"max_length": 20}),
+        ({"max_new_tokens": 4096}, {"max_new_tokens": "auto"}),
+        ({"max_new_tokens": 127}, {"max_new_tokens": 127}),
     ],
 )
 def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -38,6 +40,10 @@ def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], ex
         ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, "temperature, top_p"),
         ({"do_sample": True, "num_beams": 4, "typical_p": 0.9}, "num_beams, typical_p"),
         ({"do_sample": True, "num_return_sequences": 2}, "num_return_sequences"),
+        (
+            {"forced_bos_token_id": 0, "forced_eos_token_id": 1, "token_healing": True},
+            "forced_bos_token_id, forced_eos_token_id, token_healing",
+        ),
         ({"suppress_tokens": [5], "diversity_penalty": 0.0, "num_beam_groups": 1}, "suppress_tokens"),
     ],
 )
@@ -52,7 +58,18 @@ def test_settings_that_are_not_taken_are_named(
 def test_what_is_off_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         decode_defaults({"typical_p": 1.0, "remove_invalid_values": False, "transformers_version": "4.31.0"}, 128)
+        decode_defaults({"output_scores": True, "forced_bos_token_id": None, "bos_token_id": 0}, 128)
     assert not caplog.text
+
+
+@each("top_k", [-1, 0])
+def test_two_numbers_mean_all_tokens(top_k: int) -> None:
+    assert DecodeConfig(**decode_defaults({"top_k": top_k, "do_sample": True}, 128)).top_k == 0
+    assert decode_defaults({"top_k": top_k}, 128) == {}
+    with pytest.raises(
+        UserError, match=r"decode.top_k=-2 is not allowed: give a number from 0 \(0 and -1 keep all tokens\)"
+    ):
+        DecodeConfig(top_k=-2)
 
 
 @each("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}])

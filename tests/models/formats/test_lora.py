@@ -90,6 +90,29 @@ def test_llama_as_peft(config: dict[str, Any], tmp_path: Path) -> None:
     assert_as_peft(tmp_path, write_adapter(tmp_path / "adapter", base, **config), base)
 
 
+@each("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_multimodal_model(prefix: str, tmp_path: Path) -> None:
+    """Its tensors, and the patterns of its ranks, have the names of the text in the whole."""
+    base = write_llama(tmp_path / "base")
+    module = "model.layers.1.self_attn.q_proj"
+    expected = write_adapter(
+        tmp_path / "adapter", base, target_modules=["q_proj", "down_proj"], rank_pattern={module: 5}
+    )
+    folder = tmp_path / "adapter"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        {
+            name.replace("base_model.model.model.", f"base_model.model.{prefix}"): tensor
+            for name, tensor in tensors.items()
+        },
+        folder / "adapter_model.safetensors",
+    )
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["rank_pattern"] = {prefix + module.removeprefix("model."): 5}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert_as_peft(tmp_path, expected, base)
+
+
 @each("bias", ["none", "all", "lora_only"])
 def test_biases_as_peft(bias: str, tmp_path: Path) -> None:
     base = write_llama(tmp_path / "base", attention_bias=True)
