@@ -95,8 +95,8 @@ class QuantConfig:
 
     scheme: QuantScheme = QuantScheme.none
     method: QuantMethod = QuantMethod.rtn
-    group_size: int = -1
-    """Number of input channels that share a scale; -1: all."""
+    group_size: int | None = -1
+    """Number of input channels that share a scale; -1: all; null: the largest of 128, 64 and 32 that divides a layer's."""
     symmetric: bool = True
     """4-bit codes around 0; otherwise from 0 to 15 with a zero point for each group."""
     per_tensor: bool = False
@@ -121,7 +121,8 @@ class QuantConfig:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
         allowed = ", ".join(method.name for method in METHODS[self.scheme])
         check(self.method in METHODS[self.scheme], "quant.method", self.method.name, f"{allowed} with quant={scheme}")
-        check(self.group_size in GROUP_SIZES, "quant.group_size", self.group_size, "32, 64, 128, or -1")
+        allowed = "32, 64, 128, -1 or null"
+        check(self.group_size is None or self.group_size in GROUP_SIZES, "quant.group_size", self.group_size, allowed)
         self._only(self.scheme in WEIGHT_ONLY, "group_size")
         self._only(self.scheme is QuantScheme.int4, "symmetric")
         self._only(self.scheme is QuantScheme.fp8, "per_tensor")

@@ -1,11 +1,13 @@
 """Which layers of a model are quantised and how: the layers of a `quant` option, with what it skips and overrides by name."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
+from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
@@ -15,7 +17,7 @@ from models.linear_layers import linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import Dequantized, IntMethod, method_of
-from quantization.scheme import LinearScheme, override_of, scheme_of
+from quantization.scheme import LinearScheme, fitted, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
 NO_FLOATS_BEFORE_INTEGERS = (
@@ -35,9 +37,13 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
     if HEAD not in {alias for names in aliases.values() for alias in names}:
         aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
-    schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, scheme_of(config))
+    usual = scheme_of(config)
+    schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, usual)
+    if config.group_size is None:
+        schemes |= {name: fitted(usual, linear_layer(model, name).whole_shape[1]) for name in layers}
     changes = [(pattern, override_of(pattern, text), "overrides") for pattern, text in config.overrides.items()]
     changes += [(pattern, None, "skip") for pattern in config.skip]
+    overridden = set[str]()
     for pattern, scheme, field in changes:
         matched = [name for name, names in aliases.items() if any(fnmatchcase(own, pattern) for own in names)]
         if not matched:
@@ -45,6 +51,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
                 f"quant.{field} has {pattern!r}, which matches no layer: there are {', '.join(_kinds(aliases))} and so on"
             )
         schemes |= {name: scheme for name in matched if name in layers}
+        overridden |= {*matched}
     chosen = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not chosen:
         raise UserError(
@@ -57,7 +64,17 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
                 f"{name} has {layers[name].shape[1]} input channels, which groups of {size} do not divide: "
                 f"give a quant.group_size that does, quant.overrides, or quant.skip=[{name}]"
             )
+    if config.group_size is None:
+        _tell_of_groups(chosen, {*layers} - overridden, usual)
     return chosen
+
+
+def _tell_of_groups(schemes: Mapping[str, LinearScheme], layers: Collection[str], usual: LinearScheme) -> None:
+    """Say in one line how many layers have smaller groups than usual."""
+    counts = Counter(schemes[name].weights.group_size for name in layers if name in schemes and schemes[name] != usual)
+    if counts:
+        found = " and ".join(f"{count} layers have groups of {size}" for size, count in counts.items())
+        warn_once(f"{found}, because {usual.weights.group_size} does not divide their input channels")
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The scheme of a layer: the format of its weight, and what its activations become."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.errors import check
 from conf.quantization import GROUP_SIZES, Activations, QuantConfig, QuantScheme
@@ -27,8 +27,13 @@ class LinearScheme:
 
 
 def scheme_of(config: QuantConfig) -> LinearScheme:
-    """Return the scheme that `config` gives to every layer without an override. Not for quant=none."""
-    group_size = None if config.group_size == -1 else config.group_size
+    """Return the scheme that `config` gives to every layer without an override. Not for quant=none.
+
+    Where `quant.group_size` is null, it has the largest groups, and `fitted` chooses those of a layer.
+    """
+    group_size = (
+        max(GROUP_SIZES) if config.group_size is None else None if config.group_size == -1 else config.group_size
+    )
     formats = {
         QuantScheme.int8: WeightFormat(8, group_size=group_size),
         QuantScheme.int4: WeightFormat(4, symmetric=config.symmetric, group_size=group_size),
@@ -36,6 +41,12 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
         QuantScheme.fp8: WeightFormat(8, CodeKind.FP8, per_tensor=config.per_tensor),
     }
     return LinearScheme(formats[config.scheme], config.activations.of_model)
+
+
+def fitted(scheme: LinearScheme, num_inputs: int) -> LinearScheme:
+    """Return the scheme with the largest groups that divide a layer's input channels; as it is where none does."""
+    sizes = [size for size in GROUP_SIZES if size > 0 and num_inputs % size == 0]
+    return replace(scheme, weights=replace(scheme.weights, group_size=max(sizes))) if sizes else scheme
 
 
 def override_of(pattern: str, text: str) -> LinearScheme | None:

@@ -1,10 +1,12 @@
 """Which layers a `quant` option reaches."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.causal_lm import CausalLM
@@ -75,6 +77,21 @@ def test_skips_and_overrides_are_globs() -> None:
     assert "lm_head" not in plan(model_of("llama3"), int8(overrides={"lm_head": "none"}))
 
 
+def test_groups_that_divide_each_layer(caplog: pytest.LogCaptureFixture) -> None:
+    """quant=int4 says no size; one line tells of the layers that 128 does not divide. Overrides have their own."""
+    warn_once.cache_clear()
+    config = QuantConfig(
+        QuantScheme.int4, group_size=None, overrides={"lm_head": "int8", "*.v_proj": "int4/32"}, skip=["*.down_proj"]
+    )
+    model = model_of("llama3")  # 64 inputs, and 176 of down_proj, which none of the sizes divides
+    for _ in range(2):
+        sizes = {name: scheme.weights.group_size for name, scheme in plan(model, config).items()}
+    assert sizes == {name: None if name == "lm_head" else 32 if name.endswith("v_proj") else 64 for name in sizes}
+    assert caplog.messages == ["10 layers have groups of 64, because 128 does not divide their input channels"]
+    with pytest.raises(UserError, match="down_proj has 176 input channels, which groups of 128 do not divide"):
+        plan(model, replace(config, skip=[]))
+
+
 @each(
     ("config", "message"),
     [
@@ -107,7 +124,7 @@ def test_what_cannot_be(config: Any, message: str) -> None:
         ({"scheme": QuantScheme.int8, "symmetric": False}, "quant.symmetric=False is not used by quant=int8"),
         (
             {"scheme": QuantScheme.int8, "group_size": 0},
-            "quant.group_size=0 is not allowed: give 32, 64, 128, or -1",
+            "quant.group_size=0 is not allowed: give 32, 64, 128, -1 or null",
         ),
         ({"scheme": QuantScheme.a8w8}, "quant.activations=none is not allowed: give dynamic or static with quant=a8w8"),
         (
