@@ -288,6 +288,10 @@ class Tokens(AnswerShape):
     token_strs: list[str] | None
 
 
+class InputTokens(AnswerShape):
+    input_tokens: Count
+
+
 class Text(AnswerShape):
     prompt: str
 

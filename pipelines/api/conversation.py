@@ -17,7 +17,7 @@ from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Conte
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
 from pipelines.api.errors import bad_request, too_long
-from pipelines.api.requests import MAX_DEPTH, ChatRequest, NamedTool, check_depth
+from pipelines.api.requests import ChatRequest, NamedTool, check_depth
 from pipelines.api.settings import guide_of
 from pipelines.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
 
@@ -147,7 +147,7 @@ class Chat:
     ) -> tuple[str, list[int]]:
         arguments = dict(request.chat_template_kwargs or {})
         effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
-        messages = [self._message(message, i) for i, message in enumerate(request.conversation())]
+        messages = [self._message(message) for message in request.conversation()]
         try:
             return tokenizer.encode_messages(
                 messages,
@@ -164,18 +164,17 @@ class Chat:
         except UserError as error:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
 
-    def _message(self, message: Message, index: int) -> Message:
+    def _message(self, message: Message) -> Message:
         """Return a message as templates take it: a developer's is the system's, and arguments of calls are objects but for DeepSeek."""
         if message["role"] == "developer":
             return message | {"role": "system"}
-        if "tool_calls" not in message:
-            return message
+        if not message.get("tool_calls"):
+            own = {name: value for name, value in message.items() if name != "tool_calls"}
+            return own | ({"content": ""} if own.get("content") is None else {})
         calls = []
-        for i, call in enumerate(message["tool_calls"]):
-            text = call["function"]["arguments"]
-            param = f"messages[{index}].tool_calls[{i}].function.arguments"
-            arguments = _arguments(text, param)
-            given = text if self._form == "deepseek" else arguments
+        for call in message["tool_calls"]:
+            text = call["function"]["arguments"] or "{}"
+            given = text if self._form == "deepseek" else _arguments(text)
             calls.append(call | {"function": call["function"] | {"arguments": given}})
         return message | {"tool_calls": calls}
 
@@ -217,11 +216,10 @@ def _read_template(path: str) -> str:
         ) from error
 
 
-def _arguments(text: str, param: str) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the object that a text is; the text where a model wrote something else."""
     try:
         arguments = check_depth(json.loads(text))
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_request(f"{param} is no JSON object of at most {MAX_DEPTH} levels: give one, as text", param)
-    return arguments
+        return text
+    return arguments if isinstance(arguments, dict) else text

@@ -89,7 +89,9 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 
 def too_long(num_tokens: int | str, limit: int | None, param: str) -> ApiError:
     """Return the error of status 400 for a prompt that leaves no place for an answer."""
-    message = f"the prompt has {num_tokens} tokens, and the model takes {limit} with the answer's: shorten it"
+    # litellm and LangChain know the error by its first words
+    known = f"this model's maximum context length is {limit} tokens"
+    message = f"{known} with the answer's, and the prompt has {num_tokens} tokens: shorten it"
     return bad_request(message, param, "context_length_exceeded")
 
 

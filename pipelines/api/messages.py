@@ -8,7 +8,19 @@ from pydantic import Field, model_validator
 
 from pipelines.api.answers import Event, Said
 from pipelines.api.errors import ANTHROPIC, ApiError, bad_request
-from pipelines.api.requests import MAX_TOKENS, Body, ChatRequest, Json, Name, Parts, Shape, StopText, check_request
+from pipelines.api.requests import (
+    MAX_TOKENS,
+    Body,
+    CacheControl,
+    ChatRequest,
+    Json,
+    Name,
+    Parts,
+    Shape,
+    StopText,
+    TopP,
+    check_request,
+)
 from pipelines.api.writers import ChatWriter
 
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
@@ -19,13 +31,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "reasoning_content": {"type": "thinking", "thinking": "", "signature": ""},
 }
 """How blocks begin, by the field of a delta."""
-
-
-class CacheControl(Shape):
-    """A hint that changes no answer: equal beginnings of prompts are found without it."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(Shape):
@@ -59,6 +64,16 @@ class ThinkingBlock(Block):
 
 UserBlock: TypeAlias = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock: TypeAlias = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discriminator="type")]
+
+
+class SystemTurn(Shape):
+    """Instructions in the middle of a conversation."""
+
+    role: Literal["system"]
+    content: str | Parts[TextBlock]
+
+    def messages(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": _text(self.content)}]
 
 
 class UserTurn(Shape):
@@ -107,7 +122,7 @@ class AssistantTurn(Shape):
 
 
 class CustomTool(Block):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: Json
@@ -146,32 +161,24 @@ class Metadata(Shape):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
-class MessagesRequest(Body):
-    """A conversation to continue, in Anthropic's shapes."""
+class CountTokensRequest(Body):
+    """A conversation in Anthropic's shapes, whose prompt is counted."""
 
-    path = ANTHROPIC
+    path = f"{ANTHROPIC}/count_tokens"
 
     model: Name
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     messages: Annotated[
-        list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]],
+        list[Annotated[SystemTurn | UserTurn | AssistantTurn, Field(discriminator="role")]],
         Field(min_length=1, max_length=4096, fail_fast=True),
     ]
     system: str | Parts[TextBlock] | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     tools: Annotated[list[CustomTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
     """A budget of reasoning cannot be kept; disabled becomes the template's enable_thinking=false."""
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
     @model_validator(mode="after")
-    def _check_last(self) -> "MessagesRequest":
+    def _check_last(self) -> "CountTokensRequest":
         if isinstance(self.messages[-1], AssistantTurn):
             message = (
                 "the last message is the assistant's, and beginnings of answers are not taken: end with the user's"
@@ -185,25 +192,44 @@ class MessagesRequest(Body):
         body: dict[str, Any] = {
             "model": self.model,
             "n": 1,
-            "max_completion_tokens": self.max_tokens,
             "messages": system + [message for turn in self.messages for message in turn.messages()],
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
             "tools": [tool.tool() for tool in self.tools] if self.tools else None,
+            **self._settings(),
         }
         if self.tool_choice is not None:
             body["tool_choice"] = self.tool_choice.choice()
             body["parallel_tool_calls"] = False if self.tool_choice.disable_parallel_tool_use else None
         if self.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": False}
-        if self.stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
             return check_request(ChatRequest, body)
         except ApiError as error:
             raise error.renamed(NAMES) from error
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of the answer as chat requests have them."""
+        return {}
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to continue, in Anthropic's shapes."""
+
+    path = ANTHROPIC
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    stop_sequences: Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def _settings(self) -> dict[str, Any]:
+        names = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
+        own = ("max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        return {names.get(name, name): getattr(self, name) for name in own} | stream
 
 
 def _text(content: str | list[TextBlock] | None) -> str:

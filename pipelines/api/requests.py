@@ -12,6 +12,7 @@ from pipelines.api.errors import bad_request, not_allowed, validation_error
 MAX_SAMPLES = 8
 MAX_PROMPTS = 64
 MAX_TOKENS = 2**31 - 1
+LEAST_SHARE = 1e-9  # top_p below the probability of any most likely token, so that it alone is kept
 MAX_FIELDS = 100  # of an object whose fields are known; each unknown one would be an error of its own
 MAX_PARTS = 1024  # of a content
 MAX_DEPTH = 64  # of JSON whose form is not known here
@@ -43,6 +44,7 @@ TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Field(max_length=MAX_LIST, fail_fast=True)]
 NumTokens: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+TopP: TypeAlias = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda share: share or LEAST_SHARE)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
 PromptIds: TypeAlias = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt: TypeAlias = str | list[int]
@@ -58,6 +60,14 @@ class Shape(BaseModel):
     """A JSON object whose types are exact and whose fields are all known."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Leave out unknown fields that are null: clients send back whole messages, with all fields that their classes have."""
+        if not isinstance(values, dict) or len(values) > MAX_FIELDS:
+            return values
+        return {name: value for name, value in values.items() if value is not None or name in cls.model_fields}
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +105,7 @@ Json: TypeAlias = Annotated[dict[str, Any], AfterValidator(check_depth)]
 class StreamOptions(Shape):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class JsonSchema(Shape):
@@ -147,7 +158,7 @@ class Sampling(Body):
     model: Name
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
@@ -209,9 +220,17 @@ class Sampling(Body):
             raise not_allowed("temperature", self.temperature, "with use_beam_search=true give 0, or leave it out")
 
 
+class CacheControl(Shape):
+    """A hint that changes no answer: equal beginnings of prompts are found without it."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextPart(Shape):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 Content: TypeAlias = str | Parts[TextPart]
@@ -232,7 +251,7 @@ class UserMessage(Shape):
 class FunctionCall(Shape):
     name: Name
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, as text; what else a model wrote."""
 
 
 class ToolCall(Shape):
@@ -246,6 +265,7 @@ class AssistantMessage(Shape):
     content: Content | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+    annotations: Annotated[list[Json], Field(max_length=0)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
 
@@ -264,7 +284,7 @@ Message: TypeAlias = Annotated[
 
 
 class Function(Shape):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
@@ -320,7 +340,7 @@ class ChatRequest(Sampling):
             raise bad_request(message, "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs is for logprobs=true: give it, or leave it out", "top_logprobs")
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none") and not self.tools and (self.tool_choice, self.tools) != ("auto", []):
             raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
         if isinstance(self.tool_choice, NamedTool):
             known = [tool.function.name for tool in self.tools or []]
@@ -378,15 +398,24 @@ S = TypeVar("S", bound=Shape)
 
 def parse_request(kind: type[S], content: bytes) -> S:
     """Return a body as a checked request. Raises ApiError (400) in one line, with the field to blame."""
+    constants = list[str]()  # NaN and infinities, which Python reads and JSON has not
+
+    def read_constant(name: str) -> float:
+        constants.append(name)
+        return float(name)
+
     try:
-        body = json.loads(content.decode())
+        body = json.loads(content.decode(), parse_constant=read_constant)
         if b"\\u" in content:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise bad_request("the body has half a surrogate pair: give whole characters", None) from error
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}", None) from error
-    return check_request(kind, body)
+    request = check_request(kind, body)
+    if constants:
+        raise bad_request(f"the body is not JSON: {constants[0]} is no number", None)
+    return request
 
 
 def check_request(kind: type[S], body: object) -> S:

@@ -150,7 +150,7 @@ class Guard:
         """Return the name of a key. All are compared, each in a time that does not tell how much was right."""
         names = [name for name, key in self._keys.items() if hmac.compare_digest(key, given)]
         if not names:
-            message = "there is no such key: give the header Authorization: Bearer KEY, or x-api-key to /v1/messages"
+            message = "there is no such key: give the header Authorization: Bearer KEY, or x-api-key to /v1/messages and /v1/models"
             raise ApiError(
                 401, message, "authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
@@ -190,8 +190,11 @@ def _bounded(receive: Receive, headers: dict[bytes, bytes], most: int, setting: 
     return bounded
 
 
+MODELS = "/v1/models"
+
+
 def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
-    if path.startswith(ANTHROPIC) and (key := headers.get(b"x-api-key")):
+    if path.startswith((ANTHROPIC, MODELS)) and (key := headers.get(b"x-api-key")):
         return key
     kind, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if kind.lower() == b"bearer" else b""

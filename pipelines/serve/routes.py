@@ -17,6 +17,7 @@ from pipelines.api.answer_shapes import (
     ChatAnswer,
     CompletionAnswer,
     Embeddings,
+    InputTokens,
     MessageAnswer,
     ResponseAnswer,
     Text,
@@ -27,7 +28,7 @@ from pipelines.api.conversation import Chat
 from pipelines.api.embeddings import EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.generation import Generation
-from pipelines.api.messages import MessagesRequest, MessageWriter
+from pipelines.api.messages import CountTokensRequest, MessagesRequest, MessageWriter
 from pipelines.api.requests import (
     Body,
     ChatRequest,
@@ -106,6 +107,14 @@ async def message(body: MessagesRequest, exchange: Exchange, chat: Chat) -> Resu
         raise error.renamed(messages.NAMES) from error
 
 
+async def count_tokens(body: CountTokensRequest, exchange: Exchange, chat: Chat) -> Result:
+    """Return how many tokens a conversation's prompt has, in Anthropic's shape."""
+    try:
+        return {"input_tokens": len((await chat.encode(body.chat_request())).token_ids)}
+    except ApiError as error:
+        raise error.renamed(messages.NAMES) from error
+
+
 async def embeddings(body: EmbeddingRequest, exchange: Exchange, chat: Chat) -> Result:
     """Give the vectors of texts."""
     model = exchange.info
@@ -174,6 +183,7 @@ ROUTES = {
         Route(CompletionRequest, completions, CompletionAnswer, "cmpl-", lambda body: len(body.prompts), True, (412,)),
         Route(ResponseRequest, respond, ResponseAnswer, "resp_"),
         Route(MessagesRequest, message, MessageAnswer, "msg_"),
+        Route(CountTokensRequest, count_tokens, InputTokens),
         Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: len(body.inputs)),
         Route(TokenizeRequest, tokenize, Tokens),
         Route(DetokenizeRequest, detokenize, Text),

@@ -192,10 +192,26 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
     assert prompt.token_ids == tokenizer.encode_messages(own, None, tools=TOOLS)[1]
     assert prompt.token_ids.count(tokenizer.special_token_id("<|im_end|>")) == 5  # type: ignore[arg-type]
     for wrong in ("[1]", "1", "{", '{"a":' * 65 + "1" + "}" * 65, '{"a":' * 500 + "1" + "}" * 500):
-        call["function"]["arguments"] = wrong  # type: ignore[index]
-        error = refused(chat, messages=messages)
-        assert error.param == "messages[2].tool_calls[0].function.arguments"
-        assert "is no JSON object of at most 64 levels" in error.message
+        call["function"]["arguments"] = own[2]["tool_calls"][0]["function"]["arguments"] = wrong  # type: ignore[index]
+        assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(own, None)[1]
+    call["function"]["arguments"], own[2]["tool_calls"][0]["function"]["arguments"] = "", {}  # type: ignore[index]
+    assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(own, None)[1]
+
+
+@pytest.mark.parametrize("style", ["chatml", "mistral"])
+def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> None:
+    """With null in fields that the server does not have, an empty list of calls, and reasoning that was cut before an answer."""
+    chat, tokenizer = chat_of(tmp_path, style)
+    nulls = {"refusal": None, "audio": None, "function_call": None, "annotations": None, "x_new": None}
+    begun = [{"role": "user", "content": "Hi"}]
+    for empty in ({"tool_calls": []}, {"tool_calls": None}, {"annotations": []}):
+        messages = [*begun, {"role": "assistant", "content": "Yes.", **nulls, **empty}, *begun]
+        plain = [*begun, {"role": "assistant", "content": "Yes."}, *begun]
+        assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(plain, None)[1]
+    cut = [*begun, {"role": "assistant", "content": None, "reasoning_content": "hm"}, *begun]
+    plain = [*begun, {"role": "assistant", "content": "", "reasoning_content": "hm"}, *begun]
+    assert chat.prompt(request(messages=cut)).token_ids == tokenizer.encode_messages(plain, None)[1]
+    assert refused(chat, messages=[{"role": "user", "content": "Hi", "audio": {}}]).param == "messages[0].audio"
 
 
 def test_arguments_of_the_template(tmp_path: Path) -> None:

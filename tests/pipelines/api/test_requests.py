@@ -201,6 +201,11 @@ def test_half_a_surrogate_pair_and_infinities_are_refused() -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(CompletionRequest, b'{"model": "tiny", "prompt": "a", "min_p": NaN}')
     assert caught.value.param == "min_p"
+    for constant in ("NaN", "Infinity", "-Infinity"):
+        tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {{"a": {constant}}}}}}}]'
+        body = f'{{"model": "tiny", "messages": [{{"role": "user", "content": "a"}}], "tools": {tools}}}'
+        with pytest.raises(ApiError, match=f"the body is not JSON: {constant} is no number"):
+            parse_request(ChatRequest, body.encode())
 
 
 def test_null_is_left_out() -> None:

@@ -44,7 +44,8 @@ def test_there_are_no_other_routes() -> None:
         ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/ready"), ("GET", "/v1/models"),
         ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
-        ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/files"), ("GET", "/v1/files"),
+        ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/files"), ("GET", "/v1/files"),
         ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
         ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
         ("POST", "/v1/batches/{batch_id}/cancel"),
@@ -102,7 +103,8 @@ def test_what_no_context_holds_is_not_encoded(
             error = answer.json()["error"]
             assert answer.status_code == 400
             assert re.search(
-                r"has at least \d+ tokens, and the model takes 64 with the answer's: shorten it", error["message"]
+                r"maximum context length is 64 tokens with the answer's, and the prompt has at least \d+ tokens: shorten it",
+                error["message"],
             )
             assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")
     whole = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})

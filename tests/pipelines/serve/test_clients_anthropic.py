@@ -51,6 +51,23 @@ def test_answers_are_predicts(client: anthropic.Anthropic, expected: Expected) -
     assert (streamed.stop_reason, streamed.usage.output_tokens) == (answer.stop_reason, answer.usage.output_tokens)
 
 
+def test_answers_are_sent_back_whole_and_counted(client: anthropic.Anthropic) -> None:
+    """With all fields of the client's classes, null where they have no value."""
+    answer = client.messages.create(**ASKED)
+    turns = [*ASKED["messages"], {"role": "assistant", "content": [block.model_dump() for block in answer.content]}]
+    turns += [{"role": "system", "content": "be brief"}, *ASKED["messages"]]
+    tools: Any = [{"name": "n" * 128, "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]
+    given: Any = {"model": ASKED["model"], "messages": turns, "system": "x", "tools": tools}
+    counted = client.messages.count_tokens(**given)
+    assert (
+        counted.input_tokens
+        == client.messages.create(**given, max_tokens=1).usage.input_tokens
+        > answer.usage.input_tokens
+    )
+    with pytest.raises(anthropic.BadRequestError, match="end with the user's"):
+        client.messages.count_tokens(**{**given, "messages": turns[:2]})
+
+
 def test_the_async_client_asks_many_at_once(url: str, expected: Expected) -> None:
     """By the server's seed, as requests of this kind have none."""
     questions = [f"Tell me of {who}." for who in ("a cat", "an owl", "Tom", "the sea", "3 + 4", "a ball", "rain", "你")]

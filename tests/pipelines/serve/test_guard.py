@@ -85,6 +85,9 @@ def test_without_a_right_key(headers: dict[str, str]) -> None:
 @each("key", ["secret-1", "secret-2"])
 def test_with_a_right_key(key: str) -> None:
     assert ask(json=BODY, keys=KEYS, headers={"authorization": f"bearer {key}"}).status_code == 200
+    # as Anthropic's client gives it
+    assert ask("GET", "/v1/models", keys=KEYS, headers={"x-api-key": key}).status_code != 401
+    assert ask("GET", "/v1/models", keys=KEYS, headers={"x-api-key": f"{key}x"}).status_code == 401
 
 
 @each("given", ["secret-1", "secret-2", "wrong", ""])
