@@ -132,8 +132,8 @@ def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     talk(Conversation(speaker, run.chat.system))
 
 
-def _endpoint(run: RunConfig, url: str) -> Endpoint:
-    return Endpoint(url, run.chat.model, run.decode)
+def _endpoint(run: RunConfig, url: str, is_own: bool = False) -> Endpoint:
+    return Endpoint(url, run.chat.model, run.decode, is_own)
 
 
 def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> None:
@@ -147,7 +147,7 @@ def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> N
 
     config = ServeConfig(port=0, chat_template=run.chat.chat_template)
     with local_server(replace(run, task=Task.serve, chat=ChatConfig(), serve=config), output_dir) as url:
-        show_page(_endpoint(run, url), run.chat)
+        show_page(_endpoint(run, url, is_own=True), run.chat)
 
 
 def talk(conversation: Conversation) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 from conf.errors import UserError
 from conf.serving import ChatConfig
 from models.tokenizers import Message
+from pipelines.api.errors import ApiError
 from pipelines.endpoint import Endpoint
+from pipelines.serve.hosts import HostRule
 
 try:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads it while it is imported
     import gradio
     from starlette.middleware import Middleware
+    from starlette.responses import JSONResponse
 except ImportError as error:
     raise UserError("chat.web=true needs the package gradio: pip install 'quintet[chat]'") from error
 
@@ -25,12 +28,25 @@ SLIDERS = {  # fields of a request: least, most, step, and what the slider begin
 
 
 class OnlyItself:
-    """Tells browsers to load nothing from elsewhere."""
+    """Answers this machine's names alone, takes no files, and tells browsers to load nothing from elsewhere."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: Callable[..., Awaitable[None]], host: str) -> None:
         self._app = app
+        self._hosts = HostRule([host])
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] in ("http", "websocket"):
+            try:
+                self._hosts.check(scope, dict(scope["headers"]).get(b"host"))
+                if scope["path"].rstrip("/").endswith("/upload"):
+                    raise ApiError(403, "the page takes no files")
+            except ApiError as error:
+                if scope["type"] == "websocket":
+                    await send({"type": "websocket.close", "code": 1008})
+                else:
+                    await JSONResponse(error.body(), error.status)(scope, receive, send)
+                return
+
         async def with_policy(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (b"content-security-policy", POLICY.encode())]
@@ -96,7 +112,7 @@ def show_page(endpoint: Endpoint, config: ChatConfig) -> None:
             footer_links=[],
             enable_monitoring=False,
             app_kwargs={
-                "middleware": [Middleware(OnlyItself)],
+                "middleware": [Middleware(OnlyItself, host=config.host)],
                 "docs_url": None,
                 "redoc_url": None,
                 "openapi_url": None,

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, shortened, there_are
 from models.tokenizers import Message
+from pipelines.event_lines import EventLines
 from pipelines.interrupt import Interruption
 
 FIELDS = {
@@ -33,8 +34,11 @@ CONNECT_S = 10.0
 class Endpoint:
     """A model of a server. The environment's OPENAI_API_KEY is the key, if the server wants one."""
 
-    def __init__(self, url: str, model: str | None, decode: DecodeConfig) -> None:
-        """`model`: one that the server lists; None: its first. Raises UserError where the server or the model is not there."""
+    def __init__(self, url: str, model: str | None, decode: DecodeConfig, is_own: bool = False) -> None:
+        """`model`: one that the server lists; None: its first. is_own: the run's own server, which no proxy is asked for.
+
+        Raises UserError where the server or the model is not there, and for a key that no header takes.
+        """
         try:
             import httpx  # here, because a conversation with the run's own model needs none
         except ImportError as error:
@@ -42,9 +46,12 @@ class Endpoint:
         self._httpx = httpx
         self.asked_for = asked_for(decode)
         key = os.environ.get("OPENAI_API_KEY")
+        if key and not (key.isascii() and key.isprintable()):
+            raise UserError("OPENAI_API_KEY has a line break, or a character that no header takes: set it anew")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and whoever waits can stop it
         self._connection: dict[str, Any] = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
+        self._connection["trust_env"] = not is_own
         self._url = url
         with self._explained(), httpx.Client(**self._connection) as client:
             response = client.get("/models")
@@ -64,16 +71,19 @@ class Endpoint:
             self._httpx.Client(**self._connection) as client,
             client.stream("POST", "/chat/completions", json=body) as response,
         ):
-            if response.is_error:
+            if not is_stream(response):
                 response.read()
-            check_response(response)
-            for line in signals.checked(response.iter_lines()):
-                if (delta := delta_of(line)) is None:
+            check_stream(response)
+            deltas, lines = Deltas(), EventLines()
+            for part in signals.checked(response.iter_bytes()):
+                for delta in deltas.read(lines.feed(part)):
+                    for name in ("reasoning_content", "content"):
+                        if piece := delta.get(name):
+                            say(piece)
+                    content += delta.get("content") or ""
+                if deltas.have_ended:
                     break
-                for name in ("reasoning_content", "content"):
-                    if piece := delta.get(name):
-                        say(piece)
-                content += delta.get("content") or ""
+            deltas.check()
         return content
 
     async def contents(self, model: str, messages: list[Message], settings: dict[str, Any]) -> AsyncIterator[str]:
@@ -84,15 +94,18 @@ class Endpoint:
                 self._httpx.AsyncClient(**self._connection) as client,
                 client.stream("POST", "/chat/completions", json=body) as response,
             ):
-                if response.is_error:
+                if not is_stream(response):
                     await response.aread()
-                check_response(response)
-                async for line in response.aiter_lines():
-                    if (delta := delta_of(line)) is None:
+                check_stream(response)
+                deltas, lines = Deltas(), EventLines()
+                async for part in response.aiter_bytes():
+                    for delta in deltas.read(lines.feed(part)):
+                        if piece := delta.get("content"):
+                            content += piece
+                            yield content
+                    if deltas.have_ended:
                         break
-                    if piece := delta.get("content"):
-                        content += piece
-                        yield content
+                deltas.check()
 
     def _body(self, model: str, messages: list[Message], settings: dict[str, Any]) -> dict[str, Any]:
         return {"model": model, "messages": messages, "stream": True, **settings}
@@ -133,14 +146,47 @@ def delta_of(line: str) -> dict[str, Any] | None:
     if data == "[DONE]":
         return None
     event = json.loads(data)
-    if "error" in event:
+    if event.get("error") is not None:
         raise UserError(f"the server says: {_message(event)}")
     return dict(event["choices"][0].get("delta") or {}) if event.get("choices") else {}
 
 
+class Deltas:
+    """What the lines of a streamed answer add to it, until the line that ends it."""
+
+    def __init__(self) -> None:
+        self.have_ended = self._have_begun = False
+
+    def read(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """Yield what each line adds. Raises as `delta_of`."""
+        for line in lines:
+            delta = None if self.have_ended else delta_of(line)
+            self.have_ended |= delta is None
+            self._have_begun |= bool(delta)
+            if delta:
+                yield delta
+
+    def check(self) -> None:
+        """Raise ValueError for a stream without any answer."""
+        if not (self._have_begun or self.have_ended):
+            raise ValueError("nothing was streamed")
+
+
+def is_stream(response: Any) -> bool:
+    """Return whether a response is a stream of events. Of another one the body must be read before `check_stream`."""
+    return bool(response.is_success) and response.headers.get("content-type", "").startswith("text/event-stream")
+
+
+def check_stream(response: Any) -> None:
+    """Raise UserError for a response that is no stream of events, and ValueError for one that is no error either."""
+    check_response(response)
+    if not is_stream(response):
+        raise ValueError("the answer is no stream of events")
+
+
 def check_response(response: Any) -> None:
     """Raise UserError for a response, whose body is read, that says that something is wrong."""
-    if response.is_error:
+    if not response.is_success:
         try:
             said = _message(response.json())
         except ValueError:

@@ -5,7 +5,6 @@ Pure ASGI. Every refusal has the shape of its path's API, and every answer the i
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from conf.errors import UserError
 from conf.serving import LOOPBACK, ServeConfig
 from conf.sizes import num_bytes
 from pipelines.api.errors import ANTHROPIC, ApiError, draining, failed
+from pipelines.serve.hosts import HostRule
 from pipelines.serve.records import Record
 from pipelines.serve.service import Service
 
@@ -82,7 +82,7 @@ class Guard:
         config = service.config
         self._app = app
         self._service = service
-        self._hosts = {name.lower() for name in (*LOOPBACK, config.host, *config.allowed_hosts)}
+        self._hosts = HostRule((config.host, *config.allowed_hosts))
         self._keys = keys
         self._body_limits = num_bytes(config.max_body), "serve.max_body", BODY_S
         self._upload_limits = num_bytes(config.max_upload), "serve.max_upload", config.request_timeout_s
@@ -123,7 +123,7 @@ class Guard:
         """Refuse who may not ask."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: give less")
-        self._check_host(scope, headers.get(b"host"))
+        self._hosts.check(scope, headers.get(b"host"))
         if self._keys and scope["path"] not in NO_KEY:
             record.key = self._name_of(_key(scope["path"], headers))
 
@@ -136,15 +136,6 @@ class Guard:
             wanted = b"multipart/form-data" if path == UPLOAD[1] else b"application/json"
             if content != wanted:
                 raise ApiError(415, f"the body has another type: give the header content-type: {wanted.decode()}")
-
-    def _check_host(self, scope: Scope, header: bytes | None) -> None:
-        """Refuse names that are not this server's. A page from elsewhere whose name was made to mean this machine has such a name."""
-        if header is None:
-            raise ApiError(400, "there is no header Host: give one")
-        name = re.sub(r":\d*$", "", header.decode("latin-1")).strip("[]").lower()
-        if name in self._hosts or _is_own_address(name, scope):
-            return
-        raise ApiError(421, "the header Host names another server: give its name to serve.allowed_hosts")
 
     def _name_of(self, given: bytes) -> str:
         """Return the name of a key. All are compared, each in a time that does not tell how much was right."""
@@ -198,16 +189,6 @@ def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
         return key
     kind, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if kind.lower() == b"bearer" else b""
-
-
-def _is_own_address(name: str, scope: Scope) -> bool:
-    """Return whether a name is the address at which the connection arrived. Only a name can be made to mean another address."""
-    try:
-        return scope.get("server") is not None and ipaddress.ip_address(name) == ipaddress.ip_address(
-            scope["server"][0]
-        )
-    except ValueError:
-        return False
 
 
 def error_response(error: ApiError, path: str = "") -> JSONResponse:

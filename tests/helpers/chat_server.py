@@ -19,6 +19,8 @@ class ChatServer:
     url: str = ""
     models: list[str] = field(default_factory=lambda: ["first", "second"])
     status: int = 200
+    content_type: str = "text/event-stream"
+    """Of an answer to a conversation."""
     lines: list[str] = field(default_factory=list)
     """The answer, unless `endless` is part of what was said: then `more` comes again and again until the client leaves."""
     more: str = chunk(content="更多 ")
@@ -50,6 +52,7 @@ def chat_server() -> Iterator[ChatServer]:
 
         def send(self, status: int, content: str) -> None:
             self.send_response(status)
+            self.send_header("Content-Type", state.content_type)
             self.end_headers()
             self.wfile.write(content.encode())
 

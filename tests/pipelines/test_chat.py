@@ -1,5 +1,6 @@
 """A conversation, with the run's own model and with a server that is a script."""
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from models.tokenizers import Message
 from pipelines import pipeline
 from pipelines.chat import Conversation, LocalModel, Say
 from pipelines.endpoint import Endpoint, asked_for
+from pipelines.event_lines import EventLines
 from pipelines.interrupt import Interruption, interruption
 from tests.helpers.cases import each
 from tests.helpers.chat_server import ChatServer, chat_server, chunk
@@ -216,12 +218,50 @@ def test_a_servers_answer_is_streamed_and_its_reasoning_not_kept(
         (200, 'data: {"error": {"message": "the engine died"}}', "the server says: the engine died"),
         (200, "data: [1]", "does not answer as OpenAI's API does: give its address with /v1"),
         (200, 'data: {"choices": [5]}', "does not answer as OpenAI's API does"),
+        (307, "elsewhere", "the server answers 307: elsewhere"),
+        (200, "", "does not answer as OpenAI's API does"),
+        (200, '{"choices": [{"message": {"content": "plain JSON"}}]}', "does not answer as OpenAI's API does"),
     ],
 )
 def test_what_a_server_says_is_wrong_is_one_line(server: ChatServer, status: int, line: str, message: str) -> None:
     server.status, server.lines = status, [line]
+    server.content_type = "application/json" if "plain JSON" in line else server.content_type
     with pytest.raises(UserError, match=message):
         answered(Endpoint(server.url, None, DecodeConfig()), [{"role": "user", "content": "Hi"}])
+
+
+def test_lines_of_a_stream_end_as_the_standard_says(server: ChatServer) -> None:
+    """In any parts; other characters that Python takes for the end of a line stand in texts. An error that is null is none."""
+    text = "a\u2028b\u2029c\u0085d\x0be"
+    event = {"choices": [{"delta": {"content": text}}], "error": None}
+    server.lines = [f"data: {json.dumps(event, ensure_ascii=False)}\r", "\rdata: [DONE]"]
+    assert answered(Endpoint(server.url, None, DecodeConfig()), [{"role": "user", "content": "Hi"}]) == (text, [text])
+    content = "eins\r\nzwei\rdrei\n\n\u2028vier\r\r\n\x85\n".encode()
+    expected = ["eins", "zwei", "drei", "", "\u2028vier", "", "\x85"]
+    for size in range(1, len(content)):
+        lines = EventLines()
+        parts = [content[i : i + size] for i in range(0, len(content), size)]
+        assert [line for part in parts for line in lines.feed(part)] == expected
+
+
+@each("key", ["secret\n", "sec\r\nret", "sécret", "\x00secret"])
+def test_a_key_that_no_header_takes_is_not_shown(
+    key: str, server: ChatServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key.replace("\x00", "\x01"))
+    with pytest.raises(
+        UserError, match="OPENAI_API_KEY has a line break, or a character that no header takes"
+    ) as caught:
+        Endpoint(server.url, None, DecodeConfig())
+    assert "ret" not in str(caught.value)
+
+
+def test_the_runs_own_server_is_asked_without_a_proxy(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert Endpoint(server.url, None, DecodeConfig(), is_own=True).models == ["first", "second"]
+    with pytest.raises(UserError, match="cannot be reached"):
+        Endpoint(server.url, None, DecodeConfig())
 
 
 def test_a_server_without_the_model_is_refused(server: ChatServer) -> None:
