@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from conf.errors import UserError
 from models.formats.gguf.magic import is_gguf_layout
+from models.formats.mistaken import refuse_mistaken
 from models.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
         return open_gguf(path)
     if not path.is_dir():
         raise UserError(f"{path} is a file: model.path must be a folder that holds a model, a GGUF file, or a hub id")
+    refuse_mistaken(path)
     from models.formats.huggingface import open_huggingface
     from models.formats.meta import is_meta_layout, open_meta
     from models.formats.mindspore import is_mindspore_layout, open_mindspore

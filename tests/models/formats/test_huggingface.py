@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import DeviceType, DType, Weights
+from models.formats import open_checkpoint
 from pipelines.loading import load_engine
 from tests.helpers.cases import each
 from tests.helpers.huggingface_files import (
@@ -256,3 +257,40 @@ def test_peak_memory_is_the_model_and_one_tensor(tmp_path: Path) -> None:
     # the file mapped, or reads all before it casts, takes two models.
     assert total * 0.9 < peak < total + 2 * largest
     assert largest * 4 < total
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@each(
+    ("files", "message"),
+    [
+        (
+            {"config.json": "{}", "model.safetensors": LFS},
+            "model.safetensors is a pointer of Git LFS, not the file itself",
+        ),
+        ({"config.json": LFS}, "config.json is a pointer of Git LFS"),
+        ({"config.json": "{}", "tokenizer.json": LFS}, "tokenizer.json is a pointer of Git LFS"),
+        ({"config.json": "{}", "quantize_config.json": "{}"}, "says in quantize_config.json alone how it is quantised"),
+        ({"config.json": '{"compression_config": {}}'}, "has compression_config, .*: call it quantization_config"),
+        (
+            {"adapter_config.json": '{"base_model_name_or_path": "org/base"}'},
+            "is an adapter of org/base: give that as model.path",
+        ),
+        (
+            {"snapshots/abc/config.json": "{}", "refs/main": "abc"},
+            "is a folder of the hub's cache: .*model.path=.*snapshots/abc",
+        ),
+        ({"snapshots/note": ""}, "is a folder of the hub's cache: give the model's id, or the id to download it anew"),
+        (
+            {"config.json": "{}", "x.Q4_K_M.gguf": "GGUF"},
+            "holds a config.json and x.Q4_K_M.gguf: give model.path=.*x.Q4_K_M.gguf",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(tmp_path, allow_pickle=False)

@@ -1,0 +1,47 @@
+"""Folders that look like a checkpoint and are none: one line names what they are, and what to give instead."""
+
+from pathlib import Path
+
+from conf.errors import UserError
+from models.config import read_json
+
+POINTER = b"version https://git-lfs"  # how a file begins that `git lfs pull` has not replaced
+MOST_POINTER_BYTES = 1024
+
+
+def refuse_mistaken(folder: Path) -> None:
+    """Raise UserError for what downloads and other tools leave in the place of a checkpoint."""
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.stat().st_size <= MOST_POINTER_BYTES and file.read_bytes().startswith(POINTER):
+            raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
+    if not (folder / "config.json").is_file():
+        _refuse_other_folders(folder)
+        return
+    config = read_json(folder / "config.json")
+    if "compression_config" in config:
+        raise UserError(
+            f"{folder}: config.json has compression_config, as files of an old tool: call it quantization_config"
+        )
+    if (folder / "quantize_config.json").is_file() and not config.get("quantization_config"):
+        raise UserError(
+            f"{folder} says in quantize_config.json alone how it is quantised: put that into config.json as quantization_config, "
+            'with "quant_method": "gptq"'
+        )
+    if (
+        (files := sorted(folder.glob("*.gguf")))
+        and not any(folder.glob("*.safetensors*"))
+        and not any(folder.glob("*.bin*"))
+    ):
+        raise UserError(f"{folder} holds a config.json and {files[0].name}: give model.path={files[0]}")
+
+
+def _refuse_other_folders(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        raise UserError(
+            f"{folder} is an adapter of {base}: give that as model.path, and the adapter as model.adapters={{NAME: {folder}}}"
+        )
+    if (folder / "snapshots").is_dir():
+        found = sorted(each for each in (folder / "snapshots").iterdir() if each.is_dir())
+        where = f"model.path={found[-1]}" if found else "the id to download it anew"
+        raise UserError(f"{folder} is a folder of the hub's cache: give the model's id, or {where}")
