@@ -109,6 +109,8 @@ class Guard:
             self._check(scope, headers)
             is_upload = (scope["method"], scope["path"]) == UPLOAD
             limits = self._upload_limits if is_upload else self._body_limits
+            if scope["method"] == "HEAD":  # the answer of GET, whose body the server of HTTP leaves out
+                scope = {**scope, "method": "GET"}
             await self._app(scope, _bounded(receive, headers, *limits), send_with_id)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send_with_id)
@@ -131,7 +133,7 @@ class Guard:
         path = scope["path"]
         if self._service.is_draining and path not in WHILE_DRAINING:
             raise draining()
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and _has_body(headers):
             content = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             wanted = b"multipart/form-data" if path == UPLOAD[1] else b"application/json"
             if content != wanted:
@@ -182,6 +184,10 @@ def _bounded(receive: Receive, headers: dict[bytes, bytes], most: int, setting: 
 
 
 MODELS = "/v1/models"
+
+
+def _has_body(headers: dict[bytes, bytes]) -> bool:
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 def _key(path: str, headers: dict[bytes, bytes]) -> bytes:

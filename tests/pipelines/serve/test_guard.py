@@ -12,7 +12,9 @@ import pytest
 
 from conf.errors import UserError
 from conf.serving import ServeConfig
+from pipelines.api.errors import ApiError
 from pipelines.serve.guard import check_host, read_keys
+from pipelines.serve.hosts import HostRule
 from pipelines.serve.records import RequestLog
 from tests.helpers.cases import each
 from tests.helpers.fake_engine import FakeEngine
@@ -68,6 +70,15 @@ def test_other_hosts_are_refused(host: str) -> None:
     answer = ask(json=BODY, headers={"host": host})
     assert answer.status_code == 421
     assert "serve.allowed_hosts" in error_of(answer)["message"]
+
+
+def test_what_old_and_sparing_clients_leave_out() -> None:
+    """HTTP/1.0 has no Host; a POST without a body needs no type of it (openai-node's batches.cancel); HEAD is GET without a body."""
+    HostRule([]).check({"http_version": "1.0"}, None)
+    with pytest.raises(ApiError, match="there is no header Host"):
+        HostRule([]).check({"http_version": "1.1"}, None)
+    assert ask("POST", "/v1/nothing").status_code == 404
+    assert ask("HEAD", "/v1/models").status_code == ask("GET", "/v1/models").status_code
 
 
 @each(
