@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, shortened, there_are
+from conf.flags import flags_first
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
 
@@ -376,11 +377,6 @@ def _folder_flag(arguments: list[str], short: str, flag: str) -> tuple[Path | No
         else:
             others.append(argument)
     return (None if folder is None else Path(folder).expanduser().absolute()), others
-
-
-def flags_first(arguments: list[str]) -> list[str]:
-    """Move -m to the front. Hydra takes it before or after the overrides, but not between them."""
-    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
 
 
 def _quote(argument: str) -> str:

@@ -97,11 +97,7 @@ def read_rotary_config(
             raise UserError(f"config.json: rope_scaling: low_freq_factor={low} is not below high_freq_factor={high}")
         fields |= {"low_freq_factor": low, "high_freq_factor": high}
     elif kind == "yarn":
-        fields |= {name: scaling.positive(name, default) for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        scaling.expect("finetuned", (None, True, False), None)  # the first files say it, and it changes nothing
-        fields["truncate"] = scaling.get("truncate", bool, True)
-        fields["attention_factor"] = _yarn_attention_factor(scaling, fields["factor"])
-        fields["mscale_all_dim"] = _positive_or_zero(scaling, "mscale_all_dim")
+        fields |= _read_yarn(scaling, fields["factor"])
         if theta == 1:
             raise UserError("config.json: rope_theta=1.0 leaves yarn no wavelengths to choose from")
     elif kind == "dynamic" and head_dim == 2:
@@ -169,6 +165,17 @@ def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_d
             f"config.json: partial_rotary_factor={factor} turns {channels} of {head_dim} channels, not an even number of them"
         )
     return channels
+
+
+def _read_yarn(scaling: ConfigReader, factor: float) -> dict[str, Any]:
+    scaling.expect("finetuned", (None, True, False), None)  # the first files say it, and it changes nothing
+    return {
+        "beta_fast": scaling.positive("beta_fast", 32.0),
+        "beta_slow": scaling.positive("beta_slow", 1.0),
+        "truncate": scaling.get("truncate", bool, True),
+        "attention_factor": _yarn_attention_factor(scaling, factor),
+        "mscale_all_dim": _positive_or_zero(scaling, "mscale_all_dim"),
+    }
 
 
 def yarn_mscale(factor: float, weight: float) -> float:

@@ -4,7 +4,8 @@ from typing import Any, TypeAlias
 
 from conf.errors import UserError, shortened
 from pipelines.api.errors import ApiError, bad_request
-from pipelines.api.requests import ChatRequest, CompletionRequest, check_request
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import ChatRequest, CompletionRequest
 from pipelines.api.settings import decode_settings
 
 BatchRequest: TypeAlias = ChatRequest | CompletionRequest

@@ -8,19 +8,8 @@ from pydantic import Field, model_validator
 
 from pipelines.api.answers import Event, Said
 from pipelines.api.errors import ANTHROPIC, ApiError, bad_request
-from pipelines.api.requests import (
-    MAX_TOKENS,
-    Body,
-    CacheControl,
-    ChatRequest,
-    Json,
-    Name,
-    Parts,
-    Shape,
-    StopText,
-    TopP,
-    check_request,
-)
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import MAX_TOKENS, Body, CacheControl, ChatRequest, Json, Name, Parts, Shape, StopText, TopP
 from pipelines.api.writers import ChatWriter
 
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}

@@ -9,16 +9,8 @@ from pydantic import Field
 
 from pipelines.api.answers import Event, Said
 from pipelines.api.errors import ApiError, bad_request
-from pipelines.api.requests import (
-    MAX_TOKENS,
-    Body,
-    ChatRequest,
-    Json,
-    Name,
-    Parts,
-    Shape,
-    check_request,
-)
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import MAX_TOKENS, Body, ChatRequest, Json, Name, Parts, Shape
 from pipelines.api.writers import ChatWriter
 
 NAMES = {

@@ -19,7 +19,7 @@ from pipelines.api import answer_shapes
 from pipelines.api.batches import BatchPage, BatchRequest, FilePage, FileRequest, listed
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError, bad_request, failed
-from pipelines.api.requests import check_request, parse_request
+from pipelines.api.parsing import check_request, parse_request
 from pipelines.batches.jobs import Batch, BatchJobs, Reply
 from pipelines.serve.openapi import responses, takes
 from pipelines.serve.records import Record

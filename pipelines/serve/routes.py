@@ -29,18 +29,8 @@ from pipelines.api.embeddings import EmbeddingRequest, embedding_body, embedding
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.generation import Generation
 from pipelines.api.messages import CountTokensRequest, MessagesRequest, MessageWriter
-from pipelines.api.requests import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    Json,
-    Message,
-    Prompt,
-    TokenIds,
-    Tool,
-    check_request,
-    parse_request,
-)
+from pipelines.api.parsing import check_request, parse_request
+from pipelines.api.requests import Body, ChatRequest, CompletionRequest, Json, Message, Prompt, TokenIds, Tool
 from pipelines.api.responses import ResponseRequest, ResponseWriter
 from pipelines.api.resumption import HEADER
 from pipelines.api.settings import cache_salt

@@ -23,6 +23,7 @@ from conf.compose import (
     to_run_config,
 )
 from conf.errors import UserError
+from conf.flags import flags_first
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
 from conf.schema import DeviceType, DType, ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig, SweepConfig
@@ -473,3 +474,27 @@ def test_an_objective_is_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:
         assert to_run_config(saved).sweep.objective is None
     with pytest.raises(UserError, match="sweep.objective=perplexity is not used by a run alone"):
         compose_run_config(["sweep.objective=perplexity"])
+
+
+@each(
+    ("arguments", "expected"),
+    [
+        (
+            ["quant=int8", "--config-dir", "D", "seed=1", "--cfg", "job"],
+            ["--config-dir", "D", "--cfg", "job", "quant=int8", "seed=1"],
+        ),
+        (["a=1", "-m", "b=2,3", "--cfg=job", "--resolve"], ["-m", "--cfg=job", "--resolve", "a=1", "b=2,3"]),
+        (["--info", "quant=int8"], ["--info=all", "quant=int8"]),
+        (["quant=int8", "-i", "defaults"], ["-i", "defaults", "quant=int8"]),
+        (["decode.seed=-1", "~task"], ["decode.seed=-1", "~task"]),
+    ],
+)
+def test_flags_may_stand_anywhere(arguments: list[str], expected: list[str]) -> None:
+    assert flags_first(arguments) == expected
+
+
+@each("others", [[], ["quant=int8"], ["-cp", "saved"]])
+def test_resolve_alone_is_one_line(others: list[str]) -> None:
+    with pytest.raises(UserError, match="give --cfg job --resolve"):
+        flags_first(["--resolve", *others])
+    assert flags_first(["--resolve", "-c", "job", *others])[0] == "--resolve"

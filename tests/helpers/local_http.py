@@ -21,7 +21,8 @@ from pipelines.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswe
 from pipelines.api.answers import DONE, Event
 from pipelines.api.conversation import Chat
 from pipelines.api.generation import Generation, Head
-from pipelines.api.requests import Body, check_request
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import Body
 from pipelines.api.writers import Writer
 from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.client import RemoteEngine

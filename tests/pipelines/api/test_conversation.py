@@ -19,7 +19,8 @@ from models.tokenizers import Tokenizer
 from models.tokenizers.answers import FORMATS
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
-from pipelines.api.requests import ChatRequest, parse_request
+from pipelines.api.parsing import parse_request
+from pipelines.api.requests import ChatRequest
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
 from tests.helpers.fork_server import true_starts

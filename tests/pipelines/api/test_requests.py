@@ -9,14 +9,8 @@ from pydantic import ValidationError
 from pipelines.api.embeddings import EmbeddingRequest
 from pipelines.api.errors import ApiError
 from pipelines.api.messages import MessagesRequest
-from pipelines.api.requests import (
-    MAX_FIELDS,
-    ChatRequest,
-    CompletionRequest,
-    Shape,
-    check_request,
-    parse_request,
-)
+from pipelines.api.parsing import check_request, parse_request
+from pipelines.api.requests import MAX_FIELDS, ChatRequest, CompletionRequest, Shape
 from pipelines.api.responses import ResponseRequest
 from tests.helpers.cases import each
 

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from pipelines.api.answers import AnswerInfo, Event, Said
 from pipelines.api.errors import ApiError
-from pipelines.api.requests import check_request
+from pipelines.api.parsing import check_request
 from pipelines.api.responses import NAMES, ResponseRequest, ResponseWriter
 from tests.helpers.cases import each
 

@@ -6,7 +6,8 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from pipelines.api.errors import ApiError
-from pipelines.api.requests import ChatRequest, CompletionRequest, check_request
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import ChatRequest, CompletionRequest
 from pipelines.api.settings import decode_settings, refusal
 from tests.helpers.cases import each
 

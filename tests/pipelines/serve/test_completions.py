@@ -12,7 +12,8 @@ from models.tokenizers.answers import FORMATS, AnswerReader
 from pipelines.api.conversation import MessageReader
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation
-from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling, check_request
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
 from pipelines.api.writers import ChatWriter, CompletionWriter
 from pipelines.engine import Engine, Output
 from pipelines.engine_process.client import EngineClient

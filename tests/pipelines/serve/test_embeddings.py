@@ -16,7 +16,8 @@ from pipelines.api.conversation import Chat
 from pipelines.api.embeddings import EmbeddingRequest
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation
-from pipelines.api.requests import CompletionRequest, check_request
+from pipelines.api.parsing import check_request
+from pipelines.api.requests import CompletionRequest
 from pipelines.engine_process.client import EngineClient
 from pipelines.serve.routes import embeddings
 from tests.helpers.builders import REPOSITORY

@@ -17,7 +17,8 @@ from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation, Head
 from pipelines.api.messages import MessagesRequest, MessageWriter
-from pipelines.api.requests import ChatRequest, parse_request
+from pipelines.api.parsing import parse_request
+from pipelines.api.requests import ChatRequest
 from pipelines.api.writers import ChatWriter
 from pipelines.engine_process.frames import Delta, Done
 from pipelines.serve.routes import message
