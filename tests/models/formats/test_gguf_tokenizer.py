@@ -99,6 +99,7 @@ def test_special_tokens_of_phi3() -> None:
     assert tokenizer.max_token_bytes is None  # a token may stand for any number of spaces
 
 
+@pytest.mark.long
 @real
 def test_a_byte_without_a_token_is_left_out() -> None:
     """SmolLM2's file has no token for 21 bytes; transformers reads it, too, and llama.cpp gives the same ids and ends."""

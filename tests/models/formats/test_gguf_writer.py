@@ -259,6 +259,7 @@ def test_missing_bytes_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert read.encode("aÿb", True) == Backend.from_file(str(folder / "tokenizer.json")).encode("aÿb").ids
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 def test_tokens_that_other_files_add_to_the_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An added one, and one in the place of a piece; the text behind such a token begins without a space, which llama.cpp puts there."""
