@@ -147,7 +147,7 @@ def explain(error: Exception) -> str:
         there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
         line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
     if isinstance(error, OverrideParseException) and "missing EQUAL" not in line:
-        line = f"{shortened(str(error.override))} cannot be read: {QUOTE}"
+        line = f"{shortened(str(error.override))} cannot be read: {_form_that_works(str(error.override))}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # here only folders are made
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
@@ -173,6 +173,15 @@ def _unknown_name(text: str) -> str | None:
         found = there_are(files, name) if files else "give --config-path the folder of a run, which has a config.yaml"
         return f"{folder} has no {name}.yaml: {found}"
     return None
+
+
+def _form_that_works(override: str) -> str:
+    """Return the remedy for a value that Hydra's grammar does not take, such as one with Chinese characters outside quotes."""
+    key, _, value = override.partition("=")
+    if re.fullmatch(r"""\[[^\[\]'"]+\]""", value):
+        texts = ", ".join(f'"{text.strip()}"' for text in value[1:-1].split(","))
+        return f"give its texts in quotes of their own: '{key}=[{texts}]'"
+    return QUOTE
 
 
 def for_hydra(arguments: list[str]) -> list[str]:

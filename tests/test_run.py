@@ -192,6 +192,10 @@ def test_a_config_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
             'decode.stop=["."',
             'decode.stop=["." cannot be read: close what is open, or give the value in quotes of its own',
         ),
+        (
+            "decode.stop=[。,a]",
+            """decode.stop=[。,a] cannot be read: give its texts in quotes of their own: 'decode.stop=["。", "a"]'""",
+        ),
         ("predict", "missing EQUAL at '<EOF>': give KEY=VALUE"),
     ],
 )
