@@ -152,7 +152,7 @@ def delta_of(line: str) -> dict[str, Any] | None:
 
 
 class Deltas:
-    """What the lines of a streamed answer add to it, until the line that ends it."""
+    """Reads deltas from the lines of a streamed answer, until [DONE]."""
 
     def __init__(self) -> None:
         self.have_ended = self._have_begun = False

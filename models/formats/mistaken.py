@@ -10,7 +10,7 @@ MOST_POINTER_BYTES = 1024
 
 
 def refuse_mistaken(folder: Path) -> None:
-    """Raise UserError for what downloads and other tools leave in the place of a checkpoint."""
+    """Raise UserError for a folder that is no checkpoint: Git LFS pointers, adapters, hub caches and other tools' layouts."""
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.stat().st_size <= MOST_POINTER_BYTES and file.read_bytes().startswith(POINTER):
             raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")

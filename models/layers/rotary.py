@@ -139,7 +139,7 @@ def _refuse_both(config: ConfigReader) -> None:
 
 
 def _without_spelling(scaling: Any) -> Any:
-    """Return the settings of a scaling, whose kind older files call type, and whose base they have beside it."""
+    """Return the settings without `rope_theta`, and with `type`, the older name, as `rope_type`."""
     if not isinstance(scaling, dict):
         return scaling
     kind = scaling.get("rope_type", scaling.get("type", "default"))

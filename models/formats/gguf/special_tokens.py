@@ -37,12 +37,9 @@ CODE = {  # parts of a prompt whose middle is to be filled in; the last three en
 }
 CODE_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss; shown in texts
-HARMONY_CALLS = (
-    {"<|return|>", "<|call|>"},
-    {"<|call|>", "<|flush|>"},
-    {"<|calls|>", "<|flush|>"},
-)  # beside them <|end|> ends a part
-NORMAL_BESIDE = ("<|tool_response>", "<|plamo:eos|>")  # beside one of them </s> is a piece of text
+# In a vocabulary with one of these sets <|end|> ends a part of an answer; with one of these tokens </s> is plain text.
+HARMONY_CALLS = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"})
+PLAIN_EOS_MARKERS = ("<|tool_response>", "<|plamo:eos|>")
 PHI3, PHI3_KEEPS_SPACE = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -65,7 +62,7 @@ class SpecialTokens:
         return self.id("eos")
 
     def id(self, name: str) -> int | None:
-        """Return the id that the file gives a token, else that of its kind of vocabulary. Raises UserError for one that is none."""
+        """Return a token's id from the file, or the default of the vocabulary's kind. Raises UserError for an id out of range."""
         read, size = self.header.section("tokenizer.ggml"), len(self.texts)
         default = DEFAULT_IDS.get(self._kind, {}).get(name, NONE)
         id = read.get(f"{name}_token_id", int, default if default < size else NONE)
@@ -105,7 +102,7 @@ class SpecialTokens:
         return types
 
     def added(self) -> dict[int, AddedToken]:
-        """Return the tokens that a text is cut at, by their ids. Those of a user's own are written with spaces, as in a text."""
+        """Return the added tokens by id. User-defined pieces have spaces instead of ▁."""
         name = str(self.header.scalars.get("general.name", "")).lower()
         is_phi3 = any(part in name for part in PHI3)
         special = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
@@ -145,6 +142,6 @@ class SpecialTokens:
         found: dict[int, int] = {}
         if "<|end|>" in self._ids and any(calls <= self._ids.keys() for calls in HARMONY_CALLS):
             found[self._ids["<|end|>"]] = TokenType.USER_DEFINED
-        if "</s>" in self._ids and any(text in self._ids for text in NORMAL_BESIDE):
+        if "</s>" in self._ids and any(text in self._ids for text in PLAIN_EOS_MARKERS):
             found[self._ids["</s>"]] = TokenType.NORMAL
         return found

@@ -21,6 +21,8 @@ from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer, damage_refused
 from models.tokenizers.sentencepiece import SentencePieceTokenizer
 
+TEMPLATE = "tokenizer.chat_template"
+
 
 def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
     """Return the file's tokenizer, or None where it has none. Raises UserError for a damaged vocabulary or an unknown kind."""
@@ -85,9 +87,8 @@ def _sentencepiece_model(header: GGUFHeader, special: SpecialTokens) -> bytes:
     read = header.section("tokenizer.ggml")
     model = sentencepiece_model_pb2.ModelProto()
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        piece = (
-            token.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else token
-        )  # llama.cpp's converter writes spaces
+        # llama.cpp's converter writes user-defined pieces with spaces
+        piece = token.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else token
         model.pieces.add(piece=piece, score=score, type=kind)
     for name, id in (("bos", special.bos), ("eos", special.eos)):
         setattr(model.trainer_spec, f"{name}_id", -1 if id is None else id)
@@ -141,9 +142,11 @@ def _merge(header: GGUFHeader, pair: str, ids: dict[str, int]) -> tuple[str, str
 
 
 def _chat_templates(header: GGUFHeader) -> dict[str, str]:
-    """Return the chat templates by name. Keys: tokenizer.chat_template, and tokenizer.chat_template.NAME for others than the default."""
-    values = {key: value for key, value in header.scalars.items() if key.startswith("tokenizer.chat_template")}
-    for key, value in values.items():
-        if not isinstance(value, str):
-            raise UserError(f"{header.path}: {key}={value!r} is not a text")
-    return {key.removeprefix("tokenizer.chat_template")[1:] or "default": text for key, text in values.items() if text}
+    """Return the chat templates by name: the default is tokenizer.chat_template, another tokenizer.chat_template.NAME."""
+    templates: dict[str, str] = {}
+    for key, value in header.scalars.items():
+        if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
+            if not isinstance(value, str):
+                raise UserError(f"{header.path}: {key}={value!r} is not a text")
+            templates[key.removeprefix(TEMPLATE).removeprefix(".") or "default"] = value
+    return {name: text for name, text in templates.items() if text}

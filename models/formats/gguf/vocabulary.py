@@ -159,10 +159,11 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
         raise UserError(
             f"the tokenizer in {tokenizer.source} is no sentencepiece BPE without normalisation, which GGUF needs"
         )
-    num_others = size - len(model.pieces)
-    tokens = [piece.piece for piece in model.pieces] + [f"[PAD{id}]" for id in range(len(model.pieces), size)]
-    types = [int(piece.type) for piece in model.pieces] + [int(TokenType.UNUSED)] * num_others
-    scores = [piece.score for piece in model.pieces] + [ADDED_SCORE] * num_others
+    pieces = model.pieces[:size]
+    num_others = size - len(pieces)
+    tokens = [piece.piece for piece in pieces] + [f"[PAD{id}]" for id in range(len(pieces), size)]
+    types = [int(piece.type) for piece in pieces] + [int(TokenType.UNUSED)] * num_others
+    scores = [piece.score for piece in pieces] + [ADDED_SCORE] * num_others
     unknown = types.index(TokenType.UNKNOWN)
     for id, token in added.items():
         if id < size:

@@ -348,3 +348,13 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="blk.1.ffn_up.weight holds 100000, more than float16 can: give bfloat16"):
         convert(tmp_path / "hf", "float16")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
+def test_tokens_that_the_model_lacks_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = with_tokenizer(
+        tmp_path / "hf", SHARED / "data" / "models" / "stories260K" / "tokenizer.model", vocab_size=500
+    )
+    file = convert(folder, "float32")
+    assert "it has 512 tokens, and the model 500: the others are left out" in messages(caplog, folder)
+    assert len(gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()) == 500
