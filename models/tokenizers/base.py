@@ -1,5 +1,6 @@
 """The interface of every tokenizer."""
 
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,8 +18,6 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 """What a model may call: {"type": "function", "function": {"name", "description", "parameters"}}, the parameters as a JSON schema."""
 
-NFC_SHRINKAGE = 3
-"""Most bytes of a text that become one of UTF-8 when it is normalised to NFC."""
 GIVEN_BY_US = ("messages", "tools", "documents", "add_generation_prompt")
 """Names of a template that are no arguments of a caller."""
 
@@ -56,6 +55,8 @@ class Tokenizer(ABC):
     """Names of the checkpoint's chat templates, where they have any."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
     """Texts of bos_token, eos_token and so on, for templates that name them."""
+    is_nfc: bool = False
+    """Whether a text is normalised to NFC before it is cut into tokens."""
 
     def take_templates(self, templates: Mapping[str, str], default: str | None = None) -> None:
         """Take a checkpoint's chat templates by their names. default: the template where it has none of this name."""
@@ -87,13 +88,15 @@ class Tokenizer(ABC):
 
     @property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of a text that become one token. None where any number may, such as spaces that are left out."""
+        """Most bytes of a normalised text that become one token. None where any number may, such as spaces that are left out."""
         return None
 
     def least_tokens(self, text: str) -> int:
         """Return how many tokens a text has at least, without encoding it; 0 where nothing is known."""
-        most = self.max_token_bytes
-        return -(-len(text.encode("utf-8", "replace")) // most) if most else 0
+        if (most := self.max_token_bytes) is None:
+            return 0
+        text = unicodedata.normalize("NFC", text) if self.is_nfc else text
+        return -(-len(text.encode("utf-8", "replace")) // most)
 
     def save(self, folder: Path) -> None:
         """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
@@ -117,8 +120,10 @@ class Tokenizer(ABC):
         max_tokens: of a text that may be encoded; None: any number.
 
         Raises UserError where there is no template, and where the template refuses the messages; UnreadArgument where it does not read the
-        tools or an argument; TooLong where the text certainly has more tokens than allowed.
+        tools or an argument; TooLong where the users' texts, or the whole text, certainly have more tokens than allowed.
         """
+        if max_tokens is not None:
+            self._check_length(_users_texts(messages), max_tokens)
         arguments = dict(template_arguments or {})
         if template is None and tools:
             template = self.tool_template
@@ -135,12 +140,16 @@ class Tokenizer(ABC):
         text = self._templates.render(
             template, messages, self.special_tokens, add_generation_prompt, tools or None, arguments
         )
-        if max_tokens is not None and (least := self.least_tokens(text)) > max_tokens:
-            raise TooLong(least)
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
         if not marks:
             return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
         parts = marks.split(text)
         return "".join(parts), self._encode_parts(parts)
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        if (least := self.least_tokens(text)) > max_tokens:
+            raise TooLong(least)
 
     def answer_format(self, template: str | None) -> str:
         """Return the name of the format that answers have, of `models.tokenizers.answers.FORMATS`. `template`: as in encode_messages."""
@@ -209,6 +218,12 @@ class Tokenizer(ABC):
         raise UserError(
             f"the tokenizer in {self.source} has no chat template{names}: give predict.chat_template=PATH, or prompts instead of messages"
         )
+
+
+def _users_texts(messages: list[Message]) -> str:
+    """Return what every template writes: it may leave out a model's reasoning, and white space around a text."""
+    texts = (message.get("content") for message in messages if message.get("role") == "user")
+    return "".join(text.strip() for text in texts if isinstance(text, str))
 
 
 def refuse_role(message: Message, known: str) -> UserError:

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 
 from conf.errors import UserError
 from models.config import read_json
-from models.tokenizers.base import NFC_SHRINKAGE, Tokenizer
+from models.tokenizers.base import Tokenizer
 from models.tokenizers.template_files import chat_templates
 from models.tokenizers.token_decoder import LETTERS, steps, token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
@@ -36,6 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
         backend.no_padding()
         self.special_tokens = special_tokens
         self.chat_template = template
+        self.is_nfc = {"type": "NFC"} in _rules(backend.normalizer)
         self.size = max(backend.get_vocab().values(), default=-1) + 1
         self.bos_token_id, self.eos_token_id = (
             backend.token_to_id(special_tokens[name]) if name in special_tokens else None
@@ -44,8 +45,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        shrinkage = _shrinkage(self.backend)
-        return shrinkage and shrinkage * max(len(token.encode()) for token in self.backend.get_vocab())
+        return _max_token_bytes(self.backend)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `encode` holds the interpreter's lock, 0.6 s for 1 MB, and notes the place of each token, which nobody reads
@@ -117,16 +117,25 @@ class HuggingFaceTokenizer(Tokenizer):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _shrinkage(backend: Backend) -> int | None:
-    """Return how many bytes of a text become one byte of tokens at most; None where some become nothing, or any number one token."""
-    parts = backend.normalizer, backend.pre_tokenizer
-    rules, cuts = (list(steps(json.loads(part.__getstate__()))) if part else [] for part in parts)
-    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+def _rules(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normaliser or a pre-tokenizer; none of None."""
+    return steps(json.loads(part.__getstate__())) if part else []
+
+
+def _max_token_bytes(backend: Backend) -> int | None:
+    """Return `max_token_bytes` of a tokenizer; None where a part of it shortens texts, or makes one token of any number of bytes."""
+    rules, cuts = _rules(backend.normalizer), _rules(backend.pre_tokenizer)
+    added = backend.get_added_tokens_decoder().values()
+    strips = any(token.lstrip or token.rstrip for token in added)
     if strips or not all(map(_keeps_length, rules)) or not all(map(_keeps_text, cuts)):
         return None
-    letters = LETTERS if any(cut["type"] == "ByteLevel" for cut in cuts) else map("<0x{:02X}>".format, range(256))
-    is_whole = isinstance(backend.model, BPE) and all(backend.token_to_id(letter) is not None for letter in letters)
-    return (NFC_SHRINKAGE if {"type": "NFC"} in rules else 1) if is_whole else None
+    is_byte_level = any(cut["type"] == "ByteLevel" for cut in cuts)
+    letters = LETTERS if is_byte_level else map("<0x{:02X}>".format, range(256))
+    if not isinstance(backend.model, BPE) or any(backend.token_to_id(letter) is None for letter in letters):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    pieces = map(len, vocabulary) if is_byte_level else (len(token.encode()) for token in vocabulary)
+    return max(*pieces, *(len(token.content.encode()) for token in added))
 
 
 def _keeps_length(rule: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from conf.errors import UserError
 from models.tokenizers.added_tokens import AddedTokens
-from models.tokenizers.base import NFC_SHRINKAGE, Message, Tokenizer, refuse_role
+from models.tokenizers.base import Message, Tokenizer, refuse_role
 from models.tokenizers.control_tokens import joined_runs
 
 # How a text is split before pairs are merged, from the families' own tokenizers. Qwen splits digits one by one, Llama 3 by three.
@@ -111,6 +111,7 @@ class TiktokenTokenizer(Tokenizer):
 class QwenTokenizer(TiktokenTokenizer):
     """Qwen v1's tokenizer: texts in NFC, conversations in ChatML."""
 
+    is_nfc = True
     SYSTEM = "You are a helpful assistant."  # where a conversation does not begin with its own
 
     def __init__(self, file: Path) -> None:
@@ -118,11 +119,6 @@ class QwenTokenizer(TiktokenTokenizer):
         self.bos_token_id = None
         self.eos_token_id = self._specials["<|endoftext|>"]
         self.turn_end_ids = (self._specials["<|im_start|>"], self._specials["<|im_end|>"])
-
-    @cached_property
-    def max_token_bytes(self) -> int | None:
-        most = super().max_token_bytes
-        return most and NFC_SHRINKAGE * most
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return super().encode(unicodedata.normalize("NFC", text), add_special_tokens)

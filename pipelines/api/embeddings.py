@@ -2,14 +2,23 @@
 
 import base64
 import struct
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
 from models.tokenizers.base import Tokenizer
 from pipelines.api.errors import ApiError, bad_request, too_long
-from pipelines.api.requests import Body, Name, Prompt, Prompts, listed_prompts
+from pipelines.api.requests import Body, Name, Prompt, PromptIds, listed_prompts
 from pipelines.engine_process.frames import Ready
+
+MAX_INPUTS = 2048  # of a request, as OpenAI's
+IN_ENGINE = 64  # inputs of a request that the engine has at a time, so that others get their turn
+Inputs: TypeAlias = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    | PromptIds
+    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+)
 
 
 class EmbeddingRequest(Body):
@@ -18,7 +27,7 @@ class EmbeddingRequest(Body):
     path = "/v1/embeddings"
 
     model: Name
-    input: Prompts
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
 

@@ -1,15 +1,13 @@
 """Errors in OpenAI's shape: status, message, type, and the field of the request that is to blame."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from conf.errors import shortened
 
 BAD_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
-PREFIX = "Input should be "  # how pydantic's messages begin
-OBJECT_TYPES = ("model_type", "model_attributes_type", "dict_type")  # errors that name classes of Python
 
 
 ANTHROPIC = "/v1/messages"  # where paths begin whose errors have Anthropic's shape
@@ -105,42 +103,3 @@ def _shown(value: object) -> str:
         return shortened(repr(value))
     except RecursionError:
         return "(JSON of too many levels)"
-
-
-def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsupported: Mapping[str, str]) -> ApiError:
-    """Return the error of status 400 for what pydantic found in a body, in one line about the first wrong field.
-
-    errors: of `ValidationError.errors()`. Of a union's alternatives, one of the right type is shown, else the one that fits furthest.
-    unsupported: fields that are known and not supported, with what to do instead.
-    """
-    first = errors[0]["loc"][:1]
-    same_field = [error for error in errors if error["loc"][:1] == first]
-    error = max(same_field, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
-    param = _path(error["loc"], body, error["type"] == "missing") or None
-    if error["type"] == "missing":
-        return bad_request(f"{param} is missing: give it", param)
-    if error["type"] == "extra_forbidden":
-        name = str(error["loc"][-1])
-        remedy = unsupported.get(name, "there is no such field here: leave it out")
-        return bad_request(f"{shortened(param or name)} is not supported: {remedy}", shortened(param or name))
-    message = f"{PREFIX}an object" if error["type"] in OBJECT_TYPES else str(error["msg"])
-    if message.startswith(PREFIX):
-        message = f"give {message.removeprefix(PREFIX)}"
-    else:
-        message = message[:1].lower() + message[1:]
-    if param is None:
-        return bad_request(f"the body is not allowed: {message}", None)
-    return not_allowed(param, error["input"], message)
-
-
-def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
-    """Return a location as the API writes it. Steps that are no key of the body name an alternative of a union and are left out."""
-    path = ""
-    for i, step in enumerate(loc):
-        if isinstance(step, int):
-            path += f"[{step}]"
-            body = body[step] if isinstance(body, list) and step < len(body) else None
-        elif isinstance(body, dict) and (step in body or (is_missing and i == len(loc) - 1)):
-            path += f".{step}" if path else step
-            body = body.get(step)
-    return path

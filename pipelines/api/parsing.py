@@ -5,8 +5,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from pipelines.api.errors import bad_request, validation_error
+from pipelines.api.errors import bad_request
 from pipelines.api.requests import UNSUPPORTED, Shape
+from pipelines.api.validation import validation_error
 
 S = TypeVar("S", bound=Shape)
 

@@ -17,8 +17,9 @@ from conf.compose import version
 from pipelines.api.answer_shapes import Model, Models, Status, Version
 from pipelines.api.batches import BatchRequest
 from pipelines.api.conversation import Chat
-from pipelines.api.errors import ApiError, failed, validation_error
+from pipelines.api.errors import ApiError, failed
 from pipelines.api.requests import Shape
+from pipelines.api.validation import validation_error
 from pipelines.batches.jobs import BatchJobs
 from pipelines.serve.batches import LineSender, add_batches, add_files
 from pipelines.serve.exchange import loaded

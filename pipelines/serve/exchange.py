@@ -59,7 +59,10 @@ class Exchange:
         return loaded(self._engine)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
-        """Hand prompts to the engine. Raises ApiError (429, 503)."""
+        """Hand prompts to the engine, after the end of those that it had. Raises ApiError (429, 503)."""
+        assert all(course.answer.is_over for course in self._courses)
+        self._courses.clear()
+        self.dones.clear()
         is_background = self.record.batch is not None
         if not is_background:
             self._admission.check(sum(len(submit.prompt_token_ids) for submit in submits))

@@ -25,7 +25,7 @@ from pipelines.api.answer_shapes import (
 )
 from pipelines.api.answers import Said
 from pipelines.api.conversation import Chat
-from pipelines.api.embeddings import EmbeddingRequest, embedding_body, embedding_refusal, encode_input
+from pipelines.api.embeddings import IN_ENGINE, EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.generation import Generation
 from pipelines.api.messages import CountTokensRequest, MessagesRequest, MessageWriter
@@ -73,7 +73,7 @@ async def completions(body: CompletionRequest, exchange: Exchange, chat: Chat) -
     """Continue prompts."""
     special = body.add_special_tokens is not False
     most = exchange.info.context_length
-    prompts = await _each(body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
+    prompts = await _each(chat, body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
     generation = Generation(body, prompts, exchange.info, exchange.head, chat.tokenizer)
     return await continued(exchange, generation, CompletionWriter(generation, body), bool(body.stream))
 
@@ -110,16 +110,19 @@ async def embeddings(body: EmbeddingRequest, exchange: Exchange, chat: Chat) -> 
     model = exchange.info
     if not model.embeds:
         raise bad_request("this model continues texts and gives no vectors of them: ask an embedding model", "model")
-    prompts = await _each(body.inputs, lambda text: encode_input(model, chat.tokenizer, text))
+    prompts = await _each(chat, body.inputs, lambda text: encode_input(model, chat.tokenizer, text))
     salt = cache_salt(exchange.head.key, None)
-    exchange.submit([SubmitPooled(0, prompt, exchange.adapter, salt) for prompt in prompts])
-    try:
-        await exchange.accepted()
-    except EngineRefused as refused:
-        raise embedding_refusal(refused.message) from refused
-    async for _ in exchange.deltas():
-        pass
-    vectors = [done.vector or [] for _, done in sorted(exchange.dones.items())]
+    vectors: list[list[float]] = []
+    for first in range(0, len(prompts), IN_ENGINE):
+        part = prompts[first : first + IN_ENGINE]
+        exchange.submit([SubmitPooled(0, prompt, exchange.adapter, salt) for prompt in part])
+        try:
+            await exchange.accepted()
+        except EngineRefused as refused:
+            raise embedding_refusal(refused.message) from refused
+        async for _ in exchange.deltas():
+            pass
+        vectors += [done.vector or [] for _, done in sorted(exchange.dones.items())]
     return embedding_body(body, exchange.head.model, model.fingerprint, vectors, sum(map(len, prompts)))
 
 
@@ -174,7 +177,7 @@ ROUTES = {
         Route(ResponseRequest, respond, ResponseAnswer, "resp_"),
         Route(MessagesRequest, message, MessageAnswer, "msg_"),
         Route(CountTokensRequest, count_tokens, InputTokens),
-        Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: len(body.inputs)),
+        Route(EmbeddingRequest, embeddings, Embeddings, "embd-", lambda body: min(len(body.inputs), IN_ENGINE)),
         Route(TokenizeRequest, tokenize, Tokens),
         Route(DetokenizeRequest, detokenize, Text),
     )
@@ -253,16 +256,17 @@ async def _tokens(body: TokenizeRequest, model: str, chat: Chat) -> list[int]:
     if body.prompt is not None:
         if body.tools or body.chat_template_kwargs:
             raise bad_request("tools and chat_template_kwargs go with messages: leave them out", "tools")
-        return await asyncio.to_thread(_encoded, chat.tokenizer, body.prompt, body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        return await chat.in_thread(len(body.prompt), _encoded, chat.tokenizer, body.prompt, special)
     fields = body.model_dump(exclude_none=True, by_alias=True)
     names = ("messages", "tools", "chat_template_kwargs", "add_special_tokens")
     as_chat = check_request(ChatRequest, {"model": model} | {name: fields[name] for name in names if name in fields})
     return (await chat.encode(as_chat)).token_ids
 
 
-async def _each(prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[list[int]]:
+async def _each(chat: Chat, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Return the token ids of prompts. Texts are encoded in a thread."""
-    return [await asyncio.to_thread(encode, each) if isinstance(each, str) else each for each in prompts]
+    return [await chat.in_thread(len(each), encode, each) if isinstance(each, str) else each for each in prompts]
 
 
 def _tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as Backend
 
 from models.formats import open_tokenizer
 from models.tokenizers import Tokenizer
-from models.tokenizers.base import NFC_SHRINKAGE
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
@@ -80,19 +79,17 @@ def test_any_text(text: str) -> None:
         check(tokenizer, text)
 
 
-def test_nfc_makes_no_character_shorter_than_a_third() -> None:
-    letters = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    forms = (
-        (form, unicodedata.normalize("NFC", form))
-        for each in letters
-        for form in (each, unicodedata.normalize("NFD", each))
-    )
-    assert max(len(form.encode()) / len(short.encode()) for form, short in forms) == NFC_SHRINKAGE
+def test_bytes_are_those_of_the_text_in_its_normal_form() -> None:
     backend = byte_level()
     plain = wrapped(backend).max_token_bytes
+    assert plain == max(len(token) for token in backend.get_vocab())  # a letter for each byte
     backend.normalizer = normalizers.NFC()
-    assert wrapped(backend).max_token_bytes == NFC_SHRINKAGE * (plain or 0) > 0
-    check_all(wrapped(backend))
+    tokenizer = wrapped(backend)
+    check_all(tokenizer)
+    decomposed = "a\u0327\u0301" * 999
+    whole = unicodedata.normalize("NFC", decomposed)
+    assert tokenizer.max_token_bytes == plain
+    assert tokenizer.least_tokens(decomposed) == tokenizer.least_tokens(whole) == -(-len(whole.encode()) // plain)
 
 
 def test_nothing_is_known_where_a_token_may_stand_for_any_text() -> None:

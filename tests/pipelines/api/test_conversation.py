@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from conf.serving import FORMATS as NAMES
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer
 from models.tokenizers.answers import FORMATS
-from pipelines.api.conversation import Chat
+from pipelines.api.conversation import LONG_TEXT, Chat
 from pipelines.api.errors import ApiError
 from pipelines.api.parsing import parse_request
 from pipelines.api.requests import ChatRequest
@@ -31,9 +32,12 @@ TOOLS = [
     {"type": "function", "function": {"name": "clock"}},
 ]
 
+USER = {"role": "user", "content": "Hi"}
+LONG = {"role": "user", "content": "a " * (LONG_TEXT // 2 + 1)}
+
 
 def request(**fields: Any) -> ChatRequest:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields
+    body = {"model": "m", "messages": [USER]} | fields
     return parse_request(ChatRequest, json.dumps(body).encode())
 
 
@@ -275,6 +279,43 @@ def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="serve.response_template='qwen' is not allowed"):
         ServeConfig(response_template="qwen")
     assert {*FORMATS, "auto"} == set(NAMES)
+
+
+def test_short_texts_do_not_wait_for_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    encode, may_go_on = type(tokenizer).encode, threading.Event()
+
+    def blocking(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT:
+            assert may_go_on.wait(60.0)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(tokenizer), "encode", blocking)
+
+    async def test() -> None:
+        long = [asyncio.create_task(chat.encode(request(messages=[LONG]))) for _ in range(3)]
+        assert (await chat.encode(request())).token_ids
+        assert await chat.in_thread(1, tokenizer.encode, "a", True)
+        assert not any(task.done() for task in long)
+        may_go_on.set()
+        assert all((await asyncio.gather(*long))[0].token_ids)
+
+    asyncio.run(test())
+    chat.close()
+
+
+def test_long_texts_of_users_are_refused_before_a_template_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    assert tokenizer.max_token_bytes
+    most = 9 * tokenizer.max_token_bytes
+    reasoning = {"role": "assistant", "content": "a", "reasoning_content": "b" * 2 * most}  # templates leave it out
+    assert chat.prompt(request(messages=[USER, reasoning, USER]), most).token_ids
+    monkeypatch.setattr(tokenizer._templates, "render", None)
+    for messages in ([{**USER, "content": "a" * (most + 1)}], [{**USER, "content": "a" * (most // 2 + 1)}] * 2):
+        with pytest.raises(ApiError, match="the prompt has at least 10 tokens"):
+            chat.prompt(request(messages=messages), 9)
 
 
 @true_starts()

@@ -13,7 +13,7 @@ from models.formats import open_tokenizer
 from models.tokenizers import Tokenizer
 from pipelines import pipeline
 from pipelines.api.conversation import Chat
-from pipelines.api.embeddings import EmbeddingRequest
+from pipelines.api.embeddings import IN_ENGINE, EmbeddingRequest
 from pipelines.api.errors import ApiError
 from pipelines.api.generation import Generation
 from pipelines.api.parsing import check_request
@@ -26,6 +26,8 @@ from tests.helpers.local_http import exchange_of
 from tests.helpers.serving import run_async, serving
 
 TEXTS = ["a cat sat on the mat", "dogs", ""]
+MANY = [[3 + i % 50, 5 + i // 50] for i in range(2 * IN_ENGINE + 2)]
+"""More than the engine has at a time, whose vectors differ."""
 
 
 async def answer(client: EngineClient, tokenizer: Tokenizer, **fields: Any) -> Any:
@@ -50,14 +52,15 @@ def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
                 await answer(client, tokenizer, input=TEXTS, encoding_format="base64"),
                 await answer(client, tokenizer, input=TEXTS[0]),
             ]
+            many = await answer(client, tokenizer, input=MANY)
             with pytest.raises(ApiError, match="shorten it") as caught:
                 await answer(client, tokenizer, input=[[5] * 300])
             request, exchange = check_request(CompletionRequest, {"model": "tiny", "prompt": "a"}), exchange_of(client)
             with pytest.raises(ApiError, match="continues none"):
                 Generation(request, [[5]], exchange.info, exchange.head, None)
-            return bodies, caught.value
+            return [*bodies, many], caught.value
 
-    (floats, packed, one), error = run_async(test())
+    (floats, packed, one, many), error = run_async(test())
     pipe = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu")
     expected = pipe(TEXTS)
     assert np.array_equal(np.array([item["embedding"] for item in floats["data"]], np.float32), expected)
@@ -65,6 +68,10 @@ def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
     assert np.array_equal(np.array(vectors), expected)
     assert np.array_equal(np.array(one["data"][0]["embedding"], np.float32), expected[0])
     assert [item["index"] for item in floats["data"]] == [0, 1, 2]
+    vectors = [item["embedding"] for item in many["data"]]
+    assert np.array_equal(np.array(vectors, np.float32), pipe([{"prompt_token_ids": ids} for ids in MANY]))
+    assert [item["index"] for item in many["data"]] == list(range(len(MANY)))
+    assert many["usage"]["prompt_tokens"] == sum(map(len, MANY))
     assert floats["usage"]["prompt_tokens"] == floats["usage"]["total_tokens"] > 3
     assert (error.status, error.param, error.code) == (400, "input", "context_length_exceeded")
 
