@@ -37,6 +37,8 @@ class ServeConfig:
     """A request that takes longer is ended with 504."""
     send_timeout_s: float = 60.0
     """A client that reads nothing for so long is left."""
+    keep_alive_s: float = 60.0
+    """A connection that asks nothing more for so long is closed."""
     drain_s: float = 30.0
     """Time that accepted requests have to end after SIGTERM."""
     stall_s: float = 120.0
@@ -66,7 +68,7 @@ class ServeConfig:
         for name in ("batch_size", "max_waiting_tokens", "max_connections", "replicas"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
         check(self.max_waiting >= 0, "serve.max_waiting", self.max_waiting, "a number from 0")
-        for name in ("max_step_ms", "request_timeout_s", "send_timeout_s", "stall_s"):
+        for name in ("max_step_ms", "request_timeout_s", "send_timeout_s", "keep_alive_s", "stall_s"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
         check(self.drain_s >= 0, "serve.drain_s", self.drain_s, "a number from 0")
         check(bool(self.chat_template), "serve.chat_template", repr(self.chat_template), "auto, none or a Jinja file")

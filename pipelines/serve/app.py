@@ -81,7 +81,11 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         what = f"{request.method} {request.url.path[:200]}"
-        messages = {404: f"there is no {what}: GET /openapi.json lists what there is", 405: f"{what} is not allowed"}
+        messages = {
+            400: f"the form is not allowed: {error.detail}",  # of an upload
+            404: f"there is no {what}: GET /openapi.json lists what there is",
+            405: f"{what} is not allowed",
+        }
         message = messages.get(error.status_code, HTTPStatus(error.status_code).phrase)
         return await refused(request, ApiError(error.status_code, message, headers=error.headers))
 

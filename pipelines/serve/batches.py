@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from uuid import uuid4
 from fastapi import FastAPI, Query
 from fastapi.requests import Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.responses import MalformedRangeHeader, RangeNotSatisfiable
 from starlette.types import Receive, Scope, Send
 
 from pipelines.api import answer_shapes
@@ -128,8 +130,8 @@ def _upload_of(form: FormData) -> tuple[UploadFile, FileRequest]:
     file = fields.pop("file")
     after = {name[len("expires_after[") : -1]: fields.pop(name) for name in [*fields] if name.startswith("expires")}
     if after:
-        seconds = after.get("seconds", "")
-        fields["expires_after"] = after | ({"seconds": int(seconds)} if seconds.isdecimal() else {})
+        is_number = re.fullmatch("[0-9]{1,18}", after.get("seconds", ""))  # int() refuses thousands of digits
+        fields["expires_after"] = after | ({"seconds": int(after["seconds"])} if is_number else {})
     return file, check_request(FileRequest, fields)
 
 
@@ -147,9 +149,21 @@ class Download(FileResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if header := Headers(scope=scope).get("range"):
+                self._check_range(header, Path(self.path).stat().st_size)
             await super().__call__(scope, receive, Sender(send, self._send_timeout_s).send_message)
         except ReaderStopped:
             abort(scope)
+
+    def _check_range(self, header: str, size: int) -> None:
+        """Raise ApiError (400, 416) for a range that starlette would refuse in plain text."""
+        try:
+            self._parse_range_header(header, size)
+        except MalformedRangeHeader as error:
+            raise bad_request(f"the header range={header[:100]} is not allowed: {error.content}", None) from error
+        except RangeNotSatisfiable as error:
+            message = f"the header range={header[:100]} is outside the file, which has {size} bytes"
+            raise ApiError(416, message, headers={"content-range": f"bytes */{size}"}) from error
 
 
 class LineSender:

@@ -21,7 +21,7 @@ from conf.errors import UserError
 from conf.serving import LOOPBACK, ServeConfig
 from conf.sizes import num_bytes
 from pipelines.api.errors import ANTHROPIC, ApiError, draining, failed
-from pipelines.serve.hosts import HostRule
+from pipelines.serve.hosts import HostRule, in_origin_form
 from pipelines.serve.records import Record
 from pipelines.serve.service import Service
 
@@ -88,6 +88,7 @@ class Guard:
         self._upload_limits = num_bytes(config.max_upload), "serve.max_upload", config.request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = in_origin_form(scope)
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         record = Record(
@@ -95,10 +96,17 @@ class Guard:
         )
         scope.setdefault("state", {})["record"] = record
 
+        more = [(b"x-request-id", record.id.encode())]
+        if {
+            b"transfer-encoding",
+            b"content-length",
+        } <= headers.keys():  # where the body ends is in doubt (RFC 9112, 6.1)
+            more.append((b"connection", b"close"))
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         self._service.began()

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from starlette.types import Scope
+
 from conf.serving import LOOPBACK
 from pipelines.api.errors import ApiError
 
@@ -24,6 +26,17 @@ class HostRule:
         name = re.sub(r":\d*$", "", header.decode("latin-1")).strip("[]").lower()
         if name not in self._names and not _is_own_address(name, scope):
             raise ApiError(421, "the header Host names another server: give its name to serve.allowed_hosts")
+
+
+def in_origin_form(scope: Scope) -> Scope:
+    """Return a scope whose target is a whole URL as one of its path. The URL's host replaces the header's (RFC 9112, 3.2.2)."""
+    target = re.fullmatch(r"https?://([^/]+)(/.*)?", scope["path"], re.IGNORECASE | re.DOTALL)
+    if target is None:
+        return scope
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    host = (b"host", target[1].encode("latin-1", "replace"))
+    path = target[2] or "/"
+    return {**scope, "path": path, "raw_path": path.encode(), "headers": [host, *headers]}
 
 
 def _is_own_address(name: str, scope: Mapping[str, Any]) -> bool:

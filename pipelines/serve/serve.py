@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -33,7 +34,7 @@ from pipelines.serve.service import Service
 
 log = logging.getLogger(__name__)
 
-HEAD_S = 30.0  # that a connection may take to say what it wants
+HEAD_S = 30.0  # that a connection may take for its first request
 LAST_S = 5.0  # for error events to reach their readers, when the time to end is over
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -120,7 +121,8 @@ class _Server:
         self._http = _Uvicorn(
             uvicorn.Config(
                 app,
-                http=_protocol(self._config.max_connections),
+                http=_protocol(self._config.max_connections, self._config.keep_alive_s),
+                timeout_keep_alive=math.ceil(self._config.keep_alive_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -221,7 +223,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _protocol(max_connections: int) -> type[H11Protocol]:
+def _protocol(max_connections: int, keep_alive_s: float) -> type[H11Protocol]:
     """Return uvicorn's protocol with bounds on connections, and with errors in OpenAI's shape."""
 
     class Bounded(H11Protocol):
@@ -233,14 +235,14 @@ def _protocol(max_connections: int) -> type[H11Protocol]:
                     ApiError(503, "there are too many connections: try again", "server_error", code="connections")
                 )
             else:
-                self._wait_for_request()
+                self._wait_for_request(HEAD_S)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._wait_for_request()
+            self._wait_for_request(keep_alive_s)
 
-        def _wait_for_request(self) -> None:
-            self.loop.call_later(HEAD_S, self._close_if_silent, self.cycle)
+        def _wait_for_request(self, seconds: float) -> None:
+            self.loop.call_later(seconds, self._close_if_silent, self.cycle)
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(ApiError(400, "this is no HTTP request"))

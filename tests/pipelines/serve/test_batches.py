@@ -199,6 +199,7 @@ AFTER = {"purpose": "batch", "expires_after[anchor]": "created_at"}
         (AFTER, "expires_after.seconds is missing"),
         (AFTER | {"expires_after[seconds]": "9"}, "greater than or equal to 3600"),
         (AFTER | {"expires_after[seconds]": "²"}, "expires_after.seconds='²' is not allowed"),
+        (AFTER | {"expires_after[seconds]": "9" * 5000}, "expires_after.seconds='999"),
         ({"purpose": "batch", "file": "text"}, "file is not allowed here"),
     ],
 )  # fmt: skip
@@ -213,8 +214,16 @@ def test_wrong_uploads(fields: dict[str, str], message: str, tmp_path: Path) -> 
             answer = await http.post(f"{URL}/v1/files", **body)
             assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
             assert (await http.post(f"{URL}/v1/files", json={})).status_code == 415
-            wrong = {"content-type": "multipart/form-data; boundary=b"}
-            assert (await http.post(f"{URL}/v1/files", content=b"no parts", headers=wrong)).status_code == 400
+            twice = [("file", ("a", b"a")), ("file", ("b", b"b"))]
+            form = "multipart/form-data"
+            for body, reason in (
+                ({"data": fields, "files": twice}, "Too many files"),
+                ({"content": content, "headers": {"content-type": form}}, "Missing boundary"),
+                ({"content": content, "headers": {"content-type": f"{form}; boundary=c"}}, "Invalid multipart data"),
+            ):
+                answer = await http.post(f"{URL}/v1/files", **body)
+                assert (answer.status_code, "the form is not allowed" in answer.text) == (400, True)
+                assert reason in answer.text
 
     run_async(test())
 
@@ -223,6 +232,12 @@ def test_a_download_that_nobody_reads_is_ended(tmp_path: Path) -> None:
     async def test() -> None:
         async with batching(tmp_path, send_timeout_s=0.05) as client:
             file = await client.files.create(file=("in.jsonl", b"x" * 500_000), purpose="batch")
+            url = f"{URL}/v1/files/{file.id}/content"
+            for given, status in (("bytes=0-3", 206), ("bytes=500000-", 416), ("bytes=5-2", 400), ("lines=1", 400)):
+                answer = await client._client.get(url, headers={"range": given})
+                assert answer.status_code == status
+                assert answer.text == "xxxx" if status == 206 else given in answer.json()["error"]["message"]
+                assert status != 416 or answer.headers["content-range"] == "bytes */500000"
             transport: Any = client._client._transport
             aborted, num_sent = asyncio.Event(), 0
 

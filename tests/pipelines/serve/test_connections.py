@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,8 @@ import uvicorn
 from conf.serving import ServeConfig
 from pipelines.serve import serve
 from tests.helpers.cases import each
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.local_http import echoing, service_of
 from tests.helpers.serving import run_async
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -24,11 +27,11 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def listening(max_connections: int) -> AsyncIterator[int]:
+async def listening(max_connections: int, keep_alive_s: float = 60.0, app: Any = hello) -> AsyncIterator[int]:
     """The port of a server with our protocol."""
     with serve._bound(ServeConfig(port=0)) as listener:
-        protocol = serve._protocol(max_connections)
-        http = serve._Uvicorn(uvicorn.Config(hello, http=protocol, ws="none", lifespan="off", log_config=None))
+        protocol = serve._protocol(max_connections, keep_alive_s)
+        http = serve._Uvicorn(uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None))
         task = asyncio.create_task(http.serve([listener]))
         try:
             yield listener.getsockname()[1]
@@ -96,14 +99,38 @@ def test_a_connection_that_asks_nothing_is_closed(sent: bytes, monkeypatch: pyte
     run_async(test())
 
 
-def test_a_connection_that_asks_nothing_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_asks_nothing_more_is_closed() -> None:
     async def test() -> None:
-        async with listening(max_connections=2) as port:
+        async with listening(max_connections=2, keep_alive_s=0.01) as port:
             connection = await connected(port)
             await answer(connection)
-            monkeypatch.setattr(serve, "HEAD_S", 0.01)  # from the end of the next answer on
-            await answer(connection)
             assert await connection[0].read() == b""
+
+    run_async(test())
+
+
+def test_targets_and_bodies_that_proxies_send() -> None:
+    """A target that is a whole URL, whose host is checked; a body with two lengths, after which the connection ends."""
+
+    async def test() -> None:
+        async with listening(2, app=echoing(service_of(FakeEngine()))) as port:
+            reader, writer = await connected(port)
+            for target, host, status in (
+                (b"http://localhost/v1/echo", b"evil.example", b"405"),
+                (b"HTTP://localhost:8000/v1/nothing?a=b", b"x", b"404"),
+                (b"http://evil.example/v1/echo", b"localhost", b"421"),
+                (b"http://localhost", b"localhost", b"404"),
+            ):
+                writer.write(b"GET " + target + b" HTTP/1.1\r\nhost: " + host + b"\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.split()[1] == status, (target, head)
+                await reader.readexactly(int(re.findall(rb"content-length: (\d+)", head)[0]))
+            body = json.dumps({"ids": [5]}).encode()
+            lengths = b"content-length: 3\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n"
+            writer.write(b"POST /v1/echo HTTP/1.1\r\nhost: localhost\r\n" + lengths + b"\r\n")
+            writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+            head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+            assert (b"connection: close" in head, b'{"text":"t5 "}' in content) == (True, True)
 
     run_async(test())
 
