@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from conf.errors import UserError, shortened
+from conf.json_schemas import prepared
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 MAX_BYTES = 256 * 1024  # of a guide as JSON
@@ -29,6 +30,11 @@ def check_guide(guide: Any) -> None:
         raise UserError(f"decode.guide.{kind} is no JSON: {reason}: give what JSON can hold") from error
     if size > MAX_BYTES:
         raise UserError(f"decode.guide.{kind} has {size} bytes as JSON: give at most {MAX_BYTES}")
+    if kind == "json_schema":
+        try:
+            prepared(value)
+        except UserError as error:
+            raise UserError(f"decode.guide.json_schema cannot be used: {error}") from error
 
 
 def guide_text(guide: dict[str, Any]) -> str:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from conf.errors import UserError
+from conf.json_schemas import prepared
 from pipelines.api.errors import ApiError, bad_request
 from pipelines.api.requests import ChatRequest, CompletionRequest, JsonSchemaFormat, Sampling, TextFormat
 
@@ -105,7 +107,17 @@ def _length(max_tokens: int | None, default: int | str, server: Mapping[str, Any
 
 
 def guide_of(request: Sampling) -> dict[str, Any] | None:
-    """Return the answer's form as the setting `guide`; None for any text."""
+    """Return the answer's form as the setting `guide`; None for any text. Raises ApiError for a schema with a number that is not exact."""
+    guide = _guide_of(request)
+    if guide is None or "json_schema" not in guide:
+        return guide
+    try:
+        return {"json_schema": prepared(guide["json_schema"])}
+    except UserError as error:
+        raise bad_request(str(error), field_of("guide", request)) from error
+
+
+def _guide_of(request: Sampling) -> dict[str, Any] | None:
     if (outputs := request.structured_outputs) is not None:
         guide = outputs.model_dump(exclude_none=True)
         return {"lark" if name == "grammar" else name: value for name, value in guide.items()}

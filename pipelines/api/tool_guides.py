@@ -5,9 +5,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from conf.errors import UserError
 from conf.guides import CALL_SPACING
+from conf.json_schemas import prepared
 from models.tokenizers.base import Tokenizer, Tool
-from pipelines.api.errors import bad_request
+from pipelines.api.errors import bad_request, not_allowed
 
 ANY_TEXT = r"(.|\n)*"
 
@@ -104,7 +106,11 @@ def tool_guide(
     ]
     for i, tool in enumerate(tools):
         rules.append(f"call_{i}: {_joined(_name(grammar, literal, tool), f'value_{i}')}")
-        schema = _value(tool, grammar.argument_key, is_required or bool(tool["function"].get("strict")))
+        has_schema = is_required or bool(tool["function"].get("strict"))
+        parameters = (
+            _parameters(tool["function"], f"tools[{i}].function.parameters") if has_schema else {"type": "object"}
+        )
+        schema = _value(tool["function"]["name"], parameters, grammar.argument_key)
         rules.append(f"value_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
     return {"lark": "\n".join(rules)}
 
@@ -150,14 +156,26 @@ def _escaped(text: str) -> str:
     return re.sub(r"[][|]", r"\\\g<0>", text)  # what signs have of a regular expression's letters
 
 
-def _value(tool: Tool, argument_key: str | None, has_schema: bool) -> dict[str, Any]:
+def _parameters(function: dict[str, Any], param: str) -> dict[str, Any]:
+    """Return the JSON schema of a tool's arguments, which are an object always. Raises ApiError for another type.
+
+    It is a document of its own: its references, such as "#/$defs/a", are not those of what it is put into.
+    """
+    schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise not_allowed(f"{param}.type", kind, "the arguments of a call are an object: give 'object'")
+    try:
+        return {"$id": "tool:parameters", **prepared(schema), "type": "object"}
+    except UserError as error:
+        raise bad_request(f"{param} cannot be used: {error}", param) from error
+
+
+def _value(name: str, parameters: dict[str, Any], argument_key: str | None) -> dict[str, Any]:
     """Return the JSON schema of what a call holds: the arguments, or an object of name and arguments."""
-    function = tool["function"]
-    parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-    parameters = parameters if has_schema else {"type": "object"}
     if argument_key is None:
         return {**parameters, "x-guidance": CALL_SPACING}
-    both = {"name": {"const": function["name"]}, argument_key: parameters}
+    both = {"name": {"const": name}, argument_key: parameters}
     return {
         "type": "object",
         "properties": both,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import UserError, shortened
 from conf.guides import guide_text
+from conf.json_schemas import prepared
 from models.tokenizers.base import Tokenizer
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _lark(kind: str, value: Any) -> str:
 
     match kind:
         case "json_schema":
-            return f"start: %json {json.dumps({**value, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+            return f"start: %json {json.dumps({**prepared(value), 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
         case "json_object":
             return _lark("json_schema", {"type": "object"})
         case "regex":
@@ -164,6 +165,9 @@ def _lark(kind: str, value: Any) -> str:
 
 def _refused(kind: str, error: str) -> UserError:
     reason = _one_line(error)
+    if "oneOf constraints" in reason:
+        remedy = "its alternatives do not exclude each other by type, const or a required property: give anyOf"
+        return UserError(f"decode.guide.{kind} has a oneOf that is not supported: {remedy}")
     if found := re.search(r"Unimplemented keys: \[(.*)\]", reason):
         return UserError(f"decode.guide.{kind} has keywords that are not supported: {found[1]}: leave them out")
     return UserError(f"decode.guide.{kind} cannot be used: {reason}: correct or simplify it")

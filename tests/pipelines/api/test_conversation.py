@@ -35,6 +35,13 @@ TOOLS = [
 USER = {"role": "user", "content": "Hi"}
 LONG = {"role": "user", "content": "a " * (LONG_TEXT // 2 + 1)}
 
+ONE_CALL = {
+    "chatml": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
+    "llama3": '{"name": "f", "parameters": ARGUMENTS}',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>ARGUMENTS"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+}
+
 
 def request(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [USER]} | fields
@@ -159,6 +166,51 @@ def test_strict_tools_hold_where_calls_are_free(style: str, tmp_path: Path) -> N
     assert not matches(tokenizer, lark, said + CALLS[style].replace("city", "town"), special)
     single = chat.prompt(request(tools=TOOLS, parallel_tool_calls=False)).settings["guide"]["lark"]
     assert matches(tokenizer, single, said + CALLS[style], special) is (style == "llama3")
+
+
+@each("style", ["chatml", "llama3", "kimi"], quick=["chatml"])
+def test_references_in_the_parameters_of_a_tool(style: str, tmp_path: Path) -> None:
+    """Each is the tool's own: to a definition, to an anchor, and to its whole."""
+    chat, tokenizer = chat_of(tmp_path, style)
+    leaf = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}},
+        "required": ["v"],
+        "additionalProperties": False,
+    }
+    for reference, definition in (("#/$defs/a", leaf), ("#there", {**leaf, "$anchor": "there"}), ("#", leaf)):
+        child = {"type": "array", "items": {"$ref": reference}}
+        parameters = {"$defs": {"a": definition}, **leaf, "properties": {**leaf["properties"], "c": child}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        lark = chat.prompt(request(tools=tools, tool_choice="required")).settings["guide"]["lark"]
+        for arguments, is_right in (
+            ('{"v": 1, "c": [{"v": 2}]}', True),
+            ('{"v": 1, "c": [{"v": 2, "c": []}]}', reference == "#"),
+            ('{"v": 1, "c": [{"v": "2"}]}', False),
+            ('{"v": 1, "c": [{"name": "f"}]}', False),
+        ):
+            call = ONE_CALL[style].replace("ARGUMENTS", arguments)
+            assert matches(tokenizer, lark, call) == is_right, (reference, call)
+
+
+def test_arguments_of_a_call_are_an_object(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+
+    def required(parameters: Any) -> dict[str, Any]:
+        tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        return {"tools": tools, "tool_choice": "required"}
+
+    for parameters in ({"anyOf": [{"type": "string"}, {"required": ["a"]}]}, {"type": ["object", "null"]}, {}):
+        lark = chat.prompt(request(**required(parameters))).settings["guide"]["lark"]
+        assert matches(tokenizer, lark, ONE_CALL["chatml"].replace("ARGUMENTS", '{"a": 1}')) == bool(parameters)
+        assert not any(
+            matches(tokenizer, lark, ONE_CALL["chatml"].replace("ARGUMENTS", text)) for text in ('"a"', "null", "[]")
+        )
+    for wrong, param in (({"type": "string"}, ".type"), ({"type": ["array"]}, ".type"), ({"enum": [2**53 + 1]}, "")):
+        assert refused(chat, **required(wrong)).param == f"tools[1].function.parameters{param}"
+        assert chat.prompt(request(**required(wrong) | {"tool_choice": "auto"})).token_ids  # nothing is enforced
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 2**70 + 1}}}
+    assert "const 1180591620717411303425, which" in refused(chat, response_format=form).message
 
 
 def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:

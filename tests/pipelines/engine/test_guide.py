@@ -10,12 +10,13 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.json_schemas import FORMATS
 from conf.speculation import Speculate, SpeculationConfig
 from models.tokenizers import load_tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import FinishReason, Output, SequenceGroup
-from tests.helpers.builders import KEY_VALUE_BYTES, SHARED, engine_of, write_llama
+from tests.helpers.builders import KEY_VALUE_BYTES, REPOSITORY, SHARED, engine_of, write_llama
 from tests.helpers.cases import each
 from tests.helpers.drafts import Hostile, at_random
 from tests.helpers.guides import GUIDES, keeps_to
@@ -182,12 +183,17 @@ REFUSED = [
     ({"json_schema": {"if": {}, "not": {}}}, r'json_schema has keywords that are not supported: "if", "not": leave'),
     ({"json_schema": {"type": "array", "uniqueItems": True}}, '"uniqueItems": leave them out'),
     ({"json_schema": {"properties": {"a": {"contains": {}}}}}, '"contains": leave them out'),
-    ({"json_schema": {"type": "string", "format": "poem"}}, "json_schema cannot be used: .*Unknown format: poem"),
+    ({"json_schema": {"enum": [123456789012345678]}}, "enum 123456789012345678, which no 64-bit float holds"),
+    ({"json_schema": {"properties": {"a": {"const": {"b": [2**53 + 1]}}}}}, "const 9007199254740993, which"),
+    ({"json_schema": {"type": "integer", "minimum": 10**400}}, "minimum 1000.*, which no 64-bit float holds"),
     ({"json_schema": {"type": "text"}}, "json_schema cannot be used: .*Invalid type: text"),
     ({"json_schema": {"enum": []}}, "json_schema cannot be used: .*Unsatisfiable schema"),
     ({"json_schema": {"$ref": "https://example.com/s"}}, "json_schema cannot be used: .*is not present in a registry"),
     ({"json_schema": {"$ref": "#/$defs/a"}}, "json_schema cannot be used: .*does not exist"),
-    ({"json_schema": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}, "json_schema cannot be used: .*oneOf"),
+    (
+        {"json_schema": {"oneOf": [{"type": "string"}, {"minLength": 3}]}},
+        r"has a oneOf that is not .*: give anyOf$",
+    ),
     ({"regex": "a("}, "regex cannot be used: invalid regex .*unclosed group: correct or simplify it$"),
     ({"regex": "a(?=b)"}, "regex cannot be used: .*look-around"),
     ({"lark": "start: foo"}, 'lark cannot be used: unknown name: "foo"'),
@@ -205,6 +211,35 @@ def test_what_cannot_be_compiled_is_refused(chatty: Path, guide: dict[str, Any],
         with pytest.raises(UserError, match=rf"^decode\.guide\..*{message}") as error:
             refusal(DecodeConfig(guide=guide))
         assert "\n" not in str(error.value)
+
+
+def test_keywords_that_limit_nothing_are_passed_over() -> None:
+    """As JSON Schema has it: formats that nobody knows, and values that allow everything. Others hold beside them."""
+    tokenizer = load_tokenizer(REPOSITORY / "models" / "tiny")
+    assert tokenizer is not None
+    guides = Guides(tokenizer, tokenizer.size, frozenset({1}))
+
+    def allows(schema: dict[str, Any], text: str) -> bool:
+        state = guides.begin({"json_schema": schema})
+        for id in [*tokenizer.encode(text, False), 1]:
+            if not int.from_bytes(state.mask(), "little") >> id & 1:
+                return False
+            state.accept(id)
+        return True
+
+    text, free = {"type": "string", "maxLength": 3}, {"uniqueItems": False, "propertyNames": {"type": "string"}}
+    for unknown in ("password", "binary", "byte", "path", "int64", "uri-reference", "poem"):
+        schema = {**text, "format": unknown}
+        assert (allows(schema, '"abc"'), allows(schema, '"abcd"')) == (True, False)
+    for known in FORMATS:
+        assert not allows({"type": "string", "format": known}, '"a b"')
+    for name in ("uniqueItems", "format", "enum"):  # which are no keywords here
+        schema = {"type": "object", "properties": {name: {**text, "format": "byte"}}, "required": [name], **free}
+        assert (allows(schema, f'{{"{name}":"abc"}}'), allows(schema, '{"a":1}')) == (True, False)
+    kept = {"const": {"format": "poem", "uniqueItems": False}}
+    assert (allows(kept, '{"format":"poem","uniqueItems":false}'), allows(kept, "{}")) == (True, False)
+    for number in (2**53, 10**18, 2**60, -(10**18)):  # which floats hold
+        assert (allows({"enum": [number]}, str(number)), allows({"enum": [number]}, str(number + 1))) == (True, False)
 
 
 def test_long_repetitions_cost_no_more_than_short_ones(chatty: Path) -> None:
