@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 class DecodeConfig:
     """How tokens are chosen: beams if num_beams > 1, contrastive search if penalty_alpha > 0, samples if temperature > 0, else greedy.
 
-    Logits are changed in this order: logit_bias, penalties, bans, guide, temperature, top_k, top_p, min_p. A null setting is taken from the
-    checkpoint's generation_config.json, else from NEUTRAL. A setting that another one switches off (USED_WITH) is a warning.
+    Logits are changed in this order: biases, penalties, bans, forced tokens, guide, temperature, top_k, top_p, min_p.
+    A null setting is taken from the checkpoint's generation_config.json, else from NEUTRAL. A setting that another one switches off
+    (USED_WITH) is a warning.
     """
 
     max_new_tokens: int | str | None = None
@@ -30,6 +31,8 @@ class DecodeConfig:
     """No stop token, eos or stop string ends a row before this many new tokens."""
     max_length: int | None = None
     """Most prompt + new tokens."""
+    min_length: int | None = None
+    """As min_new_tokens, of prompt + new tokens. Where both are given, min_new_tokens counts."""
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
@@ -61,6 +64,16 @@ class DecodeConfig:
     """Added to the logits of these token ids: {ID: BIAS, ...}."""
     bad_words: list[str] = field(default_factory=list)
     """Texts that are never written with the tokens that the tokenizer has for them, at the start of a word or not."""
+    bad_words_ids: Any = None
+    """Sequences of token ids that are never written: [[ID, ...], ...]. The model's eos alone is none."""
+    suppress_tokens: Any = None
+    """Token ids that are never chosen."""
+    sequence_bias: Any = None
+    """Added to the logit of the last token of a sequence whose other tokens were just written: [[[ID, ...], BIAS], ...]."""
+    forced_bos_token_id: int | None = None
+    """The first token after a prompt of one token."""
+    forced_eos_token_id: Any = None
+    """The token, or any of a list of tokens, that ends a text of the maximal length; not with a guide."""
     allowed_token_ids: list[int] = field(default_factory=list)
     """The only tokens that may be chosen; empty: all."""
     guide: Any = None
@@ -246,6 +259,16 @@ def _is_bias(value: object) -> bool:
     )
 
 
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(id) is int and id >= 0 for id in value)
+
+
+def _is_biased_sequence(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return _are_ids(value[0]) and _is_of(value[1], float) and math.isfinite(value[1])
+
+
 def _is_of(value: object, hint: Any) -> bool:
     if get_origin(hint) is list:
         return isinstance(value, list) and all(_is_of(item, get_args(hint)[0]) for item in value)
@@ -260,8 +283,9 @@ def _is_of(value: object, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "min_new_tokens": 0,
+    "min_length": 0,
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -273,6 +297,9 @@ NEUTRAL = {
     "penalty_alpha": 0.0,
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "sequence_bias": [],
 }
 """The values with which the settings that may be null change nothing."""
 
@@ -296,6 +323,7 @@ _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("max_new_tokens", "a number above 0, or null, or auto", lambda v: v == "auto" or (isinstance(v, int) and v > 0)),
     ("min_new_tokens", "a number from 0", lambda v: v >= 0),
     ("max_length", "a number above 0, or null", lambda v: v > 0),
+    ("min_length", "a number from 0", lambda v: v >= 0),
     ("temperature", "a finite number from 0 (0 is greedy)", lambda v: 0 <= v < math.inf),
     ("top_k", "a number from 0 (0 and -1 keep all tokens)", lambda v: -1 <= v < 2**31),
     ("top_p", "a number above 0 and up to 1", lambda v: 0 < v <= 1),
@@ -315,6 +343,23 @@ _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         "bad_words",
         f"at most {MAX_LIST} texts that are not empty, without half a surrogate pair",
         lambda v: len(v) <= MAX_LIST and all(w.strip() and _is_unicode(w) for w in v),
+    ),
+    (
+        "bad_words_ids",
+        f"at most {MAX_LIST} lists of token ids: [[ID, ...], ...]",
+        lambda v: isinstance(v, list) and len(v) <= MAX_LIST and all(map(_are_ids, v)),
+    ),
+    ("suppress_tokens", "a list of token ids", lambda v: v == [] or _are_ids(v)),
+    (
+        "sequence_bias",
+        f"at most {MAX_LIST} pairs of token ids and a finite number: [[[ID, ...], BIAS], ...]",
+        lambda v: isinstance(v, list) and len(v) <= MAX_LIST and all(map(_is_biased_sequence, v)),
+    ),
+    ("forced_bos_token_id", "a token id, or null", lambda v: v >= 0),
+    (
+        "forced_eos_token_id",
+        "a token id, a list of them, or null",
+        lambda v: _are_ids(v if isinstance(v, list) else [v]),
     ),
     ("allowed_token_ids", "ids from 0", lambda v: all(id >= 0 for id in v)),
     (

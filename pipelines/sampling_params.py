@@ -59,6 +59,10 @@ class SamplingParams:
         return DecodeConfig(
             max_new_tokens="auto" if self.max_tokens is None else self.max_tokens,
             min_new_tokens=self.min_tokens,
+            min_length=0,
+            bad_words_ids=[],
+            suppress_tokens=[],
+            sequence_bias=[],
             n=self.n,
             num_beams=1,
             penalty_alpha=0.0,

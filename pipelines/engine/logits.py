@@ -1,4 +1,4 @@
-"""Changes logits as requests ask: logit_bias, penalties, allowed tokens, bans, guides, in this order, all rows at once.
+"""Changes logits as requests ask: biases, penalties, allowed tokens, bans, forced tokens, guides, in this order, all rows at once.
 
 Only the tokens that something is done to are touched. On a GPU nothing waits for it, and a row's last token may be one that
 only the GPU knows. R rows, V tokens in the vocabulary.
@@ -20,9 +20,10 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether bans depend on the last token, so that the CPU must know it: repeated n-grams, bad words of several tokens, guides."""
+    """Return whether bans or biases depend on the last token, so that the CPU must know it: n-grams, longer sequences, guides."""
     p = context.params
-    return bool(p.no_repeat_ngram_size or context.guide) or any(len(word) > 1 for word in p.bad_words)
+    sequences = (*p.bad_words, *(ids for ids, _ in p.sequence_bias))
+    return bool(p.no_repeat_ngram_size or context.guide) or any(len(ids) > 1 for ids in sequences)
 
 
 def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
@@ -35,11 +36,12 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
     if not any(_asks_for_something(context, num_unknown) for context in contexts):
         return logits
     rows = [(row * vocab_size, context, context.params) for row, context in enumerate(contexts)]
-    biases = [(start + id, bias) for start, _, p in rows for id, bias in p.logit_bias.items() if id < vocab_size]
+    biases = [(start + id, bias) for start, context, _ in rows for id, bias in _biases(context) if id < vocab_size]
     restricted = [row for row, (_, _, p) in enumerate(rows) if p.allowed_token_ids]
     allowed = [start + id for start, _, p in rows for id in p.allowed_token_ids if id < vocab_size]
     banned = [start + id for start, context, _ in rows for id in _banned(context, num_unknown) if id < vocab_size]
     penalised = [row for row, context in enumerate(contexts) if _is_penalised(context)]
+    forced = {row: ids for row, context in enumerate(contexts) if (ids := _forced(context, num_unknown))}
     flat, device = logits.to(torch.float32, copy=True).flatten(), logits.device
     if biases:
         places = to_device([place for place, _ in biases], torch.int64, device)
@@ -53,6 +55,10 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
         flat.scatter_(0, kept, values)
     if banned:
         flat.index_fill_(0, to_device(banned, torch.int64, device), -torch.inf)
+    if forced:
+        flat.view_as(logits).index_fill_(0, to_device(forced, torch.int64, device), -torch.inf)
+        only = [row * vocab_size + id for row, ids in forced.items() for id in ids]
+        flat.index_fill_(0, to_device(only, torch.int64, device), 0.0)
     result = flat.view_as(logits)
     if any(context.guide for context in contexts):
         mask_logits(result, _masks(contexts, vocab_size, device))
@@ -79,14 +85,37 @@ def to_device(values: Iterable[float], dtype: torch.dtype, device: torch.device)
 
 def _asks_for_something(context: SamplingContext, num_unknown: int) -> bool:
     p = context.params
-    asked = p.logit_bias or p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size or context.guide
-    return bool(asked) or _is_penalised(context) or _may_not_end(context, num_unknown)
+    biases = p.logit_bias or p.sequence_bias
+    bans = p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size or context.guide
+    return (
+        bool(biases or bans or _forced(context, num_unknown))
+        or _is_penalised(context)
+        or _may_not_end(context, num_unknown)
+    )
 
 
 def _may_not_end(context: SamplingContext, num_unknown: int) -> bool:
     """Return whether the row is too short to end, though there are tokens that would end it."""
     p = context.params
     return bool(p.end_token_ids) and context.num_output_tokens + num_unknown < p.min_new_tokens
+
+
+def _biases(context: SamplingContext) -> Iterable[tuple[int, float]]:
+    """Yield the tokens that have a bias here."""
+    p = context.params
+    yield from p.logit_bias.items()
+    for ids, bias in p.sequence_bias:
+        if _ends_with(context.token_ids, ids[:-1]):
+            yield ids[-1], bias
+
+
+def _forced(context: SamplingContext, num_unknown: int) -> tuple[int, ...]:
+    """Return the only tokens that may follow here, at the beginning or the end of the output; a guide knows better."""
+    p, place = context.params, context.num_output_tokens + num_unknown
+    if context.guide is not None:
+        return ()
+    last = p.last_token_ids if place == p.max_new_tokens - 1 else ()
+    return last or (p.first_token_ids if place == 0 else ())
 
 
 def _is_penalised(context: SamplingContext) -> bool:

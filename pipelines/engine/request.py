@@ -62,7 +62,12 @@ class SamplingParams:
     no_repeat_ngram_size: int
     logit_bias: dict[int, float]
     bad_words: tuple[tuple[int, ...], ...]
-    """Token ids, as the tokenizer writes each word."""
+    """Sequences of token ids: each word as the tokenizer writes it, bad_words_ids, and suppress_tokens one by one."""
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...]
+    first_token_ids: tuple[int, ...]
+    """Tokens of which one must be the first; empty: any."""
+    last_token_ids: tuple[int, ...]
+    """Tokens of which one must be the last of max_new_tokens; empty: any."""
     allowed_token_ids: list[int]
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]

@@ -4,6 +4,7 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig, warn_once
@@ -154,6 +155,9 @@ class RequestFactory:
         self._check_ids("stop token id", decode.stop_token_ids)
         self._check_ids("allowed token id", decode.allowed_token_ids)
         self._check_ids("logit_bias token id", decode.logit_bias or {})
+        sequences = [*(decode.bad_words_ids or []), *(ids for ids, _ in decode.sequence_bias or [])]
+        self._check_ids("token id of a sequence", chain.from_iterable(sequences))
+        self._check_ids("forced token id", [*_ids(decode.forced_bos_token_id), *_ids(decode.forced_eos_token_id)])
         for name in ("stop", "bad_words"):
             if getattr(decode, name) and self.tokenizer is None:
                 remedy = "give token ids instead, or model.tokenizer=PATH"
@@ -222,7 +226,11 @@ def resolve_sampling_params(
 ) -> SamplingParams:
     """Resolve complete settings for one prompt. Raises UserError where the prompt and the tokens asked for do not fit."""
     max_new_tokens = _resolve_max_new_tokens(decode, num_prompt_tokens, context)
-    return _sampling_params(decode, max_new_tokens, eos_token_ids, bad_words)
+    least = max(0, (decode.min_length or 0) - num_prompt_tokens)
+    min_new_tokens = decode.min_new_tokens or min(max_new_tokens, least)
+    params = _sampling_params(decode, max_new_tokens, eos_token_ids, bad_words)
+    first = decode.forced_bos_token_id if num_prompt_tokens == 1 else None  # as in transformers
+    return replace(params, min_new_tokens=min_new_tokens, first_token_ids=tuple(_ids(first)))
 
 
 def check_pooled(decode: DecodeConfig) -> None:
@@ -234,18 +242,28 @@ def _sampling_params(
     decode: DecodeConfig, max_new_tokens: int, eos_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
 ) -> SamplingParams:
     stop_token_ids = frozenset(decode.stop_token_ids)
+    banned = [ids for ids in map(tuple, decode.bad_words_ids or []) if len(ids) > 1 or ids[0] not in eos_token_ids]
+    names = [field.name for field in fields(SamplingParams)]
     values: dict[str, Any] = {
-        **{field.name: getattr(decode, field.name, None) for field in fields(SamplingParams)},
-        **{name: value for name, value in NEUTRAL.items() if getattr(decode, name) is None},
+        **{name: getattr(decode, name, None) for name in names},
+        **{name: value for name, value in NEUTRAL.items() if name in names and getattr(decode, name) is None},
         "max_new_tokens": max_new_tokens,
         "logit_bias": decode.logit_bias or {},
-        "bad_words": bad_words,
+        "bad_words": (*bad_words, *banned, *((id,) for id in decode.suppress_tokens or [])),
+        "sequence_bias": tuple((tuple(ids), bias) for ids, bias in decode.sequence_bias or []),
+        "first_token_ids": (),
+        "last_token_ids": tuple(_ids(decode.forced_eos_token_id)),
         "stop": tuple(decode.stop),
         "stop_token_ids": stop_token_ids,
         "end_token_ids": stop_token_ids if decode.ignore_eos else stop_token_ids | eos_token_ids,
         "seed": random.getrandbits(64) if decode.seed is None else decode.seed,
     }
     return SamplingParams(**values)
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    """Return one id, several or none as a list."""
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import conf.decoding
 from conf.compose import compose_run_config
@@ -14,6 +15,8 @@ from conf.errors import UserError
 from pipelines.generation_config import decode_defaults
 from tests.helpers.builders import complete, engine_of, write_llama
 from tests.helpers.cases import each
+
+EOS = 3
 
 
 @each(
@@ -40,11 +43,8 @@ def test_settings_mean_what_they_mean_in_transformers(values: dict[str, Any], ex
         ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, "temperature, top_p"),
         ({"do_sample": True, "num_beams": 4, "typical_p": 0.9}, "num_beams, typical_p"),
         ({"do_sample": True, "num_return_sequences": 2}, "num_return_sequences"),
-        (
-            {"forced_bos_token_id": 0, "forced_eos_token_id": 1, "token_healing": True},
-            "forced_bos_token_id, forced_eos_token_id, token_healing",
-        ),
-        ({"suppress_tokens": [5], "diversity_penalty": 0.0, "num_beam_groups": 1}, "suppress_tokens"),
+        ({"decoder_start_token_id": 0, "token_healing": True}, "decoder_start_token_id, token_healing"),
+        ({"begin_suppress_tokens": [5], "diversity_penalty": 0.0, "num_beam_groups": 1}, "begin_suppress_tokens"),
     ],
 )
 def test_settings_that_are_not_taken_are_named(
@@ -72,10 +72,41 @@ def test_two_numbers_mean_all_tokens(top_k: int) -> None:
         DecodeConfig(top_k=-2)
 
 
-@each("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}])
+@each("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}, {"bad_words_ids": [[]]},
+                 {"suppress_tokens": [-1]}, {"sequence_bias": [[[5], "x"]]}, {"forced_eos_token_id": []}, {"min_length": -1}])  # fmt: skip
 def test_bad_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="generation_config.json: decode.*"):
         decode_defaults(values, 128)
+
+
+def test_biases_bans_and_forced_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """By decode=checkpoint, greedy; beams are compared in test_beam_search. Prompts of one token have a forced first one."""
+    model = write_llama(tmp_path)
+    free = complete(engine_of(tmp_path), [[5, 6, 7], [9]], DecodeConfig(max_new_tokens=12))
+    first, second = free[0].token_ids[:2]
+    changed = 0
+    for values in (
+        {"suppress_tokens": free[0].token_ids[:3] + free[1].token_ids[:1]},
+        {"bad_words_ids": [[first, second], [free[1].token_ids[0]], [EOS]]},
+        {"sequence_bias": [[[first, second], -9.0], [[second], 1.0], [[free[1].token_ids[0]], -9.0]]},
+        {"sequence_bias": [[[6, 7, EOS], 90.0]], "min_length": 7},
+        {"sequence_bias": [[[EOS], 90.0]], "min_length": 9, "min_new_tokens": 7, "repetition_penalty": 1.3},
+        {"forced_eos_token_id": [EOS, 8]},
+        {"forced_bos_token_id": 11, "forced_eos_token_id": EOS, "suppress_tokens": [first]},
+    ):
+        suggested = {"max_new_tokens": 12, "eos_token_id": EOS, **values}
+        (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
+        decode = compose_run_config(["decode=checkpoint"]).decode
+        outputs = complete(engine_of(tmp_path), [[5, 6, 7], [9]], decode)
+        for prompt, plain, output in zip([[5, 6, 7], [9]], free, outputs, strict=True):
+            expected = model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **suggested)
+            assert output.token_ids == expected[0, len(prompt) :].tolist(), values
+            changed += output.token_ids != plain.token_ids
+    assert changed > 9
+    engine = engine_of(tmp_path)
+    for wrong in ({"sequence_bias": [[[999], 1.0]]}, {"bad_words_ids": [[5, 999]]}, {"forced_eos_token_id": 999}):
+        with pytest.raises(UserError, match=r"token id .*999 is not in the vocabulary"):
+            engine.request(0, [5], DecodeConfig(**wrong))
 
 
 @each("option", ["greedy", "sampling", "contrastive", "beam"])

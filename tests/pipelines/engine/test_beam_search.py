@@ -91,6 +91,9 @@ def test_equal_to_transformers(
         {"eos_token_id": None},
         {"max_new_tokens": 1},
         {"max_length": 35, "max_new_tokens": None},
+        {"suppress_tokens": [5, 60], "bad_words_ids": [[3], [61], [7, 8], [9]], "min_length": 12},
+        {"sequence_bias": [[[60], -4.0], [[5, 7], 3.0], [[3], 2.5]], "forced_eos_token_id": [61, 3]},
+        {"forced_eos_token_id": 60, "max_new_tokens": 4},
     ],
 )
 def test_with_other_settings(engine: Engine, model: LlamaForCausalLM, settings: dict[str, Any]) -> None:
