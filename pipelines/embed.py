@@ -21,12 +21,13 @@ from conf.schema import RunConfig
 from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
 from models.heads import Head
 from models.tokenizers import Tokenizer
+from models.tokenizers.truncation import truncated
 from pipelines import report
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
-from pipelines.pooled import PooledJob, PooledRows, Pooler, print_results, run_pooled
+from pipelines.pooled import PooledJob, PooledPrompt, PooledRows, Pooler, print_results, run_pooled
 from pipelines.prompts import PromptEncoder, PromptRow
 from pipelines.rows import Record, Row
 
@@ -49,6 +50,7 @@ class Embedder(Pooler):
         self._encoder = PromptEncoder(tokenizer, settings.add_special_tokens, settings.chat_template, False)
         is_plain = settings.add_special_tokens and settings.chat_template in ("auto", "none")
         self._eos = _missing_eos(tokenizer) if tokenizer and is_plain else None
+        self._max_tokens = files.max_tokens and min(files.max_tokens, engine.context.num_tokens)
 
     @property
     def pooling(self) -> Pooling:
@@ -61,6 +63,7 @@ class Embedder(Pooler):
             "normalize": self._normalizes,
             "instruction": self._instruction,
             "eos": self._eos,
+            "max_tokens": self._max_tokens,
         }
 
     @property
@@ -68,16 +71,23 @@ class Embedder(Pooler):
         outputs: int = self.engine.runner.model.head.shape[0]  # type: ignore[index, assignment]
         return outputs
 
-    def encode(self, row: PromptRow) -> list[int]:
-        """Return the row's tokens: a prompt's with the instruction before it, and the eos that the tokenizer's settings ask for."""
+    def encode(self, row: PromptRow) -> PooledPrompt:
+        """Return the row's tokens: a prompt's with the instruction before it, and the eos that the tokenizer's settings ask for.
+
+        A prompt is cut to the checkpoint's max_seq_length, as sentence-transformers does.
+        """
         if row.prompt is None:
             if self._instruction and row.error is None:
                 raise UserError(
                     "embed.instruction stands before a prompt, and the row has none: give a prompt, or embed.instruction=''"
                 )
-            return self._encoder.encode(row).token_ids
-        token_ids = self._encoder.encode(PromptRow(row.index, prompt=self._instruction + row.prompt)).token_ids
-        return token_ids if self._eos is None else [*token_ids, self._eos]
+            return PooledPrompt(self._encoder.encode(row).token_ids)
+        text, end = self._instruction + row.prompt, [] if self._eos is None else [self._eos]
+        token_ids, num_truncated = self._encoder.encode(PromptRow(row.index, prompt=text)).token_ids, 0
+        if self._max_tokens and self.engine.tokenizer:
+            most = self._max_tokens - len(end)
+            token_ids, num_truncated = truncated(self.engine.tokenizer, text, token_ids, most)
+        return PooledPrompt([*token_ids, *end], num_truncated)
 
     def values(self, output: Output) -> Tensor:
         vector: Tensor = output.pooled  # [E]

@@ -179,6 +179,7 @@ def _counts(record: Record) -> dict[str, int]:
     return {
         "num_prompts": 1,
         "num_errors": int(row["error"] is not None),
+        "num_truncated_rows": int("num_truncated_tokens" in row),
         "num_answers": int(ANSWER in record),
         "num_prompt_tokens": row["num_prompt_tokens"],
         "num_cached_tokens": record["num_cached_tokens"],

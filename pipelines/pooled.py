@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,14 @@ from pipelines.loading import load_engine_on
 from pipelines.opening import ModelSource, open_source
 from pipelines.prompts import PromptRow, Prompts
 from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
+
+
+class PooledPrompt(NamedTuple):
+    """A row's tokens."""
+
+    token_ids: list[int]
+    num_truncated: int = 0
+    """Tokens of the text that the checkpoint's files have left out."""
 
 
 class Pooler(ABC):
@@ -57,22 +65,25 @@ class Pooler(ABC):
         """How many numbers a row gives."""
 
     @abstractmethod
-    def encode(self, row: PromptRow) -> list[int]:
+    def encode(self, row: PromptRow) -> PooledPrompt:
         """Return the row's tokens. Raises UserError for a row that cannot be run."""
 
     @abstractmethod
     def values(self, output: Output) -> Tensor:
         """Return the float32 numbers of a finished row."""
 
-    def request(self, row: PromptRow, decode: DecodeConfig) -> Request:
-        """Return the row's request, by `decode` with the row's own settings. Raises UserError for a row that cannot be run."""
-        token_ids = self.encode(row)
+    def request(self, row: PromptRow, decode: DecodeConfig) -> tuple[Request, int]:
+        """Return the row's request, by `decode` with the row's own settings, and how many of its tokens were left out.
+
+        Raises UserError for a row that cannot be run.
+        """
+        token_ids, num_truncated = self.encode(row)
         if row.prediction is not None:
             raise UserError("a prediction is not used where nothing is generated: leave it out")
         own = decode.replaced(row.decode)
         prefix = self._prefix if row.prefix is None else row.prefix
         adapter = self._adapter if row.adapter is None else row.adapter
-        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter)
+        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter), num_truncated
 
 
 def open_pooler(
@@ -105,10 +116,13 @@ class PooledRows(EngineRows):
         return cls(run, pooler, loaded)
 
     def ask(self, row: PromptRow, seed: int | None) -> Asked:
-        return Asked(self._pooler.request(row, self._decode))
+        request, num_truncated = self._pooler.request(row, self._decode)
+        return Asked(request, num_truncated=num_truncated)
 
     def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
         result = {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}
+        if asked.num_truncated:
+            result["num_truncated_tokens"] = asked.num_truncated
         return self.with_values(result, self._pooler.values(output))
 
     @staticmethod
@@ -133,6 +147,7 @@ class PooledJob(Job):
         return {
             **self.base_metrics(prompts),
             "num_values": self.runner.loaded.num_values,
+            "num_truncated_rows": self.totals["num_truncated_rows"],
             "start_s": report.START_S,
             "load_s": load_s,
             "run_s": run_s,
@@ -167,6 +182,10 @@ def print_results(lines: list[str], finished: Finished, folder: Path) -> None:
         print(visible_line(f"[{row['index']}] {text}"))
     if metrics["num_prompts"] > len(lines):
         print(f"... and {metrics['num_prompts'] - len(lines)} more")
+    if metrics["num_truncated_rows"]:
+        print(
+            f"rows of which the end was left out, by the checkpoint's max_seq_length: {metrics['num_truncated_rows']}"
+        )
     if metrics["unused_fields"]:
         print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     print()

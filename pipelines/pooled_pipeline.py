@@ -109,6 +109,6 @@ class ScorePipeline(PooledPipeline):
 def _requests(pooler: Pooler, run: RunConfig, rows: Any) -> Iterator[Request]:
     for row in rows_from_python(rows):
         try:
-            yield pooler.request(row, run.decode)
+            yield pooler.request(row, run.decode)[0]
         except UserError as error:
             raise UserError(f"row {row.index}: {error}") from error

@@ -52,6 +52,8 @@ class Asked:
     """The model's input as text, for results that tell it."""
     answer: Callable[[Output], Row] | None = None
     """Writes the output as a line of an OpenAI batch has it; None where the row is none."""
+    num_truncated: int = 0
+    """Tokens of the row's text that are not in the request."""
 
 
 class RowRunner(Protocol):

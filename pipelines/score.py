@@ -14,7 +14,7 @@ from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
-from pipelines.pooled import PooledJob, PooledRows, Pooler, print_results, run_pooled
+from pipelines.pooled import PooledJob, PooledPrompt, PooledRows, Pooler, print_results, run_pooled
 from pipelines.prompts import PromptEncoder, PromptRow
 from pipelines.rows import Record, Row
 
@@ -58,16 +58,16 @@ class Scorer(Pooler):
     def num_values(self) -> int:
         return 1 if self._num_labels is None else self._num_labels
 
-    def encode(self, row: PromptRow) -> list[int]:
+    def encode(self, row: PromptRow) -> PooledPrompt:
         if row.pair is None:
             token_ids = self._encoder.encode(row).token_ids
-            return token_ids if self._num_labels is None else self._without_padding(token_ids)
+            return PooledPrompt(token_ids if self._num_labels is None else self._without_padding(token_ids))
         if self._num_labels is not None:
             labels = f"a head of {self._num_labels} labels, which scores one text"
             raise UserError(
                 f"query and document are a reranker's, and this model has {labels}: give a prompt or messages"
             )
-        return self._encode_pair(*row.pair)
+        return PooledPrompt(self._encode_pair(*row.pair))
 
     def _without_padding(self, token_ids: list[int]) -> list[int]:
         """Return the tokens up to the last one that is not the pad token, whose output transformers' classifiers take."""

@@ -26,6 +26,8 @@ class EmbeddingFiles:
     """Texts to put before a prompt, by name."""
     default_prompt: str | None = None
     """The name of the one that is meant where none is named."""
+    max_tokens: int | None = None
+    """Most tokens of a text, special ones among them: the rest is left out."""
 
 
 def read_embedding_files(folder: Path) -> EmbeddingFiles:
@@ -33,10 +35,14 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
     if not folder.is_dir():  # a GGUF file
         return EmbeddingFiles()
     pooling, normalizes = _read_modules(folder)
-    if read_json(folder / TRANSFORMER).get("do_lower_case") is True:
+    transformer = read_json(folder / TRANSFORMER)
+    if transformer.get("do_lower_case") is True:
         raise UserError(
             f"{folder / TRANSFORMER}: do_lower_case=true is not supported: give the texts in lower case, and false"
         )
+    most = transformer.get("max_seq_length")
+    if most is not None and (type(most) is not int or most < 1):
+        raise UserError(f"{folder / TRANSFORMER}: max_seq_length={shortened(repr(most))} is no number of tokens")
     settings = read_json(folder / PROMPTS)
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
@@ -45,7 +51,7 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
         raise UserError(
             f"{folder / PROMPTS}: default_prompt_name={default!r} is none of {', '.join(prompts) or 'no prompts'}"
         )
-    return EmbeddingFiles(pooling, normalizes, prompts, default)
+    return EmbeddingFiles(pooling, normalizes, prompts, default, most)
 
 
 def copy_embedding_files(source: Path, folder: Path) -> None:

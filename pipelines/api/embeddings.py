@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from models.tokenizers.base import Tokenizer
+from models.tokenizers.truncation import truncated
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import Body, Name, Prompt, PromptIds, listed_prompts
 from pipelines.engine_process.frames import Ready
@@ -41,12 +42,13 @@ def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[i
     """Return a text as the token ids that `task=embed` makes. Raises ApiError without a tokenizer, and for what is certainly too long."""
     if tokenizer is None:
         raise bad_request("the server has no tokenizer: give token ids as input", "input")
-    if (least := tokenizer.least_tokens(model.instruction + text)) > model.context_length:
+    text, most, end = model.instruction + text, model.max_text_tokens, []
+    if most is None and (least := tokenizer.least_tokens(text)) > model.context_length:
         raise too_long(f"at least {least}", model.context_length, "input")
-    token_ids = tokenizer.encode(model.instruction + text, True)
-    if model.final_token_id is None or token_ids[-1:] == [model.final_token_id]:
-        return token_ids
-    return [*token_ids, model.final_token_id]
+    token_ids = tokenizer.encode(text, True)
+    if model.final_token_id is not None and token_ids[-1:] != [model.final_token_id]:
+        end = [model.final_token_id]
+    return [*truncated(tokenizer, text, token_ids, most and most - len(end))[0], *end]
 
 
 def embedding_refusal(message: str) -> ApiError:

@@ -72,6 +72,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Text that the vector's prompt begins with, where the prompt is a text."""
     final_token_id: int | None = None
     """Token that the vector's prompt ends with, where the prompt is a text."""
+    max_text_tokens: int | None = None
+    """Tokens to which such a text is cut, the final one among them; None: it is refused where it is too long."""
 
 
 class Unready(msgspec.Struct, tag=True, frozen=True):

@@ -100,6 +100,7 @@ def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Emb
         embeds=embedder is not None,
         instruction=settings.get("instruction", ""),
         final_token_id=settings.get("eos"),
+        max_text_tokens=settings.get("max_tokens"),
     )
 
 

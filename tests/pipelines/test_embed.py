@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ def test_e5_mistral(tmp_path: Path, eos_in_tokenizer_json: bool) -> None:
         ids = [0, *tokenizer(f"Query: {text}", add_special_tokens=False).input_ids, 1]  # <s> and </s>
         expected = normalize(hidden_states(reference, ids)[-1], dim=0)
         np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=0)
+
+
+@each("model", ["qwen3", "e5", "e5 whose eos is a setting"])
+def test_texts_are_cut_to_max_seq_length(tmp_path: Path, model: str) -> None:
+    """As transformers truncates for sentence-transformers: special tokens stay. Rows and metrics tell."""
+    write = (
+        write_qwen3_embedding if model == "qwen3" else partial(write_e5_mistral, eos_in_tokenizer_json=model == "e5")
+    )
+    reference, most, texts = write(tmp_path), 9, [*TEXTS, "a " * 500]
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": most, "do_lower_case": False}))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    end = [1] if model.endswith("setting") else []  # which transformers leaves out
+    whole = [[*tokenizer(f"Query: {text}").input_ids, *end] for text in texts]
+    cut = [
+        [*tokenizer(f"Query: {text}", truncation=True, max_length=most - len(end)).input_ids, *end] for text in texts
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    run_embed(embed_run(tmp_path, data, {"instruction": "Query: "}), tmp_path / "out", dump)
+    vectors, rows = results(tmp_path / "out")
+    for ids, vector in zip(cut, vectors, strict=True):
+        expected = normalize(hidden_states(reference, ids)[-1], dim=0)
+        np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=0)
+    assert [row["num_prompt_tokens"] for row in rows] == [*map(len, cut)]
+    lost = [row.get("num_truncated_tokens", 0) for row in rows]
+    assert lost == [len(ids) - len(kept) for ids, kept in zip(whole, cut, strict=True)]
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["num_truncated_rows"] == sum(map(bool, lost)) > 0
 
 
 def test_no_eos_follows_where_no_special_token_is_wanted(tmp_path: Path) -> None:
@@ -341,6 +370,7 @@ def test_an_instruction_stands_before_prompts_alone(tmp_path: Path) -> None:
         ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, {}, "include_prompt=false"),
         ({"1_Pooling/config.json": {}}, {}, "the pooling none is not supported"),
         ({"modules.json": {}}, {}, "is not a list of objects"),
+        ({"sentence_bert_config.json": {"max_seq_length": 0}}, {}, "max_seq_length=0 is no number of tokens"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../x"}]}, {}, "is no folder beside it"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pool"}]}, {}, "'1_Pool' is no folder beside it"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": ".."}]}, {}, "path='..' is no folder beside it"),

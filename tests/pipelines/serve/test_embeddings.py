@@ -76,6 +76,22 @@ def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
     assert (error.status, error.param, error.code) == (400, "input", "context_length_exceeded")
 
 
+def test_texts_are_cut_where_the_task_cuts_them(tmp_path: Path) -> None:
+    write_qwen3_embedding(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
+    run = RunConfig(model=ModelConfig(path=str(tmp_path), dtype=DType.float32), device=DeviceConfig(DeviceType.cpu))
+    texts = ["dogs", "a cat sat on the mat " * 200]
+
+    async def test() -> Any:
+        async with serving(run) as client:
+            return await answer(client, open_tokenizer(tmp_path), input=texts)
+
+    body = run_async(test())
+    expected = pipeline("embedding", model=str(tmp_path), dtype="float32", device="cpu")(texts)
+    assert np.array_equal(np.array([item["embedding"] for item in body["data"]], np.float32), expected)
+    assert 7 < body["usage"]["prompt_tokens"] <= 14
+
+
 def test_a_model_without_vectors_says_so() -> None:
     async def test() -> None:
         async with serving() as client:
