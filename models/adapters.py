@@ -6,7 +6,7 @@ In a smoothed model a layer reads x / u and gives y / v: there the factors are A
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from conf.errors import UserError
 from kernels.all_finite import all_finite
 from kernels.lora import AdapterTable
 from models.causal_lm import CausalLM
+from models.formats.base import WeightFile
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
 from models.layers.absent import is_absent
 from models.layers.adaptable import Adaptable
@@ -57,8 +58,12 @@ class Adapter:
     """By the linear layer's name in the model."""
 
 
-def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mapping[str, Fold]) -> Adapter:
+def read_adapter(
+    folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mapping[str, Fold], base: Iterable[WeightFile] = ()
+) -> Adapter:
     """Read an adapter in PEFT's layout for a loaded model. `folds`: by the linear layer's name, what was folded into the model.
+
+    base: the model's files. An adapter's copy of one of their tensors, which PEFT saves beside an adapted head, changes nothing.
 
     Raises UserError for what is wrong with the files, for an adapter of another model, and for what only merging can do.
     """
@@ -74,6 +79,10 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mappi
             name = names.get(own, own)
             if is_absent(own, {found: modules[full] for found, full in names.items()}):
                 continue
+            if change.replacement and _is_copy(tensors[change.replacement], (parameter, f"{name}.weight"), base):
+                change.replacement = None
+                if change.a is None and change.b is None:
+                    continue
             layer = _adaptable(name, change, modules, model, folder)
             outputs, inputs = layer.whole_shape
             keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
@@ -84,6 +93,14 @@ def read_adapter(folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mappi
                 raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
             factors[name] = Factors(*layer.own(a, b), settings.scale(own))
         return Adapter(digest.result(), factors)
+
+
+def _is_copy(tensor: Tensor, names: Collection[str], base: Iterable[WeightFile]) -> bool:
+    """Return whether the base's files have the tensor under one of the names, in a dtype of their own."""
+    for file in base:
+        for _, own in file.read([name for name in names if name in file.shapes]):
+            return own.is_floating_point() and own.shape == tensor.shape and torch.equal(tensor.to(own.dtype), own)
+    return False
 
 
 def _digest(*contents: bytes) -> str:

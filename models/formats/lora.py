@@ -34,6 +34,7 @@ WHOLE = re.compile(r"(.+?)(\.base_layer)?\.(weight|bias)")
 # A pattern is a regular expression to PEFT; these are all that needs no search, and what people write.
 PLAIN_PATTERN = re.compile(r"\^?(\w|\\?\.)+")
 HEAD = "lm_head"
+EMBEDDINGS = ("embed_tokens", HEAD)
 # Of the ways to begin training, those that leave the base's weights as they are.
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 # Training and bookkeeping; which modules are adapted, the tensors say themselves. PEFT sets fan_in_fan_out by the module's class, too.
@@ -181,11 +182,11 @@ def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Chan
 
 
 def _is_saved(match: re.Match[str], settings: Settings) -> bool:
-    """PEFT saves the adapted embedding itself too, as a base layer, and takes names for ends of names (`_set_trainable`)."""
+    """PEFT saves embedding and head too (`save_embedding_layers`), and takes names for ends of names (`_set_trainable`)."""
     module, base_layer, leaf = match.groups()
     if leaf == "bias" and settings.trains_biases:
         return True
-    return bool(base_layer) or module.endswith(settings.modules_to_save)
+    return bool(base_layer) or module.endswith((*settings.modules_to_save, *EMBEDDINGS))
 
 
 def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settings, model: CausalLM) -> None:

@@ -1,6 +1,6 @@
 """The adapters that rows may name: read once, kept on the CPU, and put into the model's tables when rows need them."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import torch
 from conf.errors import UserError, shortened, there_are
 from models.adapters import Adapter, AdapterTables, Fold, read_adapter
 from models.causal_lm import CausalLM
+from models.formats.base import WeightFile
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.request import Request
 
@@ -26,12 +27,14 @@ class Adapters:
         num_slots: int = MAX_ADAPTERS,
         folds: Mapping[str, Fold] | None = None,
         smoothed_by: str | None = None,
+        base: Sequence[WeightFile] = (),
     ) -> None:
         """`folds`: the scales that are folded into the model's weights, by linear layer. `smoothed_by`: the method that folded some.
 
-        One that left no `folds` makes the model one that takes no adapters.
+        One that left no `folds` makes the model one that takes no adapters. base: the model's files.
         """
         self._model, self._dtype, self._folds = model, dtype, folds or {}
+        self._base = base
         self._smoothed_by = smoothed_by if folds is None else None
         self._tables = AdapterTables(model, num_slots, dtype, device)
         self._ids: dict[str, AdapterId] = {}
@@ -79,7 +82,7 @@ class Adapters:
             remedy = "quantise the float model here and without quant.shift, give it as it is, or merge the adapter and quantise then"
             raise UserError(f"{what}, whose files do not say by how much: {remedy}")
         self._refuse_in_use(name, in_use)
-        adapter = read_adapter(folder, self._model, self._dtype, self._folds)
+        adapter = read_adapter(folder, self._model, self._dtype, self._folds, self._base)
         if name in self._ids:
             self.unload(name, in_use)
         has_grown = self._tables.make_room(adapter)

@@ -218,7 +218,7 @@ OTHER = "base_model.model.model.layers.5.self_attn.q_proj"
             {f"{OTHER}.lora_A.weight": torch.ones(4, 64)},
             r"layers\.5\.self_attn\.q_proj\.weight, which this model does not have",
         ),
-        ({"base_model.model.lm_head.weight": torch.ones(96, 64)}, r"lm_head\.weight is not used: neither a factor"),
+        ({"base_model.model.model.norm.weight": torch.ones(64)}, r"norm\.weight is not used: neither a factor"),
         ({f"{QUERY}.bias": torch.ones(64)}, r"q_proj\.bias is not used"),
         ({f"{QUERY}.lora_magnitude_vector": torch.ones(64)}, r"lora_magnitude_vector is not used"),
         ({f"{QUERY}.lora_A": torch.ones(4, 64)}, r"are the same for model\.layers\.0\.self_attn\.q_proj\.weight"),

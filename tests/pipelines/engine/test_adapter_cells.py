@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from conf.decoding import DecodeConfig
+from conf.errors import UserError
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DType
 from pipelines.engine import Engine
@@ -173,20 +174,28 @@ def check_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapted_head(models: Path, tmp_path: Path) -> None:
-    """PEFT may leave out the copy of the head that it saves otherwise."""
+    """PEFT may save copies of the base's head and embedding with it. They change nothing, unless they are no copies."""
     base = models / "float"
     adapter = write_adapter(tmp_path / "head", base, LlamaForCausalLM, r=4, target_modules=["lm_head", "q_proj"])
     peft = peft_model(base, LlamaForCausalLM, {"head": adapter})
-    drop_copies(adapter)
     rows: Rows = [(PROMPTS[0], "head"), (PROMPTS[1], None)]
-    engine = engine_of(base, {"head": adapter})
-    check_as_peft(peft, rows, outputs(engine, rows))
-    assert completions(outputs(engine, rows)) == [outputs(engine, [row])[0].completions for row in rows]
-
-
-def drop_copies(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if "base_layer" not in name}, file)
+    file, copy = adapter / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
+    tensors = load_file(file)
+    bare = {name: tensor for name, tensor in tensors.items() if name != copy}
+    embedding = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    assert copy in tensors
+    expected = None
+    for saved in (tensors, bare, tensors | {"base_model.model.model.embed_tokens.weight": embedding.double()}):
+        save_file(saved, file)
+        engine = engine_of(base, {"head": adapter})
+        found = completions(outputs(engine, rows))
+        if expected is None:
+            check_as_peft(peft, rows, outputs(engine, rows))
+            assert found == [outputs(engine, [row])[0].completions for row in rows]
+        assert found == (expected := expected or found)
+    save_file(tensors | {copy: tensors[copy] + 1}, file)
+    with pytest.raises(UserError, match=r"replaces a bias or a saved module \(lm_head\)"):
+        engine_of(base, {"head": adapter})
 
 
 def test_drafts_change_nothing(models: Path) -> None:
