@@ -83,8 +83,14 @@ class Lines:
 class Prompts:
     """The rows of a job, read as they are taken, once. A bad row becomes a row with an error. Counts are of the rows read so far."""
 
-    def __init__(self, lines: Lines, as_json: bool | None, whole: Lines | None = None) -> None:
-        """as_json: None if the first line decides. whole: the same lines, already read to the end, for digest and count."""
+    def __init__(
+        self, lines: Lines, as_json: bool | None, whole: Lines | None = None, takes_texts: bool = False
+    ) -> None:
+        """as_json: None if the first line decides. whole: the same lines, already read to the end, for digest and count.
+
+        takes_texts: whether a row may have its prompt as "text".
+        """
+        self._takes_texts = takes_texts
         self._lines = lines
         self._whole = whole
         self._rest = iter(lines)
@@ -129,6 +135,9 @@ class Prompts:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
             return PromptRow(index, error=f"not a JSON object: {error}")
+        if self._takes_texts and isinstance(values, dict) and "text" in values:
+            text = values.pop("text")
+            values.setdefault("prompt", text)
         if isinstance(values, dict) and _is_batch_line(values):
             self._unused |= {"body.model"}  # the run's answers
         elif isinstance(values, dict):
@@ -152,19 +161,24 @@ def read_prompts(data: str) -> Prompts:
     return _read_twice(lambda: iter([content]), "the prompt", as_json=True)
 
 
-def read_file(file: DataFile) -> Prompts:
-    """Return the rows of a file, which is read to its end once before its first row; a named pipe is read only once."""
+def read_file(file: DataFile, takes_texts: bool = False) -> Prompts:
+    """Return the rows of a file, which is read to its end once before its first row; a named pipe is read only once.
+
+    takes_texts: whether a row may have its prompt as "text", as rows of evaluate.data have.
+    """
     as_json = file.form != ".txt"
     if file.path.is_fifo():
-        return Prompts(Lines(file.lines(), file.where), as_json)
-    return _read_twice(file.lines, file.where, as_json)
+        return Prompts(Lines(file.lines(), file.where), as_json, takes_texts=takes_texts)
+    return _read_twice(file.lines, file.where, as_json, takes_texts)
 
 
-def _read_twice(open_lines: Callable[[], Iterator[bytes]], where: str, as_json: bool) -> Prompts:
+def _read_twice(
+    open_lines: Callable[[], Iterator[bytes]], where: str, as_json: bool, takes_texts: bool = False
+) -> Prompts:
     """Return the rows of a file that is read twice: first to check that all of it can be read, and for its digest and count."""
     whole = Lines(open_lines(), where)
     deque(whole, maxlen=0)
-    return Prompts(Lines(open_lines(), where), as_json, whole)
+    return Prompts(Lines(open_lines(), where), as_json, whole, takes_texts)
 
 
 def _is_json_row(line: str) -> bool:

@@ -4,6 +4,7 @@ transformers reads what `read_tokenizer_json` does not: folders without tokenize
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -20,6 +21,8 @@ from models.tokenizers.base import Tokenizer
 from models.tokenizers.template_files import chat_templates
 from models.tokenizers.token_decoder import LETTERS, steps, token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
+
+log = logging.getLogger(__name__)
 
 SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
 PADDLE_GPT = "GPTTokenizer"  # what PaddleNLP calls GPT-2's
@@ -166,7 +169,10 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
         backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
         tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens)
         tokenizer.take_templates(chat_templates(folder), template)
-        return tokenizer
+    if dropout := getattr(backend.model, "dropout", None):
+        what = f"drops merges at random (dropout={dropout:g} of its tokenizer.json)"
+        log.warning("the tokenizer in %s %s: a text has other tokens each time, unless it is null", folder, what)
+    return tokenizer
 
 
 @contextmanager

@@ -61,9 +61,8 @@ def read_calibration_data(
 
 def calibration_file(data: str) -> DataFile:
     """Return the file that `calibrate.data` names. Raises UserError where there is none."""
-    return find_file(
-        "calibrate.data", data, FORMS, "is not a file: give a .txt or a .jsonl, .csv or .json, or .gz of these"
-    )
+    missing = "is not a file: give a .txt or a .jsonl, .csv or .json, or .gz of these"
+    return find_file("calibrate.data", data, FORMS, missing, columns=("text", "prompt"))
 
 
 def _encode(data: str | None, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -75,7 +74,7 @@ def _encode(data: str | None, tokenizer: Tokenizer | None) -> list[list[int]]:
             )
         return [tokenizer.encode(text, True) for text in islice(documents(BUILT_IN_SEED), BUILT_IN_DOCUMENTS)]
     rows = []
-    for row in read_file(calibration_file(data)):
+    for row in read_file(calibration_file(data), takes_texts=True):
         try:
             rows.append(encoder.encode(row).token_ids)
         except UserError as error:

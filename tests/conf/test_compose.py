@@ -40,6 +40,13 @@ def test_defaults() -> None:
     assert run.decode.temperature == 0
 
 
+def test_escapes_that_hydra_leaves_as_they_are_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert compose_run_config(['decode.stop=["\n","。"]']).decode.stop == ["\n", "。"]
+    assert not caplog.text
+    assert compose_run_config([r'decode.stop=["a\nb"]']).decode.stop == [r"a\nb"]
+    assert r"decode.stop has the characters a\nb, a backslash and a letter" in caplog.text
+
+
 def test_all_option_files_are_known() -> None:
     assert len(list(CONF.rglob("*.yaml"))) == len(OPTIONS) + 1
     assert len(OPTIONS) >= 16

@@ -278,3 +278,13 @@ def test_a_template_does_not_leave_the_sandbox(template: str, tmp_path: Path) ->
         pytest.raises(UserError, match="the chat template does not take these messages"),
     ):
         tokenizer.encode_messages([{"role": "user", "content": "hi", "tools": opened}], template)
+
+
+def test_merges_that_are_dropped_at_random_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for dropout, is_told in ((None, False), (0.0, False), (0.3, True)):
+        backend = byte_level()
+        backend.model.dropout = dropout
+        backend.save(str(tmp_path / "tokenizer.json"))
+        caplog.clear()
+        load_tokenizer(tmp_path)
+        assert ("drops merges at random (dropout=0.3 of its tokenizer.json)" in caplog.text) == is_told

@@ -27,11 +27,13 @@ from conf.quantization import (
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig
 from models.formats.manifest import verify_manifest
+from models.tokenizers import load_tokenizer
 from pipelines.loading import load_engine
+from pipelines.quantize.calibration_data import read_calibration_data
 from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.base import StoredWeight
 from quantization.part_files import PartFiles
-from tests.helpers.builders import all_logits, engine_of, run_config
+from tests.helpers.builders import REPOSITORY, all_logits, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
 from tests.helpers.quantized_models import (
@@ -329,3 +331,23 @@ def test_texts_of_its_own_serve_where_none_are_given(chatty: Path, tmp_path: Pat
     assert all_logits(engine, PROMPT).equal(all_logits(made, PROMPT))
     exact = all_logits(engine_of(chatty), PROMPT)
     assert (all_logits(made, PROMPT) - exact).norm() < 0.2 * exact.norm()  # steps of 1/127, over two random layers
+
+
+def test_rows_of_evaluate_are_rows_of_calibration(tmp_path: Path) -> None:
+    """A "text" is a prompt, as lines, columns and a table."""
+    tokenizer, texts = (
+        load_tokenizer(REPOSITORY / "models" / "tiny"),
+        [f"Once upon a time there were {i} cats." for i in range(99)],
+    )
+
+    def samples(name: str, content: str) -> list[list[int]]:
+        (tmp_path / name).write_text(content)
+        config = CalibrateConfig(str(tmp_path / name), num_samples=4, sequence_length=16, seed=1)
+        return read_calibration_data(config, tokenizer, 16, are_prompts=False).samples
+
+    expected = samples("a.jsonl", "".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    assert samples("b.jsonl", "".join(json.dumps({"text": text, "id": "x"}) + "\n" for text in texts)) == expected
+    assert samples("c.csv", "text\n" + "".join(f"{text}\n" for text in texts)) == expected
+    assert samples("d.json", json.dumps({"text": texts})) == expected
+    with pytest.raises(UserError, match="row 0 of calibrate.data=.*the row has none of prompt, messages"):
+        samples("e.jsonl", '{"txt": "a"}\n')
