@@ -1,6 +1,5 @@
 """Compose YAML files and overrides into a `RunConfig`. Beside this file only `run.py` and `callbacks.py` know Hydra."""
 
-import logging
 import os
 import re
 import shutil
@@ -26,8 +25,6 @@ from conf.errors import UserError, did_you_mean, shortened, there_are
 from conf.flags import flags_first
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
-
-log = logging.getLogger(__name__)
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
@@ -124,11 +121,7 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
     objective = run.sweep.objective
     if swept is None and objective is not None:
         raise UserError(f"sweep.objective={objective} is not used by a run alone: leave it out, or give -m for a sweep")
-    if escaped := next((text for text in run.decode.stop if re.search(r"\\[nrt]", text)), None):
-        log.warning(
-            "decode.stop has the characters %s, a backslash and a letter. In a shell a line break is $'decode.stop=[\"\\n\"]'",
-            escaped,
-        )
+    run.decode.warn_of_escapes()
     return run
 
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -157,6 +158,12 @@ class DecodeConfig:
         allowed = f"0 with decode.{name}={value}, which does not sample"
         check(not self.temperature, "decode.temperature", self.temperature, allowed)
         check(self.n == 1, "decode.n", self.n, f"1 with decode.{name}={value}, which does not sample")
+
+    def warn_of_escapes(self) -> None:
+        """Log a warning of stop texts with a backslash and a letter, which Hydra's grammar leaves as they are."""
+        if escaped := next((text for text in self.stop if re.search(r"\\[nrt]", text)), None):
+            remedy = "in a shell a line break is $'decode.stop=[\"\\n\"]'"
+            log.warning("decode.stop has the characters %s, a backslash and a letter: %s", escaped, remedy)
 
     def check_unset(self, where: str, remedy: str) -> None:
         """Raises UserError for a setting that is neither the default nor NEUTRAL, because nothing would use it."""

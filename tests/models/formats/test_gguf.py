@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -18,17 +18,9 @@ from models.formats.gguf.header import TYPES
 from tests.helpers.builders import SMALL, complete, engine_of
 from tests.helpers.cases import each
 from tests.helpers.gguf_files import add_shape, llama_cpp_tensors, opened, write_tensors, write_twin
+from tests.helpers.gguf_models import LLAMA_LIKE as MODELS
 from tests.helpers.oracle import random_prompts, write_model
 
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, {}),
-    "llama_biases": (LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "llama_tied": (LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "llama_wide_heads": (LlamaForCausalLM, {"head_dim": 80}),
-    "mistral": (MistralForCausalLM, {"sliding_window": 7, "head_dim": 16}),
-    "mixtral": (MixtralForCausalLM, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 9}),
-    "qwen2": (Qwen2ForCausalLM, {}),
-}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 KINDS = """
 F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 TQ2_0

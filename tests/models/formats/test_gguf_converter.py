@@ -18,10 +18,9 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 
 from models.formats import open_tokenizer
 from tests.helpers.builders import REPOSITORY, SHARED
+from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.oracle import write_random
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
-from tests.models.formats.test_gguf import MODELS
-from tests.models.formats.test_gguf_families import BASE, CASES, assert_equals_transformers, build
 
 CONVERTER = REPOSITORY / ".venv" / "llama.cpp"
 NPM, REAL = REPOSITORY / ".venv" / "tokenizers", SHARED / "data" / "tokenizers"
@@ -96,14 +95,14 @@ def converted(jobs: list[tuple[Path, Path, bool]]) -> None:
 
 def test_logits_of_every_architecture(tmp_path: Path) -> None:
     references, jobs = {}, []
-    for name in [*CASES, *MODELS]:
+    for name in [*CASES, *LLAMA_LIKE]:
         if name in NOT_WRITTEN:
             continue
         folder = tmp_path / name
         if name in CASES:
             references[name] = build(folder, name)
         else:
-            model_class, config = MODELS[name]
+            model_class, config = LLAMA_LIKE[name]
             windows = {"sliding_window": None} if "sliding_window" in config else {}  # of which its Llama knows nothing
             settings = {**BASE, **config, **windows}
             references[name] = write_random(folder, model_class(model_class.config_class(**settings)))
@@ -139,7 +138,9 @@ def texts(special: tuple[str, ...]) -> list[str]:
     while len(found) < 300:
         page = drawn.choice(pages)
         at = drawn.randrange(len(page))
-        found.append(page[at : at + drawn.randrange(1, 400)].replace("<unk>", "unk"))  # a word of wikitext, and a special token
+        found.append(
+            page[at : at + drawn.randrange(1, 400)].replace("<unk>", "unk")
+        )  # a word of wikitext, and a special token
     return found
 
 

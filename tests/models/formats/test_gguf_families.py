@@ -24,67 +24,17 @@ from models.layers.linear import Linear
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of
 from tests.helpers.cases import each
-from tests.helpers.deepseek import SMALL as DEEPSEEK
-from tests.helpers.deepseek import V2_GROUPS, V3_GROUPS, YARN
-from tests.helpers.dense_families import LONGROPE
 from tests.helpers.gguf_families import ARCHITECTURES, add_family_shape, converted_tensors, write_family
 from tests.helpers.gguf_files import random_blocks, write_tensors
-from tests.helpers.oracle import TOLERANCE, random_prompts, write_random
-
-BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 240,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GEMMA: dict[str, Any] = BASE | {"sliding_window": 9, "query_pre_attn_scalar": 16}
-PHI3: dict[str, Any] = BASE | {"original_max_position_embeddings": 60}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
-FULL, SLIDING = "full_attention", "sliding_attention"
-GEMMA3_SCALED = {
-    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4},
-    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-}
-LATENT_SCALES = {"mscale": 0.707, "mscale_all_dim": 0.707}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3", BASE),
-    "qwen3_tied_wide_heads": ("Qwen3", BASE | {"tie_word_embeddings": True, "head_dim": 32}),
-    "qwen3_biases": ("Qwen3", BASE | {"attention_bias": True}),
-    "qwen3_yarn": ("Qwen3", BASE | {"rope_parameters": YARN}),
-    "qwen3_moe": ("Qwen3Moe", BASE | EXPERTS),
-    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
-    "gemma3": ("Gemma3", GEMMA | {"num_hidden_layers": 7}),
-    "gemma3_scaled_cap": (
-        "Gemma3",
-        GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_SCALED, "final_logit_softcapping": 2.0},
-    ),
-    "gemma3_no_windows": ("Gemma3", GEMMA | {"layer_types": [FULL] * 3}),
-    "phi3": ("Phi3", PHI3),
-    "phi3_window_partial": ("Phi3", PHI3 | {"sliding_window": 20, "partial_rotary_factor": 0.75}),
-    "phi3_longrope": ("Phi3", PHI3 | {"rope_scaling": LONGROPE}),
-    "glm4": ("Glm4", BASE),
-    "glm4_biases": ("Glm4", BASE | {"attention_bias": True, "partial_rotary_factor": 0.25}),
-    "deepseek_v2": ("DeepseekV2", DEEPSEEK),
-    "deepseek_v2_no_q_lora": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
-    "deepseek_v2_groups": ("DeepseekV2", DEEPSEEK | V2_GROUPS),
-    "deepseek_v2_yarn": ("DeepseekV2", DEEPSEEK | {"rope_parameters": YARN | LATENT_SCALES}),
-    "deepseek_v3": ("DeepseekV3", DEEPSEEK | V3_GROUPS),
-    "deepseek_v3_one_group": ("DeepseekV3", DEEPSEEK | ONE_GROUP | {"norm_topk_prob": False}),
-    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 96, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 72}),
-    "gpt2_inner_untied": (
-        "GPT2LMHeadModel",
-        {"vocab_size": 96, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_inner": 100, "tie_word_embeddings": False},
-    ),
-    "bloom": ("Bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 2, "n_head": 6, "layer_norm_epsilon": 1e-3}),
-}
+from tests.helpers.gguf_models import (
+    CASES,
+    FULL,
+    ONE_GROUP,
+    SLIDING,
+    assert_equals_transformers,
+    build,
+)
+from tests.helpers.oracle import random_prompts
 
 # Rows of a multiple of 32, as a block of Q8_0 is long, and few layers to add errors.
 WIDE: dict[str, dict[str, Any]] = {
@@ -99,28 +49,8 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def build(folder: Path, name: str, **changes: Any) -> Any:
-    """transformers' model, with every parameter random, and its checkpoint in the folder."""
-    family, config = CASES[name]
-    model_class = getattr(transformers, family if family.endswith("Model") else f"{family}ForCausalLM")
-    config_class = model_class.config_class
-    settings = {**config, "bos_token_id": 1, "eos_token_id": None, **changes}
-    # others drop the soft cap
-    return write_random(folder, model_class._from_config(config_class(**settings), attn_implementation="eager"))
-
-
 def opened(file: Path) -> list[WeightFile]:
     return open_checkpoint(file, allow_pickle=False).open_weights({})
-
-
-def assert_equals_transformers(file: Path, reference: Any) -> None:
-    """Logits at every position, and greedy tokens."""
-    engine = engine_of(file)
-    prompts = random_prompts(96)
-    for prompt in prompts:
-        with torch.no_grad():
-            expected = reference(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(all_logits(engine, prompt), expected, atol=TOLERANCE, rtol=0)
 
 
 @each("name", CASES, quick=("phi3", "glm4"))

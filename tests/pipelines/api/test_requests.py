@@ -136,60 +136,65 @@ def test_a_wrong_completion_is_one_line_with_its_field(fields: dict[str, Any], p
     assert message in caught.value.message
 
 
+CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+
+
+def said(content: Any, kind: type[Shape] = MessagesRequest) -> dict[str, Any]:
+    name = "input" if kind is ResponseRequest else "messages"
+    return {name: [{"role": "user", "content": content}], **({"max_tokens": 1} if name == "messages" else {})}
+
+
+BLAMED: list[tuple[type[Shape], dict[str, Any], str, str]] = [
+    (ResponseRequest, {"input": [USER, CALL]}, "input[1].call_id", "is missing"),
+    (
+        ResponseRequest,
+        {"input": [USER, {**CALL, "type": "function_call_output"}]},
+        "input[1].call_id",
+        "is missing",
+    ),
+    (ResponseRequest, {"input": [{"type": "message", "role": "user"}]}, "input[0].content", "is missing"),
+    (ResponseRequest, said(5, ResponseRequest), "input[0].content", "give a valid string or a valid list"),
+    (
+        ResponseRequest,
+        said([{"type": "input_image"}], ResponseRequest),
+        "input[0].content[0].type",
+        "'input_text', ",
+    ),
+    (ResponseRequest, {"input": [{**USER, "role": "robot"}]}, "input[0].role", "or 'assistant'"),
+    (ResponseRequest, {"input": [{"type": "x"}]}, "input[0].type", "'function_call_output' or 'reasoning'"),
+    (
+        ResponseRequest,
+        {"text": {"format": {"type": "json_schema"}}, "input": "a"},
+        "text.format.name",
+        "is missing",
+    ),
+    (MessagesRequest, said([{**PART, "nope": 1}]), "messages[0].content[0].nope", "no such field"),
+    (MessagesRequest, said([{"type": "text", "nope": 1}]), "messages[0].content[0].text", "is missing"),
+    (MessagesRequest, said([{**PART, "text": 5}]), "messages[0].content[0].text", "give a valid string"),
+    (MessagesRequest, said([{"type": "image"}]), "messages[0].content[0].type", "give 'text' or 'tool_result'"),
+    (MessagesRequest, said([{}]), "messages[0].content[0].type", "is missing"),
+    (
+        MessagesRequest,
+        said([{**RESULT, "content": [{**PART, "nope": 1}]}]),
+        "messages[0].content[0].content[0].nope",
+        "",
+    ),
+    (
+        ChatRequest,
+        {"messages": [USER], "tools": [{"type": "function", "function": {}}]},
+        "tools[0].function.name",
+        "",
+    ),
+    (ChatRequest, {"messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice.type", "give 'function'"),
+    (ChatRequest, {"messages": [USER], "stop": ["a", 5]}, "stop[1]", "give a valid string"),
+    (CompletionRequest, {"prompt": [5, "a"]}, "prompt[1]", "give a valid integer"),
+    (EmbeddingRequest, {"input": ["a"] * 2049}, "input", "at most 2048 items"),
+]
+
+
 def test_the_alternative_that_the_sender_meant_is_blamed() -> None:
-    call = {"type": "function_call", "name": "f", "arguments": "{}"}
-    result = {"type": "tool_result", "tool_use_id": "a"}
-
-    def said(content: Any, kind: type[Shape] = MessagesRequest) -> dict[str, Any]:
-        name = "input" if kind is ResponseRequest else "messages"
-        return {name: [{"role": "user", "content": content}], **({"max_tokens": 1} if name == "messages" else {})}
-
-    for kind, fields, param, message in (
-        (ResponseRequest, {"input": [USER, call]}, "input[1].call_id", "is missing"),
-        (
-            ResponseRequest,
-            {"input": [USER, {**call, "type": "function_call_output"}]},
-            "input[1].call_id",
-            "is missing",
-        ),
-        (ResponseRequest, {"input": [{"type": "message", "role": "user"}]}, "input[0].content", "is missing"),
-        (ResponseRequest, said(5, ResponseRequest), "input[0].content", "give a valid string or a valid list"),
-        (
-            ResponseRequest,
-            said([{"type": "input_image"}], ResponseRequest),
-            "input[0].content[0].type",
-            "'input_text', ",
-        ),
-        (ResponseRequest, {"input": [{**USER, "role": "robot"}]}, "input[0].role", "or 'assistant'"),
-        (ResponseRequest, {"input": [{"type": "x"}]}, "input[0].type", "'function_call_output' or 'reasoning'"),
-        (
-            ResponseRequest,
-            {"text": {"format": {"type": "json_schema"}}, "input": "a"},
-            "text.format.name",
-            "is missing",
-        ),
-        (MessagesRequest, said([{**PART, "nope": 1}]), "messages[0].content[0].nope", "no such field"),
-        (MessagesRequest, said([{"type": "text", "nope": 1}]), "messages[0].content[0].text", "is missing"),
-        (MessagesRequest, said([{**PART, "text": 5}]), "messages[0].content[0].text", "give a valid string"),
-        (MessagesRequest, said([{"type": "image"}]), "messages[0].content[0].type", "give 'text' or 'tool_result'"),
-        (MessagesRequest, said([{}]), "messages[0].content[0].type", "is missing"),
-        (
-            MessagesRequest,
-            said([{**result, "content": [{**PART, "nope": 1}]}]),
-            "messages[0].content[0].content[0].nope",
-            "",
-        ),
-        (
-            ChatRequest,
-            {"messages": [USER], "tools": [{"type": "function", "function": {}}]},
-            "tools[0].function.name",
-            "",
-        ),
-        (ChatRequest, {"messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice.type", "give 'function'"),
-        (ChatRequest, {"messages": [USER], "stop": ["a", 5]}, "stop[1]", "give a valid string"),
-        (CompletionRequest, {"prompt": [5, "a"]}, "prompt[1]", "give a valid integer"),
-        (EmbeddingRequest, {"input": ["a"] * 2049}, "input", "at most 2048 items"),
-    ):
+    for kind, fields, param, message in BLAMED:
         with pytest.raises(ApiError) as caught:
             read(kind, **fields)
         assert (caught.value.status, caught.value.param) == (400, param), caught.value.message
