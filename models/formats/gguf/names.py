@@ -61,6 +61,8 @@ class TensorLayout:
             return f"{_key_of(self.whole, module)}.{leaf}"
         if expert := re.fullmatch(rf"{re.escape(self.experts)}\.\d+\.(\w+)", match[2]):
             return f"blk.{match[1]}.{_key_of(self.in_expert, expert[1])}_exps.{leaf}"
+        if (whole := f"{match[2]}.{leaf}") in self.in_layer.values():
+            return f"blk.{match[1]}.{_key_of(self.in_layer, whole)}"
         return f"blk.{match[1]}.{_key_of(self.in_layer, match[2])}.{leaf}"
 
     def _expert_name(self, layer: str, expert: int | str, module: str) -> str:

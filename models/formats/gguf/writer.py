@@ -6,34 +6,34 @@ Keys and the types of tensors are those of llama.cpp's own converter. One tensor
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType, RopeScalingType
+from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from torch import Tensor
 
 from conf.errors import UserError
-from models.decoder import DecoderConfig
-from models.families.mixtral import MixtralConfig
-from models.families.qwen2 import Qwen2Config
+from models.families.phi3 import Phi3Config
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.gguf.config import END_TOKENS
-from models.formats.gguf.names import LAYOUTS, ROTARY_FACTORS
+from models.formats.gguf.config_writer import WRITERS, add_config
+from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
 from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.formats.rotary_rows import side_by_side
-from models.layers.rotary import RotaryConfig, llama3_factors, yarn_mscale
+from models.layers.rotary import llama3_factors
 from models.outline import open_model
 from models.registry import find_architecture
 from models.weights import match_tensors
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURE = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}  # by model_type
 TYPES = {  # by dtype: the type of matrices, and of a file that mostly holds these
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -55,10 +55,10 @@ def write_gguf(
     if dtype not in TYPES:
         raise UserError(f"dtype={dtype!r} is not supported in GGUF: only {', '.join(TYPES)}")
     model_type = checkpoint.config.require("model_type", str)
-    if model_type not in ARCHITECTURE:
-        raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(ARCHITECTURE))}")
+    if model_type not in WRITERS:
+        raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(WRITERS))}")
     architecture = find_architecture(checkpoint.config)
-    shape: DecoderConfig = architecture.read_config(checkpoint.config)
+    shape = architecture.read_config(checkpoint.config)
     model, files = open_model(architecture, shape, checkpoint)
     names = match_tensors(model, files, architecture.ignored_tensors)
     sources = {names[name]: (opened, name) for opened in files for name in opened.shapes if name in names}
@@ -66,9 +66,8 @@ def write_gguf(
     for name, parameter in model.named_parameters():
         target = LAYOUTS[model_type].llama_cpp_name(name)
         if target not in tensors:
-            tensors[target] = _StoredTensor(
-                target, dtype, tuple(parameter.shape), _turned_heads(name, model_type, shape)
-            )
+            change = _change_of(name, model_type, shape)
+            tensors[target] = _StoredTensor(target, dtype, tuple(parameter.shape), change)
         tensors[target].sources.append(sources[name])
     if other := [
         name for name, tensor in tensors.items() if tensor.type is GGMLQuantizationType.F16 and dtype != "float16"
@@ -76,29 +75,32 @@ def write_gguf(
         log.warning(
             "%d tensors are float16 instead of %s: rows of no multiple of 32 (%s first)", len(other), dtype, other[0]
         )
-    partial = file.with_name(f"{file.name}.partial")
-    writer = GGUFWriter(partial, ARCHITECTURE[model_type])
+    unfinished = file.with_name(f"{file.name}.partial")
+    writer = GGUFWriter(unfinished, WRITERS[model_type][0])
     try:
         writer.add_file_type(TYPES[dtype][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
-        _add_shape(writer, shape)
+        add_config(writer, model_type, shape)
         _add_tokenizer(writer, checkpoint, shape.vocab_size)
-        _write_tensors(writer, list(tensors.values()), shape.rotary, on_bytes)
+        _write_tensors(writer, list(tensors.values()), _rotary_factors(shape), on_bytes)
         writer.close()
-        os.replace(partial, file)
+        os.replace(unfinished, file)
     finally:
         writer.close()
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 class _StoredTensor:
     """A tensor of the file: one parameter, or the same matrix of every expert of a layer."""
 
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], heads: int | None) -> None:
+    def __init__(
+        self, name: str, dtype: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """shape: of the parameter. change: what the converter does with it."""
         self.name = name
-        self.heads = heads
+        self._change = change
         self.sources: list[tuple[WeightFile, str]] = []
-        self._source_shape = shape
+        self._source_shape = shape = shape[::-1] if change is Tensor.t else shape
         self.type = TYPES[dtype][0]
         if len(shape) == 1 or name.endswith(ROUTER):
             self.type = GGMLQuantizationType.F32
@@ -119,7 +121,7 @@ class _StoredTensor:
         stored = np.empty((len(self.sources), self.num_bytes // len(self.sources)), np.uint8)
         for row, (file, name) in zip(stored, self.sources, strict=True):
             tensor = next(iter(file.read([name])))[1]
-            row[:] = self._bytes(tensor if self.heads is None else side_by_side(tensor, self.heads))
+            row[:] = self._bytes(tensor if self._change is None else self._change(tensor))
         return stored.reshape(-1)
 
     def _bytes(self, tensor: Tensor) -> NDArray[np.uint8]:
@@ -135,69 +137,55 @@ class _StoredTensor:
         return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _turned_heads(name: str, model_type: str, shape: DecoderConfig) -> int | None:
-    """Return the number of heads whose rotary rows llama.cpp wants side by side; None for tensors whose rows stay in order."""
-    if ARCHITECTURE[model_type] != "llama":
-        return None
-    return {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}.get(name.split(".")[-2])
+def _change_of(name: str, model_type: str, shape: Any) -> Callable[[Tensor], Tensor] | None:
+    """Return what llama.cpp's converter does with a parameter, None for nothing: the other direction of reader.py."""
+    layout, (*_, module, leaf) = LAYOUTS[model_type], name.split(".")
+    if WRITERS[model_type][0] == "llama" and module in ("q_proj", "k_proj"):
+        heads = shape.num_attention_heads if module == "q_proj" else shape.num_key_value_heads
+        return partial(side_by_side, heads=heads)
+    if model_type == "bloom" and module == "query_key_value":
+        return partial(by_part, heads=shape.num_attention_heads)
+    if layout.norm_offset and module.endswith("norm"):
+        return lambda tensor: tensor.float() + layout.norm_offset
+    return Tensor.t if leaf == "weight" and module in layout.transposed else None
+
+
+def by_part(tensor: Tensor, heads: int) -> Tensor:
+    """Return the rows with all queries first, then all keys and all values. tensor: [heads * 3 * D, ...], head by head."""
+    ordered: Tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return ordered
+
+
+def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
+    """Return the divisors of frequencies, which are tensors of the file, by name."""
+    if isinstance(shape, Phi3Config):
+        factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
+        is_scaled = {1.0} != {factor for each in factors.values() for factor in each}
+        return {name: np.array(values, np.float32) for name, values in factors.items() if is_scaled}
+    rotary = getattr(shape, "rotary", None)
+    return {} if rotary is None or rotary.type != "llama3" else {ROTARY_FACTORS: llama3_factors(rotary).numpy()}
 
 
 def _write_tensors(
-    writer: GGUFWriter, tensors: list[_StoredTensor], rotary: RotaryConfig, on_bytes: Callable[[int, int], None]
+    writer: GGUFWriter,
+    tensors: list[_StoredTensor],
+    factors: dict[str, NDArray[np.float32]],
+    on_bytes: Callable[[int, int], None],
 ) -> None:
-    factors = llama3_factors(rotary).numpy() if rotary.type == "llama3" else None
-    if factors is not None:
-        writer.add_tensor_info(ROTARY_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    for name, values in factors.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, tensor.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors)
+    for values in factors.values():
+        writer.write_tensor_data(values)
     done, total = 0, sum(tensor.num_bytes for tensor in tensors)
     for tensor in tensors:
         writer.write_tensor_data(tensor.read())
         done += tensor.num_bytes
         on_bytes(done, total)
-
-
-def _add_shape(writer: GGUFWriter, shape: DecoderConfig) -> None:
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_context_length(shape.rotary.max_position_embeddings)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_hidden_layers)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_attention_heads)
-    writer.add_head_count_kv(shape.num_key_value_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
-    if isinstance(shape, Qwen2Config) and any(shape.windows):
-        raise UserError("a Qwen2 with sliding windows cannot be written as GGUF: llama.cpp knows none in it")
-    if window := getattr(shape, "sliding_window", None):
-        writer.add_sliding_window(window)
-    if isinstance(shape, MixtralConfig):
-        writer.add_expert_count(shape.mixture.num_experts)
-        writer.add_expert_used_count(shape.mixture.num_experts_per_tok)
-    _add_rotary(writer, shape.rotary)
-
-
-def _add_rotary(writer: GGUFWriter, rotary: RotaryConfig) -> None:
-    writer.add_rope_dimension_count(rotary.head_dim)
-    writer.add_rope_freq_base(rotary.theta)
-    own_attention = rotary.type == "yarn" and rotary.attention_factor != yarn_mscale(rotary.factor, 1.0)
-    if rotary.type == "dynamic" or own_attention or not rotary.truncate:
-        raise UserError(
-            f"rope_scaling of type {rotary.type!r} with these fields cannot be written as GGUF: llama.cpp has none like it"
-        )
-    if rotary.type in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(rotary.type))
-        writer.add_rope_scaling_factor(rotary.factor)
-    if rotary.type == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rotary.original_length)
-        writer.add_rope_scaling_yarn_beta_fast(rotary.beta_fast)
-        writer.add_rope_scaling_yarn_beta_slow(rotary.beta_slow)
 
 
 def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) -> None:

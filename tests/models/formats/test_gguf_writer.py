@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
-from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Qwen2ForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
@@ -22,10 +22,13 @@ from models.formats.gguf.writer import write_gguf
 from models.tokenizers.tiktoken import QWEN_PATTERN
 from tests.helpers.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
 from tests.helpers.cases import each
+from tests.helpers.gguf_families import write_family
 from tests.helpers.gguf_files import write_twin
+from tests.helpers.gguf_models import CASES, assert_equals_transformers, build
 from tests.helpers.oracle import random_prompts, write_model
 from tests.helpers.small_tokenizers import TEXTS, TRICKY, byte_fallback, byte_level, save
 
+UNKNOWN = ("qwen3_biases", "gemma3_no_windows")
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {"attention_bias": True}),
     "llama3": (
@@ -118,6 +121,38 @@ def test_is_what_llama_cpp_reads(family: str, tmp_path: Path) -> None:
     for key, field in twin.fields.items():
         if not key.startswith("GGUF."):
             assert ours.fields[key].contents() == field.contents(), key
+
+
+@each("name", [name for name in CASES if name not in UNKNOWN], quick=["gemma3"])
+def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
+    """Logits of transformers, and the tensors and keys of a twin by llama.cpp's rules. llama.cpp's own are in models/README.md."""
+    reference = build(tmp_path / "hf", name)
+    file = convert(tmp_path / "hf", "float32")
+    assert_equals_transformers(file, reference)
+    ours = gguf.GGUFReader(file)
+    twin = gguf.GGUFReader(write_family(tmp_path / "hf", tmp_path / "twin.gguf", splits_latent=False))
+    expected = {t.name: t for t in twin.tensors}
+    assert {t.name for t in ours.tensors} == expected.keys()
+    for tensor in ours.tensors:
+        np.testing.assert_array_equal(tensor.data, expected[tensor.name].data)
+    for key, field in twin.fields.items():
+        if not key.startswith(("GGUF.", "general.")):
+            assert ours.fields[key].contents() == pytest.approx(field.contents()), key
+
+
+def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"norm_topk_prob": False},
+        "gemma2": {"query_pre_attn_scalar": 32},
+        "deepseek_v3": {"rope_interleave": False},
+        "gpt2": {"activation_function": "gelu"},
+        "bloom": {"apply_residual_connection_post_layernorm": True},
+    }
+    for name in (*changes, *UNKNOWN):
+        build(tmp_path / name, name, **changes.get(name, {}))
+        with pytest.raises(UserError, match="cannot be written as GGUF: llama.cpp has none like it"):
+            convert(tmp_path / name, "float32")
+    assert not list(tmp_path.glob("*.gguf*"))
 
 
 def test_peak_memory_is_about_a_tensor(tmp_path: Path) -> None:
@@ -315,10 +350,10 @@ def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
     [
         (LlamaForCausalLM, {}, "q4_0", "dtype='q4_0' is not supported in GGUF: only float32, float16, bfloat16, q8_0"),
         (
-            Gemma2ForCausalLM,
+            Olmo2ForCausalLM,
             {},
             "float16",
-            "model_type='gemma2' cannot be written as GGUF: only llama, mistral, mixtral, q",
+            "model_type='olmo2' cannot be written as GGUF: only bloom, deepseek_v2, deep",
         ),
         (
             LlamaForCausalLM,
