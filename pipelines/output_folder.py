@@ -11,8 +11,14 @@ from pathlib import Path
 from conf.errors import UserError
 from models.formats.huggingface import CONFIG
 from models.formats.manifest import MANIFEST
+from pipelines.report import REPOSITORY
 
 log = logging.getLogger(__name__)
+
+
+def kept_folder(kind: str) -> Path:
+    """Return where files are kept that later runs find: `quantized` models, `packed` copies. QUINTET_OUTPUTS is the folder of both."""
+    return Path(os.environ.get("QUINTET_OUTPUTS") or REPOSITORY / "outputs") / kind
 
 
 @contextmanager

@@ -19,12 +19,10 @@ from models.cuts import Division
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
 from pipelines.fingerprint import code_digest, file_fingerprint
 from pipelines.opening import ModelSource
+from pipelines.output_folder import kept_folder
 from pipelines.planning import ModelPlan
-from pipelines.report import REPOSITORY
 
 log = logging.getLogger(__name__)
-
-FOLDER = REPOSITORY / "outputs" / "packed"
 
 
 def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> None:
@@ -64,7 +62,7 @@ def _place(run: RunConfig, plan: ModelPlan) -> Path:
     if plan.division != Division():
         what["division"] = plan.division
     names = model.name, run.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
-    return FOLDER / f"{'-'.join(names)}.safetensors"
+    return kept_folder("packed") / f"{'-'.join(names)}.safetensors"
 
 
 def _identity(source: ModelSource) -> str:

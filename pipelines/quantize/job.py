@@ -11,11 +11,10 @@ from conf.schema import RunConfig
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
-from pipelines.report import REPOSITORY
+from pipelines.output_folder import kept_folder
 from quantization.smoothing_record import FOLDS, SMOOTHING
 
 VERSION = 2  # of what the same settings make: raise it with every change of codes, scales or what is observed
-MADE = REPOSITORY / "outputs" / "quantized"  # models that were made without a name
 
 
 def default_target(run: RunConfig, source: ModelSource) -> Path:
@@ -23,7 +22,7 @@ def default_target(run: RunConfig, source: ModelSource) -> Path:
     digest = hashlib.sha256(dumps(job_of(run, source)).encode()).hexdigest()
     name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
     cache = f"-kv_{run.quant.kv_cache.name}" if run.quant.has_static_kv_cache else ""
-    return MADE / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}{cache}-{digest[:12]}"
+    return kept_folder("quantized") / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}{cache}-{digest[:12]}"
 
 
 def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from conf.schema import RunConfig
 from models.formats.manifest import MANIFEST
 from pipelines import report
 from pipelines.opening import ModelSource, open_source
-from pipelines.output_folder import only_maker, refuse_existing
-from pipelines.quantize.job import MADE, default_target
+from pipelines.output_folder import kept_folder, only_maker, refuse_existing
+from pipelines.quantize.job import default_target
 from pipelines.quantize.model import make_model
 from pipelines.quantize.preflight import print_preflight
 from pipelines.quantize.report import perplexity
@@ -42,7 +42,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     output = run.quantize.output
     given = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
     if run.quantize.dry_run:
-        print_preflight(run, source, given.parent if given else MADE)
+        print_preflight(run, source, given.parent if given else kept_folder("quantized"))
         return
     start, target = time.perf_counter(), given or default_target(run, source)
     refuse_existing(target, run.quantize.overwrite, "quantize")

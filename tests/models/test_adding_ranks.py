@@ -192,11 +192,11 @@ def test_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")
 def test_kept_files_are_those_of_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.packed_cache.FOLDER", tmp_path / "kept")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     write_llama(tmp_path / "base")
     run = run_config(tmp_path / "base", keep_packed=True)
     gathered, added = divided_steps(run, 2, PROMPTS), divided_steps(adding(run, 2), 2, PROMPTS)
-    assert len([*(tmp_path / "kept").glob("*.safetensors")]) == 4
+    assert len([*(tmp_path / "packed").glob("*.safetensors")]) == 4
     for one, other in ((run, gathered), (adding(run, 2), added)):
         found = divided_steps(one, 2, PROMPTS)[0]
         assert all(step.logits.equal(before.logits) for step, before in zip(found, other[0], strict=True))

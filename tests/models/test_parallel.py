@@ -97,13 +97,13 @@ def test_weights_of_12_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")
 def test_each_part_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.packed_cache.FOLDER", tmp_path / "kept")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     write_llama(tmp_path / "base", attention_bias=True)
     run = run_config(tmp_path / "base", keep_packed=True)
     whole = whole_steps(run, PROMPTS)
     for num_parts in (3, 3):  # made, and found
         assert_same_bits(whole, divided_steps(run, 2, PROMPTS))
-        assert len([*(tmp_path / "kept").glob("*.safetensors")]) == num_parts
+        assert len([*(tmp_path / "packed").glob("*.safetensors")]) == num_parts
 
 
 def divisions_of(name: str) -> list[tuple[int, str]]:

@@ -187,7 +187,7 @@ def test_an_adapter_for_all_rows_is_the_models_alone(chatty: Path, tmp_path: Pat
 def test_models_that_are_kept_packed_have_files_of_their_own(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.packed_cache.FOLDER", tmp_path / "packed")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     draft = tmp_path / "draft"
     write_llama(draft, vocab_size=330, hidden_size=32, num_hidden_layers=1)
     run = drafting_run(chatty, draft)

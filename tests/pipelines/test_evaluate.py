@@ -166,7 +166,7 @@ def test_a_model_that_is_calibrated_now_has_a_reference_too(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What says how it is made does not concern the reference."""
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "quantized")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     run = job(chatty, data=write_texts(tmp_path, TEXTS), reference=str(chatty))
     calibrate = CalibrateConfig(num_samples=2, sequence_length=16)
     quant = QuantConfig(QuantScheme.int8, auto_clip=True)

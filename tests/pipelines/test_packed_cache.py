@@ -53,10 +53,8 @@ STORED = (
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "kept"
-    monkeypatch.setattr("pipelines.packed_cache.FOLDER", folder)
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "made")
-    return folder
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
+    return tmp_path / "packed"
 
 
 def job(folder: Path, quant: QuantConfig | None = None, dtype: DType = DType.float32) -> RunConfig:
@@ -302,9 +300,10 @@ def test_a_permutation_of_weights_that_have_none_is_refused(scheme: str, kept: P
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, torch.Tensor]:
     """A job, the file that is kept of its model, and the logits."""
     folder, run = tmp_path_factory.mktemp("packed"), job(GOLDENS / "llama_tied_bias", SCHEMES["int8"])
-    with patch("pipelines.packed_cache.FOLDER", folder):
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv("QUINTET_OUTPUTS", str(folder))
         logits = all_logits(load_engine(run, 3), PROMPT)
-    (file,) = folder.iterdir()
+    (file,) = (folder / "packed").iterdir()
     return run, file, logits
 
 
@@ -318,8 +317,10 @@ def test_a_damaged_header_is_noticed_or_harmless(
     run, file, expected = packed
     whole, message = file.read_bytes(), ""
     damaged = mutated(whole, mutations, head=8 + int.from_bytes(whole[:8], "little"))
-    (tmp_path / file.name).write_bytes(damaged)
-    with patch("pipelines.packed_cache.FOLDER", tmp_path):
+    (tmp_path / "packed").mkdir(exist_ok=True)
+    (tmp_path / "packed" / file.name).write_bytes(damaged)
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv("QUINTET_OUTPUTS", str(tmp_path))
         try:
             assert all_logits(load_engine(run, 3), PROMPT).equal(expected)
         except UserError as error:

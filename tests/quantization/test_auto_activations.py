@@ -117,7 +117,7 @@ def test_a_quantised_model_takes_it_in_any_run(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "made")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     data = write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
     run = quantize_run(LLAMA, CALIBRATED["int8 gptq"], None, data)
     none = load_engine(run, 3)
@@ -128,7 +128,7 @@ def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: p
 
 
 def test_a_packed_model_is_kept_once_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.packed_cache.FOLDER", tmp_path / "packed")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     run = replace(run_config(LLAMA, keep_packed=True), quant=QuantConfig(INT8))
     none = load_engine(run, 3)
     auto = load_engine(replace(run, quant=replace(run.quant, activations=AUTO)), 3)

@@ -236,11 +236,13 @@ def predict_run(source: Path, quant: QuantConfig, data: Path) -> RunConfig:
 
 
 def test_predicting_calibrates_once(source: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "models")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     first = load_engine(predict_run(source, STATIC_INT8, data), 3)
     monkeypatch.setattr("pipelines.quantize.layers.Quantizer", None)  # nothing may be calibrated again
     again = load_engine(predict_run(source, STATIC_INT8, data), 3)
-    assert [folder.name.rpartition("-")[0] for folder in (tmp_path / "models").iterdir()] == ["float-none-rtn-kv_int8"]
+    assert [folder.name.rpartition("-")[0] for folder in (tmp_path / "quantized").iterdir()] == [
+        "float-none-rtn-kv_int8"
+    ]
     assert all_logits(first, PROMPT).equal(all_logits(again, PROMPT))
     assert first.runner.kv_bytes_per_token == 2 * 2 * 2 * 16
 

@@ -172,7 +172,7 @@ def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) 
 
 def test_a_calibrating_run_simply_works(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model that a run keeps by itself has the vectors, also when a later run finds it."""
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "quantized")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     settings = {"quant": "a8w8", "calibrate.data": llama / "rows.jsonl", "model.adapters": f"{{fr:{llama / 'fr'}}}"}
     settings |= {"predict.adapter": "fr", "model.dtype": "float32"}
     overrides = [f"{name}={value}" for name, value in settings.items()]

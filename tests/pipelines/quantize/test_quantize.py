@@ -90,7 +90,7 @@ def reports_in(folder: Path) -> dict[str, dict[str, Any]]:
 def test_what_was_chosen_is_what_is_stored_and_what_runs(
     name: str, data: Path, tmp_path: Path, chosen: dict[str, StoredWeight]
 ) -> None:
-    quant, target = CALIBRATED[name], tmp_path / "made"
+    quant, target = CALIBRATED[name], tmp_path / "quantized"
     made = make(quantize_run(LLAMA, quant, target, data), tmp_path / "run")
     again = reloaded(target)
     assert all_logits(again, PROMPT).equal(all_logits(made, PROMPT))
@@ -127,8 +127,8 @@ def test_what_was_chosen_is_what_is_stored_and_what_runs(
 def test_a_method_beats_rounding_to_nearest(name: str, tmp_path: Path) -> None:
     """Every layer's own error with GPTQ; with folds, whose last digits are luck in layers without outliers, the mean of all."""
     write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
-    make(quantize_run(LLAMA, CALIBRATED[name], tmp_path / "made", tmp_path / "rows.jsonl"), tmp_path / "run")
-    errors = [(r["rounded_error"], r["error"]) for r in reports_in(tmp_path / "made").values()]
+    make(quantize_run(LLAMA, CALIBRATED[name], tmp_path / "quantized", tmp_path / "rows.jsonl"), tmp_path / "run")
+    errors = [(r["rounded_error"], r["error"]) for r in reports_in(tmp_path / "quantized").values()]
     assert sum(error for _, error in errors) < sum(rounded for rounded, _ in errors)
     if "gptq" in name:
         assert all(error < rounded for rounded, error in errors)
@@ -149,24 +149,24 @@ def test_a_layer_that_nothing_reaches_is_rounded(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_stored_beside_its_embedding(data: Path, tmp_path: Path) -> None:
     source = GOLDENS / "llama_tied_bias"
-    made = make(quantize_run(source, CALIBRATED["int4 gptq"], tmp_path / "made", data), tmp_path / "run")
-    assert json.loads((tmp_path / "made" / "config.json").read_text())["tie_word_embeddings"] is False
-    tensors = tensors_in(tmp_path / "made")
+    made = make(quantize_run(source, CALIBRATED["int4 gptq"], tmp_path / "quantized", data), tmp_path / "run")
+    assert json.loads((tmp_path / "quantized" / "config.json").read_text())["tie_word_embeddings"] is False
+    tensors = tensors_in(tmp_path / "quantized")
     assert "lm_head.weight_packed" in tensors
     before = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
     assert tensors["model.embed_tokens.weight"].equal(before)
-    assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
+    assert all_logits(reloaded(tmp_path / "quantized"), PROMPT).equal(all_logits(made, PROMPT))
 
 
 def test_a_stored_head_of_its_own_stays_one(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Though the source's config ties it."""
     source = tied(tmp_path / "source")
     quant = replace(CALIBRATED["int4 gptq"], skip=["lm_head"])
-    made = make(quantize_run(source, quant, tmp_path / "made", data), tmp_path / "run")
+    made = make(quantize_run(source, quant, tmp_path / "quantized", data), tmp_path / "run")
     caplog.clear()
-    assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
+    assert all_logits(reloaded(tmp_path / "quantized"), PROMPT).equal(all_logits(made, PROMPT))
     assert not caplog.messages
-    assert tensors_in(tmp_path / "made")["lm_head.weight"].equal(tensors_in(source)["lm_head.weight"])
+    assert tensors_in(tmp_path / "quantized")["lm_head.weight"].equal(tensors_in(source)["lm_head.weight"])
 
 
 def test_keys_of_the_config_that_nobody_read_are_named(
@@ -176,7 +176,7 @@ def test_keys_of_the_config_that_nobody_read_are_named(
     shutil.copytree(LLAMA, source)
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(values | {"logit_softcap": 30.0}))
-    make(quantize_run(source, CALIBRATED["a8w8 static"], tmp_path / "made", data), tmp_path / "run")
+    make(quantize_run(source, CALIBRATED["a8w8 static"], tmp_path / "quantized", data), tmp_path / "run")
     assert f"the config in {source} has keys that are not used: logit_softcap" in caplog.messages
 
 
@@ -203,9 +203,9 @@ def test_layers_are_skipped_and_others_have_schemes_of_their_own(data: Path, tmp
     quant = replace(
         CALIBRATED["int4 gptq"], skip=["lm_head", "*.layers.0.self_attn.*"], overrides={"*.down_proj": "int8"}
     )
-    made = make(quantize_run(LLAMA, quant, tmp_path / "made", data), tmp_path / "run")
-    assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
-    tensors = tensors_in(tmp_path / "made")
+    made = make(quantize_run(LLAMA, quant, tmp_path / "quantized", data), tmp_path / "run")
+    assert all_logits(reloaded(tmp_path / "quantized"), PROMPT).equal(all_logits(made, PROMPT))
+    tensors = tensors_in(tmp_path / "quantized")
     assert tensors["lm_head.weight"].dtype == tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
     inputs = tensors["model.layers.0.mlp.down_proj.weight_shape"][1]
     assert tensors["model.layers.0.mlp.down_proj.weight_packed"].shape[1] == inputs / 4
@@ -214,7 +214,7 @@ def test_layers_are_skipped_and_others_have_schemes_of_their_own(data: Path, tmp
 
 @pytest.mark.long
 def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "made"
+    target = tmp_path / "quantized"
     run = quantize_run(LLAMA, STATIC_A8W8, target, data)
     dry = replace(run, quantize=replace(run.quantize, dry_run=True))
     run_quantize(dry, tmp_path / "run", dump)
@@ -246,8 +246,8 @@ def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.fixture
 def made_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where models without a name go."""
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "made")
-    return tmp_path / "made"
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
+    return tmp_path / "quantized"
 
 
 def predict_run(folder: Path, quant: QuantConfig, data: Path, **calibrate: int) -> RunConfig:

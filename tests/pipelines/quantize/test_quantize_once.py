@@ -27,7 +27,6 @@ from pipelines import report
 from pipelines.opening import open_source
 from pipelines.output_folder import only_maker
 from pipelines.quantize import estimate as quantize_estimate
-from pipelines.quantize import job as quantize_job
 from pipelines.quantize import quantize
 from pipelines.quantize.preflight import preflight
 from pipelines.quantize.quantize import find_or_make
@@ -45,12 +44,11 @@ DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
 from pipelines.quantize import quantize
-from pipelines.quantize import job as quantize_job
 from pipelines.opening import open_source
 from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
 model, data, made = map(Path, json.loads(sys.argv[1]))
-quantize_job.MADE = made
+os.environ["QUINTET_OUTPUTS"] = str(made.parent)
 waiting, ended = os.pipe(), os.pipe()
 make_model = quantize.make_model
 dead = made.parent / "dead"
@@ -111,7 +109,7 @@ def test_several_processes_make_a_model_once_also_when_the_first_is_killed(data:
 def test_what_is_made_is_said_at_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pipelines.quantize.job.MADE", tmp_path / "quantized")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data)
         folder = find_or_make(run, open_source(run.model), report.NO_PROGRESS)
@@ -122,7 +120,7 @@ def test_what_is_made_is_said_at_once(
 
 def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And then finds that it is there: no message speaks of another run that writes."""
-    monkeypatch.setattr(quantize_job, "MADE", tmp_path / "quantized")
+    monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     run = replace(quantize_run(LLAMA, CALIBRATED["a8w8 dynamic smoothquant"], None, data), task=Task.quantize)
     make_model, waiting, refused = quantize.make_model, threading.Event(), []
 

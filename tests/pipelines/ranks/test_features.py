@@ -16,11 +16,11 @@ from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
-from pipelines import packed_cache
 from pipelines.engine import Engine
 from pipelines.engine.adapters import Adapters
 from pipelines.interrupt import RankLost
 from pipelines.loading import load_engine
+from pipelines.output_folder import kept_folder
 from pipelines.ranks.leader import LeadingRunner
 from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write_adapter
 from tests.helpers.builders import generate, run_config, write_llama
@@ -245,4 +245,4 @@ def test_a_model_is_kept_packed_in_a_file_for_each_rank(llama: Path, tp: int) ->
 
 
 def files_of(model: Path) -> set[Path]:
-    return set(packed_cache.FOLDER.glob(f"{model.name}-*"))
+    return set(kept_folder("packed").glob(f"{model.name}-*"))
