@@ -235,8 +235,10 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
     and downloads need."""
     code = (
         "import runpy, sys\n"
-        f"sys.argv[1:] = ['predict.data=Once', 'decode.max_new_tokens=3', 'hydra.run.dir={tmp_path / 'run'}']\n"
+        f"sys.argv[1:] = ['predict.data=Once', 'decode.max_new_tokens=3', 'quant.kv_cache=int8', 'hydra.run.dir={tmp_path / 'run'}']\n"
         "runpy.run_path('run.py', run_name='__main__')\n"
+        "import torch\nfrom kernels.kv_format import FORMATS, allocate\n"
+        "caches = [allocate(kind, (1, 16, 2), 64, torch.float32, torch.device('cpu')) for both in FORMATS.values() for kind in both]\n"
         "unused = 'torch._dynamo sympy triton transformers huggingface_hub jinja2 rich matplotlib gguf sentencepiece tiktoken '\n"
         "unused += 'pipelines.bench pipelines.evaluate pipelines.convert pipelines.quantize.quantize'\n"
         "others = {name for name in sys.modules if name.startswith('models.families.')} - {'models.families.llama'}\n"
