@@ -237,6 +237,8 @@ def checked(arguments: list[str]) -> list[str]:
             raise UserError(f"{argument} would take away what is needed: leave it out, or give {key}= and {choice}")
         if key in ("hydra.run.dir", "hydra.sweep.dir") and value.strip("'\"").lower() in ("", "null"):
             raise UserError(f"{argument} is no folder: give one, or leave it out")
+        if key == "quant.overrides" and value.replace(" ", "") == "{}":
+            raise UserError(f"{argument} changes nothing of the option's own: give {{lm_head: none}}, for example")
     return arguments
 
 

@@ -4,6 +4,7 @@ A run that ended early is continued by the next one of the same model, settings 
 """
 
 import json
+import logging
 import os
 import time
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, check
-from conf.quantization import KVCacheFormat, QuantScheme
+from conf.quantization import KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
 from conf.schema import RunConfig
 from models.formats.manifest import MANIFEST
 from pipelines import report
@@ -22,6 +23,8 @@ from pipelines.quantize.job import default_target
 from pipelines.quantize.model import make_model
 from pipelines.quantize.preflight import print_preflight
 from pipelines.quantize.report import perplexity
+
+log = logging.getLogger(__name__)
 
 
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -38,7 +41,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     source = open_source(run.model)
     if source.is_quantized:
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
-    run = replace(run, calibrate=run.calibrate.resolved(run.quant))
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=_for_format(run))
     output = run.quantize.output
     given = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
     if run.quantize.dry_run:
@@ -52,6 +55,15 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     metrics |= {"quantize_s": time.perf_counter() - start}
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
+
+
+def _for_format(run: RunConfig) -> QuantConfig:
+    """Return the settings without the head's scheme of conf/quant/int4.yaml where the format has no quantised head."""
+    quant = run.quant
+    if run.quantize.format is not QuantizedFormat.awq or quant.overrides != {"lm_head": "int8"}:
+        return quant
+    log.warning("quantize.format=awq has no quantised head: lm_head stays as it is, and not int8")
+    return replace(quant, overrides={}, skip=[*quant.skip, "lm_head"])
 
 
 def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressSink) -> Path:

@@ -121,6 +121,7 @@ def test_a_config_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pa
         ("quant.smooth.foo=1", "Key 'foo' not in 'SmoothConfig': there are alpha, piecewise"),
         ("decode.max_new_tokens=???", r"decode.max_new_tokens=\?\?\? means that the value is missing: give one"),
         ("quant.skip=???", r"quant.skip=\?\?\? means that the value is missing"),
+        ("quant.overrides={ }", "changes nothing of the option's own: give {lm_head: none}"),
         ("predict.data='???'", r"a prompt of \?\?\? goes into a row of a .jsonl"),
     ],
 )

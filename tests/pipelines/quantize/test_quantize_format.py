@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat
 from pipelines.loading import load_engine
+from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.packing import unpack
 from tests.helpers.builders import all_logits, run_config
 from tests.helpers.cases import each
@@ -60,6 +62,21 @@ def test_it_reloads_to_the_same_bits(format: QuantizedFormat, quant: QuantConfig
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
     named = load_engine(replace(run_config(tmp_path / "made"), quant=quant), 3)  # its own option contradicts nothing
     assert all_logits(named, PROMPT).equal(all_logits(made, PROMPT))
+
+
+def test_the_options_own_scheme_of_the_head_is_none_of_awq(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """conf/quant/int4.yaml has the head in int8; who asks for another scheme of the head is refused."""
+    quant = QuantConfig(INT4, group_size=32, skip=["*.down_proj"], overrides={"lm_head": "int8"})
+    run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=QuantizedFormat.awq)
+    run_quantize(run, tmp_path / "run", dump)
+    assert "quantize.format=awq has no quantised head: lm_head stays as it is" in caplog.text
+    kept = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "lm_head" in kept
+    other = replace(run, quant=replace(quant, overrides={"lm_head": "int4"}))
+    with pytest.raises(UserError, match="AWQ holds one scheme for all layers|AWQ has no quantised head"):
+        run_quantize(replace(other, quantize=replace(run.quantize, overwrite=True)), tmp_path / "run", dump)
 
 
 def test_int8_for_vllm_on_a_cpu_has_dynamic_activations_and_a_named_head(data: Path, tmp_path: Path) -> None:
