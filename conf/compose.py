@@ -22,20 +22,19 @@ from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, shortened, there_are
-from conf.flags import flags_first
+from conf.flags import DATA, flags_first, with_home
+from conf.former import refuse_former
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
-DATA = "predict.data="
 RESUME = "predict.resume="
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 HYDRAS_OWN = re.compile(  # quoted values and sweep functions
     rf"null|(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}|[^\s,'\"]+))*|(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)",
     re.DOTALL,
 )
-HOME = re.compile(r"(?<=[=,])~(?=/)")
 # What follows one of these in an error of Hydra's does not help.
 NOISE = re.compile("full_key:|Config search path:|To append to your config|See https://hydra.cc")
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
@@ -223,14 +222,10 @@ def version() -> str:
         return str(tomllib.load(file)["project"]["version"])
 
 
-def with_home(arguments: list[str]) -> list[str]:
-    """Put the home folder in the place of `~/` where a value begins: no shell does after KEY=, and Hydra's grammar has no `~` there."""
-    return [a if a.startswith(DATA) or set(a) & set("'\"") else HOME.sub(os.path.expanduser("~"), a) for a in arguments]
-
-
 def checked(arguments: list[str]) -> list[str]:
-    """Return the arguments. Raises UserError for one that removes what a run needs: its folder, or a part of the config."""
+    """Return the arguments. Raises UserError for those of other tools, and for one that removes what a run needs: its folder, or a part."""
     for argument in arguments:
+        refuse_former(argument)
         key, _, value = argument.lstrip("~").partition("=")
         if argument.startswith("~") or (value.lower() == "null" and options(key)):
             choice = f"one of {', '.join(options(key))}" if options(key) else "a value"
@@ -239,7 +234,7 @@ def checked(arguments: list[str]) -> list[str]:
             raise UserError(f"{argument} is no folder: give one, or leave it out")
         if key == "quant.overrides" and value.replace(" ", "") == "{}":
             raise UserError(f"{argument} changes nothing of the option's own: give {{lm_head: none}}, for example")
-    return arguments
+    return ["device=cuda" if argument == "device=gpu" else argument for argument in arguments]
 
 
 def compose_run_config(

@@ -1,7 +1,12 @@
 """Flags of the command line, such as --cfg job, which Hydra takes only before or after the overrides."""
 
+import os
+import re
+
 from conf.errors import UserError
 
+DATA = "predict.data="
+HOME = re.compile(r"(?<=[=,])~(?=/)")
 INFO = ("--info", "-i")  # whose value may be left out
 FLAGS_WITH_VALUE = (
     "--cfg",
@@ -32,3 +37,8 @@ def flags_first(arguments: list[str]) -> list[str]:
     if "--resolve" in flags and not shown & {"--help", "-h", "--cfg", "-c"}:
         raise UserError("--resolve shows a config with its references resolved: give --cfg job --resolve")
     return flags + overrides
+
+
+def with_home(arguments: list[str]) -> list[str]:
+    """Put the home folder in the place of `~/` where a value begins: no shell does after KEY=, and Hydra's grammar has no `~` there."""
+    return [a if a.startswith(DATA) or set(a) & set("'\"") else HOME.sub(os.path.expanduser("~"), a) for a in arguments]

@@ -48,6 +48,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
         "models.formats.gguf.header",
         "models.formats.gguf.tensors",
         "models.formats.gguf.writer",
+        "models.formats.gguf.config_writer",
         "models.formats.gguf.special_tokens",
         "models.formats.gguf.tokenizer",
         "models.formats.gguf.vocabulary",

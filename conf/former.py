@@ -1,0 +1,180 @@
+"""Options of the tools that people come from, and what to give here: hints of the command line, and the tables of MIGRATION.md.
+
+`python -m conf.former` writes the page.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from conf.errors import UserError
+
+PAGE = Path(__file__).resolve().parent.parent / "MIGRATION.md"
+
+
+class Former(NamedTuple):
+    """An option of another tool."""
+
+    theirs: str
+    """As it is typed: a flag, a key, or a key with its value."""
+    ours: str
+    """Arguments of run.py; "" where nothing is to be given."""
+    why: str = ""
+    """What differs; the reason where nothing is to be given."""
+
+
+PADDLENLP = (
+    Former("--model_name_or_path", "model.path=FOLDER", "or an option of conf/model: model=llama2_7b"),
+    Former("--batch_size", "predict.batch_size=16", "most rows at once: rows join and leave at every step"),
+    Former("--max_length", "decode.max_length=2048", "prompt and output together, as there"),
+    Former("max_length", "decode.max_length=2048", "prompt and output together, as there"),
+    Former("--src_length", "", "prompts are not cut: a row that is too long is an error of its own"),
+    Former("predict.src_length", "", "prompts are not cut: a row that is too long is an error of its own"),
+    Former("--lora_path", "model.adapters={a:FOLDER} predict.adapter=a", "each row may name another one"),
+    Former("--prefix_path", "model.prefixes={p:FOLDER} predict.prefix=p"),
+    Former("--export_precache", "model.prefixes={p:FOLDER}", "read at run time, also by an export"),
+    Former("--data_file", "predict.data=FILE.jsonl", "rows of src and tgt are read as they are"),
+    Former("output_file", "hydra.run.dir=FOLDER", "predictions.jsonl is in the run's folder"),
+    Former("--decode_strategy=greedy_search", "decode=greedy", "the default is what the checkpoint suggests"),
+    Former("decode=greedy_search", "decode=greedy"),
+    Former("decode=beam_search", "decode=beam"),
+    Former("mode", "model.path=FOLDER", "an exported folder is known by its files"),
+    Former("inference_model", "", "the engine is always the fused one"),
+    Former("block_attn", "", "the cache is always paged: device.block_size=16"),
+    Former("append_attn", "", "the cache is always paged: device.block_size=16"),
+    Former("quant_type=weight_only_int8", "quant=int8"),
+    Former("quant_type=weight_only_int4", "quant=int4"),
+    Former("quant_type=a8w8", "quant=a8w8", "a folder of PaddleNLP's PTQ needs no option"),
+    Former("quant_type=a8w8_fp8", "quant=fp8"),
+    Former("quant_type", "quant=int8", "or int4, a8w8, fp8"),
+    Former("quant=weight_only_int8", "quant=int8"),
+    Former("quant=weight_only_int4", "quant=int4"),
+    Former("quant=a8w8_fp8", "quant=fp8"),
+    Former("cachekv_int8_type=dynamic", "quant.kv_cache=int8"),
+    Former("cachekv_int8_type=static", "quant.kv_cache_scales=static quant.kv_cache=int8", "made by task=quantize"),
+    Former("speculate_method=inference_with_reference", "decode.speculate=ngram decode.speculation.order=paddle"),
+    Former("speculate_max_draft_token_num", "decode.speculation.num_tokens=7"),
+    Former("speculate_max_ngram_size", "decode.speculation.max_ngram=5"),
+    Former("speculate_verify_window", "decode.speculation.verify_window=2", "exact acceptance is the default here"),
+    Former("export_model.py", "task=export export.output=FOLDER"),
+    Former("device=npu", "device=cpu", "kernels are for CPUs and NVIDIA's GPUs alone"),
+    Former("device=xpu", "device=cpu", "kernels are for CPUs and NVIDIA's GPUs alone"),
+)
+MINDFORMERS = (
+    Former("--config", "--config-path FOLDER", "the folder of a run, which has a config.yaml; groups replace the rest"),
+    Former("run_mode", "task=predict"),
+    Former("--predict_data", "predict.data=FILE.txt", "a prompt, a file, or - for standard input"),
+    Former("--predict_batch_size", "predict.batch_size=16"),
+    Former("load_checkpoint", "model.path=FOLDER"),
+    Former("use_parallel", "parallel=tp"),
+    Former("model_parallel", "parallel=tp parallel.tp=2"),
+    Former("pipeline_stage", "parallel=pp parallel.pp=2"),
+    Former("data_parallel", "parallel=ray parallel.replicas=2"),
+    Former("auto_trans_ckpt", "", "files of any division are read by any number of ranks"),
+    Former("src_strategy_path_or_dir", "", "files of any division are read by any number of ranks"),
+    Former("decode.do_sample", "decode=sampling", "decode.temperature=0 is greedy"),
+)
+VLLM = (
+    Former("--model", "model.path=FOLDER"),
+    Former("--tokenizer", "model.tokenizer=FOLDER"),
+    Former("--dtype", "model.dtype=bfloat16"),
+    Former("--max-model-len", "model.max_length=4096"),
+    Former("tensor_parallel_size", "parallel=tp parallel.tp=2"),
+    Former("--pipeline-parallel-size", "parallel=pp parallel.pp=2"),
+    Former("gpu_memory_utilization", "device.memory_fraction=0.9", "of a GPU; on a CPU device.kv_cache_memory=4GB"),
+    Former("--kv-cache-dtype", "quant.kv_cache=fp8"),
+    Former("--max-num-seqs", "task=serve serve.batch_size=64", "of a job: predict.batch_size"),
+    Former("--max-num-batched-tokens", "device.max_batched_tokens=2048"),
+    Former("--block-size", "device.block_size=16"),
+    Former("--served-model-name", "task=serve serve.model_name=NAME"),
+    Former("--api-key", "task=serve serve.api_keys=FILE", "keys are in a file, so that no process list shows them"),
+    Former("--enable-lora", "model.adapters={a:FOLDER}"),
+    Former("--speculative-config", "decode.speculate=ngram", "or model, or mtp"),
+    Former("--trust-remote-code", "", "no remote code is ever run"),
+    Former("--enforce-eager", "device.cuda_graphs=false"),
+    Former("quant=awq", "", "a quantised folder is known by its config.json; quant.method=awq makes one"),
+    Former("quant=gptq", "", "a quantised folder is known by its config.json; quant.method=gptq makes one"),
+    Former("quant=w8a8", "quant=a8w8"),
+    Former("vllm serve", "task=serve"),
+    Former("vllm bench", "task=bench"),
+)
+SWIFT = (
+    Former("--model_id_or_path", "model.path=FOLDER", "a folder that modelscope has downloaded, or a hub id"),
+    Former("--max_new_tokens", "decode.max_new_tokens=256"),
+    Former("--temperature", "decode.temperature=0.3"),
+    Former("--top_p", "decode.top_p=0.7"),
+    Former("--repetition_penalty", "decode.repetition_penalty=1.05"),
+    Former("swift infer", "task=chat"),
+    Former("swift deploy", "task=serve"),
+    Former("fastchat.serve.gradio_web_server", "task=chat chat.web=true"),
+    Former("--revision", "", "a hub id is the newest commit: give the folder of another one"),
+)
+LLAMA_CPP = (
+    Former("-m FILE.gguf", "model.path=FILE.gguf", "-m alone sweeps"),
+    Former("-p", "predict.data=TEXT"),
+    Former("-n", "decode.max_new_tokens=64"),
+    Former("--temp", "decode.temperature=0.8"),
+    Former("-ngl", "device=cuda", "all layers, or none with device=cpu"),
+    Former("--ctx-size", "model.max_length=4096"),
+    Former("convert_hf_to_gguf.py", "task=convert convert.format=gguf convert.output=FOLDER"),
+    Former(
+        "llama-quantize", "task=convert convert.format=gguf convert.dtype=q8_0 convert.output=FOLDER", "floats and q8_0"
+    ),
+    Former("llama-perplexity", "task=evaluate evaluate.data=FILE.txt"),
+    Former("llama-bench", "task=bench"),
+    Former("llama-server", "task=serve"),
+)
+SECTIONS = {
+    "PaddleNLP": PADDLENLP,
+    "MindFormers": MINDFORMERS,
+    "vLLM": VLLM,
+    "SWIFT and FastChat": SWIFT,
+    "llama.cpp": LLAMA_CPP,
+}
+"""By tool, in the order of the page."""
+INTRODUCTIONS = {
+    "PaddleNLP": "Its checkpoints, quantised folders, `pre_caches.npy` and rows of `src` and `tgt` are read as they are.",
+    "MindFormers": "Its `.ckpt` files, whole or of ranks, are read as they are; `parallel=` starts the ranks itself.",
+    "vLLM": "`from pipelines import LLM, SamplingParams` runs its offline scripts; `task=serve` is its server.",
+    "SWIFT and FastChat": "A server and a chat are tasks; replicas are `serve.replicas=2`.",
+    "llama.cpp": "A GGUF file is a model: `model.path=FILE.gguf`.",
+}
+
+
+def refuse_former(argument: str) -> None:
+    """Raise UserError for an option of another tool, with what to give here."""
+    name = argument.partition("=")[0]
+    for tool, rows in SECTIONS.items():
+        for row in rows:
+            if row.theirs in (argument, name) or (argument.startswith("--") and _flag(name) == _flag(row.theirs)):
+                raise UserError(f"{argument} is an option of {tool}: {_answer(row)}; MIGRATION.md has the others")
+    if argument.endswith(".gguf") and "=" not in argument:
+        raise UserError(f"{argument} is no option: give model.path={argument}; MIGRATION.md has llama.cpp's options")
+
+
+def page() -> str:
+    """Return MIGRATION.md."""
+    lines = [
+        "# Coming from another tool",
+        "",
+        "What to give `run.py` in the place of an option or a command. The command line knows these names, too: whoever types",
+        "one is told the same. `python -m conf.former` writes this page. `device=gpu` is taken for `device=cuda`.",
+    ]
+    for tool, rows in SECTIONS.items():
+        lines += ["", f"## {tool}", "", INTRODUCTIONS[tool], "", "| theirs | here | what differs |", "|---|---|---|"]
+        lines += [f"| `{row.theirs}` | {f'`{row.ours}`' if row.ours else 'nothing'} | {row.why} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _flag(name: str) -> str:
+    """Return the name of a flag without dashes before and within it."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def _answer(row: Former) -> str:
+    if not row.ours:
+        return f"leave it out, {row.why}"
+    return f"give {row.ours} here" + (f" ({row.why})" if row.why else "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
