@@ -4,28 +4,33 @@ Names, defaults and results are vLLM's (docs.vllm.ai, LLM class). What cannot be
 """
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from conf.errors import UserError, shortened, there_are
+from conf.schema import RunConfig
 from pipelines import report
 from pipelines.engine import Engine, Output, Request
 from pipelines.engine.request import TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
+from pipelines.opening import open_source
 from pipelines.pooled_pipeline import EmbeddingPipeline
 from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, parse_row
 from pipelines.sampling_params import SamplingParams
 from pipelines.text_pipeline import compose_run
 
 INPUTS = ("prompt", "prompt_token_ids", "messages")
+log = logging.getLogger(__name__)
+
 Prompt = str | list[int] | dict[str, Any]
 
 
@@ -116,10 +121,8 @@ VALUES = {
 }
 """Their values, and ours, where they differ."""
 ONLY = {
-    "trust_remote_code": False,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
-    "quantization": None,
     "revision": None,
     "tokenizer_mode": "auto",
     "tokenizer_revision": None,
@@ -149,7 +152,8 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        quantization: str | None = None,
         seed: int | None = 0,
         runner: str = "auto",
         max_num_seqs: int = DEFAULT_SEQUENCES,
@@ -159,15 +163,19 @@ class LLM:
     ) -> None:
         """`model`: a folder, GGUF file, hub id or option of conf/model. `runner`: "pooling" for `embed`, else for `generate` and `chat`.
 
-        `overrides` are ours, as on the command line, such as quant=int8. Raises UserError for an argument or value that is not taken, and
-        for whatever is wrong with the model.
+        `quantization`: the checkpoint's own, such as awq. `overrides` are ours, as on the command line, such as quant=int8.
+
+        Raises UserError for an argument or value that is not taken, and for whatever is wrong with the model.
         """
         if runner not in ("auto", "generate", "pooling"):
             raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
         task = "embed" if runner == "pooling" else "predict"
         eager = ["device.cuda_graphs=false"] if enforce_eager and torch.cuda.is_available() else []
         settings = [*_settings(arguments), *eager, *overrides]
+        dtype = str(dtype).removeprefix("torch.")
         run = compose_run(model, {"task": task}, None if dtype == "auto" else dtype, tokenizer, settings)
+        if quantization is not None:
+            _check_quantization(quantization, run)
         self._embedder = EmbeddingPipeline(run, batch_size=max_num_seqs) if runner == "pooling" else None
         self.engine: Engine = self._embedder.engine if self._embedder else load_engine(run, max_num_seqs)
         self._seed = seed
@@ -182,8 +190,9 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: str | None = None,
@@ -191,9 +200,13 @@ class LLM:
         """Continue prompts: texts, lists of token ids, or dictionaries with a "prompt" or "prompt_token_ids".
 
         `sampling_params`: one for all, one for each, or None for the checkpoint's own. `lora_request`: the name of one of model.adapters.
-        Raises UserError for the first prompt that cannot be run, before any is.
+        `prompt_token_ids`: the prompts, as vLLM's first versions took them. Raises UserError for the first prompt that cannot be run,
+        before any is.
         """
-        return self._generate(_rows(prompts), sampling_params, use_tqdm, lora_request, self._encoder())
+        if (prompts is None) == (prompt_token_ids is None):
+            raise UserError("generate takes prompts or prompt_token_ids: give one of them")
+        rows = _rows(cast(Any, prompt_token_ids if prompts is None else prompts))
+        return self._generate(rows, sampling_params, use_tqdm, lora_request, self._encoder())
 
     def chat(
         self,
@@ -333,7 +346,12 @@ def _settings(arguments: dict[str, Any]) -> list[str]:
     """Return vLLM's arguments as overrides of ours. Raises UserError for an argument or a value that is not taken."""
     found = []
     for name, value in arguments.items():
-        if name in ONLY:
+        if name == "trust_remote_code":
+            if value:
+                log.warning("trust_remote_code=True changes nothing: no code of a checkpoint is ever run")
+        elif name == "gpu_memory_utilization" and not torch.cuda.is_available():
+            log.warning("gpu_memory_utilization=%s is not used without a GPU: device.kv_cache_memory is a CPU's", value)
+        elif name in ONLY:
             if value != ONLY[name]:
                 raise UserError(
                     f"{name}={value!r} is not taken: leave it out, and see overrides for what is there instead"
@@ -344,5 +362,15 @@ def _settings(arguments: dict[str, Any]) -> list[str]:
             if value is not None:
                 found.append(f"{SETTINGS[name]}={VALUES[name][value] if name in VALUES else value}")
         elif name not in UNUSED:
-            raise UserError(f"argument {name} does not exist: {there_are([*SETTINGS, *ONLY, *UNUSED], name)}")
+            known = [*SETTINGS, *ONLY, *UNUSED, "trust_remote_code"]
+            raise UserError(f"argument {name} does not exist: {there_are(known, name)}")
     return found
+
+
+def _check_quantization(name: str, run: RunConfig) -> None:
+    """Raise UserError for a quantisation that is not the checkpoint's."""
+    config = open_source(run.model).checkpoint.config.raw("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if name.lower().removesuffix("_marlin").replace("_", "-") != str(method).replace("_", "-"):
+        has = f"has {method}" if method else "is not quantised: give overrides=['quant=int4'] to quantise it"
+        raise UserError(f"quantization={name!r} contradicts the checkpoint {run.model.path}, which {has}")

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conf.errors import UserError
+from conf.quantization import QuantConfig, QuantizedFormat, QuantScheme
 from pipelines import LLM, SamplingParams, pipeline
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
+from tests.helpers.quantized_models import make, quantize_run, random_rows, write_rows
 from tests.helpers.vllm_tokens import PYTHON as VLLM
 
 TINY = REPOSITORY / "models" / "tiny"
@@ -172,7 +175,7 @@ def test_embed_gives_the_embedding_pipelines_vectors() -> None:
     ("arguments", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not taken: leave it out"),
-        ({"quantization": "awq"}, "quantization='awq' is not taken: leave it out"),
+        ({"quantization": "awq"}, "quantization='awq' contradicts the checkpoint .*tiny, which is not quantised"),
         ({"kv_cache_dtype": "fp7"}, "kv_cache_dtype='fp7' is not allowed: give one of auto, fp8"),
         ({"speculative_config": {}}, "argument speculative_config does not exist: there are max_model_len"),
         ({"runner": "draft"}, "runner=draft is not allowed: give auto, generate or pooling"),
@@ -208,8 +211,8 @@ def test_wrong_calls_are_one_line(llm: LLM, prompts: Any, settings: dict[str, An
 
 def test_vllms_own_values_may_be_said(llm: LLM) -> None:
     """Of arguments and fields that have no other value here."""
-    said = {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "cpu_offload_gb": 0, "trust_remote_code": False}
-    other = LLM("tiny", dtype="float32", max_model_len=128, overrides=["device=cpu"], **said)
+    said = {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "cpu_offload_gb": 0, "trust_remote_code": True}
+    other = LLM("tiny", dtype=torch.float32, max_model_len=128, overrides=["device=cpu"], **said)
     settings = {"temperature": 0, "max_tokens": 5}
     plain, full = (
         SamplingParams(**settings),
@@ -224,3 +227,23 @@ def test_sampling_params_need_one_for_each_prompt(llm: LLM) -> None:
         llm.generate(PROMPTS, [SamplingParams()] * 2)
     with pytest.raises(UserError, match='embed needs a model that was loaded for it: give runner="pooling"'):
         llm.embed("x")
+
+
+@pytest.mark.long
+def test_scripts_of_vllms_first_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Remote code is never run and memory is a GPU's; a quantisation may be named that the checkpoint has; prompts as token ids."""
+    data = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
+    quant = QuantConfig(QuantScheme.int4, group_size=64, skip=["lm_head"])
+    make(quantize_run(TINY, quant, tmp_path / "awq", data, format=QuantizedFormat.awq), tmp_path / "run")
+    said = {"trust_remote_code": True, "gpu_memory_utilization": 0.5, "swap_space": 4, "max_model_len": 128}
+    llm = LLM(tmp_path / "awq", quantization="AWQ", dtype=torch.float32, overrides=["device=cpu"], **said)
+    assert "no code of a checkpoint is ever run" in caplog.text
+    assert torch.cuda.is_available() or "gpu_memory_utilization=0.5 is not used without a GPU" in caplog.text
+    settings, ids = SamplingParams(temperature=0, max_tokens=5), [[0, 43, 874], [5, 6]]
+    by_name = llm.generate(prompt_token_ids=ids, sampling_params=settings, use_tqdm=False)
+    plain = llm.generate(ids, settings, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in by_name] == [each.outputs[0].token_ids for each in plain]
+    with pytest.raises(UserError, match="give one of them"):
+        llm.generate("a", settings, ids)
+    with pytest.raises(UserError, match="quantization='gptq' contradicts the checkpoint .*, which has awq"):
+        LLM(tmp_path / "awq", quantization="gptq")
