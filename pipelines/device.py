@@ -2,6 +2,7 @@
 
 import torch
 
+from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, typed
 from kernels import build
@@ -18,6 +19,7 @@ def prepare_device(config: DeviceConfig) -> torch.device:
     if device.type == "cpu":
         set_threads(config.threads)
     else:
+        warn_once("device=cuda: the Triton kernels are proved in the interpreter alone, no GPU has run them yet")
         torch.cuda.set_per_process_memory_fraction(float(config.memory_fraction))
         torch.cuda.reset_peak_memory_stats(device)
     return device

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import conf.decoding
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, RunConfig, Task
@@ -13,6 +14,7 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.registry import find_architecture
 from pipelines import assembly, launch, loading
+from pipelines.device import prepare_device
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading import load_engine
@@ -97,3 +99,17 @@ def test_memory_that_ends_while_steps_are_captured_is_no_reason_to_do_without() 
 
     with pytest.raises(torch.OutOfMemoryError):
         GraphSteps(fills, None, 2, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_told_that_none_has_run_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf.decoding.warn_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    for _ in range(2):
+        assert prepare_device(DeviceConfig(DeviceType.cuda)).type == "cuda"
+    assert [record.getMessage() for record in caplog.records] == [
+        "device=cuda: the Triton kernels are proved in the interpreter alone, no GPU has run them yet"
+    ]
