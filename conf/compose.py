@@ -224,8 +224,8 @@ def version() -> str:
 
 def checked(arguments: list[str]) -> list[str]:
     """Return the arguments. Raises UserError for those of other tools, and for one that removes what a run needs: its folder, or a part."""
+    refuse_former(arguments)
     for argument in arguments:
-        refuse_former(argument)
         key, _, value = argument.lstrip("~").partition("=")
         if argument.startswith("~") or (value.lower() == "null" and options(key)):
             choice = f"one of {', '.join(options(key))}" if options(key) else "a value"
@@ -234,7 +234,8 @@ def checked(arguments: list[str]) -> list[str]:
             raise UserError(f"{argument} is no folder: give one, or leave it out")
         if key == "quant.overrides" and value.replace(" ", "") == "{}":
             raise UserError(f"{argument} changes nothing of the option's own: give {{lm_head: none}}, for example")
-    return ["device=cuda" if argument == "device=gpu" else argument for argument in arguments]
+    has_gpu = any(argument.startswith(("--config-d", "-cd")) for argument in arguments)  # which may be an option there
+    return ["device=cuda" if argument == "device=gpu" and not has_gpu else argument for argument in arguments]
 
 
 def compose_run_config(

@@ -71,10 +71,10 @@ class DecodeConfig:
     """Token ids that are never chosen."""
     sequence_bias: Any = None
     """Added to the logit of the last token of a sequence whose other tokens were just written: [[[ID, ...], BIAS], ...]."""
-    forced_bos_token_id: int | None = None
-    """The first token after a prompt of one token."""
+    forced_bos_token_id: Any = None
+    """The first token after a prompt of one token; []: any."""
     forced_eos_token_id: Any = None
-    """The token, or any of a list of tokens, that ends a text of the maximal length; not with a guide."""
+    """The token, or one of a list of tokens, that ends a text of the maximal length; []: any. Not with a guide."""
     allowed_token_ids: list[int] = field(default_factory=list)
     """The only tokens that may be chosen; empty: all."""
     guide: Any = None
@@ -183,8 +183,9 @@ class DecodeConfig:
         defaults: what a checkpoint suggests. Its lengths count only where neither length is set here.
         """
         values = {**NEUTRAL, **defaults}
-        if self.max_new_tokens is not None or self.max_length is not None:
-            values = {name: value for name, value in values.items() if name not in ("max_new_tokens", "max_length")}
+        for lengths in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+            if any(getattr(self, name) is not None for name in lengths):
+                values |= {name: NEUTRAL.get(name) for name in lengths}
         filled = {name: value for name, value in values.items() if getattr(self, name) is None}
         unused = unused_settings(vars(self) | filled)
         for name in sorted(unused - filled.keys()):
@@ -307,6 +308,8 @@ NEUTRAL: dict[str, Any] = {
     "bad_words_ids": [],
     "suppress_tokens": [],
     "sequence_bias": [],
+    "forced_bos_token_id": [],
+    "forced_eos_token_id": [],
 }
 """The values with which the settings that may be null change nothing."""
 
@@ -356,17 +359,17 @@ _DECODE_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         f"at most {MAX_LIST} lists of token ids: [[ID, ...], ...]",
         lambda v: isinstance(v, list) and len(v) <= MAX_LIST and all(map(_are_ids, v)),
     ),
-    ("suppress_tokens", "a list of token ids", lambda v: v == [] or _are_ids(v)),
+    ("suppress_tokens", f"at most {MAX_LIST} token ids", lambda v: v == [] or (_are_ids(v) and len(v) <= MAX_LIST)),
     (
         "sequence_bias",
         f"at most {MAX_LIST} pairs of token ids and a finite number: [[[ID, ...], BIAS], ...]",
         lambda v: isinstance(v, list) and len(v) <= MAX_LIST and all(map(_is_biased_sequence, v)),
     ),
-    ("forced_bos_token_id", "a token id, or null", lambda v: v >= 0),
+    ("forced_bos_token_id", "a token id, [] or null", lambda v: v == [] or _are_ids([v])),
     (
         "forced_eos_token_id",
         "a token id, a list of them, or null",
-        lambda v: _are_ids(v if isinstance(v, list) else [v]),
+        lambda v: v == [] or _are_ids(v if isinstance(v, list) else [v]),
     ),
     ("allowed_token_ids", "ids from 0", lambda v: all(id >= 0 for id in v)),
     (

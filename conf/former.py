@@ -140,8 +140,18 @@ INTRODUCTIONS = {
 }
 
 
-def refuse_former(argument: str) -> None:
-    """Raise UserError for an option of another tool, with what to give here."""
+def refuse_former(arguments: list[str]) -> None:
+    """Raise UserError for an option of another tool, with what to give here.
+
+    A folder of --config-dir may have options of such names, and -p is Hydra's own flag beside --cfg.
+    """
+    if any(argument.startswith(("--config-d", "-cd", "--cfg", "-c")) for argument in arguments):
+        return
+    for argument in arguments:
+        _refuse(argument)
+
+
+def _refuse(argument: str) -> None:
     name = argument.partition("=")[0]
     for tool, rows in SECTIONS.items():
         for row in rows:

@@ -33,8 +33,9 @@ def check_guide(guide: Any) -> None:
     if kind == "json_schema":
         try:
             prepared(value)
-        except UserError as error:
-            raise UserError(f"decode.guide.json_schema cannot be used: {error}") from error
+        except (UserError, RecursionError) as error:
+            reason = "it has too many levels" if isinstance(error, RecursionError) else str(error)
+            raise UserError(f"decode.guide.json_schema cannot be used: {reason}") from error
 
 
 def guide_text(guide: dict[str, Any]) -> str:

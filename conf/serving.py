@@ -1,5 +1,6 @@
 """Settings of the server and of the conversations with one. A part of schema.py."""
 
+import math
 from dataclasses import dataclass, field
 
 from conf.errors import check
@@ -68,6 +69,7 @@ class ServeConfig:
         for name in ("batch_size", "max_waiting_tokens", "max_connections", "replicas"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
         check(self.max_waiting >= 0, "serve.max_waiting", self.max_waiting, "a number from 0")
+        check(self.keep_alive_s < math.inf, "serve.keep_alive_s", self.keep_alive_s, "a finite number")
         for name in ("max_step_ms", "request_timeout_s", "send_timeout_s", "keep_alive_s", "stall_s"):
             check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
         check(self.drain_s >= 0, "serve.drain_s", self.drain_s, "a number from 0")

@@ -109,7 +109,9 @@ def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters]
     """Return the adapters of the loaded model, which has none yet. `make` takes what Adapters does."""
     checkpoint = plan.source.checkpoint
     smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
-    return make(plan.model, plan.dtype, plan.device, run.model.max_adapters, folds, smoothing, plan.files)
+    return make(
+        plan.model, plan.dtype, plan.device, run.model.max_adapters, folds, smoothing, plan.whole_files or plan.files
+    )
 
 
 def _undrafted(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:

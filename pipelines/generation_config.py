@@ -13,13 +13,7 @@ log = logging.getLogger(__name__)
 FILE = "generation_config.json"
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 SEARCH = {"num_beams", "num_return_sequences", "penalty_alpha"}
-SETTINGS = {
-    *NEUTRAL,
-    "max_new_tokens",
-    "max_length",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-}  # these may come from the file
+SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # these may come from the file
 OTHER = set(
     """
     do_sample eos_token_id bos_token_id pad_token_id use_cache transformers_version _from_model_config return_dict_in_generate

@@ -369,8 +369,11 @@ def _settings(arguments: dict[str, Any]) -> list[str]:
 
 def _check_quantization(name: str, run: RunConfig) -> None:
     """Raise UserError for a quantisation that is not the checkpoint's."""
-    config = open_source(run.model).checkpoint.config.raw("quantization_config")
+    checkpoint = open_source(run.model).checkpoint
+    config = checkpoint.config.raw("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None
+    if checkpoint.path.suffix == ".gguf":
+        method = "gguf"
     if name.lower().removesuffix("_marlin").replace("_", "-") != str(method).replace("_", "-"):
         has = f"has {method}" if method else "is not quantised: give overrides=['quant=int4'] to quantise it"
         raise UserError(f"quantization={name!r} contradicts the checkpoint {run.model.path}, which {has}")

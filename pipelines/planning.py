@@ -59,6 +59,8 @@ class ModelPlan:
     """Values of one token, as `memory.max_layer_values` counts them."""
     division: Division = Division()
     """The part of the model that it is; by default the whole."""
+    whole_files: tuple[WeightFile, ...] = ()
+    """The checkpoint's weights where `files` gives a part of them."""
 
 
 def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
@@ -126,7 +128,7 @@ def divide_plan(plan: ModelPlan, division: Division, group: Group, neighbours: N
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
     cuts = divide(plan.model, division, group, plan.dtype, neighbours)
     files = sliced_files(plan.files, matched, plan.model, cuts, division)
-    return replace(plan, files=files, division=division)
+    return replace(plan, files=files, division=division, whole_files=tuple(plan.files))
 
 
 def check_plan(plan: ModelPlan, division: Division) -> None:

@@ -135,9 +135,8 @@ class Prompts:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
             return PromptRow(index, error=f"not a JSON object: {error}")
-        if self._takes_texts and isinstance(values, dict) and "text" in values:
-            text = values.pop("text")
-            values.setdefault("prompt", text)
+        if self._takes_texts and isinstance(values, dict) and all(values.get(name) is None for name in INPUTS):
+            values["prompt"] = values.pop("text", None)
         if isinstance(values, dict) and _is_batch_line(values):
             self._unused |= {"body.model"}  # the run's answers
         elif isinstance(values, dict):

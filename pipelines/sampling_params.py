@@ -63,6 +63,8 @@ class SamplingParams:
             bad_words_ids=[],
             suppress_tokens=[],
             sequence_bias=[],
+            forced_bos_token_id=[],
+            forced_eos_token_id=[],
             n=self.n,
             num_beams=1,
             penalty_alpha=0.0,

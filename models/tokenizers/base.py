@@ -122,7 +122,7 @@ class Tokenizer(ABC):
         Raises UserError where there is no template, and where the template refuses the messages; UnreadArgument where it does not read the
         tools or an argument; TooLong where the users' texts, or the whole text, certainly have more tokens than allowed.
         """
-        if max_tokens is not None:
+        if max_tokens is not None and template is None:
             self._check_length(_users_texts(messages), max_tokens)
         arguments = dict(template_arguments or {})
         if template is None and tools:
@@ -221,7 +221,7 @@ class Tokenizer(ABC):
 
 
 def _users_texts(messages: list[Message]) -> str:
-    """Return what every template writes: it may leave out a model's reasoning, and white space around a text."""
+    """Return what a checkpoint's own template writes: it may leave out reasoning, and white space around a text."""
     texts = (message.get("content") for message in messages if message.get("role") == "user")
     return "".join(text.strip() for text in texts if isinstance(text, str))
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from pipelines.api.requests import ChatRequest, NamedTool, check_depth
 from pipelines.api.settings import guide_of
 from pipelines.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
 
-NUM_THREADS = 2
+NUM_THREADS = max(2, os.cpu_count() or 2)
 LONG_TEXT = 256 << 10  # characters, which take 0.3 s to encode
 CALL_ID_LENGTH = 9  # Mistral's templates take no other
 
@@ -209,10 +210,10 @@ class Chat:
                 raise bad_request(
                     "the answer's form is given twice: leave out response_format, or tool_choice and strict", "tools"
                 )
-            if isinstance(choice, NamedTool):
-                tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            named = choice.function.name if isinstance(choice, NamedTool) else None
+            allowed = {i: tool for i, tool in enumerate(tools) if named in (None, tool["function"]["name"])}
             literal = Literals(self.tokenizer)
-            settings["guide"] = tool_guide(self._form, tools, literal, is_required, is_parallel, reasons)
+            settings["guide"] = tool_guide(self._form, allowed, literal, is_required, is_parallel, reasons)
         elif guide and reasons:
             settings["guide"] = after_reasoning(guide)
         return settings

@@ -23,6 +23,10 @@ ANTHROPIC_TYPES = {
 }
 
 
+SCHEMA_OF_TOOL = r"(tools\[\d+\])\.function\.parameters"
+"""Where a chat request has the schema of a tool's arguments, in messages and in names of fields."""
+
+
 class ApiError(Exception):
     """An answer that is an error. `param` names the request's field as the API does, such as `messages[0].content`."""
 
@@ -55,7 +59,11 @@ class ApiError(Exception):
         name = re.split(r"\W", self.param or "")[0]
         message = self.message.replace(name, names[name]) if name in names else self.message
         message = re.sub(r"\b(\w+)(?=[=[])", lambda found: names.get(found[1], found[1]), message)
-        return ApiError(self.status, message, self.type, names.get(name, self.param), self.code, self.headers)
+        param = names.get(name, self.param)
+        if schema := names.get(SCHEMA_OF_TOOL):
+            message = re.sub(SCHEMA_OF_TOOL, rf"\1.{schema}", message)
+            param = param and re.sub(SCHEMA_OF_TOOL, rf"\1.{schema}", param)
+        return ApiError(self.status, message, self.type, param, self.code, self.headers)
 
 
 def failed() -> ApiError:

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from pipelines.api.answers import Event, Said
-from pipelines.api.errors import ANTHROPIC, ApiError, bad_request
+from pipelines.api.errors import ANTHROPIC, SCHEMA_OF_TOOL, ApiError, bad_request
 from pipelines.api.parsing import check_request
 from pipelines.api.requests import MAX_TOKENS, Body, CacheControl, ChatRequest, Json, Name, Parts, Shape, StopText, TopP
 from pipelines.api.writers import ChatWriter
 
-NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", SCHEMA_OF_TOOL: "input_schema"}
 """Fields of chat requests by the names that they have here."""
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BLOCKS: dict[str, dict[str, Any]] = {

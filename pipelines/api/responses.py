@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from pipelines.api.answers import Event, Said
-from pipelines.api.errors import ApiError, bad_request
+from pipelines.api.errors import SCHEMA_OF_TOOL, ApiError, bad_request
 from pipelines.api.parsing import check_request
 from pipelines.api.requests import MAX_TOKENS, Body, ChatRequest, Json, Name, Parts, Shape
 from pipelines.api.writers import ChatWriter
@@ -18,6 +18,7 @@ NAMES = {
     "messages": "input",
     "reasoning_effort": "reasoning",
     "response_format": "text",
+    SCHEMA_OF_TOOL: "parameters",
 }
 """Fields of chat requests by the names that they have here."""
 

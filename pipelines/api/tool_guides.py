@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +86,11 @@ GRAMMARS = {
 
 
 def tool_guide(
-    form: str, tools: list[Tool], literal: Literals, is_required: bool, is_parallel: bool, reasons: bool
+    form: str, tools: Mapping[int, Tool], literal: Literals, is_required: bool, is_parallel: bool, reasons: bool
 ) -> dict[str, Any]:
     """Return the setting `guide` of answers that call tools.
 
+    tools: those that may be called, by their numbers in the request.
     is_required: the answer is calls alone; else it may be any text, or text and calls after it, and only strict tools' schemas hold.
     is_parallel: there may be several calls. reasons: the prompt ends where the reasoning begins, which is written first.
 
@@ -102,9 +104,9 @@ def tool_guide(
     rules = [
         _start(grammar, literal, is_required, reasons),
         f"calls: {_joined(literal(grammar.opening), 'call', several, literal(grammar.closing))}",
-        f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+        f"call: {' | '.join(f'call_{i}' for i in tools)}",
     ]
-    for i, tool in enumerate(tools):
+    for i, tool in tools.items():
         rules.append(f"call_{i}: {_joined(_name(grammar, literal, tool), f'value_{i}')}")
         has_schema = is_required or bool(tool["function"].get("strict"))
         parameters = (

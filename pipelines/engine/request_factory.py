@@ -157,6 +157,7 @@ class RequestFactory:
         self._check_ids("logit_bias token id", decode.logit_bias or {})
         sequences = [*(decode.bad_words_ids or []), *(ids for ids, _ in decode.sequence_bias or [])]
         self._check_ids("token id of a sequence", chain.from_iterable(sequences))
+        self._check_ids("suppressed token id", decode.suppress_tokens or [])
         self._check_ids("forced token id", [*_ids(decode.forced_bos_token_id), *_ids(decode.forced_eos_token_id)])
         for name in ("stop", "bad_words"):
             if getattr(decode, name) and self.tokenizer is None:
@@ -229,7 +230,7 @@ def resolve_sampling_params(
     least = max(0, (decode.min_length or 0) - num_prompt_tokens)
     min_new_tokens = decode.min_new_tokens or min(max_new_tokens, least)
     params = _sampling_params(decode, max_new_tokens, eos_token_ids, bad_words)
-    first = decode.forced_bos_token_id if num_prompt_tokens == 1 else None  # as in transformers
+    first = decode.forced_bos_token_id if num_prompt_tokens == 1 else []  # as in transformers
     return replace(params, min_new_tokens=min_new_tokens, first_token_ids=tuple(_ids(first)))
 
 

@@ -149,8 +149,9 @@ class Download(FileResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if header := Headers(scope=scope).get("range"):
-                self._check_range(header, Path(self.path).stat().st_size)
+            headers = Headers(scope=scope)
+            if "range" in headers and "if-range" not in headers:  # whose file may be another one now
+                self._check_range(headers["range"], Path(self.path).stat().st_size)
             await super().__call__(scope, receive, Sender(send, self._send_timeout_s).send_message)
         except ReaderStopped:
             abort(scope)

@@ -73,7 +73,8 @@ def test_two_numbers_mean_all_tokens(top_k: int) -> None:
 
 
 @each("values", [{"top_k": "many", "do_sample": True}, {"num_beams": 0}, {"repetition_penalty": -1}, {"bad_words_ids": [[]]},
-                 {"suppress_tokens": [-1]}, {"sequence_bias": [[[5], "x"]]}, {"forced_eos_token_id": []}, {"min_length": -1}])  # fmt: skip
+                 {"suppress_tokens": [-1]}, {"sequence_bias": [[[5], "x"]]}, {"forced_eos_token_id": [[]]},
+                 {"min_length": -1}])  # fmt: skip
 def test_bad_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="generation_config.json: decode.*"):
         decode_defaults(values, 128)
@@ -85,6 +86,7 @@ def test_biases_bans_and_forced_tokens_are_those_of_transformers(tmp_path: Path)
     free = complete(engine_of(tmp_path), [[5, 6, 7], [9]], DecodeConfig(max_new_tokens=12))
     first, second = free[0].token_ids[:2]
     changed = 0
+    off = DecodeConfig(max_new_tokens=12, min_new_tokens=0, forced_eos_token_id=[], forced_bos_token_id=[])
     for values in (
         {"suppress_tokens": free[0].token_ids[:3] + free[1].token_ids[:1]},
         {"bad_words_ids": [[first, second], [free[1].token_ids[0]], [EOS]]},
@@ -102,11 +104,20 @@ def test_biases_bans_and_forced_tokens_are_those_of_transformers(tmp_path: Path)
             expected = model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **suggested)
             assert output.token_ids == expected[0, len(prompt) :].tolist(), values
             changed += output.token_ids != plain.token_ids
+        if values.keys() <= {"forced_eos_token_id", "forced_bos_token_id", "min_length"}:
+            assert complete(engine_of(tmp_path), [[5, 6, 7], [9]], off) == free
     assert changed > 9
     engine = engine_of(tmp_path)
-    for wrong in ({"sequence_bias": [[[999], 1.0]]}, {"bad_words_ids": [[5, 999]]}, {"forced_eos_token_id": 999}):
+    resolved = DecodeConfig(min_length=40).resolved({"min_new_tokens": 3, "min_length": 5})
+    assert (resolved.min_length, resolved.min_new_tokens) == (40, 0)
+    for wrong in (
+        {"sequence_bias": [[[999], 1.0]]},
+        {"bad_words_ids": [[5, 999]]},
+        {"forced_eos_token_id": 999},
+        {"suppress_tokens": [999]},
+    ):
         with pytest.raises(UserError, match=r"token id .*999 is not in the vocabulary"):
-            engine.request(0, [5], DecodeConfig(**wrong))
+            engine.request(0, [5], DecodeConfig(**{name: ids}))
 
 
 @each("option", ["greedy", "sampling", "contrastive", "beam"])

@@ -37,6 +37,8 @@ def _refuse(what: str) -> UserError:
 
 
 def _decoder(writer: GGUFWriter, c: DecoderConfig) -> None:
+    if c.rotary.mscale_all_dim:
+        raise _refuse("rope_scaling with mscale_all_dim outside DeepSeek")
     _sizes(writer, c)
     writer.add_key_length(c.head_dim)
     writer.add_value_length(c.head_dim)

@@ -40,7 +40,7 @@ TYPES = {  # by dtype: the type of matrices, and of a file that mostly holds the
     "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
-ROUTER = "ffn_gate_inp.weight"  # float32 always: it is small, and its choice changes all that follows
+EXACT = ("ffn_gate_inp.weight", "position_embd.weight")  # float32 always, as in the converter: routers and positions
 
 
 def write_gguf(
@@ -102,7 +102,7 @@ class _StoredTensor:
         self.sources: list[tuple[WeightFile, str]] = []
         self._source_shape = shape = shape[::-1] if change is Tensor.t else shape
         self.type = TYPES[dtype][0]
-        if len(shape) == 1 or name.endswith(ROUTER):
+        if len(shape) == 1 or name.endswith(EXACT):
             self.type = GGMLQuantizationType.F32
         elif shape[-1] % GGML_QUANT_SIZES[self.type][0]:
             self.type = GGMLQuantizationType.F16

@@ -20,8 +20,10 @@ from models.tokenizers import Tokenizer
 from models.tokenizers.answers import FORMATS
 from pipelines.api.conversation import LONG_TEXT, Chat
 from pipelines.api.errors import ApiError
+from pipelines.api.messages import NAMES as MESSAGES_NAMES
 from pipelines.api.parsing import parse_request
 from pipelines.api.requests import ChatRequest
+from pipelines.api.responses import NAMES as RESPONSES_NAMES
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
 from tests.helpers.fork_server import true_starts
@@ -209,6 +211,11 @@ def test_arguments_of_a_call_are_an_object(tmp_path: Path) -> None:
     for wrong, param in (({"type": "string"}, ".type"), ({"type": ["array"]}, ".type"), ({"enum": [2**53 + 1]}, "")):
         assert refused(chat, **required(wrong)).param == f"tools[1].function.parameters{param}"
         assert chat.prompt(request(**required(wrong) | {"tool_choice": "auto"})).token_ids  # nothing is enforced
+        named = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+        error = refused(chat, **required(wrong) | named)
+        assert error.param == f"tools[1].function.parameters{param}"
+        assert error.renamed(MESSAGES_NAMES).param == f"tools[1].input_schema{param}"
+        assert "tools[1].parameters" in error.renamed(RESPONSES_NAMES).message
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 2**70 + 1}}}
     assert "const 1180591620717411303425, which" in refused(chat, response_format=form).message
 

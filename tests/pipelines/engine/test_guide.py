@@ -186,6 +186,7 @@ REFUSED = [
     ({"json_schema": {"enum": [123456789012345678]}}, "enum 123456789012345678, which no 64-bit float holds"),
     ({"json_schema": {"properties": {"a": {"const": {"b": [2**53 + 1]}}}}}, "const 9007199254740993, which"),
     ({"json_schema": {"type": "integer", "minimum": 10**400}}, "minimum 1000.*, which no 64-bit float holds"),
+    ({"json_schema": {"multipleOf": 2**53 + 1}}, "multipleOf 9007199254740993, which"),
     ({"json_schema": {"type": "text"}}, "json_schema cannot be used: .*Invalid type: text"),
     ({"json_schema": {"enum": []}}, "json_schema cannot be used: .*Unsatisfiable schema"),
     ({"json_schema": {"$ref": "https://example.com/s"}}, "json_schema cannot be used: .*is not present in a registry"),
@@ -238,6 +239,9 @@ def test_keywords_that_limit_nothing_are_passed_over() -> None:
         assert (allows(schema, f'{{"{name}":"abc"}}'), allows(schema, '{"a":1}')) == (True, False)
     kept = {"const": {"format": "poem", "uniqueItems": False}}
     assert (allows(kept, '{"format":"poem","uniqueItems":false}'), allows(kept, "{}")) == (True, False)
+    assert {allows({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, text) for text in ("0", "7")} == {True}
+    below = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}  # narrower: 2**53 + 2 alone
+    assert [allows(below, str(2**53 + i)) for i in range(5)] == [False, False, True, False, False]
     for number in (2**53, 10**18, 2**60, -(10**18)):  # which floats hold
         assert (allows({"enum": [number]}, str(number)), allows({"enum": [number]}, str(number + 1))) == (True, False)
 

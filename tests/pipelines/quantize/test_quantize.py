@@ -349,5 +349,7 @@ def test_rows_of_evaluate_are_rows_of_calibration(tmp_path: Path) -> None:
     assert samples("b.jsonl", "".join(json.dumps({"text": text, "id": "x"}) + "\n" for text in texts)) == expected
     assert samples("c.csv", "text\n" + "".join(f"{text}\n" for text in texts)) == expected
     assert samples("d.json", json.dumps({"text": texts})) == expected
+    both = "".join(json.dumps({"text": "x", "prompt": text, "src": None}) + "\n" for text in texts)
+    assert samples("f.jsonl", both) == expected
     with pytest.raises(UserError, match="row 0 of calibrate.data=.*the row has none of prompt, messages"):
         samples("e.jsonl", '{"txt": "a"}\n')

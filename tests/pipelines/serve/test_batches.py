@@ -237,6 +237,8 @@ def test_a_download_that_nobody_reads_is_ended(tmp_path: Path) -> None:
                 answer = await client._client.get(url, headers={"range": given})
                 assert answer.status_code == status
                 assert answer.text == "xxxx" if status == 206 else given in answer.json()["error"]["message"]
+                stale = await client._client.get(url, headers={"range": given, "if-range": '"another"'})
+                assert (stale.status_code, len(stale.content)) == (200, 500_000)
                 assert status != 416 or answer.headers["content-range"] == "bytes */500000"
             transport: Any = client._client._transport
             aborted, num_sent = asyncio.Event(), 0
