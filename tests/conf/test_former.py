@@ -16,6 +16,7 @@ def test_the_page_is_that_of_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
+@pytest.mark.long
 @each("tool", SECTIONS, quick=["llama.cpp"])
 def test_what_the_page_says_is_an_option_here(tool: str) -> None:
     for row in SECTIONS[tool]:

@@ -269,6 +269,7 @@ def test_the_template_of_a_processor(own: str | None, tmp_path: Path) -> None:
 WITH_TOOLS = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}"
 
 
+@pytest.mark.long
 @each("is_list", [False, True])
 def test_templates_by_name(is_list: bool, tmp_path: Path) -> None:
     """transformers 4.50 and later save each in a file, others in a list; for tools there may be one of its own. They stay after convert."""

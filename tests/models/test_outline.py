@@ -106,6 +106,7 @@ def test_a_config_with_a_value_for_each_layer_takes_no_memory(tmp_path: Path) ->
         engine_of(tmp_path)
 
 
+@pytest.mark.long
 def test_random_weights_are_bounded_by_nothing(tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM, **SIZES)
     change(tmp_path, num_hidden_layers=200)

@@ -182,6 +182,7 @@ def test_stages_of_families_with_one_rank_and_two(name: str, tmp_path: Path) -> 
     check_stages(name, (1, 2), tmp_path)
 
 
+@pytest.mark.long
 @each("tp, pp, tied", [(3, 4, False), (2, 3, True)])
 def test_many_stages(tp: int, pp: int, tied: bool, tmp_path: Path) -> None:
     write_llama(tmp_path / str(pp), num_hidden_layers=7, tie_word_embeddings=tied)

@@ -49,6 +49,7 @@ def rank_bytes(config: dict[str, Any], division: Division) -> int:
     return sum(module_bytes(model, torch.bfloat16).values())
 
 
+@pytest.mark.long
 def test_llama_70b_on_eight_ranks() -> None:
     e, f, v, layers, keys = 8192, 28672, 32000, 80, 8 * 128
     cut = 2 * v * e + layers * (2 * e * e + 2 * keys * e + 3 * e * f)

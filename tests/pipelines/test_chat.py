@@ -154,6 +154,7 @@ def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").is_file()
 
 
+@pytest.mark.long
 @each(
     ("arguments", "message"),
     [

@@ -149,6 +149,7 @@ def test_sizes(size: str, expected: int) -> None:
     assert ConvertConfig(max_shard_size=size).max_shard_bytes == expected
 
 
+@pytest.mark.long
 @each(
     ("arguments", "message"),
     [

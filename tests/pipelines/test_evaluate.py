@@ -114,6 +114,7 @@ def expected_scores(folder: Path, other: Path, texts: list[list[int]], window: i
     }
 
 
+@pytest.mark.long
 @each(
     ("window", "stride", "num_batched"),
     [(128, 128, 2048), (50, 50, 2048), (50, 20, 120), (33, 1, 512), (2, 1, 64), (128, 127, 128), (7, 3, 7)],
@@ -417,6 +418,7 @@ def test_a_model_without_tokenizer_or_whose_prompts_see_themselves_whole(chatty:
         run_evaluate(replace(run, model=model), tmp_path / "out", dump)
 
 
+@pytest.mark.long
 def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def check_alone(source: RunConfig, exports: Exports, more_bytes: int = 0, prompt
             assert answers(load_engine(chunks, 3)) == expected
 
 
+@pytest.mark.long
 def test_a_model_runs_without_its_code(exports: Exports, tmp_path: Path) -> None:
     check_alone(llama(tmp_path), exports)
 

@@ -110,12 +110,13 @@ def test_biases_bans_and_forced_tokens_are_those_of_transformers(tmp_path: Path)
     engine = engine_of(tmp_path)
     resolved = DecodeConfig(min_length=40).resolved({"min_new_tokens": 3, "min_length": 5})
     assert (resolved.min_length, resolved.min_new_tokens) == (40, 0)
-    for wrong in (
-        {"sequence_bias": [[[999], 1.0]]},
-        {"bad_words_ids": [[5, 999]]},
-        {"forced_eos_token_id": 999},
-        {"suppress_tokens": [999]},
-    ):
+    wrong = {
+        "sequence_bias": [[[999], 1.0]],
+        "bad_words_ids": [[5, 999]],
+        "forced_eos_token_id": 999,
+        "suppress_tokens": [999],
+    }
+    for name, ids in wrong.items():
         with pytest.raises(UserError, match=r"token id .*999 is not in the vocabulary"):
             engine.request(0, [5], DecodeConfig(**{name: ids}))
 

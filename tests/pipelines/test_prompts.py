@@ -353,6 +353,7 @@ def test_an_empty_value_is_refused() -> None:
         read_prompts("")
 
 
+@pytest.mark.long
 @each("name", ["a.csv", "a.jsonl.gz"])
 def test_rows_are_read_as_they_are_taken(tmp_path: Path, name: str) -> None:
     """Of 10 MB no more than 1 MB is in memory at once."""

@@ -41,6 +41,7 @@ SCHEMES = {name: CALIBRATED[name] for name in ("a8w8 static smoothquant", "fp8 s
 FIXED_POINT, ORDER, STEPS = 3e-4, 1e-5, {"a8w8": 0.03, "fp8": 0.1}
 
 
+@pytest.mark.long
 @each("tied", [False, True])
 @each("name", SCHEMES)
 def test_transformers_gives_the_same_logits(

@@ -126,6 +126,7 @@ def test_a_search_that_fails_to_observe_or_to_choose(engine: Engine, monkeypatch
 DAMAGED = 90  # a token whose embedding is not finite
 
 
+@pytest.mark.long
 @each("looks_ahead", [False, True])
 @each(
     "decode",

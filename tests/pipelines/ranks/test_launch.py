@@ -78,6 +78,7 @@ def test_who_leaves_a_launcher_starts_its_ranks_itself() -> None:
         assert joined(left) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_does_not_end_a_rank_that_begins(number: signal.Signals) -> None:
     """A terminal sends it to all, and rank 0 answers: also where the others have not said yet that they ignore it."""

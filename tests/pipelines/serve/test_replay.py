@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from conf.decoding import DecodeConfig
 from pipelines.loading import load_engine
@@ -46,6 +47,7 @@ def told(answer: dict[str, Any]) -> Any:
     return {name: answer[name] for name in ("choices", "seed", "system_fingerprint", "model")}
 
 
+@pytest.mark.long
 def test_cached_and_preempted_answers_are_the_same_bytes(tmp_path: Path) -> None:
     small = (
         "device.block_size=4",

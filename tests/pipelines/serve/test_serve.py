@@ -75,6 +75,7 @@ def test_what_is_no_server_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         assert message in refusal(tmp_path / "run", "task=serve", "serve.port=0", argument)
 
 
+@pytest.mark.long
 def test_the_decode_group_is_the_checkpoints() -> None:
     assert compose_run_config(["task=serve"]).decode.temperature is None
     assert compose_run_config(["task=serve", "decode=greedy"]).decode.temperature == 0
