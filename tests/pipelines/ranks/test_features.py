@@ -61,7 +61,8 @@ def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     """Of all linear layers, of some, and one of a larger rank."""
     folder, kind = tmp_path_factory.mktemp("adapters"), LlamaForCausalLM
     write_adapter(folder / "all", llama, kind, 1, r=4, target_modules=ALL_LINEAR)
-    write_adapter(folder / "some", llama, kind, 2, r=8, target_modules=["q_proj", "o_proj", "down_proj"])
+    # with the copy of the head that PEFT saves, of which a rank has a part
+    write_adapter(folder / "some", llama, kind, 2, r=8, target_modules=["q_proj", "o_proj", "down_proj", "lm_head"])
     write_adapter(folder / "large", llama, kind, 3, r=32, target_modules=ALL_LINEAR)
     return {name: str(folder / name) for name in ("all", "some", "large")}
 
