@@ -143,7 +143,7 @@ INTRODUCTIONS = {
 def refuse_former(arguments: list[str]) -> None:
     """Raise UserError for an option of another tool, with what to give here.
 
-    A folder of --config-dir may have options of such names, and -p is Hydra's own flag beside --cfg.
+    A folder of --config-dir may have options of such names, and -p is a flag of Hydra with --cfg.
     """
     if any(argument.startswith(("--config-d", "-cd", "--cfg", "-c")) for argument in arguments):
         return
@@ -166,8 +166,8 @@ def page() -> str:
     lines = [
         "# Coming from another tool",
         "",
-        "What to give `run.py` in the place of an option or a command. The command line knows these names, too: whoever types",
-        "one is told the same. `python -m conf.former` writes this page. `device=gpu` is taken for `device=cuda`.",
+        "What to give `run.py` instead of an option or a command of another tool. The command line answers these names with",
+        "the same hint. `python -m conf.former` writes this page. `device=gpu` means `device=cuda`.",
     ]
     for tool, rows in SECTIONS.items():
         lines += ["", f"## {tool}", "", INTRODUCTIONS[tool], "", "| theirs | here | what differs |", "|---|---|---|"]

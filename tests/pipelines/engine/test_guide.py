@@ -215,7 +215,7 @@ def test_what_cannot_be_compiled_is_refused(chatty: Path, guide: dict[str, Any],
 
 
 def test_keywords_that_limit_nothing_are_passed_over() -> None:
-    """As JSON Schema has it: formats that nobody knows, and values that allow everything. Others hold beside them."""
+    """Unknown formats and values that allow everything are ignored, as JSON Schema says. The other keywords hold."""
     tokenizer = load_tokenizer(REPOSITORY / "models" / "tiny")
     assert tokenizer is not None
     guides = Guides(tokenizer, tokenizer.size, frozenset({1}))
