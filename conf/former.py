@@ -32,7 +32,7 @@ PADDLENLP = (
     Former("--lora_path", "model.adapters={a:FOLDER} predict.adapter=a", "each row may name another one"),
     Former("--prefix_path", "model.prefixes={p:FOLDER} predict.prefix=p"),
     Former("--export_precache", "model.prefixes={p:FOLDER}", "read at run time, also by an export"),
-    Former("--data_file", "predict.data=FILE.jsonl", "rows of src and tgt are read as they are"),
+    Former("--data_file", "predict.data=FILE.jsonl", "rows of src and tgt are read as they are, in its .json, too"),
     Former("output_file", "hydra.run.dir=FOLDER", "predictions.jsonl is in the run's folder"),
     Former("--decode_strategy=greedy_search", "decode=greedy", "the default is what the checkpoint suggests"),
     Former("decode=greedy_search", "decode=greedy"),

@@ -67,11 +67,17 @@ class DataFile:
             raise UserError(f"{self.where} is no CSV in line {table.line_num} ({error}): {remedy}") from error
 
     def _json_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the rows of a list of rows or texts, or of an object of columns, which are lists of equal lengths."""
+        """Yield the rows of a list of rows or texts, or of an object of columns, which are lists of equal lengths.
+
+        PaddleNLP's files of this name have an object in each line: these are the rows.
+        """
         text = "".join(decoded(stream, self.where))
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
+            if getattr(error, "msg", "") == "Extra data" and text.lstrip().startswith("{"):
+                yield from (line.encode() + b"\n" for line in text.split("\n"))
+                return
             raise UserError(f"{self.where} is not JSON: {error}") from error
         rows = values if isinstance(values, list) else self._transposed(values)
         for row in rows:

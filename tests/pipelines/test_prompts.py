@@ -286,6 +286,7 @@ TABLE = '\ufeffprompt,id,note\r\n"a, ""b""\nc",x,1\r\n\r\n,,\r\n今天,z,3'
         ("a.csv", TABLE),
         ("A.CSV.gz", TABLE),
         ("a.json", '[{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}, "", {"prompt": "今天", "id": "z"}]'),
+        ("a.json", '{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}\n{"prompt": ""}\n{"prompt": "今天", "id": "z"}\n'),  # in lines
         ("a.JSON", '\ufeff{"prompt": ["a, \\"b\\"\\nc", "", "今天"],\n"id": ["x", null, "z"], "note": [1, 2, 3]}'),
     ],
 )  # fmt: skip
