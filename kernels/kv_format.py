@@ -253,8 +253,9 @@ def allocate(
     """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
     (torch.zeros would take them all). There is memory after it that C++ may read, which takes whole registers, and else copies
     vectors that do not fill them."""
-    # on the CPU: arithmetic on the meta device imports torch._dynamo, 2.6 s
-    token = format.encode(torch.zeros(size[2], channels, dtype=dtype, device="cpu"))
+    # on the CPU where it can be: arithmetic on the meta device imports torch._dynamo, 2.6 s
+    is_meta = isinstance(format, StaticInt8 | StaticFloat8) and format.scales.is_meta
+    token = format.encode(torch.zeros(size[2], channels, dtype=dtype, device="meta" if is_meta else "cpu"))
     shapes = [(*size[:2], *part.shape) for part in token]
     tensors = tuple(
         torch.empty(math.prod(shape) + REGISTER_BYTES, dtype=part.dtype, device=device)[: math.prod(shape)].view(shape)

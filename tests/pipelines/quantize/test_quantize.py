@@ -233,7 +233,9 @@ def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.Cap
         in (target / "report.md").read_text()
     )
     before = (target / "manifest.json").read_bytes()
-    with pytest.raises(UserError, match=r"quantize.output=.*made exists: give another folder, or quantize.overwrite"):
+    with pytest.raises(
+        UserError, match=r"quantize.output=.*quantized exists: give another folder, or quantize.overwrite"
+    ):
         run_quantize(replace(run, quant=CALIBRATED["int4 gptq"]), tmp_path / "run", dump)
     assert (target / "manifest.json").read_bytes() == before
     other = replace(run, quant=CALIBRATED["int4 gptq"], quantize=QuantizeConfig(output=str(target), overwrite=True))
