@@ -158,7 +158,9 @@ def _refuse(argument: str) -> None:
             if row.theirs in (argument, name) or (argument.startswith("--") and _flag(name) == _flag(row.theirs)):
                 raise UserError(f"{argument} is an option of {tool}: {_answer(row)}; MIGRATION.md has the others")
     if argument.endswith(".gguf") and "=" not in argument:
-        raise UserError(f"{argument} is no option: give model.path={argument}; MIGRATION.md has llama.cpp's options")
+        raise UserError(
+            f"{argument} is not an option: give model.path={argument}; MIGRATION.md has llama.cpp's options"
+        )
 
 
 def page() -> str:

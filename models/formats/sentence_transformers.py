@@ -42,7 +42,9 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
         )
     most = transformer.get("max_seq_length")
     if most is not None and (type(most) is not int or most < 1):
-        raise UserError(f"{folder / TRANSFORMER}: max_seq_length={shortened(repr(most))} is no number of tokens")
+        raise UserError(
+            f"{folder / TRANSFORMER}: max_seq_length={shortened(repr(most))} is not a number of tokens above 0"
+        )
     settings = read_json(folder / PROMPTS)
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):

@@ -161,7 +161,7 @@ def _escaped(text: str) -> str:
 def _parameters(function: dict[str, Any], param: str) -> dict[str, Any]:
     """Return the JSON schema of a tool's arguments, which are an object always. Raises ApiError for another type.
 
-    It is a document of its own: its references, such as "#/$defs/a", are not those of what it is put into.
+    An `$id` makes it a separate document, so that "#/$defs/a" refers to the tool's own definitions.
     """
     schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
     kind = schema.get("type", "object")

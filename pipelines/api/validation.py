@@ -35,12 +35,12 @@ class Fault(NamedTuple):
 
     @property
     def is_of_another_alternative(self) -> bool:
-        """Whether `type` or `role` says that the object is no such alternative of a union."""
+        """Whether the object's `type` or `role` excludes this alternative of a union."""
         return self.loc[-1:] in (("type",), ("role",)) and self.type in ("literal_error", "missing")
 
     @property
     def wanted(self) -> str:
-        """What the value should be, such as "a valid string"; a sentence where pydantic says more."""
+        """The expected value, such as "a valid string", or a sentence of pydantic's."""
         return "an object" if self.type in OBJECT_TYPES else str(self.error["msg"]).removeprefix(PREFIX)
 
 

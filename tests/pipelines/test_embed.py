@@ -370,7 +370,7 @@ def test_an_instruction_stands_before_prompts_alone(tmp_path: Path) -> None:
         ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, {}, "include_prompt=false"),
         ({"1_Pooling/config.json": {}}, {}, "the pooling none is not supported"),
         ({"modules.json": {}}, {}, "is not a list of objects"),
-        ({"sentence_bert_config.json": {"max_seq_length": 0}}, {}, "max_seq_length=0 is no number of tokens"),
+        ({"sentence_bert_config.json": {"max_seq_length": 0}}, {}, "max_seq_length=0 is not a number of tokens above 0"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "../x"}]}, {}, "is no folder beside it"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pool"}]}, {}, "'1_Pool' is no folder beside it"),
         ({"modules.json": [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": ".."}]}, {}, "path='..' is no folder beside it"),

@@ -45,15 +45,16 @@ def _decoder(writer: GGUFWriter, c: DecoderConfig) -> None:
     _rotary(writer, c.rotary)
 
 
-def _sizes(writer: GGUFWriter, c: DecoderConfig | Phi3Config) -> None:
+def _sizes(writer: GGUFWriter, c: DecoderConfig | Phi3Config | DeepseekConfig) -> None:
     length = c.max_position_embeddings if isinstance(c, Phi3Config) else c.rotary.max_position_embeddings
+    num_key_heads = c.num_attention_heads if isinstance(c, DeepseekConfig) else c.num_key_value_heads
     writer.add_vocab_size(c.vocab_size)
     writer.add_context_length(length)
     writer.add_embedding_length(c.hidden_size)
     writer.add_block_count(c.num_hidden_layers)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_head_count_kv(num_key_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
 
 
@@ -155,14 +156,7 @@ def _deepseek(writer: GGUFWriter, c: DeepseekConfig) -> None:
     if not c.rope_interleave or c.moe_layer_freq != 1:
         raise _refuse("a DeepSeek with rope_interleave=false or moe_layer_freq above 1")
     routing = c.routing
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_context_length(c.rotary.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_attention_heads)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    _sizes(writer, c)
     writer.add_key_length(c.qk_nope_head_dim + c.qk_rope_head_dim)
     writer.add_value_length(c.v_head_dim)
     writer.add_kv_lora_rank(c.kv_lora_rank)

@@ -22,6 +22,7 @@ from models.formats.gguf.writer import write_gguf
 from models.tokenizers.tiktoken import QWEN_PATTERN
 from tests.helpers.builders import REPOSITORY, SHARED, SMALL, complete, engine_of
 from tests.helpers.cases import each
+from tests.helpers.deepseek import YARN
 from tests.helpers.gguf_families import write_family
 from tests.helpers.gguf_files import write_twin
 from tests.helpers.gguf_models import CASES, assert_equals_transformers, build
@@ -143,6 +144,7 @@ def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
 def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
     changes: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"norm_topk_prob": False},
+        "qwen3_yarn": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
         "gemma2": {"query_pre_attn_scalar": 32},
         "deepseek_v3": {"rope_interleave": False},
         "gpt2": {"activation_function": "gelu"},
