@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import (
     Activations,
@@ -175,6 +176,9 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
     for file in files:
         if isinstance(file, CodedWeights):
             file.keep_codes(schemes)
+    if config.activations is Activations.dynamic and any(s.activations is Activations.static for s in schemes.values()):
+        warn_once("the checkpoint's scales of activations are static, and are used: quant.activations=dynamic is not")
+        wanted = {name: replace(scheme, activations=Activations.static) for name, scheme in wanted.items()}
     for name in wanted | schemes if wanted else ():
         given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
         if given != held:

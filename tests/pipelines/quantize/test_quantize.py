@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from conf.compose import dump
+from conf.decoding import warn_once
 from conf.errors import UserError
 from conf.quantization import (
     Activations,
@@ -298,7 +299,9 @@ def test_what_decides_the_codes_decides_the_folder(data: Path, tmp_path: Path, m
     assert len(names(predict_run(LLAMA, STATIC_A8W8, moved))) == len(runs)
 
 
-def test_a_quantised_model_needs_no_option_and_takes_its_own(data: Path, tmp_path: Path, made_folder: Path) -> None:
+def test_a_quantised_model_needs_no_option_and_takes_its_own(
+    data: Path, tmp_path: Path, made_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make(quantize_run(LLAMA, STATIC_A8W8, tmp_path / "a8w8", data), tmp_path / "run")
     expected = all_logits(reloaded(tmp_path / "a8w8"), PROMPT)
     run = replace(run_config(tmp_path / "a8w8"), quant=STATIC_A8W8)
@@ -309,8 +312,12 @@ def test_a_quantised_model_needs_no_option_and_takes_its_own(data: Path, tmp_pat
     )
     with pytest.raises(UserError, match=message):
         load_engine(replace(run, quant=QuantConfig(QuantScheme.int8)), 3)
-    with pytest.raises(UserError, match="quant=a8w8 contradicts the checkpoint"):
-        load_engine(replace(run, quant=QuantConfig(A8W8, activations=Activations.dynamic)), 3)
+    warn_once.cache_clear()
+    dynamic = replace(run, quant=QuantConfig(A8W8, activations=Activations.dynamic))
+    assert all_logits(load_engine(dynamic, 3), PROMPT).equal(expected)
+    assert "scales of activations are static, and are used: quant.activations=dynamic is not" in caplog.text
+    with pytest.raises(UserError, match="quant=fp8 contradicts the checkpoint"):
+        load_engine(replace(run, quant=QuantConfig(QuantScheme.fp8, activations=Activations.dynamic)), 3)
     with pytest.raises(UserError, match="lm_head is int8 per channel, static activations there, not a float"):
         load_engine(replace(run, quant=replace(STATIC_A8W8, skip=["lm_head"])), 3)
     with pytest.raises(UserError, match="quant.skip has 'nothing', which matches no layer"):
