@@ -28,7 +28,8 @@ from pipelines.bandwidth import cache_bytes, memory_bandwidth, share_of_bandwidt
 from pipelines.data_files import ROWS, DataFile, find_file
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from pipelines.prompts import Lines, PromptEncoder, parse_row
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import Lines, parse_row
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from pipelines.endpoint import Endpoint
 from pipelines.engine.request import TokenLogprobs
 from pipelines.interrupt import Interrupted, Interruption, interruption
 from pipelines.loading import load_engine
-from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import PromptRow
 
 HELP = """\
 /reset          forget the conversation

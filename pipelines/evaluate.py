@@ -22,7 +22,8 @@ from pipelines.data_files import FORMS, ROWS, DataFile, decoded, find_file
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
 from pipelines.planning import without_quantization
-from pipelines.prompts import FIELDS, Lines, PromptEncoder, PromptRow, parse_row
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import FIELDS, Lines, PromptRow, parse_row
 from pipelines.scoring import Scores, score, sliding_windows
 
 log = logging.getLogger(__name__)

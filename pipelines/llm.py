@@ -24,7 +24,8 @@ from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
 from pipelines.opening import open_source
 from pipelines.pooled_pipeline import EmbeddingPipeline
-from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, parse_row
+from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.prompts import PromptRow, parse_row
 from pipelines.sampling_params import SamplingParams
 from pipelines.text_pipeline import compose_run
 

@@ -23,7 +23,8 @@ from pipelines.job import ANSWER, Job, open_prompts, row_runner
 from pipelines.journal import dumps, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import open_source
-from pipelines.prompts import PromptEncoder, PromptRow, Prompts
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import PromptRow, Prompts
 from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from pipelines.engine.scheduler import root_hash_of
 from pipelines.kept_prefixes import UNSHARED, KeptRow, identity, save_kept
 from pipelines.loading import calibrated, load_engine_on
 from pipelines.opening import open_source
-from pipelines.prompts import GIVE, PromptEncoder, PromptRow, read_prompts
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import GIVE, PromptRow, read_prompts
 
 
 def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:

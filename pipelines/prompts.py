@@ -1,4 +1,4 @@
-"""Read `predict.data`: a prompt, a file or standard input becomes rows, and rows become token ids."""
+"""Read `predict.data`: a prompt, a file or standard input becomes rows."""
 
 import hashlib
 import json
@@ -7,14 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 from conf.errors import UserError, shortened
-from models.tokenizers import Tokenizer
 from models.tokenizers.messages import check_messages
-from models.tokenizers.template_files import read_template
-from pipelines.data_files import FORMS, DataFile, decode_utf8, expanded, find_file, names_a_file
+from pipelines.data_files import FORMS, DataFile, decode_utf8, find_file, names_a_file
 from pipelines.engine.faults import row_error
 
 GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
@@ -203,12 +200,12 @@ def parse_row(index: int, values: object) -> PromptRow:
             values = _row_of_batch_line(values)
         decode, prediction = _checked(values, "decode", dict, {}), values.get("prediction")
         if prediction is not None:
-            _check_unicode("prediction", _checked(values, "prediction", str))
+            check_unicode("prediction", _checked(values, "prediction", str))
         names = {name: values[name] for name in ("prefix", "adapter") if values.get(name) is not None}
         for name in names:
             _checked(values, name, str)
         row = PromptRow(index, known_id, decode=decode, **names, prediction=prediction, batch=batch, **_input(values))
-        _check_unicode("id", str(known_id))
+        check_unicode("id", str(known_id))
         return row
     except Exception as error:
         if isinstance(error.__cause__, ImportError):
@@ -283,84 +280,13 @@ def _checked(values: dict[str, Any], name: str, kind: type, default: Any = None)
     return value
 
 
-@dataclass(frozen=True)
-class EncodedPrompt:
-    text: str | None
-    """The model's input as text; None without a tokenizer."""
-    token_ids: list[int]
-    prediction_token_ids: list[int] = field(default_factory=list)
-
-
-class PromptEncoder:
-    """Encodes rows to token ids, by predict.add_special_tokens and predict.chat_template."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        add_special_tokens: bool,
-        chat_template: str,
-        add_generation_prompt: bool = True,
-    ) -> None:
-        """`add_generation_prompt`: whether a conversation is followed by the beginning of an answer."""
-        self._add_generation_prompt = add_generation_prompt
-        self._tokenizer = tokenizer
-        self._add_special_tokens = add_special_tokens
-        self._use_templates = chat_template != "none"
-        self._template = None if chat_template in ("auto", "none") else _read_template(expanded(chat_template))
-
-    def encode(self, row: PromptRow) -> EncodedPrompt:
-        """Encode a row. Raises UserError for a row with an error, and for one that needs a missing tokenizer or template."""
-        if row.error is not None:
-            raise UserError(row.error)
-        if row.pair is not None:
-            raise UserError("query and document are scored by task=score with a reranker: give a prompt")
-        prompt = self._input(row)
-        if row.prediction is None:
-            return prompt
-        if self._tokenizer is None:
-            raise UserError("there is no tokenizer for the prediction: leave it out, or give model.tokenizer=PATH")
-        return replace(prompt, prediction_token_ids=self._tokenizer.encode(row.prediction, add_special_tokens=False))
-
-    def _input(self, row: PromptRow) -> EncodedPrompt:
-        tokenizer = self._tokenizer
-        if row.prompt_token_ids is not None:
-            text = None if tokenizer is None else tokenizer.decode(row.prompt_token_ids, skip_special_tokens=True)
-            return EncodedPrompt(text, row.prompt_token_ids)
-        if tokenizer is None:
-            raise UserError("there is no tokenizer for this text: give prompt_token_ids, or model.tokenizer=PATH")
-        messages = row.messages
-        if messages is None and self._template is not None:
-            messages = [{"role": "user", "content": row.prompt}]
-        if messages is not None:
-            if not self._use_templates:
-                raise UserError("messages need a chat template, but predict.chat_template=none: give auto or a path")
-            for message in messages:
-                _check_unicode("the text", message["role"])
-                _check_unicode("the text", message.get("content") or "")
-            return EncodedPrompt(*tokenizer.encode_messages(messages, self._template, self._add_generation_prompt))
-        assert row.prompt is not None
-        _check_unicode("the text", row.prompt)
-        token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)
-        if not token_ids and self._add_special_tokens and tokenizer.bos_token_id is not None:
-            token_ids = [tokenizer.bos_token_id]  # something to begin with
-        return EncodedPrompt(row.prompt, token_ids)
-
-
-def _check_unicode(what: str, text: str) -> None:
+def check_unicode(what: str, text: str) -> None:
+    """Raise UserError for a text with half a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
             f"{what} has half a surrogate pair at character {error.start}, which no tokenizer takes: leave it out"
-        ) from error
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return read_template(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"predict.chat_template={path} cannot be read ({error}): give auto, none or the path of a Jinja file"
         ) from error
 
 

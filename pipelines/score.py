@@ -15,7 +15,8 @@ from pipelines.engine.request import Pooling
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
 from pipelines.pooled import PooledJob, PooledPrompt, PooledRows, Pooler, print_results, run_pooled
-from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import PromptRow
 from pipelines.rows import Record, Row
 
 # Qwen3-Reranker's model card: three pieces, each encoded by itself.

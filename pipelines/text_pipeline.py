@@ -16,7 +16,8 @@ from pipelines.engine.request import Sink, TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
 from pipelines.pooled_pipeline import EmbeddingPipeline, PooledPipeline, ScorePipeline
-from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow, rows_from_python
+from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.prompts import PromptRow, rows_from_python
 from pipelines.streamers import Streamer
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from pipelines.engine_process.frames import Done
 from pipelines.engine_process.loading import described
 from pipelines.engine_process.process import told_error, told_logprobs, whole_delta
 from pipelines.opening import ModelSource
-from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import PromptRow
 from pipelines.rows import Asked, Row
 
 

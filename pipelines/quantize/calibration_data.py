@@ -9,7 +9,8 @@ from conf.quantization import CalibrateConfig
 from models.tiny.corpus import documents
 from models.tokenizers import Tokenizer
 from pipelines.data_files import FORMS, DataFile, find_file
-from pipelines.prompts import PromptEncoder, read_file
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import read_file
 
 BUILT_IN_SEED = 20240607  # of the built-in texts
 BUILT_IN_DOCUMENTS = 4000

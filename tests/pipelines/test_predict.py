@@ -19,7 +19,8 @@ from conf.terminal import visible
 from models.tokenizers import template_process
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
-from pipelines.prompts import EncodedPrompt, PromptEncoder, PromptRow
+from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.prompts import PromptRow
 from tests.helpers.builders import run_config
 from tests.helpers.cases import each
 

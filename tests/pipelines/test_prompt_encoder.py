@@ -11,7 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from conf.errors import UserError
 from models.tokenizers import Tokenizer, load_tokenizer
-from pipelines.prompts import PromptEncoder, PromptRow
+from pipelines.prompt_encoder import PromptEncoder
+from pipelines.prompts import PromptRow
 from tests.helpers.cases import each
 from tests.helpers.prompt_files import HELLO, read_jsonl, write
 
