@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import sys
 import threading
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation
 from conf.errors import UserError, did_you_mean, shortened, there_are
-from conf.flags import DATA, flags_first, with_home
+from conf.flags import DATA, NO_SWEEP, check_sweep, flags_first, with_home
 from conf.former import refuse_former
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
@@ -53,10 +52,7 @@ SAVED_DEFAULTS = [  # of the config.yaml that a run leaves
     {"override hydra/job_logging": "none"},
     {"override hydra/hydra_logging": "none"},
 ]
-LAUNCHER = "hydra/launcher="
 UNSAFE = r"[^\w.-]"  # in the name of a folder
-SLURM = f"{LAUNCHER}submitit_slurm"
-NO_SWEEP = "task=serve runs until it is ended, so it is no job of a sweep: leave out -m"
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
@@ -186,23 +182,11 @@ def _form_that_works(override: str) -> str:
 
 def for_hydra(arguments: list[str]) -> list[str]:
     """Return the user's arguments in the form that Hydra's command line takes. Raises UserError."""
-    is_sweep = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
-    if is_sweep and any(re.fullmatch(r"task=(.*,)?serve(,.*)?", a) for a in arguments):
-        raise UserError(NO_SWEEP)
-    _check_launcher([a for a in arguments if a.startswith(LAUNCHER)], is_sweep)
+    check_sweep(arguments)
     if {"--help", "-h"} & set(arguments):
         text = (CONF / "help.txt").read_text(encoding="utf-8").replace("$GROUPS", _groups(arguments))
         arguments = [*arguments, _quote(f"hydra.help.template={text}")]
     return flags_first(quote_prompt(options_over_saved(saved_config(checked(with_home(arguments))))))
-
-
-def _check_launcher(launchers: list[str], is_sweep: bool) -> None:
-    """Raise UserError for a launcher that Hydra would ignore, and for Slurm's where there is no Slurm."""
-    if launchers and not is_sweep:
-        raise UserError(f"{launchers[0]} is not used by a run alone: leave it out, or give -m for a sweep")
-    if SLURM in launchers and shutil.which("srun") is None:
-        remedy = f"start the sweep on a machine of the cluster, or give {LAUNCHER}submitit_local"
-        raise UserError(f"{SLURM} needs Slurm, and there is no srun here: {remedy}")
 
 
 def _groups(arguments: list[str]) -> str:

@@ -1,12 +1,16 @@
-"""Flags of the command line, such as --cfg job, which Hydra takes only before or after the overrides."""
+"""Flags of the command line: what goes with -m, and flags that Hydra takes only before or after the overrides."""
 
 import os
 import re
+import shutil
 
 from conf.errors import UserError
 
 DATA = "predict.data="
 HOME = re.compile(r"(?<=[=,])~(?=/)")
+LAUNCHER = "hydra/launcher="
+SLURM = f"{LAUNCHER}submitit_slurm"
+NO_SWEEP = "task=serve runs until it is ended, so it is no job of a sweep: leave out -m"
 INFO = ("--info", "-i")  # whose value may be left out
 FLAGS_WITH_VALUE = (
     "--cfg",
@@ -42,3 +46,20 @@ def flags_first(arguments: list[str]) -> list[str]:
 def with_home(arguments: list[str]) -> list[str]:
     """Put the home folder in the place of `~/` where a value begins: no shell does after KEY=, and Hydra's grammar has no `~` there."""
     return [a if a.startswith(DATA) or set(a) & set("'\"") else HOME.sub(os.path.expanduser("~"), a) for a in arguments]
+
+
+def check_sweep(arguments: list[str]) -> None:
+    """Raise UserError for what no sweep takes, for what only a sweep takes, and for Slurm's launcher where there is no Slurm."""
+    is_sweep = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
+    if is_sweep and any(re.fullmatch(r"task=(.*,)?serve(,.*)?", a) for a in arguments):
+        raise UserError(NO_SWEEP)
+    if is_sweep and any(re.fullmatch(r"predict\.output_file=[^,()]+", a) for a in arguments):
+        raise UserError("predict.output_file is one file, which each job of a sweep would replace: leave it out")
+    if not is_sweep and "task=export,predict" in arguments:
+        raise UserError("task=export,predict is two tasks: give predict.export=true, which exports and then predicts")
+    launchers = [a for a in arguments if a.startswith(LAUNCHER)]
+    if launchers and not is_sweep:
+        raise UserError(f"{launchers[0]} is not used by a run alone: leave it out, or give -m for a sweep")
+    if SLURM in launchers and shutil.which("srun") is None:
+        remedy = f"start the sweep on a machine of the cluster, or give {LAUNCHER}submitit_local"
+        raise UserError(f"{SLURM} needs Slurm, and there is no srun here: {remedy}")

@@ -22,18 +22,23 @@ class Former(NamedTuple):
     """What differs; the reason where nothing is to be given."""
 
 
+CUT = "predict.truncate=left predict.max_prompt_tokens=1024"
 PADDLENLP = (
     Former("--model_name_or_path", "model.path=FOLDER", "or an option of conf/model: model=llama2_7b"),
     Former("--batch_size", "predict.batch_size=16", "most rows at once: rows join and leave at every step"),
     Former("--max_length", "decode.max_length=2048", "prompt and output together, as there"),
     Former("max_length", "decode.max_length=2048", "prompt and output together, as there"),
-    Former("--src_length", "", "prompts are not cut: a row that is too long is an error of its own"),
-    Former("predict.src_length", "", "prompts are not cut: a row that is too long is an error of its own"),
+    Former("--src_length", CUT, "without it, a row that is too long is an error of its own"),
+    Former("predict.src_length", CUT, "without it, a row that is too long is an error of its own"),
     Former("--lora_path", "model.adapters={a:FOLDER} predict.adapter=a", "each row may name another one"),
     Former("--prefix_path", "model.prefixes={p:FOLDER} predict.prefix=p"),
     Former("--export_precache", "model.prefixes={p:FOLDER}", "read at run time, also by an export"),
     Former("--data_file", "predict.data=FILE.jsonl", "rows of src and tgt are read as they are, in its .json, too"),
-    Former("output_file", "hydra.run.dir=FOLDER", "predictions.jsonl is in the run's folder"),
+    Former(
+        "output_file",
+        "predict.output_file=FILE.json predict.output_form=paddlenlp",
+        "predictions.jsonl in the run's folder has more; hydra.run.dir=FOLDER chooses that",
+    ),
     Former("--decode_strategy=greedy_search", "decode=greedy", "the default is what the checkpoint suggests"),
     Former("decode=greedy_search", "decode=greedy"),
     Former("decode=beam_search", "decode=beam"),
@@ -43,7 +48,7 @@ PADDLENLP = (
     Former("append_attn", "", "the cache is always paged: device.block_size=16"),
     Former("quant_type=weight_only_int8", "quant=int8"),
     Former("quant_type=weight_only_int4", "quant=int4"),
-    Former("quant_type=a8w8", "quant=a8w8", "a folder of PaddleNLP's PTQ needs no option"),
+    Former("quant_type=a8w8", "quant=a8w8", "next to a folder of PaddleNLP's PTQ it may be left out"),
     Former("quant_type=a8w8_fp8", "quant=fp8"),
     Former("quant_type", "quant=int8", "or int4, a8w8, fp8"),
     Former("quant=weight_only_int8", "quant=int8"),
@@ -55,7 +60,9 @@ PADDLENLP = (
     Former("speculate_max_draft_token_num", "decode.speculation.num_tokens=7"),
     Former("speculate_max_ngram_size", "decode.speculation.max_ngram=5"),
     Former("speculate_verify_window", "decode.speculation.verify_window=2", "exact acceptance is the default here"),
-    Former("export_model.py", "task=export export.output=FOLDER"),
+    Former(
+        "export_model.py", "task=export export.output=FOLDER", "predict.export=true exports and predicts in one run"
+    ),
     Former("device=npu", "device=cpu", "kernels are for CPUs and NVIDIA's GPUs alone"),
     Former("device=xpu", "device=cpu", "kernels are for CPUs and NVIDIA's GPUs alone"),
 )

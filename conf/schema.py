@@ -297,6 +297,10 @@ class RunConfig:
         if self.parallel.mode.divides or self.parallel.tp or self.parallel.pp:
             self._check_ranks()
         check_adapters(self.model.adapters or {}, self.predict.adapter)
+        if self.task in (Task.embed, Task.score):
+            for name in ("truncate", "output_file", "export"):
+                if (value := getattr(self.predict, name)) != getattr(PredictConfig(), name):
+                    raise UserError(f"predict.{name}={typed(value)} is not used by task={self.task.name}: leave it out")
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()

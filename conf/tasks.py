@@ -16,6 +16,17 @@ class ConvertDType(Enum):
     q8_0 = "q8_0"  # 8 bits in groups of 32 (format=gguf)
 
 
+class Truncation(Enum):
+    none = "none"  # a prompt that is too long for the context is an error of its row
+    left = "left"  # the first tokens are left out
+    right = "right"  # the last tokens are left out
+
+
+class OutputForm(Enum):
+    predictions = "predictions"  # rows as in predictions.jsonl
+    paddlenlp = "paddlenlp"  # rows of src, tgt and output, as PaddleNLP's predictor writes
+
+
 class CheckpointFormat(Enum):
     hf = "hf"  # Hugging Face's: config.json and safetensors
     sharded = "sharded"  # our own: a file for each rank, and layout.json
@@ -42,6 +53,15 @@ class PredictConfig:
     none: begin anew; a folder: go on with the job in it, which must be the same. From standard input only in a folder named."""
     max_errors: int | None = None
     """Most rows that may fail before the job ends early, counted anew when it is resumed; null: any number."""
+    truncate: Truncation = Truncation.none
+    """Where a prompt of more than `max_prompt_tokens` loses tokens. Its row gives their number as `num_truncated_tokens`."""
+    max_prompt_tokens: int | None = None
+    """Most tokens of a prompt with `truncate`, those that the tokenizer puts around a text among them; null without."""
+    output_file: str | None = None
+    """A file that also gets the results, as JSON lines in `output_form`, when the job is done; an existing one is replaced. null: none."""
+    output_form: OutputForm = OutputForm.predictions
+    export: bool = False
+    """Export the model first, as task=export does, to the folder `export` of the run's own, and predict with what was exported."""
 
     def __post_init__(self) -> None:
         check(bool(self.resume), "predict.resume", repr(self.resume), "auto, none or the folder of an unfinished job")
@@ -55,6 +75,17 @@ class PredictConfig:
             both = f"predict.prefix={self.prefix} and predict.adapter={self.adapter}"
             raise UserError(f"{both} do not go together, because a prefix was made without adapters: leave one out")
         check(self.prefix != "", "predict.prefix", repr(self.prefix), "a name of model.prefixes, or null")
+        check(self.output_file != "", "predict.output_file", repr(self.output_file), "the file to write, or null")
+        most = self.max_prompt_tokens
+        check(most is None or most > 0, "predict.max_prompt_tokens", most, "a number above 0, or null")
+        if (self.truncate is Truncation.none) != (most is None):
+            given, other = f"predict.truncate={self.truncate.name}", "predict.max_prompt_tokens"
+            raise UserError(
+                f"{given} and {other}={'null' if most is None else most} do not go together: give both, or neither"
+            )
+        if self.output_form is not OutputForm.predictions and self.output_file is None:
+            form = f"predict.output_form={self.output_form.name}"
+            raise UserError(f"{form} needs a file: give predict.output_file=FILE too, or leave it out")
         check(self.batch_size > 0, "predict.batch_size", self.batch_size, "a number above 0")
         check(
             bool(self.chat_template),

@@ -76,12 +76,18 @@ class DataFile:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             if getattr(error, "msg", "") == "Extra data" and text.lstrip().startswith("{"):
-                yield from (line.encode() + b"\n" for line in text.split("\n"))
+                yield from (line.encode() + b"\n" for line in text.removesuffix("\n").split("\n"))
                 return
             raise UserError(f"{self.where} is not JSON: {error}") from error
-        rows = values if isinstance(values, list) else self._transposed(values)
+        rows = values if isinstance(values, list) else [values] if self._is_row(values) else self._transposed(values)
         for row in rows:
             yield _json_line({self.columns[0]: row} if isinstance(row, str) else row)
+
+    def _is_row(self, values: Any) -> bool:
+        """Return whether an object is the only line of a file of rows."""
+        return isinstance(values, dict) and (
+            "src" in values or any(type(values.get(name)) is str for name in self.columns)
+        )
 
     def _transposed(self, table: Any) -> Iterator[dict[str, Any]]:
         """Return the rows of an object of columns."""

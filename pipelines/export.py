@@ -4,14 +4,14 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from conf.errors import UserError, shortened
-from conf.quantization import Activations
+from conf.quantization import Activations, CalibrateConfig, QuantizeConfig
 from conf.schema import DeviceType, ParallelMode, RunConfig, Weights
 from kernels.collectives.nodes import Recordable
 from models.adapters import adaptable_layers
@@ -31,7 +31,7 @@ from models.exported.description import (
 from models.exported.model import ExportedLM
 from models.exported.trace import Traced, trace
 from models.formats.huggingface_writer import write_companions
-from models.formats.manifest import write_manifest
+from models.formats.manifest import MANIFEST, write_manifest
 from models.formats.safetensors_writer import save_tensors
 from models.layers.adaptable import Adaptable
 from pipelines import report
@@ -63,7 +63,20 @@ class _Part:
 
 def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Export the model. Afterwards `export.output` is complete and proved, or as it was before. Raises UserError."""
-    target = _target(run)
+    _check_settings(run)
+    assert run.export.output is not None
+    metrics = export_model(run, Path(run.export.output), run.export.overwrite)
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, absolute(run.export.output), output_dir)
+
+
+def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any]:
+    """Write the artefact of the run's model, which appears at `output` when it is complete and proved, and return its metrics.
+
+    Raises UserError for a model or a device that has no graph, and where a file differs by one bit.
+    """
+    target = absolute(output)
+    refuse_existing(target, overwrite, "export")
     start = time.perf_counter()
     device = prepare_device(run.device)
     if device.type != "cpu":
@@ -77,7 +90,7 @@ def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     plan = plan_model(run, source, device, packed=True)
     steps = Steps.of(plan.model)
     parts = _parts(run, plan, steps)
-    with complete_folder(target, run.export.overwrite, "export") as folder:
+    with complete_folder(target, overwrite, "export") as folder:
         for part in parts:
             _write(part, part_folder(folder, part.division), quant, settings.eos_token_ids)
         if len(parts) > 1:
@@ -88,15 +101,13 @@ def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         exported = _proved(folder, parts, steps)
         write_manifest(folder, {})
     sizes = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
-    metrics = {
+    return {
         "num_nodes": sum(len(each.graph.body) + len(each.graph.head) for each in exported),
         "num_files": len(sizes),
         "bytes_written": sum(sizes),
         "export_s": time.perf_counter() - start,
         "peak_memory_bytes": report.peak_memory_bytes(device),
     }
-    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
-    _print(metrics, target, output_dir)
 
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
@@ -110,28 +121,48 @@ def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
     print(f"output: {output_dir}")
 
 
-def _target(run: RunConfig) -> Path:
-    """Return the folder to make. Raises UserError for settings that the task does not take."""
+def absolute(output: str | Path) -> Path:
+    return Path(os.path.abspath(Path(output).expanduser()))
+
+
+def _check_settings(run: RunConfig) -> None:
+    """Raise UserError for settings that the task does not take."""
     if run.export.output is None:
         raise UserError("export.output is missing: give the folder to make")
     run.decode.check_unset("by task=export", "leave it out")
+    _check_common(run, "task=export")
+    if run.model.max_length is not None:
+        raise UserError("model.max_length is not used by task=export: leave it out")
+    if run.quant.activations is Activations.auto:
+        raise UserError(
+            "quant.activations=auto is a choice of each run: leave it out, and give it where the exported model runs"
+        )
+
+
+def _check_common(run: RunConfig, user: str) -> None:
     refused = {
         "model.weights=random": run.model.weights is Weights.random,
         "model.keep_packed=true": run.model.keep_packed,
-        "model.max_length": run.model.max_length is not None,
         f"parallel={run.parallel.mode.name}": run.parallel.mode is not ParallelMode.single,
         "device=cuda": run.device.type is DeviceType.cuda,
     }
     for given, is_given in refused.items():
         if is_given:
-            raise UserError(f"{given} is not used by task=export: leave it out")
-    if run.quant.activations is Activations.auto:
-        raise UserError(
-            "quant.activations=auto is a choice of each run: leave it out, and give it where the exported model runs"
-        )
-    target = Path(os.path.abspath(Path(run.export.output).expanduser()))
-    refuse_existing(target, run.export.overwrite, "export")
-    return target
+            raise UserError(f"{given} is not used by {user}: leave it out")
+
+
+def run_of_artefact(run: RunConfig, folder: Path) -> RunConfig:
+    """Return the run of `predict.export`, whose model is the artefact at `folder`. It is made first where it is not there.
+
+    Raises UserError as `export_model` does, and for settings that an artefact does not take.
+    """
+    _check_common(run, "predict.export=true")
+    made_of = replace(run.model, max_length=None, prefixes=None, adapters=None)
+    if not (folder / MANIFEST).is_file():
+        quant = replace(run.quant, activations=run.quant.activations.of_model)
+        export_model(replace(run, model=made_of, quant=quant), folder, overwrite=False)
+    model = replace(run.model, path=str(folder), verify=False, allow_pickle=False)
+    return replace(run, model=model, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 
 def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_Part]:

@@ -66,6 +66,8 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerpr
     }
     if run.model.prefixes:
         parts["predict.prefix"] = run.predict.prefix
+    if run.predict.max_prompt_tokens is not None:
+        parts["predict.truncate"] = f"{run.predict.truncate.name}, {run.predict.max_prompt_tokens} tokens"
     return _as_kept(parts | model_fingerprint(run, source, engine))
 
 

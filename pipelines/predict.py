@@ -1,5 +1,6 @@
 """`task=predict`: every prompt of a job through the engine, and the files that it leaves."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -10,25 +11,30 @@ from typing import TYPE_CHECKING, Any
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
-from conf.tasks import PredictConfig
+from conf.tasks import OutputForm, PredictConfig
 from conf.terminal import visible, visible_line
+from models.formats.hub import find_checkpoint
 from pipelines import report
+from pipelines.data_files import expanded
 from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.faults import belongs_to_request, row_error
 from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
-from pipelines.fingerprint import fingerprint
+from pipelines.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
 from pipelines.job import ANSWER, Job, open_prompts, row_runner
-from pipelines.journal import dumps, open_journal
+from pipelines.journal import Fingerprint, Journal, dumps, named_folder, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import open_source
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow, Prompts
-from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
+from pipelines.rows import Asked, EngineRows, Loaded, Record, Row, RowRunner
 
 if TYPE_CHECKING:
     from pipelines.batches.answers import BatchAnswers
+
+
+EXPORTED = "export"  # in a run's folder, with predict.export
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -38,18 +44,32 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     with all files written where not one row could be predicted.
     """
     prompts = open_prompts(run.predict)
+    _check_output_file(run.predict)
     start = time.perf_counter()
-    with row_runner(PredictRows, run, prompts) as runner:
+    loaded, parts = _exported(run, output_dir) if run.predict.export else (run, {})
+    with row_runner(PredictRows, loaded, prompts) as runner:
         load_s = time.perf_counter() - start
-        parts = {"input": prompts.sha256, **runner.loaded.fingerprint}
+        parts = {"input": prompts.sha256, **runner.loaded.fingerprint, **parts}
         with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
             run = replace(run, decode=replace(runner.loaded.decode, seed=journal.seed))
-            job = PredictJob(runner, journal, run.predict.max_errors)
+            job = PredictJob(runner, journal, run.predict)
             finished = job.complete(prompts, dump(run, journal.folder), load_s)
     first, metrics = finished.first, finished.metrics
     _print(first, metrics, journal.folder)
+    for name in filter(None, (run.predict.output_file, run.predict.export and str(journal.folder / EXPORTED))):
+        print(visible_line(f"also: {name}"))
     if metrics["num_errors"] == metrics["num_prompts"]:
         raise UserError(f"none of the {metrics['num_prompts']} rows could be predicted; the first: {first[0]['error']}")
+
+
+def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]:
+    """Return the run of the artefact, and what names the model that the artefact is made of, for a job that goes on."""
+    from pipelines.export import run_of_artefact  # here, because it imports torch's compiler
+
+    folder = output_dir if run.predict.resume in ("auto", "none") else named_folder(run.predict.resume)
+    source = find_checkpoint(run.model.path, True, run.model.allow_pickle)
+    made_of = file_fingerprint(source, "model") | (calibration_fingerprint(run) if run.quant.needs_calibration else {})
+    return run_of_artefact(run, folder / EXPORTED), {f"export.{name}": value for name, value in made_of.items()}
 
 
 class PredictRows(EngineRows):
@@ -79,7 +99,14 @@ class PredictRows(EngineRows):
         run = replace(run, decode=engine.requests.resolve(run.decode))
         engine.requests.check(run.decode)
         engine.requests.prefix(run.predict.prefix)
-        encoder = PromptEncoder(engine.tokenizer, run.predict.add_special_tokens, run.predict.chat_template)
+        settings = run.predict
+        encoder = PromptEncoder(
+            engine.tokenizer,
+            settings.add_special_tokens,
+            settings.chat_template,
+            truncate=settings.truncate,
+            max_tokens=settings.max_prompt_tokens,
+        )
         _check_new_tokens(run.decode, engine.context, encoder, rows)
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.runner.weight_bytes)
 
@@ -92,6 +119,10 @@ class PredictRows(EngineRows):
 
     def ask(self, row: PromptRow, seed: int | None) -> Asked:
         if row.batch is not None:
+            if self._defaults.max_prompt_tokens is not None:
+                raise UserError(
+                    "predict.truncate is not used by lines of a batch: leave it out, or give rows of prompts"
+                )
             self._batch = self._batch or self._open_batch(seed)
             return self._batch.ask(row)
         prompt = self.encoder.encode(row)
@@ -99,7 +130,7 @@ class PredictRows(EngineRows):
         prefix = self._defaults.prefix if row.prefix is None else row.prefix
         adapter = self._defaults.adapter if row.adapter is None else row.adapter
         request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
-        return Asked(request, prompt.text)
+        return Asked(request, prompt.text, num_truncated=prompt.num_truncated)
 
     def _decode_of(self, row: PromptRow, seed: int | None) -> DecodeConfig:
         """Return the run's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
@@ -108,13 +139,13 @@ class PredictRows(EngineRows):
 
     def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
         answer = {ANSWER: asked.answer(output)} if asked.answer else {}
-        return {"row": _prediction(row, asked, output), **answer}
+        return {"row": _prediction(row, asked, output), **_source(row), **answer}
 
     @staticmethod
     def failed(row: PromptRow, error: BaseException) -> Record:
         prediction = _error_prediction(row, error)
         if row.batch is None:
-            return {"row": prediction}
+            return {"row": prediction, **_source(row)}
         from pipelines.batches.answers import refusal  # here, because other rows need no pydantic
 
         return {"row": prediction, ANSWER: refusal(row, error)}
@@ -123,10 +154,16 @@ class PredictRows(EngineRows):
 class PredictJob(Job):
     """Prompts in, predictions out."""
 
+    def __init__(self, runner: RowRunner, journal: Journal, settings: PredictConfig) -> None:
+        super().__init__(runner, journal, settings.max_errors)
+        self._output_file, self._output_form = settings.output_file, settings.output_form
+
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
         totals, counts = self.totals, self.runner.counts()
         return {
             **self.base_metrics(prompts),
+            "unused_fields": self._unused_fields(prompts),
+            "num_truncated_rows": totals["num_truncated_rows"],
             "num_generated_tokens": totals["num_generated_tokens"],
             "seed": self.journal.seed,
             "start_s": report.START_S,
@@ -138,11 +175,19 @@ class PredictJob(Job):
             "peak_memory_bytes": counts.peak_memory_bytes,
         }
 
+    def _unused_fields(self, prompts: Prompts) -> list[str]:
+        used = {"tgt"} if self._output_form is OutputForm.paddlenlp else set[str]()
+        return [name for name in prompts.unused_fields if name not in used]
+
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
         folder = self.journal.folder
         rows, texts = (f"{dumps(r['row'])}\n" for r in records()), (f"{_texts(r['row'])}\n" for r in records())
         report.write_atomically(folder / "predictions.jsonl", rows)
         report.write_atomically(folder / "text_generation_result.txt", texts)
+        if self._output_file is not None:
+            is_paddlenlp = self._output_form is OutputForm.paddlenlp
+            results = (_paddlenlp_row(r) if is_paddlenlp else r["row"] for r in records())
+            report.write_atomically(expanded(self._output_file), (f"{dumps(each)}\n" for each in results))
         if self.totals["num_answers"]:
             for name, is_wanted in (("batch_output.jsonl", True), ("batch_error.jsonl", False)):
                 answers = (record[ANSWER] for record in records() if ANSWER in record)
@@ -161,6 +206,7 @@ def _prediction(row: PromptRow, asked: Asked, output: Output) -> Row:
         "prompt": asked.prompt,
         **first,
         "num_prompt_tokens": output.num_prompt_tokens,
+        **({"num_truncated_tokens": asked.num_truncated} if asked.num_truncated else {}),
         "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
         **({"seed": params.seed} if params.samples else {}),
         **logprobs,
@@ -205,6 +251,31 @@ def _error_prediction(row: PromptRow, error: BaseException) -> Row:
     }
 
 
+def _source(row: PromptRow) -> Record:
+    return {} if row.source is None else {"source": row.source}
+
+
+def _paddlenlp_row(record: Record) -> Row:
+    """Return a row as PaddleNLP's predictor writes it, whose output is the first text; with the error of one that failed."""
+    row = record["row"]
+    source = record.get("source", {"src": row["prompt"] or "", "tgt": ""})
+    return {**source, "output": row["text"] or "", **({"error": row["error"]} if row["error"] else {})}
+
+
+def _check_output_file(settings: PredictConfig) -> None:
+    """Raise UserError for an output file that could not be written at the end of the job, and for the job's own input."""
+    if settings.output_file is None:
+        return
+    file, given = expanded(settings.output_file), f"predict.output_file={settings.output_file}"
+    if not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
+        raise UserError(f"{given} cannot be written, because {file.parent} is no folder that can be: give another file")
+    if file.exists() and not file.is_file():
+        raise UserError(f"{given} is not a file: give the name of a file")
+    data = expanded(settings.data or "")
+    if file.exists() and data.exists() and file.samefile(data):
+        raise UserError(f"{given} is predict.data itself, which would be replaced: give another file")
+
+
 def _check_new_tokens(
     decode: DecodeConfig, context: ContextLimit, encoder: PromptEncoder, rows: Iterable[PromptRow]
 ) -> None:
@@ -239,6 +310,8 @@ def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
             print(visible(f" -> {one['text'] if one['text'] is not None else one['token_ids']}"))
     if metrics["num_prompts"] > len(rows):
         print(f"... and {metrics['num_prompts'] - len(rows)} more")
+    if metrics["num_truncated_rows"]:
+        print(f"rows of which tokens were left out, by predict.max_prompt_tokens: {metrics['num_truncated_rows']}")
     if metrics["unused_fields"]:
         print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     print()

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conf.errors import UserError
+from conf.tasks import Truncation
 from models.tokenizers import Tokenizer
 from models.tokenizers.template_files import read_template
+from models.tokenizers.truncation import truncated
 from pipelines.data_files import expanded
 from pipelines.prompts import PromptRow, check_unicode
 
@@ -16,6 +18,8 @@ class EncodedPrompt:
     """The model's input as text; None without a tokenizer."""
     token_ids: list[int]
     prediction_token_ids: list[int] = field(default_factory=list)
+    num_truncated: int = 0
+    """Tokens of the prompt that are left out."""
 
 
 class PromptEncoder:
@@ -27,9 +31,16 @@ class PromptEncoder:
         add_special_tokens: bool,
         chat_template: str,
         add_generation_prompt: bool = True,
+        truncate: Truncation = Truncation.none,
+        max_tokens: int | None = None,
     ) -> None:
-        """`add_generation_prompt`: whether a conversation is followed by the beginning of an answer."""
+        """`add_generation_prompt`: whether a conversation is followed by the beginning of an answer.
+
+        `truncate`, `max_tokens`: as `predict.truncate` and `predict.max_prompt_tokens`.
+        """
         self._add_generation_prompt = add_generation_prompt
+        self._from_left = truncate is Truncation.left
+        self._max_tokens = max_tokens
         self._tokenizer = tokenizer
         self._add_special_tokens = add_special_tokens
         self._use_templates = chat_template != "none"
@@ -41,12 +52,24 @@ class PromptEncoder:
             raise UserError(row.error)
         if row.pair is not None:
             raise UserError("query and document are scored by task=score with a reranker: give a prompt")
-        prompt = self._input(row)
+        prompt = self._truncated(row, self._input(row))
         if row.prediction is None:
             return prompt
         if self._tokenizer is None:
             raise UserError("there is no tokenizer for the prediction: leave it out, or give model.tokenizer=PATH")
         return replace(prompt, prediction_token_ids=self._tokenizer.encode(row.prediction, add_special_tokens=False))
+
+    def _truncated(self, row: PromptRow, prompt: EncodedPrompt) -> EncodedPrompt:
+        """Return the prompt with at most max_tokens. Only a text has tokens around it that stay."""
+        if self._max_tokens is None or len(prompt.token_ids) <= self._max_tokens:
+            return prompt
+        text = None if row.prompt is None or self._template is not None else row.prompt
+        if text is not None and self._tokenizer is not None:
+            kept, num_cut = truncated(self._tokenizer, text, prompt.token_ids, self._max_tokens, self._from_left)
+            return replace(prompt, token_ids=kept, num_truncated=num_cut)
+        num_cut = len(prompt.token_ids) - self._max_tokens
+        kept = prompt.token_ids[num_cut:] if self._from_left else prompt.token_ids[: self._max_tokens]
+        return replace(prompt, token_ids=kept, num_truncated=num_cut)
 
     def _input(self, row: PromptRow) -> EncodedPrompt:
         tokenizer = self._tokenizer

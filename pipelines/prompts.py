@@ -32,6 +32,8 @@ class PromptRow:
     prompt_token_ids: list[int] | None = None
     pair: tuple[str, str] | None = None
     """A query and a document, for a reranker."""
+    source: dict[str, Any] | None = field(default=None, compare=False)
+    """`src` and `tgt` as they were given, of a row that has them."""
     decode: dict[str, Any] = field(default_factory=dict)
     prefix: str | None = None
     """Name of the prefix that stands before it."""
@@ -204,7 +206,11 @@ def parse_row(index: int, values: object) -> PromptRow:
         names = {name: values[name] for name in ("prefix", "adapter") if values.get(name) is not None}
         for name in names:
             _checked(values, name, str)
-        row = PromptRow(index, known_id, decode=decode, **names, prediction=prediction, batch=batch, **_input(values))
+        source = {"src": values["src"], "tgt": values.get("tgt", "")} if values.get("src") is not None else None
+        given = _input(values)
+        row = PromptRow(
+            index, known_id, decode=decode, **names, prediction=prediction, batch=batch, source=source, **given
+        )
         check_unicode("id", str(known_id))
         return row
     except Exception as error:

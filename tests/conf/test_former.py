@@ -8,7 +8,14 @@ from conf.former import PAGE, SECTIONS, page
 from conf.schema import DeviceType
 from tests.helpers.cases import each
 
-EXAMPLES = {"FOLDER": "/x", "FILE.jsonl": "/x.jsonl", "FILE.txt": "/x.txt", "FILE.gguf": "/x.gguf", "TEXT": "a"}
+EXAMPLES = {
+    "FOLDER": "/x",
+    "FILE.jsonl": "/x.jsonl",
+    "FILE.json": "/x.json",
+    "FILE.txt": "/x.txt",
+    "FILE.gguf": "/x.gguf",
+    "TEXT": "a",
+}
 """In the place of names on the page."""
 
 

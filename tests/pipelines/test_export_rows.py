@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
+from conf.compose import dump
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.schema import RunConfig, Task
 from conf.tasks import PredictConfig, PrefixConfig
+from models.exported.description import EXPORT
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
+from pipelines.predict import run_predict
 from pipelines.prefix import run_prefix
 from quantization.smoothing_record import FOLDS
 from tests.helpers.adapters import ALL_LINEAR, Rows, change_adapter, load_with, outputs, write_adapter
@@ -83,6 +87,35 @@ def test_kept_prefixes(exports: Exports, tmp_path: Path) -> None:
     assert found.completions == expected.completions
     with pytest.raises(UserError, match="kept"):
         load_engine(replace(run, device=replace(run.device, kept_prefixes=[str(kept)])), 1)
+
+
+@pytest.mark.long
+def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
+    """Its rows are those of the model itself. A job that goes on takes the export that is there, if it is of the same model."""
+    run, data, out = llama(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "out"
+    data.write_text('{"prompt_token_ids": [3, 4, 5]}\n{"prompt_token_ids": []}\n{"prompt_token_ids": [9]}\n')
+    decode = DecodeConfig(max_new_tokens=6)
+    run = replace(run, decode=decode, quant=INT8_INT4_CACHE, predict=PredictConfig(data=str(data), batch_size=1))
+    run_predict(run, tmp_path / "model_itself", dump)
+    own = replace(run, predict=replace(run.predict, export=True, max_errors=0))
+    with pytest.raises(UserError, match="more than predict.max_errors=0 rows failed"):
+        run_predict(own, out, dump)
+    made = (out / "export" / EXPORT).stat()
+    for changed, message in (
+        ({"quant": INT4}, "quant contradicts .*/export"),
+        ({"model": replace(run.model, path="models/tiny")}, "cannot be resumed, this changed: .*export.model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run_predict(replace(own, **changed), out, dump)
+    run_predict(replace(own, predict=replace(own.predict, max_errors=1)), out, dump)
+    assert (out / "export" / EXPORT).stat() == made
+    for name in ("predictions.jsonl", "text_generation_result.txt"):
+        assert (out / name).read_bytes() == (tmp_path / "model_itself" / name).read_bytes()
+    alone = replace(run, model=replace(run.model, path=str(out / "export")), quant=FLOATS)
+    run_predict(alone, tmp_path / "alone", dump)
+    assert (tmp_path / "alone" / "predictions.jsonl").read_bytes() == (out / "predictions.jsonl").read_bytes()
+    with pytest.raises(UserError, match="model.keep_packed=true is not used by predict.export=true: leave it out"):
+        run_predict(replace(own, model=replace(run.model, keep_packed=True)), tmp_path / "refused", dump)
 
 
 def adapted(run: RunConfig, num: int) -> RunConfig:

@@ -13,8 +13,8 @@ import pytest
 from conf.compose import dump
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import RunConfig
-from conf.tasks import PredictConfig
+from conf.schema import RunConfig, Task
+from conf.tasks import OutputForm, PredictConfig, Truncation
 from conf.terminal import visible
 from models.tokenizers import template_process
 from pipelines.engine import Engine, Output
@@ -89,6 +89,62 @@ def test_several_completions_are_all_in_the_row_and_the_first_is_its_own(
     assert (second["text"], second["token_ids"], row["num_generated_tokens"]) == ("!", [5], 12 + 1)
     texts = (tmp_path / "out" / "text_generation_result.txt").read_text(encoding="utf-8")
     assert texts == str({"text_generation_text": [f"Once{row['text']}", "Once!"]}) + "\n"
+
+
+def test_results_in_a_file_of_the_users_choice(chatty: Path, tmp_path: Path) -> None:
+    """In both forms, with prompts that were cut; a job that goes on has what its first process read of the rows."""
+    data, file = tmp_path / "rows.json", tmp_path / "out.json"
+    data.write_text(
+        '{"src": "Once upon a time", "tgt": "x"}\n{"src": ["a", "b"], "tgt": ["c"]}\n{"prompt": "今天"}\n{"src": 5}\n'
+    )
+    run = job(chatty, data, 1)
+    settings = replace(run.predict, output_file=str(file), truncate=Truncation.left, max_prompt_tokens=3)
+    run_predict(replace(run, predict=settings), tmp_path / "rows", dump)
+    assert file.read_bytes() == (tmp_path / "rows" / "predictions.jsonl").read_bytes()
+    texts = rows(tmp_path / "rows")
+    cut = [row.get("num_truncated_tokens", 0) for row in texts]
+    assert [bool(number) for number in cut] == [True, True, True, False]
+    assert texts[0]["num_prompt_tokens"] == 3
+    metrics = json.loads((tmp_path / "rows" / "metrics.json").read_text())
+    assert (metrics["num_truncated_rows"], metrics["unused_fields"]) == (3, ["tgt"])
+
+    settings = replace(settings, output_form=OutputForm.paddlenlp, max_errors=0)
+    with pytest.raises(UserError, match="more than predict.max_errors=0 rows failed"):
+        run_predict(replace(run, predict=settings), tmp_path / "paddle", dump)
+    run_predict(replace(run, predict=replace(settings, max_errors=1)), tmp_path / "paddle", dump)
+    written = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    sources = [("Once upon a time", "x"), (["a", "b"], ["c"]), ("今天", ""), ("", "")]
+    assert [(row["src"], row["tgt"], row["output"]) for row in written] == [
+        (*source, row["text"]) for source, row in zip(sources, texts, strict=True)
+    ]
+    assert [row.get("error") for row in written] == [row["error"] for row in texts]
+    assert json.loads((tmp_path / "paddle" / "metrics.json").read_text())["unused_fields"] == []
+
+
+def test_output_files_that_cannot_be_are_refused_before_the_model_is_loaded(chatty: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.txt"
+    data.write_text("Once\n")
+    run = job(chatty, data)
+    for file, reason in (
+        (data, "is predict.data itself"),
+        (tmp_path, "is not a file"),
+        (tmp_path / "a" / "b", "cannot be written"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            run_predict(replace(run, predict=replace(run.predict, output_file=str(file))), tmp_path / "out", dump)
+    assert data.read_text() == "Once\n"
+    assert not (tmp_path / "out").exists()
+    for settings in (
+        {"truncate": Truncation.left},
+        {"max_prompt_tokens": 5},
+        {"output_form": OutputForm.paddlenlp},
+        {"output_file": ""},
+    ):
+        with pytest.raises(UserError, match="predict"):
+            PredictConfig(**settings)  # type: ignore[arg-type]
+    for task in (Task.embed, Task.score):
+        with pytest.raises(UserError, match=f"predict.output_file=x is not used by task={task.name}: leave it out"):
+            RunConfig(task=task, predict=PredictConfig(output_file="x"))
 
 
 def test_if_nothing_works_the_rows_say_why_and_the_job_fails(chatty: Path, tmp_path: Path) -> None:

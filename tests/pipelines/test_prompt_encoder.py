@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from conf.errors import UserError
+from conf.tasks import Truncation
 from models.tokenizers import Tokenizer, load_tokenizer
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow
@@ -64,6 +65,26 @@ def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
     assert (encoded.text, encoded.token_ids) == ("ab", row.prompt_token_ids)
     bare = PromptEncoder(None, True, template).encode(row)
     assert (bare.text, bare.token_ids) == (None, row.prompt_token_ids)
+
+
+def test_a_prompt_that_is_too_long_is_cut_as_transformers_cuts_it(tmp_path: Path) -> None:
+    """A text keeps the tokens around it; ids, and what a template writes, are cut as they are."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = save_tokenizer(tmp_path, chat_template=TEMPLATE)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for side in (Truncation.left, Truncation.right):
+        theirs.truncation_side = side.name
+        for most in (1, 2, 5, 9, 10, 40):
+            encoder = PromptEncoder(own, True, "auto", truncate=side, max_tokens=most)
+            encoded = encoder.encode(PromptRow(0, prompt="abcabcabc"))
+            assert encoded.token_ids == theirs("abcabcabc", truncation=True, max_length=most).input_ids
+            assert (encoded.text, encoded.num_truncated) == ("abcabcabc", max(0, 10 - most))
+            whole = [VOCABULARY[BOS], *ids("[user]hi[assistant]")]
+            for row in (PromptRow(0, messages=HELLO), PromptRow(0, prompt_token_ids=whole)):
+                cut = encoder.encode(row)
+                assert cut.token_ids == (whole[-most:] if side is Truncation.left else whole[:most])
+                assert cut.num_truncated == max(0, len(whole) - most)
 
 
 @each("token", [-1, 10**6, 2**40, 10**30])

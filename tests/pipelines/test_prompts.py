@@ -296,6 +296,16 @@ def test_rows_of_every_form(tmp_path: Path, name: str, content: str) -> None:
     assert prompts.num_rows == 3
     assert list(prompts) == ROWS
     assert prompts.unused_fields == ["note"]
+    assert prompts.num_blank_lines == content.replace("\r", "").count("\n\n")
+
+
+def test_a_json_of_one_line_may_be_a_row(tmp_path: Path) -> None:
+    pairs = {"src": "a", "tgt": "b"}, {"src": ["a", "c"], "tgt": ["b"]}
+    for values in pairs:
+        (row,) = read_prompts(write(tmp_path, "a.json", json.dumps(values)))
+        assert (row.error, row.source) == (None, values)
+    (row,) = read_prompts(write(tmp_path, "a.json", '{"prompt": "a"}'))
+    assert (row.prompt, row.source) == ("a", None)
 
 
 def test_a_cell_is_as_long_as_a_prompt(tmp_path: Path) -> None:
@@ -321,7 +331,7 @@ def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
         ("a.csv", b"prompt\n\xff\n", r"a.csv is not UTF-8 \(byte 7 is 0xff\)"),
         ("a.json", "[", "a.json is not JSON: Expecting value"),
         ("a.json", "[" * 100_000, "a.json is not JSON: maximum recursion"),
-        ("a.json", '{"prompt": "a"}', "neither a list of rows nor an object of lists of one length, of which one is prompt"),
+        ("a.json", '{"text": "a"}', "neither a list of rows nor an object of lists of one length, of which one is prompt"),
         ("a.json", '{"prompt": ["a"], "id": [1, 2]}', "neither a list of rows nor an object of lists of one length"),
         ("a.json", "[]", "a.json has no prompts"),
         ("a.txt.gz", "no gzip", r"a.txt.gz cannot be read \(Not a gzipped file"),
