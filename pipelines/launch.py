@@ -13,6 +13,7 @@ from conf.terminal import log_warnings
 from pipelines.interrupt import RankLost
 from pipelines.ranks.launch import degrees, joined
 from pipelines.report import Dump, reset_peak_memory
+from pipelines.run_log import run_log
 
 Run = Callable[[RunConfig, Path, Dump], None]
 
@@ -23,7 +24,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     log_warnings()
     degrees(run, joined(os.environ))  # raises for a wrong number of ranks before anything is loaded
-    with reader_may_leave():
+    with reader_may_leave(), run_log():
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from conf.schema import RunConfig
 from conf.terminal import visible_line
+from pipelines.run_log import log_in
 
 # rich is imported where something is shown, torch where it is asked: the server's HTTP process runs without them.
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def write_atomically(path: Path, content: Iterable[str | bytes] | bytes) -> None
 def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None:
     """Write config.yaml, environment.json and a task's own files, given by name."""
     output_dir.mkdir(parents=True, exist_ok=True)
+    log_in(output_dir)
     write_atomically(output_dir / "config.yaml", [config_yaml])
     write_atomically(output_dir / "environment.json", [json.dumps(environment(), indent=2) + "\n"])
     for name, text in files.items():

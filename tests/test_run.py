@@ -22,7 +22,10 @@ from tests.helpers.cases import each
 from tests.helpers.command import run, run_interrupted
 from tests.helpers.fork_server import true_starts
 
-FILES = {"config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"}
+FILES = {
+    *("config.yaml", "environment.json", "metrics.json", "predictions.jsonl", "text_generation_result.txt"),
+    "run.log",
+}
 
 
 def rows(folder: Path) -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from conf.errors import UserError
 from conf.terminal import log_warnings
@@ -16,6 +17,7 @@ from pipelines.engine_process.frames import Start, Unready
 from pipelines.engine_process.loading import load_served
 from pipelines.engine_process.process import EngineProcess
 from pipelines.interrupt import RankLost
+from pipelines.run_log import log_engine_in
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -33,6 +35,8 @@ def main() -> None:
     start = frames[0]
     if not isinstance(start, Start):
         raise UserError("the first frame is not Start")
+    if start.log_folder is not None:
+        log_engine_in(Path(start.log_folder))
     try:
         served = load_served(start.run, channel)
     except (UserError, OSError) as error:

@@ -29,6 +29,7 @@ from pipelines.engine_process.frames import (
     encode,
 )
 from pipelines.engine_process.suspects import MAX_CRASHES, Suspects
+from pipelines.run_log import log_folder
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +259,8 @@ class EngineClient:
             return f"cannot be started ({error})"
         self._child, self._why = child, None
         try:
-            child.write(encode(Start(self._run)))
+            folder = None if (path := log_folder()) is None else str(path)
+            child.write(encode(Start(self._run, folder)))
             await self._receive(child)
             how = await child.ended()
             return self._why or how

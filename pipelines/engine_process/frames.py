@@ -21,6 +21,8 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """The first frame to the child: the run whose model it loads."""
 
     run: RunConfig
+    log_folder: str | None = None
+    """Where its log is; None: it has none."""
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

@@ -15,6 +15,7 @@ from kernels.collectives import RankFailed
 from pipelines.interrupt import RankLost
 from pipelines.ranks.messages import Channel, Gone, Header, Message, Silent, readable
 from pipelines.ranks.place import Place
+from pipelines.run_log import log_of_rank
 
 LOOK_S = 0.2  # between two looks at what may have failed
 GRACE_S = 3.0  # for the run to end by itself once a rank is lost
@@ -174,6 +175,8 @@ class Workers:
         worker.heard_at = time.monotonic()
         if "error" in header:
             self._lose(str(header["error"]))
+        elif "log" in header:
+            log_of_rank(worker.rank, str(header["log"]))
         elif "beat" not in header:
             worker.answers.put((header, content))
 

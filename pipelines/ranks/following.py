@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from conf.compose import from_json
 from conf.errors import UserError
 from conf.schema import Backend
 from conf.speculation import Speculate
-from conf.terminal import log_warnings
+from conf.terminal import VisibleFormatter, log_warnings
 from kernels import build
 from kernels.collectives import RankFailed
 from models.batch import Batch, BatchShape, KVCache
@@ -41,6 +42,22 @@ def run_follower(channel: Channel, start: Header) -> None:
         follower.step()
 
 
+class _LogOfRank0(logging.Handler):
+    """Sends this rank's log to rank 0, which writes it."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s: %(message)s"))
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(Gone):
+            self._channel.send({"log": self.format(record)})
+
+    def send(self, text: str) -> None:
+        self.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
+
+
 class Follower:
     """A rank other than 0: its part of the model, and what rank 0 may ask of it."""
 
@@ -52,7 +69,11 @@ class Follower:
         self._channel = channel
         self._name = start["name"]
         log_warnings()
-        logging.getLogger().setLevel(logging.ERROR)  # rank 0 warns
+        for handler in logging.getLogger().handlers:
+            handler.setLevel(logging.ERROR)  # rank 0 warns
+        log_to = _LogOfRank0(channel)
+        logging.getLogger().addHandler(log_to)
+        log_to.send(f"{self._name} loads its part")
         library = build.library()
         if library is None and not start["num_gpus"]:  # on another machine
             raise UserError(

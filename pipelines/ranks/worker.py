@@ -69,14 +69,16 @@ def follow(channel: Channel, place: Joined | None = None) -> None:
         try:
             os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
             if start["num_gpus"]:
-                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(start["local_rank"], start["num_gpus"], visible)
+                gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(start["local_rank"], start["num_gpus"], gpus)
             from pipelines.ranks.following import run_follower
 
             run_follower(channel, start)
         except Exception as error:
             if isinstance(error, Gone):
                 raise
+            if not isinstance(error, UserError):
+                channel.send({"log": visible(traceback.format_exc())})
             channel.send({"error": _said(start["name"], error)})
             sys.exit(1)
     has_ended.set()

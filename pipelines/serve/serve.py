@@ -27,6 +27,7 @@ from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.client import EngineClient
 from pipelines.replicas.cluster import replicas_of
 from pipelines.report import Dump, write_atomically
+from pipelines.run_log import log_in
 from pipelines.serve.app import create_app
 from pipelines.serve.guard import MAX_HEAD_BYTES, check_host, read_keys, whole_error
 from pipelines.serve.records import RequestLog
@@ -48,6 +49,7 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         jobs = _jobs(config)
         chat = Chat.open(run.model, config)
         output_dir.mkdir(parents=True, exist_ok=True)
+        log_in(output_dir)
         write_atomically(output_dir / "config.yaml", [dump(run, output_dir)])
         request_log = RequestLog(output_dir / "requests.jsonl")
 

@@ -74,7 +74,7 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("decod=greedy", "calibrate, sweep, experiment: did you mean decode?"),
         ("experment=short_stories", "calibrate, sweep, experiment: did you mean experiment?"),
         ("export.format=gptq", "Key 'format' not in 'ExportConfig': there are output, tp, pp, overwrite"),
-        ("predict.dta=x", "resume, max_errors: did you mean data?"),
+        ("predict.dta=x", "output_form, export: did you mean data?"),
         ("model.dtype=bfloat61", "expected one of [auto, float32, bfloat16, float16]: did you mean bfloat16?"),
         ("decode=xyz", "there are beam, checkpoint, contrastive, greedy, sampling"),  # which resembles none
     ],

@@ -50,7 +50,8 @@ def test_an_option_of_another_tool_is_answered_with_ours() -> None:
 @each(
     ("arguments", "ours"),
     [
-        (["--src-length", "5"], "leave it out"),
+        (["--src-length", "5"], "predict.truncate=left"),
+        (["--trust-remote-code"], "leave it out"),
         (["--Tensor_parallel_size", "2"], None),
         (["--gpu-memory-utilization=0.5"], "device.memory_fraction=0.9"),
         (["quant_type=weight_only_int4"], "quant=int4"),

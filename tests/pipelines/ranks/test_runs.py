@@ -64,7 +64,11 @@ def test_every_way_to_choose_tokens_gives_the_files_of_one_process(
 ) -> None:
     asked = ("decode.max_new_tokens=12", "predict.batch_size=4", f"predict.data={ways}")
     expected = alone(*asked)
-    assert same_files(finish(tmp_path / "run", *asked, *how), expected)
+    run = finish(tmp_path / "run", *asked, *how)
+    assert same_files(run, expected)
+    logs = sorted(file.name for file in run.glob("run*.log"))
+    assert logs == ["run.log", *(f"run.rank{rank}.log" for rank in range(1, 4 if how is TP_PP else 2))]
+    assert all("loads its part" in (run / name).read_text() for name in logs[1:])
     found = [json.loads(line) for line in (expected / "predictions.jsonl").read_text().splitlines()]
     assert [each["error"] for each in found] == [None] * 2 * len(WAYS)
     assert [len(each.get("completions", [each])) for each in found] == [1, 1, 3, 1, 2, 1] * 2

@@ -27,7 +27,8 @@ def test_it_serves_and_ends(tmp_path: Path) -> None:
         assert (model["id"], model["max_model_len"]) == ("tiny", 1024)
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()  # the engine's process alone has it
         assert ended(process) == (0, "")
-    assert {file.name for file in (tmp_path / "run").iterdir()} == {"config.yaml", "requests.jsonl"}
+    files = {"config.yaml", "requests.jsonl", "run.log", "run.engine.log"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == files
     (line,) = (tmp_path / "run" / "requests.jsonl").read_text().splitlines()
     assert (json.loads(line)["path"], json.loads(line)["status"]) == ("/v1/models", 200)
 
