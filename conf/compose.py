@@ -52,6 +52,7 @@ SAVED_DEFAULTS = [  # of the config.yaml that a run leaves
     {"override hydra/job_logging": "none"},
     {"override hydra/hydra_logging": "none"},
 ]
+HUBS = ("huggingface", "modelscope")  # by VLLM_USE_MODELSCOPE, read as vLLM reads it
 UNSAFE = r"[^\w.-]"  # in the name of a folder
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
@@ -74,9 +75,11 @@ def _outputs(path: str) -> str:
 # Where this file is imported, so that the workers of a launcher have them. Under `schema/`, so that Tab completes real options alone.
 _SCHEMA = OmegaConf.structured(RunConfig)
 OmegaConf.set_struct(_SCHEMA.quant.overrides, False)  # its keys are names of layers
+_SCHEMA.model.hub = "${hub:}"
 ConfigStore.instance().store(group="schema", name="run", node=_SCHEMA, package="_global_")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path))
 OmegaConf.register_new_resolver("outputs", _outputs, use_cache=True)
+OmegaConf.register_new_resolver("hub", lambda: HUBS[os.environ.get("VLLM_USE_MODELSCOPE", "").lower() == "true"])
 OmegaConf.register_new_resolver("next_line", lambda: "\x85")
 OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True)
 

@@ -58,6 +58,11 @@ class Weights(Enum):
     random = "random"  # initialised from config.json alone, for benchmarks
 
 
+class Hub(Enum):
+    huggingface = "huggingface"
+    modelscope = "modelscope"
+
+
 class ParallelMode(Enum):
     single = "single"
     tp = "tp"  # every layer is divided among ranks
@@ -101,10 +106,15 @@ class ModelConfig:
 
     path: str = ""
     """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`."""
+    hub: Hub = Hub.huggingface
+    """Where ids are downloaded from. On the command line and in Python the default is modelscope where the environment has
+    VLLM_USE_MODELSCOPE=True."""
+    revision: str | None = None
+    """Branch, tag or commit of the id's repository: of its weights, tokenizer and config; null: the default branch."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
-    """Folder of the tokenizer; empty: the model's own; null: none, prompts are token ids."""
+    """Folder of the tokenizer, GGUF file or hub id; empty: the model's own; null: none, prompts are token ids."""
     max_length: int | None = None
     """Most prompt + new tokens of a sequence; null: the checkpoint's context length."""
     allow_pickle: bool = False
@@ -123,6 +133,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
+        check(self.revision != "", "model.revision", repr(self.revision), "a branch, tag or commit, or null")
         check_paths("model.prefixes", self.prefixes)
         check_paths("model.adapters", self.adapters)
         check(0 < self.max_adapters <= 1024, "model.max_adapters", self.max_adapters, "a number from 1 to 1024")

@@ -101,7 +101,7 @@ REMEDIES = {  # where it is another than to leave a setting out
 def _refuse_unused(run: RunConfig) -> None:
     run.decode.check_unset("by task=convert", "leave it out")
     where = DeviceType.cpu if run.device.type is DeviceType.cpu else DeviceType.auto  # a CPU converts in any case
-    used = {name: getattr(run.model, name) for name in ("path", "allow_pickle", "verify")}
+    used = {name: getattr(run.model, name) for name in ("path", "hub", "revision", "allow_pickle", "verify")}
     unchanged = {"model": ModelConfig(**used), "quant": QuantConfig(), "device": DeviceConfig(where)}
     for group, section in unchanged.items():
         for name, default in vars(section).items():

@@ -32,6 +32,7 @@ def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> 
         raise UserError("decode.speculate=model needs the model that drafts: give decode.speculation.model_path=FOLDER")
     model = ModelConfig(
         path=path,
+        hub=run.model.hub,
         dtype=DType[str(target.dtype).removeprefix("torch.")],
         weights=run.model.weights,
         allow_pickle=run.model.allow_pickle,

@@ -240,7 +240,7 @@ def _load_reference(
         return None
     where = f"evaluate.reference={path}"
     # Its cache need hold no more than windows.
-    model = replace(run.model, path=path, weights=Weights.checkpoint, max_length=run.evaluate.window)
+    model = replace(run.model, path=path, revision=None, weights=Weights.checkpoint, max_length=run.evaluate.window)
     try:
         reference = load_engine(without_quantization(replace(run, model=model, decode=DecodeConfig())), 1, progress)
     except UserError as error:

@@ -104,7 +104,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
         folder = find_or_make(run, source, progress)
         log.warning("what runs is the calibrated model in %s", folder)
         found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
-        model, quant = replace(run.model, path=str(folder)), QuantConfig(kv_cache=found_when_run)
+        model, quant = replace(run.model, path=str(folder), revision=None), QuantConfig(kv_cache=found_when_run)
         if run.quant.activations is Activations.auto:  # which is not in the model's files, either
             quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())

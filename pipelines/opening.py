@@ -54,7 +54,7 @@ def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> Mod
     that no architecture here has, and for a checkpoint without the vocabulary's head where that is needed.
     """
     has_weights = config.weights is Weights.checkpoint
-    path = find_checkpoint(config.path, has_weights, config.allow_pickle)
+    path = find_checkpoint(config.path, has_weights, config.allow_pickle, config.hub, config.revision)
     if config.verify:
         verify_manifest(path)
     checkpoint = open_checkpoint(path, config.allow_pickle)

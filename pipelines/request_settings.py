@@ -2,12 +2,12 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
 from conf.schema import ModelConfig
 from models.formats import open_tokenizer
+from models.formats.hub import find_tokenizer
 from models.tokenizers import Tokenizer
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
@@ -50,11 +50,12 @@ def _context(config: ModelConfig, source: ModelSource) -> ContextLimit:
 def _tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
-    own = config.tokenizer and Path(config.tokenizer).expanduser()
+    own = find_tokenizer(config.tokenizer, config.hub, config.revision) if config.tokenizer else None
     tokenizer = open_tokenizer(own) if own else source.checkpoint.load_tokenizer()
     if own and tokenizer is None:
         raise UserError(
-            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, or null for none"
+            f"model.tokenizer={config.tokenizer} is not a folder with tokenizer files: give such a folder, a GGUF file, a hub id, "
+            "or null for none"
         )
     vocab_size = source.shape.vocab_size
     if tokenizer and tokenizer.size > vocab_size:

@@ -57,6 +57,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "jinja2": ("models.tokenizers.templates",),
     "tiktoken": ("models.tokenizers.tiktoken",),
     "huggingface_hub": ("models.formats.hub",),
+    "modelscope": ("models.formats.hub",),
     "rich": ("pipelines.report",),
     "yaml": ("conf.compose", "models.formats.mindspore_config", "pipelines.topology"),
     "fastapi": ("pipelines.serve.*",),

@@ -1,15 +1,18 @@
-"""Find the folder or file on disk that `model.path` names, and download a hub id."""
+"""Find the folder or file on disk that `model.path` or `model.tokenizer` names, and download an id of a hub."""
 
 import functools
 import re
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from conf.errors import UserError
+from conf.schema import Hub
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")  # with the tag of a quantisation, as in org/name-GGUF:Q4_K_M
 WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -19,13 +22,30 @@ GGUF_ENDS = [".gguf", "-*-of-*.gguf"]  # of one file, of a split one
 CONNECT_S = 6.0  # for name and connection: a resolver asks its second server after five seconds
 
 
-def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
+class Client(NamedTuple):
+    """A hub's client."""
+
+    hub: str
+    download: Callable[..., str]
+    """Its `snapshot_download(id, *, revision, allow_patterns, local_files_only)`, which returns the folder of the files."""
+    offline: str | None
+    """Why it cannot be asked, in a few words; None: it can be."""
+
+
+def find_checkpoint(
+    path: str, with_weights: bool, allow_pickle: bool, hub: Hub = Hub.huggingface, revision: str | None = None
+) -> Path:
     """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none.
 
-    A tag after a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters.
+    A tag after a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters. `revision`: a branch,
+    tag or commit of the id's repository; None: its default branch.
     """
     local = Path(path).expanduser()
     if local.exists():
+        if revision is not None:
+            raise UserError(
+                f"model.revision={revision} is not used by {path}, which is on disk: leave it out, or give a hub id"
+            )
         return local
     id = HUB_ID.fullmatch(path)
     if id is None:
@@ -37,21 +57,59 @@ def find_checkpoint(path: str, with_weights: bool, allow_pickle: bool) -> Path:
         raise UserError(
             f"model.path={path} names no model among the repository's GGUF files: add the end of one's name, as in {path}:Q4_K_M"
         )
+    patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
+    if id[2]:
+        patterns = [f"*{tag}{end}" for tag in (id[2], id[2].lower(), id[2].upper()) for end in GGUF_ENDS]
+    folder = _downloaded(path, id[1], revision, patterns, _modelscope() if hub is Hub.modelscope else _huggingface())
+    return _tagged_file(folder, path, id[2]) if id[2] else folder
+
+
+def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
+    """Return the folder or file of `model.tokenizer`, or the local cache of a hub id, downloaded where needed.
+
+    What is neither is returned as it is. Raises UserError for an id that cannot be downloaded.
+    """
+    local = Path(path).expanduser()
+    if local.exists() or not HUB_ID.fullmatch(path):
+        return local
+    return find_checkpoint(path, False, False, hub, revision)
+
+
+def _downloaded(path: str, id: str, revision: str | None, patterns: list[str], client: Client) -> Path:
+    is_offline = client.offline is not None
+    try:
+        folder = Path(client.download(id, revision=revision, allow_patterns=patterns, local_files_only=is_offline))
+    except Exception as error:  # the client's own errors and those of the network library below it
+        reason = client.offline or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        at = "" if revision is None else f" at revision {revision}"
+        raise UserError(
+            f"there is no folder {path}, and as {client.hub} id{at} it cannot be downloaded ({reason}): "
+            "download the model elsewhere and give model.path=FOLDER, or check the id, the network and the access to it"
+        ) from error
+    if is_offline and revision is not None and folder.parent.name != "snapshots":  # as ModelScope's before 1.38
+        raise UserError(
+            f"model.revision={revision} cannot be told from others in {folder}, a cache without revisions ({client.offline}): "
+            "leave it out, or download the revision"
+        )
+    return folder
+
+
+def _huggingface() -> Client:
     from huggingface_hub import constants, snapshot_download  # here, because a folder on disk need not wait for them
 
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    return Client("a hub", snapshot_download, offline)
+
+
+def _modelscope() -> Client:
+    """Return ModelScope's client. Raises UserError where its package is not installed."""
     try:
-        patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
-        if id[2]:
-            patterns = [f"*{tag}{end}" for tag in (id[2], id[2].lower(), id[2].upper()) for end in GGUF_ENDS]
-        folder = Path(snapshot_download(id[1], allow_patterns=patterns, local_files_only=offline is not None))
-    except Exception as error:  # the client's own errors and those of the network library below it
-        reason = offline or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(
-            f"there is no folder {path}, and as a hub id it cannot be downloaded ({reason}): "
-            "download the model elsewhere and give model.path=FOLDER, or check the id, the network and the access to it"
-        ) from error
-    return _tagged_file(folder, path, id[2]) if id[2] else folder
+        from modelscope import snapshot_download
+        from modelscope.hub.utils.utils import get_endpoint
+    except ImportError as error:
+        remedy = "pip install 'quintet[modelscope]', or give model.hub=huggingface"
+        raise UserError(f"model.hub=modelscope needs the package modelscope: {remedy}") from error
+    return Client("a ModelScope", snapshot_download, _unreachable(get_endpoint()))
 
 
 def _tagged_file(folder: Path, path: str, tag: str) -> Path:

@@ -14,7 +14,7 @@ from conf.errors import UserError
 from conf.schema import ModelConfig
 from conf.serving import ServeConfig
 from models.formats import open_tokenizer
-from models.formats.hub import find_checkpoint
+from models.formats.hub import find_checkpoint, find_tokenizer
 from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
 from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
 from models.tokenizers.template_files import read_template
@@ -105,9 +105,9 @@ class Chat:
         if model.tokenizer is None:
             return cls(None, config)
         if model.tokenizer:
-            path = Path(model.tokenizer).expanduser()
+            path = find_tokenizer(model.tokenizer, model.hub, model.revision)
         else:
-            path = find_checkpoint(model.path, with_weights=False, allow_pickle=False)
+            path = find_checkpoint(model.path, False, False, model.hub, model.revision)
         return cls(open_tokenizer(path), config)
 
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:

@@ -61,11 +61,14 @@ class _WhileWanted(NoProgress):
 
 def load_served(run: RunConfig, channel: Channel) -> Served:
     """Load the model of `run` for `serve.batch_size` requests at once. Raises UserError as `load_engine_on` does."""
-    path = find_checkpoint(run.model.path, run.model.weights is Weights.checkpoint, run.model.allow_pickle)
+    model = run.model
+    path = find_checkpoint(
+        model.path, model.weights is Weights.checkpoint, model.allow_pickle, model.hub, model.revision
+    )
     embeds = read_embedding_files(path).pooling is not None
     with explained_out_of_memory(), progress_bar() as progress:
         device = prepare_device(run.device)
-        source = open_source(run.model, Head.none if embeds else Head.vocabulary)
+        source = open_source(model, Head.none if embeds else Head.vocabulary)
         engine = load_engine_on(device, run, source, run.serve.batch_size, _WhileWanted(channel, progress))
     embedder, decode = None, run.decode
     if embeds:

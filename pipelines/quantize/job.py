@@ -8,6 +8,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.schema import RunConfig
+from models.formats.hub import find_tokenizer
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
@@ -37,14 +38,15 @@ def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
     quant |= {"activations": run.quant.activations.of_model}
     if run.quant.method in SMOOTHING:
         quant |= {"kept": FOLDS}  # older folders have none
-    tokenizer = run.model.tokenizer
+    model = run.model
+    tokenizer = model.tokenizer and find_tokenizer(model.tokenizer, model.hub, model.revision)
     job = {
         "version": VERSION,
         "quant": quant,
         **calibration_fingerprint(run),
         "dtype": run.model.dtype,
         "max_length": run.model.max_length,
-        "tokenizer": tokenizer and file_fingerprint(Path(tokenizer).expanduser(), "tokenizer"),
+        "tokenizer": file_fingerprint(tokenizer, "tokenizer") if isinstance(tokenizer, Path) else tokenizer,
         "files": file_fingerprint(source.checkpoint.path, "model"),
     }
     return dict(json.loads(json.dumps(job, default=lambda value: value.name)))

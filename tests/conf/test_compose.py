@@ -25,7 +25,7 @@ from conf.compose import (
 from conf.errors import UserError
 from conf.flags import flags_first
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizeConfig, QuantizedFormat, QuantMethod, QuantScheme
-from conf.schema import DeviceType, DType, ModelConfig, RunConfig, Task
+from conf.schema import DeviceType, DType, Hub, ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig, SweepConfig
 from tests.helpers.cases import each
 
@@ -170,6 +170,21 @@ PROMPTS = [
     "next\x85line \\\x85\x85 ${x}\x85",
     "lines\u2028and\u2029paragraphs\rand returns",
 ]
+
+
+def test_vllms_variable_names_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM reads "true" alone, in either case of letters. The config that a run keeps has the hub itself."""
+    for value, hub in (
+        ("True", Hub.modelscope),
+        ("true", Hub.modelscope),
+        ("1", Hub.huggingface),
+        ("", Hub.huggingface),
+    ):
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", value)
+        run = compose_run_config([])
+        assert run.model.hub is hub
+        assert compose_run_config(["model.hub=huggingface"]).model.hub is Hub.huggingface
+        assert OmegaConf.create(dump(run, tmp_path)).model.hub == hub.name
 
 
 @pytest.mark.long

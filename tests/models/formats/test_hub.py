@@ -2,8 +2,10 @@
 
 import shutil
 import socket
+import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import huggingface_hub
 import pytest
@@ -12,8 +14,9 @@ from huggingface_hub.utils import filter_repo_objects
 
 import models.formats.hub
 from conf.errors import UserError
+from conf.schema import Hub
 from models.formats import open_checkpoint
-from models.formats.hub import find_checkpoint
+from models.formats.hub import find_checkpoint, find_tokenizer
 from tests.helpers.cases import each
 
 
@@ -105,7 +108,7 @@ def test_a_tag_downloads_its_files_alone(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ]
     asked: list[list[str]] = []
 
-    def download(id: str, allow_patterns: list[str], local_files_only: bool) -> str:
+    def download(id: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         assert id == "org/name"
         asked.append(list(filter_repo_objects(there, allow_patterns=allow_patterns)))
         return str(tmp_path)
@@ -221,7 +224,7 @@ def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytes
 def test_what_cannot_be_reached_is_looked_for_in_the_cache_alone(
     proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(path: str, allow_patterns: list[str], local_files_only: bool) -> str:
+    def found(path: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         assert local_files_only == (proxy is None)  # what a proxy reaches only the client can tell
         return "/found"
 
@@ -237,3 +240,61 @@ def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
     path = find_checkpoint(str(tmp_path / "model.onnx"), with_weights=True, allow_pickle=False)
     with pytest.raises(UserError, match="model.onnx is a file: model.path must be a folder"):
         open_checkpoint(path, allow_pickle=False)
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(tmp_path: Path) -> None:
+    """Of the cache, where each is a folder of its own."""
+    entry, commit = store("config.json").parent.parent, "1" * 40
+    (entry / "refs" / "v1").write_text(commit)
+    (entry / "snapshots" / commit).mkdir()
+    (entry / "snapshots" / commit / "config.json").write_text("{}")
+    for revision, expected in ((None, "0" * 40), ("main", "0" * 40), ("v1", commit), (commit, commit)):
+        for folder in (
+            find_checkpoint("org/name", True, False, revision=revision),
+            find_tokenizer("org/name", Hub.huggingface, revision),
+        ):
+            assert folder == entry / "snapshots" / expected
+    with pytest.raises(
+        UserError, match=r"org/name, and as a hub id at revision v2 it cannot .*\(HF_HUB_OFFLINE is set"
+    ):
+        find_checkpoint("org/name", True, False, revision="v2")
+    with pytest.raises(
+        UserError, match="^model.revision=v1 is not used by .*, which is on disk: leave it out, or give a"
+    ):
+        find_checkpoint(str(tmp_path), True, False, revision="v1")
+
+
+def test_an_id_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its cache, in the layouts of modelscope-hub 0.5 and of modelscope before 1.38, which has no revisions."""
+    cache = tmp_path / ".cache" / "modelscope" / "hub" / "models"
+
+    def snapshot_download(id: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert local_files_only
+        assert "*.safetensors" in allow_patterns
+        places = [cache / id, cache / id.replace("/", "--") / "snapshots" / (revision or "master")]
+        return str(next(place for place in places if place.is_dir()))
+
+    for name in ("modelscope", "modelscope.hub", "modelscope.hub.utils", "modelscope.hub.utils.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["modelscope"], "snapshot_download", snapshot_download, raising=False)
+    endpoint = "https://modelscope.invalid"
+    monkeypatch.setattr(sys.modules["modelscope.hub.utils.utils"], "get_endpoint", lambda: endpoint, raising=False)
+    monkeypatch.setattr(models.formats.hub, "_unreachable", lambda asked: f"{asked} cannot be reached")
+    for place in ("old/name", "org--name/snapshots/master", "org--name/snapshots/v1"):
+        (cache / place).mkdir(parents=True)
+    for id, revision, place in (
+        ("org/name", None, "org--name/snapshots/master"),
+        ("org/name", "v1", "org--name/snapshots/v1"),
+        ("old/name", None, "old/name"),
+    ):
+        assert find_checkpoint(id, True, False, Hub.modelscope, revision) == cache / place
+    there = r"there is no folder org/name, and as a ModelScope id at revision v2 it .*\(https://modelscope.invalid cannot be"
+    for id, revision, message in (
+        ("org/name", "v2", there),
+        ("old/name", "v1", "model.revision=v1 cannot be told from others in .*/old/name, a cache without revisions"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_checkpoint(id, True, False, Hub.modelscope, revision)
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(UserError, match=r"needs the package modelscope: pip install 'quintet\[modelscope\]', or give"):
+        find_checkpoint("org/name", True, False, Hub.modelscope)
