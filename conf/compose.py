@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from datetime import datetime
 from enum import Enum
@@ -29,6 +29,7 @@ from conf.schema import RunConfig, Task
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
 RESUME = "predict.resume="
+REVISION = "model.revision="
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 HYDRAS_OWN = re.compile(  # quoted values and sweep functions
     rf"null|(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}|[^\s,'\"]+))*|(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)",
@@ -225,10 +226,8 @@ def checked(arguments: list[str]) -> list[str]:
     return ["device=cuda" if argument == "device=gpu" and not has_gpu else argument for argument in arguments]
 
 
-def compose_run_config(
-    overrides: list[str], model_path: str | None = None, tokenizer_path: str | None = None
-) -> RunConfig:
-    """Return the config that `python run.py OVERRIDES` composes. The paths are set directly, without Hydra's grammar of overrides."""
+def compose_run_config(overrides: list[str], texts: Mapping[str, str] | None = None) -> RunConfig:
+    """Return the config that `python run.py OVERRIDES` composes. `texts`: values by dotted keys, as they are, without Hydra's grammar."""
     with _COMPOSING:
         outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
         GlobalHydra.instance().hydra = None
@@ -239,10 +238,8 @@ def compose_run_config(
             raise UserError(explain(error)) from error
         finally:
             GlobalHydra.instance().hydra = outer
-    if model_path is not None:
-        config.model.path = _literal(model_path)
-    if tokenizer_path is not None:
-        config.model.tokenizer = _literal(tokenizer_path)
+    for key, text in (texts or {}).items():
+        OmegaConf.update(config, key, _literal(text))
     return to_run_config(config)
 
 
@@ -283,13 +280,13 @@ def _literal(text: str) -> str:
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:
-    """Quote the values of `predict.data` and `predict.resume` for Hydra's grammar, so that prompts and folders are typed as they are.
+    """Quote the values of `predict.data`, `predict.resume` and `model.revision` for Hydra's grammar, so that they are typed as they are.
 
     In a sweep (-m) a comma also separates jobs: there `predict.data` is quoted only if it is one prompt.
     """
     if {"-m", "--multirun"} & set(arguments):
         return [_quote(a) if a.startswith(DATA) and _is_one_prompt(a.removeprefix(DATA)) else a for a in arguments]
-    return [_quote(a) if a.startswith((DATA, RESUME)) else a for a in arguments]
+    return [_quote(a) if a.startswith((DATA, RESUME, REVISION)) else a for a in arguments]
 
 
 def _is_one_prompt(value: str) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipelines.llm import LLM
     from pipelines.pooled_pipeline import EmbeddingPipeline, ScorePipeline
-    from pipelines.sampling_params import SamplingParams
+    from pipelines.sampling_params import SamplingParams, StructuredOutputsParams
     from pipelines.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
     from pipelines.text_pipeline import TextGenerationPipeline, pipeline
 
@@ -16,6 +16,7 @@ __all__ = [
     "SamplingParams",
     "ScorePipeline",
     "StreamerTimeout",
+    "StructuredOutputsParams",
     "TextGenerationPipeline",
     "TextIteratorStreamer",
     "TextStreamer",
@@ -25,6 +26,7 @@ __all__ = [
 _MODULES = {
     "LLM": "pipelines.llm",
     "SamplingParams": "pipelines.sampling_params",
+    "StructuredOutputsParams": "pipelines.sampling_params",
     "EmbeddingPipeline": "pipelines.pooled_pipeline",
     "ScorePipeline": "pipelines.pooled_pipeline",
     "StreamerTimeout": "pipelines.streamers",

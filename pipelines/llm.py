@@ -4,7 +4,6 @@ Names, defaults and results are vLLM's (docs.vllm.ai, LLM class). What cannot be
 """
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -15,9 +14,11 @@ from typing import Any, cast
 
 import torch
 
-from conf.errors import UserError, shortened, there_are
+from conf.errors import UserError, shortened
 from conf.schema import RunConfig
+from models.tokenizers import Tokenizer
 from pipelines import report
+from pipelines.composing import compose_run
 from pipelines.engine import Engine, Output, Request
 from pipelines.engine.request import TokenLogprobs
 from pipelines.loading import load_engine
@@ -27,10 +28,9 @@ from pipelines.pooled_pipeline import EmbeddingPipeline
 from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.prompts import PromptRow, parse_row
 from pipelines.sampling_params import SamplingParams
-from pipelines.text_pipeline import compose_run
+from pipelines.vllm_arguments import run_settings
 
 INPUTS = ("prompt", "prompt_token_ids", "messages")
-log = logging.getLogger(__name__)
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -107,36 +107,12 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
-SETTINGS = {
-    "max_model_len": "model.max_length",
-    "load_format": "model.weights",
-    "max_num_batched_tokens": "device.max_batched_tokens",
-    "block_size": "device.block_size",
-    "gpu_memory_utilization": "device.memory_fraction",
-    "kv_cache_dtype": "quant.kv_cache",
-}
-"""vLLM's arguments that are settings of ours."""
-VALUES = {
-    "load_format": {"auto": "checkpoint", "safetensors": "checkpoint", "dummy": "random"},
-    "kv_cache_dtype": {"auto": "none", "fp8": "fp8", "fp8_e4m3": "fp8", "int8": "int8"},
-}
-"""Their values, and ours, where they differ."""
-ONLY = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "revision": None,
-    "tokenizer_mode": "auto",
-    "tokenizer_revision": None,
-    "skip_tokenizer_init": False,
-    "cpu_offload_gb": 0,
-    "enable_chunked_prefill": True,
-    "enable_prefix_caching": True,
-}
-"""Arguments of which one value is what this engine does, by itself or by `overrides`."""
 OWN_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 """Names of generation_config.json, and vLLM's."""
-UNUSED = ("disable_log_stats", "swap_space")
-"""Arguments that change nothing that a script sees, here or there."""
+TASKS = {"auto": "auto", "generate": "generate", "embed": "pooling", "embedding": "pooling"}
+"""Values of `task`, which vLLM's first versions have in the place of `runner`."""
+DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's own names of dtypes, and torch's."""
 DEFAULT_SEQUENCES = 256  # at most; vLLM's own
 
 
@@ -157,28 +133,34 @@ class LLM:
         quantization: str | None = None,
         seed: int | None = 0,
         runner: str = "auto",
-        max_num_seqs: int = DEFAULT_SEQUENCES,
-        enforce_eager: bool = False,
+        task: str = "auto",
+        max_num_seqs: int | None = None,
+        chat_template: str | Path | None = None,
         overrides: Iterable[str] = (),
         **arguments: Any,
     ) -> None:
         """`model`: a folder, GGUF file, hub id or option of conf/model. `runner`: "pooling" for `embed`, else for `generate` and `chat`.
 
-        `quantization`: the checkpoint's own, such as awq. `overrides` are ours, as on the command line, such as quant=int8.
+        `quantization`: the checkpoint's own, such as awq. `chat_template`: of each call that gives none. `overrides` are ours, as on the
+        command line, such as quant=int8. The other arguments of vLLM are in pipelines/vllm_arguments.py.
 
         Raises UserError for an argument or value that is not taken, and for whatever is wrong with the model.
         """
-        if runner not in ("auto", "generate", "pooling"):
-            raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
-        task = "embed" if runner == "pooling" else "predict"
-        eager = ["device.cuda_graphs=false"] if enforce_eager and torch.cuda.is_available() else []
-        settings = [*_settings(arguments), *eager, *overrides]
-        dtype = str(dtype).removeprefix("torch.")
-        run = compose_run(model, {"task": task}, None if dtype == "auto" else dtype, tokenizer, settings)
+        runner = _runner(runner, task)
+        settings, texts = run_settings(arguments)
+        name = str(dtype).removeprefix("torch.")
+        name = DTYPES.get(name, name)
+        choices = {"task": "embed" if runner == "pooling" else "predict"}
+        given = [*settings, *overrides]
+        run = compose_run(model, choices, None if name == "auto" else name, tokenizer, given, texts)
         if quantization is not None:
             _check_quantization(quantization, run)
-        self._embedder = EmbeddingPipeline(run, batch_size=max_num_seqs) if runner == "pooling" else None
-        self.engine: Engine = self._embedder.engine if self._embedder else load_engine(run, max_num_seqs)
+        num_sequences = DEFAULT_SEQUENCES if max_num_seqs is None else max_num_seqs
+        self._embedder = EmbeddingPipeline(run, batch_size=num_sequences) if runner == "pooling" else None
+        self.engine: Engine = self._embedder.engine if self._embedder else load_engine(run, num_sequences)
+        self._of_engine = {name: getattr(run.decode, name) for name in ("speculate", "speculation")}
+        self._prefix_cache = run.decode.prefix_cache
+        self._template = "auto" if chat_template is None else str(chat_template)
         self._seed = seed
         self._turn = threading.Lock()
         self._ids = itertools.count()
@@ -222,7 +204,8 @@ class LLM:
         """Answer a conversation, or each of several. `chat_template`: the path of a Jinja file; None: the model's own."""
         many = messages if messages and isinstance(messages[0], list) else [messages]
         rows = [_row(index, {"messages": each}) for index, each in enumerate(many)]
-        encoder = self._encoder("auto" if chat_template is None else str(chat_template), add_generation_prompt)
+        template = self._template if chat_template is None else str(chat_template)
+        encoder = self._encoder(template, add_generation_prompt)
         return self._generate(rows, sampling_params, use_tqdm, lora_request, encoder)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
@@ -258,7 +241,8 @@ class LLM:
         ):
             asked = [self._ask(row, each, encoder, adapter) for row, each in zip(rows, params, strict=True)]
             outputs = self._run([request for _, request in asked], sink)
-        return [self._output(*each, output, adapter) for each, output in zip(asked, outputs, strict=True)]
+        texts = [each.detokenize for each in params]
+        return [self._output(*each, *rest, adapter) for each, *rest in zip(asked, outputs, texts, strict=True)]
 
     def _params_of(
         self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None
@@ -275,7 +259,8 @@ class LLM:
     def _ask(
         self, row: PromptRow, params: SamplingParams, encoder: PromptEncoder, adapter: str | None
     ) -> tuple[EncodedPrompt, Request]:
-        decode = params.decode()
+        decode = replace(params.decode(), **self._of_engine)
+        decode = replace(decode, prefix_cache=decode.prefix_cache and self._prefix_cache)
         number = next(self._ids)
         if decode.seed is None and self._seed is not None:
             decode = replace(decode, seed=self._seed + number)  # another one for each prompt of a script
@@ -283,7 +268,8 @@ class LLM:
             prompt = encoder.encode(row)
             if row.prompt_token_ids is not None:
                 prompt = replace(prompt, text=None)
-            return prompt, self.engine.request(number, prompt.token_ids, decode, adapter=adapter)
+            token_ids = params.truncated(prompt.token_ids, self.engine.context.num_tokens)
+            return prompt, self.engine.request(number, token_ids, decode, adapter=adapter)
         except UserError as error:
             raise UserError(f"prompt {row.index}: {error}") from error
 
@@ -300,27 +286,31 @@ class LLM:
                 progress.generated(len(outputs), len(requests), speed)
         return [outputs[request.id] for request in requests]
 
-    def _output(self, prompt: EncodedPrompt, request: Request, output: Output, adapter: str | None) -> RequestOutput:
+    def _output(
+        self, prompt: EncodedPrompt, request: Request, output: Output, with_texts: bool, adapter: str | None
+    ) -> RequestOutput:
         completions = []
+        tokenizer = self.engine.tokenizer if with_texts else None
         for index, each in enumerate(output.completions):
             steps = each.logprobs
             total = None if steps is None else sum(s.logprobs[id] for s, id in zip(steps, each.token_ids, strict=True))
             reason = None if each.stop_reason in self.engine.requests.eos_token_ids else each.stop_reason
-            logprobs = None if steps is None else [self._named(step) for step in steps]
+            logprobs = None if steps is None else [_named(step, tokenizer) for step in steps]
             rest = total, logprobs, each.finish_reason.value, reason, adapter
-            completions.append(CompletionOutput(index, each.text or "", each.token_ids, *rest))
+            text = (each.text or "") if with_texts else ""
+            completions.append(CompletionOutput(index, text, each.token_ids, *rest))
         of_prompt = output.prompt_logprobs
-        named = None if of_prompt is None else [None, *map(self._named, of_prompt)]
+        named = None if of_prompt is None else [None, *(_named(step, tokenizer) for step in of_prompt)]
         identity = str(request.id), prompt.text, request.prompt_token_ids
         return RequestOutput(*identity, named, completions, output.num_cached_tokens, lora_request=adapter)
 
-    def _named(self, step: TokenLogprobs) -> dict[int, Logprob]:
-        """Return a step's log probabilities by token id, each with its token's text."""
-        tokenizer = self.engine.tokenizer
-        return {
-            id: Logprob(value, step.ranks[id], None if tokenizer is None else tokenizer.decode([id], False))
-            for id, value in step.logprobs.items()
-        }
+
+def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """Return a step's log probabilities by token id, each with its token's text."""
+    return {
+        id: Logprob(value, step.ranks[id], None if tokenizer is None else tokenizer.decode([id], False))
+        for id, value in step.logprobs.items()
+    }
 
 
 def _rows(prompts: Prompt | Sequence[Prompt]) -> list[PromptRow]:
@@ -343,29 +333,16 @@ def _row(index: int, prompt: Any) -> PromptRow:
     return row
 
 
-def _settings(arguments: dict[str, Any]) -> list[str]:
-    """Return vLLM's arguments as overrides of ours. Raises UserError for an argument or a value that is not taken."""
-    found = []
-    for name, value in arguments.items():
-        if name == "trust_remote_code":
-            if value:
-                log.warning("trust_remote_code=True changes nothing: no code of a checkpoint is ever run")
-        elif name == "gpu_memory_utilization" and not torch.cuda.is_available():
-            log.warning("gpu_memory_utilization=%s is not used without a GPU: device.kv_cache_memory is a CPU's", value)
-        elif name in ONLY:
-            if value != ONLY[name]:
-                raise UserError(
-                    f"{name}={value!r} is not taken: leave it out, and see overrides for what is there instead"
-                )
-        elif name in SETTINGS:
-            if name in VALUES and value not in VALUES[name]:
-                raise UserError(f"{name}={value!r} is not allowed: give one of {', '.join(VALUES[name])}")
-            if value is not None:
-                found.append(f"{SETTINGS[name]}={VALUES[name][value] if name in VALUES else value}")
-        elif name not in UNUSED:
-            known = [*SETTINGS, *ONLY, *UNUSED, "trust_remote_code"]
-            raise UserError(f"argument {name} does not exist: {there_are(known, name)}")
-    return found
+def _runner(runner: str, task: str) -> str:
+    """Return the runner. Raises UserError for a value that is not allowed, and for two that contradict each other."""
+    if runner not in ("auto", "generate", "pooling"):
+        raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
+    if task not in TASKS:
+        raise UserError(f"task={task} is not taken: give generate or embed; pipeline('score') scores")
+    named = {runner, TASKS[task]} - {"auto"}
+    if len(named) > 1:
+        raise UserError(f"task={task} contradicts runner={runner}: leave one of them out")
+    return named.pop() if named else "auto"
 
 
 def _check_quantization(name: str, run: RunConfig) -> None:

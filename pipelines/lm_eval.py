@@ -68,7 +68,7 @@ class QuintetLM(TemplateLM):
             remedy = f"give one of {', '.join(OPTIONS)}, pretrained=FOLDER, or a setting such as quant.group_size=64"
             raise UserError(f"model_args has {unknown[0]}={arguments[unknown[0]]}, which does not exist: {remedy}")
         overrides = [f"{name}={_typed(value)}" for name, value in arguments.items()]
-        run = compose_run_config(overrides, None if path is None else str(path), None)
+        run = compose_run_config(overrides, {} if path is None else {"model.path": str(path)})
         return cls(load_engine(run, int(size)))
 
     @classmethod

@@ -1,6 +1,6 @@
 """vLLM's SamplingParams, and what they are as our settings."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from conf.decoding import DecodeConfig
@@ -9,8 +9,52 @@ from conf.errors import UserError, there_are
 DEFAULT_MAX_TOKENS = 16
 GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json_object"}
 """vLLM's names of structured outputs, and ours."""
-ONLY = {"detokenize": True, "spaces_between_special_tokens": True}
-"""vLLM's fields of which this engine does one value: that one is taken."""
+OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "give n: the best of several is not chosen"),
+    "use_beam_search": ((False,), "pipeline('text_generation') has num_beams"),
+    "length_penalty": ((1.0,), "it is of beams, which pipeline('text_generation') has"),
+    "early_stopping": ((False,), "it is of beams, which pipeline('text_generation') has"),
+    "spaces_between_special_tokens": ((True,), "the tokenizer's own rules say where spaces are"),
+    "logits_processors": (
+        (None, []),
+        "no code of the caller runs in a step: see logit_bias, bad_words and allowed_token_ids",
+    ),
+    "extra_args": ((None, {}), "there are no plugins that read it"),
+    "vllm_xargs": ((None, {}), "there are no plugins that read it"),
+    "flat_logprobs": ((False,), "log probabilities are dictionaries"),
+    "logprob_token_ids": ((None, []), "give logprobs, for the most likely tokens"),
+    "prompt_logprob_token_ids": ((None,), "give prompt_logprobs, for the most likely tokens"),
+    "prompt_logprob_start": ((None, 0), "give prompt_logprobs, which are of the whole prompt"),
+    "thinking_token_budget": ((None, -1), "give max_tokens, which counts the reasoning, too"),
+    "repetition_detection": ((None,), "give repetition_penalty or max_tokens"),
+    "routed_experts_prompt_start": ((0,), "outputs have no experts"),
+    "trace_decode_token_ids": ((None, []), "tokens are the model's own"),
+    "watermarking": ((None, False), "texts have no watermark"),
+}
+"""vLLM's other fields, of its versions up to 0.33: the values that are what happens here, and why others are refused."""
+OF_ITSELF = ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length")
+"""Fields that vLLM's own LLM sets, whatever a script gives, or that no output depends on."""
+
+
+@dataclass
+class StructuredOutputsParams:
+    """vLLM's class of structured outputs: what a text must be, one of json, regex, choice, grammar (Lark) and json_object."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __init__(self, **settings: Any) -> None:
+        """Raises UserError for a field of vLLM's that is not here."""
+        names = [each.name for each in fields(self)]
+        for name in names:
+            setattr(self, name, settings.pop(name, None))
+        for name, value in settings.items():
+            if value:
+                raise UserError(f"structured_outputs has no {name} here: {there_are(names, name)}")
 
 
 @dataclass(init=False)
@@ -37,26 +81,58 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    detokenize: bool = True
+    """False: texts are empty."""
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    """Keep the last ones of a prompt; -1: as many as the model takes before max_tokens."""
+    skip_reading_prefix_cache: bool | None = None
+    """True: compute the whole prompt."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """One of json (a schema), regex, choice, grammar (Lark) and json_object."""
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *unnamed: Any, **settings: Any) -> None:
+        """`guided_decoding` is the name of structured_outputs in earlier versions."""
         names = [each.name for each in fields(self)]
+        if unnamed:
+            raise UserError("SamplingParams takes settings by their names alone, whose order depends on the version")
+        if (guided := settings.pop("guided_decoding", None)) is not None:
+            settings.setdefault("structured_outputs", guided)
         for each in fields(self):
             setattr(self, each.name, settings.pop(each.name, each.default))
         for name, value in settings.items():
-            if name not in ONLY:
+            if name in OF_ITSELF:
+                continue
+            if name not in OTHERS:
                 raise UserError(f"SamplingParams has no {name} here: {there_are(names, name)}")
-            if value != ONLY[name]:
-                raise UserError(f"SamplingParams: {name}={value!r} is not taken: leave it out")
+            taken, why = OTHERS[name]
+            if not any(value == each for each in taken) and not (name == "best_of" and value == self.n):
+                raise UserError(f"SamplingParams: {name}={value!r} is not taken: leave it out; {why}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise UserError for settings that contradict each other, and for what DecodeConfig does not check."""
+        if self.stop and not self.detokenize:
+            raise UserError(
+                "SamplingParams: stop is found in texts, which detokenize=False leaves out: give stop_token_ids"
+            )
+        most = self.truncate_prompt_tokens
+        if not isinstance(self.detokenize, bool):
+            raise UserError(f"detokenize={self.detokenize!r} is not allowed: give True or False")
+        if most is not None and (type(most) is not int or (most < 1 and most != -1)):
+            raise UserError(f"truncate_prompt_tokens={most!r} is not allowed: give a number above 0, or -1")
+
+    def truncated(self, token_ids: list[int], context_length: int) -> list[int]:
+        """Return the last ids of a prompt, as many as `truncate_prompt_tokens` says."""
+        most = self.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, context_length - (self.max_tokens or 1))
+        return token_ids if most is None else token_ids[-most:]
 
     def decode(self) -> DecodeConfig:
         """Return the same as our settings, none of which is left to the checkpoint. Raises UserError for values that are not allowed."""
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        return DecodeConfig(
+        values = dict(
             max_new_tokens="auto" if self.max_tokens is None else self.max_tokens,
             min_new_tokens=self.min_tokens,
             min_length=0,
@@ -74,32 +150,41 @@ class SamplingParams:
             repetition_penalty=self.repetition_penalty,
             **self._sampling(),
             seed=self.seed,
-            stop=stop,
-            stop_token_ids=list(self.stop_token_ids or []),
-            bad_words=list(self.bad_words or []),
+            stop=_listed(self.stop),
+            stop_token_ids=_listed(self.stop_token_ids),
+            bad_words=_listed(self.bad_words),
             include_stop=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
             logit_bias=self.logit_bias,
-            allowed_token_ids=list(self.allowed_token_ids or []),
+            allowed_token_ids=_listed(self.allowed_token_ids),
             guide=self._guide(),
+            prefix_cache=not self.skip_reading_prefix_cache,
         )
+        return DecodeConfig().replaced(values)
 
     def _sampling(self) -> dict[str, Any]:
         if self.temperature == 0:  # greedy, as vLLM resets the others
             return {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        top_k = max(0, self.top_k)
+        top_k = 0 if self.top_k == -1 else self.top_k
         return {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     def _guide(self) -> dict[str, Any] | None:
         outputs = self.structured_outputs
         if outputs is None:
             return None
+        if isinstance(outputs, StructuredOutputsParams):
+            outputs = {name: value for name, value in asdict(outputs).items() if value is not None}
         if not isinstance(outputs, dict) or len(outputs) != 1 or next(iter(outputs)) not in GUIDES:
             raise UserError(
                 f"structured_outputs={outputs!r} is not allowed: give a dictionary with one of {', '.join(GUIDES)}"
             )
         ((name, value),) = outputs.items()
         return {GUIDES[name]: value}
+
+
+def _listed(values: Any) -> Any:
+    """Return a tuple or set as a list, and None as an empty one."""
+    return list(values or ()) if isinstance(values, tuple | set | frozenset | None) else values

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, there_are
 from conf.schema import RunConfig
+from pipelines.composing import compose_run
 from pipelines.engine import Engine, Output, Request
 from pipelines.engine.request import Sink, TokenLogprobs
 from pipelines.loading import load_engine
@@ -69,35 +70,6 @@ def pipeline(
     pipeline_class = TASKS[task]
     choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel, "task": pipeline_class.task}
     return pipeline_class(compose_run(model, choices, dtype, tokenizer, overrides or []), **arguments)
-
-
-def compose_run(
-    model: str | Path, choices: dict[str, str], dtype: Any, tokenizer: str | Path | None, overrides: list[str]
-) -> RunConfig:
-    """Return the config of these choices, options by their groups. The arguments, and UserErrors, are those of `pipeline`."""
-    from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
-        compose_run_config,
-        options,
-    )
-
-    if isinstance(overrides, str):
-        raise UserError(f"overrides={overrides!r} is one text: give a list of texts")
-    for group, choice in choices.items():
-        if choice not in options(group):
-            raise UserError(f"{group}={choice} does not exist: {there_are(options(group), choice)}")
-    path = None if str(model) in options("model") else str(model)
-    if path is not None and "/" not in path and not Path(path).exists():
-        raise UserError(f"model={path} is neither a folder or file nor an option: {there_are(options('model'), path)}")
-    names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
-    names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
-    return compose_run_config([*names, *overrides], path, _tokenizer_path(tokenizer))
-
-
-def _tokenizer_path(tokenizer: Any) -> str | None:
-    if not isinstance(tokenizer, str | Path | None):
-        remedy = "give the folder of its files, or leave it out for the model's own"
-        raise UserError(f"tokenizer is of type {type(tokenizer).__name__}, not a path: {remedy}")
-    return None if tokenizer is None else str(tokenizer)
 
 
 class TextGenerationPipeline:

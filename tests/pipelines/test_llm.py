@@ -4,18 +4,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from conf.compose import compose_run_config
 from conf.errors import UserError
 from conf.quantization import QuantConfig, QuantizedFormat, QuantScheme
+from conf.schema import ParallelMode, RunConfig
+from conf.speculation import Speculate
 from pipelines import LLM, SamplingParams, pipeline
+from pipelines.sampling_params import OF_ITSELF
+from pipelines.vllm_arguments import OWN, run_settings
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
 from tests.helpers.quantized_models import make, quantize_run, random_rows, write_rows
+from tests.helpers.vllm_names import ARGUMENTS, EARLIER_ARGUMENTS, EARLIER_FIELDS, FIELDS
 from tests.helpers.vllm_tokens import PYTHON as VLLM
 
 TINY = REPOSITORY / "models" / "tiny"
@@ -174,10 +182,35 @@ def test_embed_gives_the_embedding_pipelines_vectors() -> None:
 @each(
     ("arguments", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not taken: leave it out"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is not allowed: give a number above 0"),
+        (
+            {"revision": "v1"},
+            "model.revision=v1 is not used by .*tiny, which is on disk: leave it out, or give a hub id",
+        ),
+        ({"revision": "v1", "tokenizer_revision": "v2"}, "tokenizer_revision='v2' contradicts revision='v1'"),
+        (
+            {"hf_overrides": {"rope_theta": 1}},
+            "hf_overrides=.* is not taken: leave it out; .* config.json: change it in a",
+        ),
+        (
+            {"distributed_executor_backend": "ray"},
+            "='ray' is not taken: leave it out; ranks are processes of this machine",
+        ),
+        ({"task": "embed", "runner": "generate"}, "task=embed contradicts runner=generate"),
         ({"quantization": "awq"}, "quantization='awq' contradicts the checkpoint .*tiny, which is not quantised"),
         ({"kv_cache_dtype": "fp7"}, "kv_cache_dtype='fp7' is not allowed: give one of auto, fp8"),
-        ({"speculative_config": {}}, "argument speculative_config does not exist: there are max_model_len"),
+        (
+            {"speculative_config": {"method": "eagle"}},
+            "speculative_config: method 'eagle' is not here: give one of ngram",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "suffix": 1}},
+            "suffix is not taken with ngram: there are num_spec",
+        ),
+        (
+            {"max_model_length": 5},
+            "argument max_model_length does not exist: there are model, .*: did you mean max_model_len",
+        ),
         ({"runner": "draft"}, "runner=draft is not allowed: give auto, generate or pooling"),
     ],
 )
@@ -190,8 +223,14 @@ def test_wrong_arguments_are_one_line(arguments: dict[str, Any], message: str) -
 @each(
     ("prompts", "settings", "message"),
     [
-        ("x", {"best_of": 3}, "SamplingParams has no best_of here: there are n, presence_penalty"),
-        ("x", {"detokenize": False}, "SamplingParams: detokenize=False is not taken: leave it out"),
+        ("x", {"best_of": 3}, "SamplingParams: best_of=3 is not taken: leave it out; give n"),
+        ("x", {"best_off": 3}, "SamplingParams has no best_off here: there are n, presence_penalty"),
+        (
+            "x",
+            {"detokenize": False, "stop": ["a"]},
+            "stop is found in texts, which detokenize=False leaves out: give stop_t",
+        ),
+        ("x", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 is not allowed: give a number above 0, or -1"),
         ("x", {"temperature": -1}, "decode.temperature=-1 is not allowed"),
         (
             "x",
@@ -220,6 +259,76 @@ def test_vllms_own_values_may_be_said(llm: LLM) -> None:
     )
     found, expected = (each.generate("Once", params) for each, params in ((other, full), (llm, plain)))
     assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in expected]
+
+
+def test_every_argument_of_vllm_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """A value that is none: it becomes a setting, which has checks of its own, or one line has the name and the reason."""
+    assert len(ARGUMENTS) > 250
+    for name in sorted({*ARGUMENTS, *EARLIER_ARGUMENTS} - {*OWN}):
+        caplog.clear()
+        value = {"method": 1.5} if name == "speculative_config" else 1.5
+        with collected() as errors:
+            settings, texts = run_settings({name: value})
+            assert settings or texts or name in caplog.text
+        for error in errors:
+            assert name in error
+            assert "\n" not in error
+            assert "does not exist" not in error
+
+
+def test_every_field_of_vllms_sampling_params_is_answered() -> None:
+    for name in [*FIELDS, *EARLIER_FIELDS]:
+        for value in ("nonsense", 1.5, [1.5], {"a": 1}):
+            with collected() as errors:
+                decode = SamplingParams(**{name: value}).decode()
+                assert name in OF_ITSELF or decode != SamplingParams().decode()
+            for error in errors:
+                assert f"SamplingParams has no {name} " not in error
+                assert "\n" not in error
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """The UserError that the block raises, if it raises one."""
+    errors: list[str] = []
+    try:
+        yield errors
+    except UserError as error:
+        errors.append(str(error))
+
+
+def test_arguments_of_vllm_are_settings_of_ours() -> None:
+    def composed(**arguments: Any) -> RunConfig:
+        overrides, texts = run_settings(arguments)
+        return compose_run_config(overrides, texts)
+
+    run = composed(
+        tensor_parallel_size=2, pipeline_parallel_size=4, max_loras=3, load_format="pt", kv_cache_memory_bytes=999
+    )
+    assert (run.parallel.mode, run.parallel.tp, run.parallel.pp) == (ParallelMode.tp_pp, 2, 4)
+    assert (run.model.max_adapters, run.model.allow_pickle, run.device.kv_cache_memory) == (3, True, "999")
+    run = composed(revision="1.10", tokenizer_revision="1.10", skip_tokenizer_init=True, enable_prefix_caching=False)
+    assert (run.model.revision, run.model.tokenizer, run.decode.prefix_cache) == ("1.10", None, False)
+    run = composed(speculative_config={"model": "/a, b", "num_speculative_tokens": 3}, pipeline_parallel_size=1)
+    assert (run.decode.speculate, run.decode.speculation.num_tokens) == (Speculate.model, 3)
+    assert run.decode.speculation.model_path == "/a, b"
+    run = composed(speculative_config={"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": None})
+    assert (run.decode.speculate, run.decode.speculation.max_ngram) == (Speculate.ngram, 3)
+    assert composed(speculative_config=None, max_model_len=None, enforce_eager=False) == composed()
+
+
+def test_fields_of_vllm_change_prompts_and_texts(llm: LLM) -> None:
+    settings = {"temperature": 0, "max_tokens": 6, "logprobs": 1}
+    whole, cut = (
+        llm.generate(PROMPTS[2], SamplingParams(**settings, **own))[0] for own in ({}, {"truncate_prompt_tokens": 3})
+    )
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-3:]
+    (bare,) = llm.generate(PROMPTS[2], SamplingParams(**settings, detokenize=False, skip_reading_prefix_cache=True))
+    assert bare.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert (bare.outputs[0].text, bare.num_cached_tokens) == ("", 0)
+    assert all(each.decoded_token is None for step in bare.outputs[0].logprobs or [] for each in step.values())
+    (long,) = llm.generate([[5] * 500], SamplingParams(**settings, truncate_prompt_tokens=-1))
+    assert (len(long.prompt_token_ids), len(long.outputs[0].token_ids)) == (122, 6)
 
 
 def test_sampling_params_need_one_for_each_prompt(llm: LLM) -> None:

@@ -1,0 +1,47 @@
+"""From the arguments of a face in Python to a RunConfig."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError, there_are
+from conf.schema import RunConfig
+
+
+def compose_run(
+    model: str | Path,
+    choices: dict[str, str],
+    dtype: Any,
+    tokenizer: str | Path | None,
+    overrides: list[str],
+    texts: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Return the config of these choices, options by their groups. `texts`: as for `compose_run_config`.
+
+    The other arguments, and UserErrors, are those of `pipeline`.
+    """
+    from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
+        compose_run_config,
+        options,
+    )
+
+    if isinstance(overrides, str):
+        raise UserError(f"overrides={overrides!r} is one text: give a list of texts")
+    for group, choice in choices.items():
+        if choice not in options(group):
+            raise UserError(f"{group}={choice} does not exist: {there_are(options(group), choice)}")
+    path = None if str(model) in options("model") else str(model)
+    if path is not None and "/" not in path and not Path(path).exists():
+        raise UserError(f"model={path} is neither a folder or file nor an option: {there_are(options('model'), path)}")
+    names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
+    names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
+    paths = {"model.path": path, "model.tokenizer": _tokenizer_path(tokenizer)}
+    given = {key: text for key, text in paths.items() if text is not None}
+    return compose_run_config([*names, *overrides], given | dict(texts or {}))
+
+
+def _tokenizer_path(tokenizer: Any) -> str | None:
+    if not isinstance(tokenizer, str | Path | None):
+        remedy = "give the folder of its files, or leave it out for the model's own"
+        raise UserError(f"tokenizer is of type {type(tokenizer).__name__}, not a path: {remedy}")
+    return None if tokenizer is None else str(tokenizer)
