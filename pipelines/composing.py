@@ -25,6 +25,8 @@ def compose_run(
         options,
     )
 
+    if not isinstance(model, str | Path):
+        raise UserError(f"model is of type {type(model).__name__}, not a path: give a folder, a hub id or an option")
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r} is one text: give a list of texts")
     for group, choice in choices.items():

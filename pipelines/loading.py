@@ -14,7 +14,7 @@ from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.drafting import plan_draft, predicting_ahead
 from pipelines.engine import Engine
-from pipelines.opening import ModelSource, open_source
+from pipelines.opening import ModelSource, OpenModel, open_source
 from pipelines.planning import plan_model
 from pipelines.report import NO_PROGRESS, ProgressSink
 from pipelines.request_settings import RequestSettings, read_request_settings
@@ -23,13 +23,20 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(
-    run: RunConfig, max_num_requests: int, progress: ProgressSink = NO_PROGRESS, head: Head | None = Head.vocabulary
+    run: RunConfig,
+    max_num_requests: int,
+    progress: ProgressSink = NO_PROGRESS,
+    head: Head | None = Head.vocabulary,
+    open_model: OpenModel | None = None,
 ) -> Engine:
     """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once. `head`: as for `open_source`.
 
+    `open_model` is called in its place, if it is given.
+
     Raises UserError as `prepare_device`, `open_source` and `load_engine_on` do.
     """
-    device, source = prepare_device(run.device), open_source(run.model, head)
+    device = prepare_device(run.device)
+    source = open_model(head) if open_model else open_source(run.model, head)
     return load_engine_on(device, run, source, max_num_requests, progress)
 
 

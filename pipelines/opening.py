@@ -1,6 +1,7 @@
 """Stage 1 of an engine: the checkpoint of `model.path`, found, verified and opened once. Every stage and task reads it from here."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from conf.errors import UserError
@@ -47,25 +48,36 @@ class ModelSource:
             log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
 
 
+OpenModel = Callable[[Head | None], ModelSource]
+"""Opens the checkpoint of a run with a head, as `open_source` does."""
+
+
 def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> ModelSource:
     """Open the checkpoint of `model.path`; with `model.verify` all its files are compared with the manifest first.
 
     `head` is what its model needs; None: the checkpoint's own. Raises UserError where there is none, where it is damaged, for a config
     that no architecture here has, and for a checkpoint without the vocabulary's head where that is needed.
     """
-    has_weights = config.weights is Weights.checkpoint
-    path = find_checkpoint(config.path, has_weights, config.allow_pickle, config.hub, config.revision)
+    path = find_checkpoint(
+        config.path, config.weights is Weights.checkpoint, config.allow_pickle, config.hub, config.revision
+    )
     if config.verify:
         verify_manifest(path)
     checkpoint = open_checkpoint(path, config.allow_pickle)
     if (path / EXPORT).is_file():
         return _open_exported(config, checkpoint, head)
+    return source_of(config, checkpoint, head)
+
+
+def source_of(config: ModelConfig, checkpoint: Checkpoint, head: Head | None) -> ModelSource:
+    """Return the source of a checkpoint that is no export. `head`, and UserErrors, are those of `open_source`."""
     architecture = find_architecture(checkpoint.config)
     if head is Head.vocabulary and architecture.head is Head.labels:
         names = ", ".join(checkpoint.config.raw("architectures"))
-        raise UserError(f"{path} is a {names}, which scores a text and predicts no token: give task=score")
+        raise UserError(f"{checkpoint.path} is a {names}, which scores a text and predicts no token: give task=score")
     if head is Head.none:
         architecture = replace(architecture, head=Head.none)
+    has_weights = config.weights is Weights.checkpoint
     return ModelSource(checkpoint, architecture, architecture.read_config(checkpoint.config), has_weights)
 
 

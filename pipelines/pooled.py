@@ -24,7 +24,7 @@ from pipelines.fingerprint import fingerprint
 from pipelines.job import Finished, Job, open_prompts, row_runner
 from pipelines.journal import open_journal
 from pipelines.loading import load_engine_on
-from pipelines.opening import ModelSource, open_source
+from pipelines.opening import ModelSource, OpenModel, open_source
 from pipelines.prompts import PromptRow, Prompts
 from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
 
@@ -87,11 +87,18 @@ class Pooler(ABC):
 
 
 def open_pooler(
-    make: type[Pooler], run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS
+    make: type[Pooler],
+    run: RunConfig,
+    progress: report.ProgressSink = report.NO_PROGRESS,
+    open_model: OpenModel | None = None,
 ) -> tuple[ModelSource, Pooler]:
-    """Load the model of `run` with the head that the pooler needs. Raises UserError as `load_engine_on` does, and for `decode` settings."""
+    """Load the model of `run` with the head that the pooler needs. `open_model`: as for `load_engine`.
+
+    Raises UserError as `load_engine_on` does, and for `decode` settings.
+    """
     check_pooled(run.decode)
-    device, source = prepare_device(run.device), open_source(run.model, make.head)
+    device = prepare_device(run.device)
+    source = open_model(make.head) if open_model else open_source(run.model, make.head)
     return source, make(run, source, load_engine_on(device, run, source, run.predict.batch_size, progress))
 
 

@@ -18,6 +18,7 @@ from conf.schema import RunConfig
 from pipelines.embed import Embedder
 from pipelines.engine import Request
 from pipelines.memory import explained_out_of_memory
+from pipelines.opening import OpenModel
 from pipelines.pooled import Pooler, open_pooler
 from pipelines.prompts import rows_from_python
 from pipelines.score import Scorer
@@ -42,10 +43,10 @@ class PooledPipeline:
     task: str
     pooler: type[Pooler]
 
-    def __init__(self, run: RunConfig, **arguments: Any) -> None:
+    def __init__(self, run: RunConfig, open_model: OpenModel | None = None, **arguments: Any) -> None:
         self.run = self._with(run, arguments)
         with explained_out_of_memory():
-            self._source, pooler = open_pooler(self.pooler, self.run)
+            self._source, pooler = open_pooler(self.pooler, self.run, open_model=open_model)
         self.engine, self.tokenizer = pooler.engine, pooler.engine.tokenizer
         self._turn = threading.Lock()
 

@@ -14,8 +14,10 @@ from conf.schema import RunConfig
 from pipelines.composing import compose_run
 from pipelines.engine import Engine, Output, Request
 from pipelines.engine.request import Sink, TokenLogprobs
+from pipelines.held import compose_held, is_held
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
+from pipelines.opening import OpenModel
 from pipelines.pooled_pipeline import EmbeddingPipeline, PooledPipeline, ScorePipeline
 from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.prompts import PromptRow, rows_from_python
@@ -46,13 +48,13 @@ def pipeline(task: Literal["embedding", "score"], *options: Any, **arguments: An
 
 def pipeline(
     task: str,
-    model: str | Path = "tiny",
+    model: Any = "tiny",
     quant: str = "none",
     decode: str = "greedy",
     device: str = "auto",
     parallel: str = "single",
     dtype: Any = None,
-    tokenizer: str | Path | None = None,
+    tokenizer: Any = None,
     overrides: list[str] | None = None,
     **arguments: Any,
 ) -> "TextGenerationPipeline | PooledPipeline":
@@ -61,14 +63,18 @@ def pipeline(
     >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
     >>> pipe("Once upon a time", max_new_tokens=20)
 
-    `model` is an option of conf/model, a folder or a GGUF file; `dtype` a name or torch's own ("bfloat16", torch.bfloat16), None: as
-    stored; `tokenizer` a folder or a GGUF file, None: the model's own; `overrides` are as on the command line; `arguments` are defaults for
-    every call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
+    `model` is an option of conf/model, a folder, a GGUF file, a hub id or a PreTrainedModel of transformers, whose weights are copied in
+    memory; `dtype` a name or torch's own ("bfloat16", torch.bfloat16), None: as stored; `tokenizer` a folder, a GGUF file, a hub id, a
+    tokenizer of transformers or another pipeline's, None: the model's own; `overrides` are as on the command line; `arguments` are defaults
+    for every call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
     pipeline_class = TASKS[task]
     choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel, "task": pipeline_class.task}
+    if is_held(model) or is_held(tokenizer):
+        run, open_model = compose_held(model, choices, dtype, tokenizer, overrides or [])
+        return pipeline_class(run, open_model, **arguments)
     return pipeline_class(compose_run(model, choices, dtype, tokenizer, overrides or []), **arguments)
 
 
@@ -82,12 +88,15 @@ class TextGenerationPipeline:
 
     task = "predict"
 
-    def __init__(self, run: RunConfig, **arguments: Any) -> None:
+    def __init__(self, run: RunConfig, open_model: OpenModel | None = None, **arguments: Any) -> None:
+        """`open_model`: as for `load_engine`; `arguments` are defaults for every call."""
         self.run = run
         self._defaults = _checked_arguments(arguments)
         _decode(run.decode, self._defaults, None)  # before the long wait
         with explained_out_of_memory():
-            self.engine: Engine = load_engine(run, self._defaults.get("batch_size", run.predict.batch_size))
+            self.engine: Engine = load_engine(
+                run, self._defaults.get("batch_size", run.predict.batch_size), open_model=open_model
+            )
         self._suggested = self.engine.requests.resolve(DecodeConfig()).temperature
         self._decode = _decode(run.decode, self._defaults, self._suggested)
         self.tokenizer = self.engine.tokenizer

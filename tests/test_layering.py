@@ -37,6 +37,7 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "triton": ("kernels.*.triton",),
     "transformers": (
         "models.tokenizers.huggingface",
+        "models.formats.in_memory",
         "models.tiny.train",
     ),
     "sentencepiece": (

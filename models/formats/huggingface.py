@@ -1,9 +1,10 @@
 """Read Hugging Face's layout: config.json and safetensors (or, where allowed, pickles), whole or sharded."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +18,7 @@ from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.joined_experts import split_experts
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.formats.wrapper import is_wrapper, text_config, text_files
-from models.tokenizers import load_tokenizer
+from models.tokenizers import Tokenizer, load_tokenizer
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -26,20 +27,27 @@ WEIGHTS = "model.safetensors"
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
     """Open a folder's checkpoint; of a multimodal one its text."""
-    config = ConfigReader.from_folder(folder)
+    config, generation_config = ConfigReader.from_folder(folder), read_json(folder / GENERATION_CONFIG)
+    open_files = partial(open_weight_files, folder, allow_pickle)
+    return checkpoint_of(folder, config, generation_config, open_files, partial(load_tokenizer, folder))
+
+
+def checkpoint_of(
+    path: Path,
+    config: ConfigReader,
+    generation_config: dict[str, Any],
+    open_files: Callable[[], list[WeightFile]],
+    tokenizer: Callable[[], Tokenizer | None],
+) -> Checkpoint:
+    """Return the checkpoint of these parts; of a multimodal one its text."""
     is_text_of_more = is_wrapper(config.values)
 
     def open_weights(expected: ExpectedTensors) -> list[WeightFile]:
-        files = open_weight_files(folder, allow_pickle)
+        files = open_files()
         return split_experts(text_files(files) if is_text_of_more else files, expected)
 
-    return Checkpoint(
-        folder,
-        text_config(config.values, str(folder / CONFIG)) if is_text_of_more else config,
-        read_json(folder / GENERATION_CONFIG),
-        open_weights,
-        partial(load_tokenizer, folder),
-    )
+    own = text_config(config.values, str(path / CONFIG)) if is_text_of_more else config
+    return Checkpoint(path, own, generation_config, open_weights, tokenizer)
 
 
 class SafetensorsFile:
