@@ -241,8 +241,8 @@ class LLM:
         ):
             asked = [self._ask(row, each, encoder, adapter) for row, each in zip(rows, params, strict=True)]
             outputs = self._run([request for _, request in asked], sink)
-        texts = [each.detokenize for each in params]
-        return [self._output(*each, *rest, adapter) for each, *rest in zip(asked, outputs, texts, strict=True)]
+        rows_of = zip(asked, outputs, params, strict=True)
+        return [self._output(*each, output, own.detokenize, adapter) for each, output, own in rows_of]
 
     def _params_of(
         self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None

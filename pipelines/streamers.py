@@ -38,8 +38,14 @@ class TextStreamer:
     On a terminal control characters are shown as their escapes; a file or a pipe gets the text as it is.
     """
 
-    def __init__(self, tokenizer: object = None, skip_prompt: bool = False, file: TextIO | None = None) -> None:
-        """`tokenizer` is taken so that code for transformers or MindFormers runs as it is; the engine's text needs no decoding."""
+    def __init__(
+        self, tokenizer: object = None, skip_prompt: bool = False, file: TextIO | None = None, **decoding: Any
+    ) -> None:
+        """`tokenizer` is taken so that code for transformers or MindFormers runs as it is; the engine's text needs no decoding.
+
+        So is skip_special_tokens=True. Raises UserError for other arguments of decoding.
+        """
+        _check_decoding(decoding)
         self.skip_prompt = skip_prompt
         self._file = file
 
@@ -78,8 +84,11 @@ class TextIteratorStreamer:
     here too. The queue is unbounded, so a consumer that walks away blocks nobody. One streamer serves one call.
     """
 
-    def __init__(self, tokenizer: object = None, skip_prompt: bool = False, timeout: float | None = None) -> None:
-        """`timeout`: most seconds to wait for one piece. For `tokenizer` see TextStreamer."""
+    def __init__(
+        self, tokenizer: object = None, skip_prompt: bool = False, timeout: float | None = None, **decoding: Any
+    ) -> None:
+        """`timeout`: most seconds to wait for one piece. For the others see TextStreamer."""
+        _check_decoding(decoding)
         self.skip_prompt = skip_prompt
         self._timeout = timeout
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -116,3 +125,10 @@ class TextIteratorStreamer:
             self._over = True
             raise item
         return item
+
+
+def _check_decoding(arguments: dict[str, Any]) -> None:
+    """Raise UserError for arguments of decoding, which the call has."""
+    for name, value in arguments.items():
+        if (name, value) != ("skip_special_tokens", True):
+            raise UserError(f"{name}={value!r} is not taken by a streamer: give skip_special_tokens=False to the call")

@@ -46,6 +46,10 @@ def pipeline(task: Literal["text_generation"], *options: Any, **arguments: Any) 
 def pipeline(task: Literal["embedding", "score"], *options: Any, **arguments: Any) -> "PooledPipeline": ...
 
 
+@overload
+def pipeline(task: str, *options: Any, **arguments: Any) -> "TextGenerationPipeline | PooledPipeline": ...
+
+
 def pipeline(
     task: str,
     model: Any = "tiny",

@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import huggingface_hub
 import pytest
@@ -18,6 +17,7 @@ from conf.schema import Hub
 from models.formats import open_checkpoint
 from models.formats.hub import find_checkpoint, find_tokenizer
 from tests.helpers.cases import each
+from tests.helpers.modelscope_cache import use_modelscope
 
 
 @pytest.fixture(autouse=True)
@@ -268,18 +268,7 @@ def test_an_id_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """From its cache, in the layouts of modelscope-hub 0.5 and of modelscope before 1.38, which has no revisions."""
     cache = tmp_path / ".cache" / "modelscope" / "hub" / "models"
 
-    def snapshot_download(id: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
-        assert local_files_only
-        assert "*.safetensors" in allow_patterns
-        places = [cache / id, cache / id.replace("/", "--") / "snapshots" / (revision or "master")]
-        return str(next(place for place in places if place.is_dir()))
-
-    for name in ("modelscope", "modelscope.hub", "modelscope.hub.utils", "modelscope.hub.utils.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["modelscope"], "snapshot_download", snapshot_download, raising=False)
-    endpoint = "https://modelscope.invalid"
-    monkeypatch.setattr(sys.modules["modelscope.hub.utils.utils"], "get_endpoint", lambda: endpoint, raising=False)
-    monkeypatch.setattr(models.formats.hub, "_unreachable", lambda asked: f"{asked} cannot be reached")
+    use_modelscope(cache, monkeypatch)
     for place in ("old/name", "org--name/snapshots/master", "org--name/snapshots/v1"):
         (cache / place).mkdir(parents=True)
     for id, revision, place in (

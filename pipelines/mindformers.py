@@ -1,0 +1,247 @@
+"""MindFormers' face over our pipelines: its scripts run with `from pipelines.mindformers import` for their import.
+
+`build_context`, `AutoModel`, `AutoTokenizer`, `pipeline` and the streamers have MindFormers' names and arguments (docs of MindFormers 1.3
+to 1.5, "Inference"). A model and a tokenizer are descriptions, which `pipeline` opens.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pipelines.text_pipeline as ours
+from conf.errors import UserError, there_are
+from models.formats import open_tokenizer
+from pipelines.pooled_pipeline import PooledPipeline
+from pipelines.streamers import TextIteratorStreamer, TextStreamer
+from pipelines.text_pipeline import TextGenerationPipeline
+
+__all__ = ["AutoModel", "AutoTokenizer", "TextIteratorStreamer", "TextStreamer", "build_context", "pipeline"]
+
+log = logging.getLogger(__name__)
+
+DEVICES = {"CPU": "cpu", "GPU": "cuda"}
+"""Values of context.device_target, and ours."""
+SIZES = {"model_parallel": "tp", "pipeline_stage": "pp"}
+"""Keys of parallel_config, and ours."""
+SETTINGS = {"seq_length": "model.max_length", "batch_size": "predict.batch_size", "block_size": "device.block_size"}
+"""Keys of a model's config that are settings of ours."""
+GENERATION = {"max_decode_length": "max_length"} | {
+    name: name
+    for name in ("max_length", "max_new_tokens", "do_sample", "top_k", "top_p", "temperature", "repetition_penalty")
+}
+"""Keys of a model's config that are arguments of each call, and their names there."""
+UNUSED = (
+    "use_past",
+    "is_dynamic",
+    "use_flash_attention",
+    "use_paged_attention",
+    "qkv_concat",
+    "use_fast",
+    "padding_side",
+    "trust_remote_code",
+)
+"""Keys of a model and of a tokenizer that change nothing: the cache is always paged and kept, and no code of a checkpoint is run."""
+
+_context: list[str] = []  # overrides of the last build_context, which MindFormers' scripts name nowhere else
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model or a tokenizer by its name, which `pipeline` opens."""
+
+    name: str
+    """An option of conf/model, a folder or a hub id."""
+    checkpoint: str | None = None
+    """The folder of the weights, where it is not that of the name."""
+    overrides: list[str] = field(default_factory=list)
+    dtype: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Defaults of each call."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: a model or tokenizer of pipelines.mindformers is opened by pipeline(...) alone")
+
+
+def build_context(config: Mapping[str, Any]) -> None:
+    """Set the device and the number of ranks of the pipelines that are made next.
+
+    Of `config` these mean something here: context.device_target, use_parallel, run_mode and, of parallel_config, model_parallel and
+    pipeline_stage. One line names the others. Raises UserError for a run_mode that is not predict, and for sizes that contradict others.
+    """
+    if not isinstance(config, Mapping):
+        raise UserError(
+            f"build_context takes a dictionary, not a {type(config).__name__}: give context and parallel_config"
+        )
+    mode = config.get("run_mode", "predict")
+    if mode != "predict":
+        raise UserError(f"run_mode={mode!r} is not here: models are run, and not trained; give predict")
+    context, sizes, parallel = (dict(config.get(name) or {}) for name in ("context", "parallel_config", "parallel"))
+    target = context.pop("device_target", None)
+    if target not in (None, "Ascend", *DEVICES):
+        raise UserError(
+            f"context.device_target={target!r} does not exist: {there_are([*DEVICES, 'Ascend'], str(target))}"
+        )
+    if target == "Ascend":
+        log.warning("context.device_target=Ascend is not here: what runs is a GPU if there is one, else the CPU")
+    overrides = [f"device={DEVICES[target]}"] if target in DEVICES else []
+    use_parallel = config.get("use_parallel", False)
+    if not isinstance(use_parallel, bool):
+        raise UserError(f"use_parallel={use_parallel!r} is not allowed: give True or False")
+    overrides += _ranks(use_parallel, sizes, parallel.pop("device_num", None))
+    if context.get("mode") == 0:  # graphs, as steps are captured here
+        del context["mode"]
+    sections = {"context": context, "parallel_config": sizes, "parallel": parallel}
+    unused = [f"{section}.{key}" for section, rest in sections.items() for key in rest]
+    if unused := unused + [key for key in config if key not in (*sections, "use_parallel", "run_mode")]:
+        log.warning("build_context: %s change nothing: they set up MindSpore", ", ".join(unused))
+    _context[:] = overrides
+
+
+def _ranks(use_parallel: bool, sizes: dict[str, Any], num_devices: int | None) -> list[str]:
+    """Take the numbers of ranks out of `sizes`, and return them as overrides. Raises UserError where they contradict each other."""
+    found = {name: sizes.pop(name, 1) for name in ("data_parallel", *SIZES)}
+    for name, size in found.items():
+        if type(size) is not int or size < 1:
+            raise UserError(f"parallel_config.{name}={size!r} is not allowed: give a number above 0")
+    given = {name: size for name, size in found.items() if size > 1}
+    if not use_parallel:
+        if given:
+            log.warning("parallel_config: %s is used with use_parallel=True alone", ", ".join(given))
+        return []
+    if found["data_parallel"] > 1:
+        size = found["data_parallel"]
+        remedy = f"give 1, or run.py parallel=ray parallel.replicas={size}"
+        raise UserError(f"parallel_config.data_parallel={size} are engines of their own: {remedy}")
+    ranks = found["model_parallel"] * found["pipeline_stage"]
+    if num_devices not in (None, ranks):
+        raise UserError(f"parallel.device_num={num_devices} contradicts parallel_config, which has {ranks} ranks")
+    chosen = {SIZES[name]: size for name, size in given.items()}
+    if not chosen:
+        return []
+    return [f"parallel={'_'.join(chosen)}", *(f"parallel.{name}={size}" for name, size in chosen.items())]
+
+
+class AutoModel:
+    """MindFormers' AutoModel."""
+
+    @staticmethod
+    def from_pretrained(
+        pretrained_model_name_or_dir: str | Path, checkpoint_name_or_path: str | Path | None = None, **settings: Any
+    ) -> Description:
+        """Describe a model: an option of conf/model such as llama2_7b, a folder or a hub id.
+
+        `checkpoint_name_or_path`: the folder of its weights, or the `.ckpt` in that folder. `settings`: keys of MindFormers' config of the
+        model. Raises UserError for those of the architecture, which is the checkpoint's own, and for what does not exist.
+        """
+        path = None if checkpoint_name_or_path is None else str(_folder(Path(checkpoint_name_or_path)))
+        dtype = settings.pop("compute_dtype", None)
+        overrides = [
+            f"{SETTINGS[name]}={value}" for name, value in settings.items() if name in SETTINGS and value is not None
+        ]
+        arguments = {
+            GENERATION[name]: value for name, value in settings.items() if name in GENERATION and value is not None
+        }
+        _refuse_others({name: value for name, value in settings.items() if name not in {*SETTINGS, *GENERATION}})
+        name = str(pretrained_model_name_or_dir)
+        return Description(name, path, overrides, None if dtype is None else str(dtype).lower(), arguments)
+
+
+class AutoTokenizer:
+    """MindFormers' AutoTokenizer."""
+
+    @staticmethod
+    def from_pretrained(pretrained_model_name_or_dir: str | Path, **settings: Any) -> Description:
+        """Describe the tokenizer of an option of conf/model, a folder or a hub id. Raises UserError for settings of its files."""
+        _refuse_others(settings)
+        return Description(str(pretrained_model_name_or_dir))
+
+
+def pipeline(
+    task: str | None = None,
+    model: "Description | str | Path | Any" = None,
+    tokenizer: "Description | str | Path | Any" = None,
+    image_processor: None = None,
+    audio_processor: None = None,
+    backend: str = "ms",
+    **arguments: Any,
+) -> TextGenerationPipeline | PooledPipeline:
+    """Return our pipeline of a model, on what `build_context` has set.
+
+    `arguments`: of the model, if it is a name, of each call, and of our `pipeline`. A tokenizer of the model's name is that in the
+    folder of its weights, if one is there. Raises UserError as our `pipeline` does.
+    """
+    if task is None or model is None:
+        raise UserError(
+            "pipeline needs a task and a model: give task='text_generation' and model=AutoModel.from_pretrained(...)"
+        )
+    for name, processor in (("image_processor", image_processor), ("audio_processor", audio_processor)):
+        if processor is not None:
+            raise UserError(f"{name} is not used: prompts are texts alone; leave it out")
+    if backend != "ms":
+        raise UserError(f"backend={backend!r} is not here: leave it out")
+    if isinstance(model, str | Path):
+        own = {
+            name: arguments.pop(name)
+            for name in [*arguments]
+            if name in (*SETTINGS, *UNUSED, "checkpoint_name_or_path")
+        }
+        model = AutoModel.from_pretrained(model, **own)
+    given = [*_context, *arguments.pop("overrides", ())]
+    if not isinstance(model, Description):
+        return ours.pipeline(task, model, tokenizer=_opened(tokenizer, None), overrides=given, **arguments)
+    from conf.compose import options  # here, so that an engine can be built where Hydra is not installed
+
+    if model.checkpoint and model.name not in options("model") and not Path(model.name).exists():
+        raise UserError(f"model {model.name} does not exist: {there_are(options('model'), model.name)}")
+    return ours.pipeline(
+        task,
+        model.checkpoint or model.name,
+        dtype=arguments.pop("dtype", model.dtype),
+        tokenizer=_opened(tokenizer, model),
+        overrides=[*model.overrides, *given],
+        **{**model.arguments, **arguments},
+    )
+
+
+def _opened(tokenizer: Any, model: Description | None) -> Any:
+    """Return a tokenizer as our `pipeline` takes it."""
+    if not isinstance(tokenizer, Description):
+        return tokenizer
+    from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
+        compose_run_config,
+        options,
+    )
+
+    if model and tokenizer.name == model.name:
+        own = open_tokenizer(Path(model.checkpoint).expanduser()) if model.checkpoint else None
+        if own is not None or model.checkpoint is None:
+            return own
+    if tokenizer.name in options("model"):
+        return compose_run_config([f"model={tokenizer.name}"]).model.path
+    return tokenizer.name
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder of a checkpoint that is named by its `.ckpt`. Raises UserError where the folder has others, too."""
+    if path.suffix != ".ckpt" or path.is_dir():
+        return path
+    folder = path.parent
+    others = sorted(file.name for file in folder.glob("*.ckpt") if file.name != path.name)
+    if others or not path.is_file():
+        found = f"{folder} has others, too ({', '.join(others[:4])})" if path.is_file() else "there is no such file"
+        raise UserError(
+            f"checkpoint_name_or_path={path}: {found}: give a folder with the one checkpoint and its config"
+        )
+    return folder
+
+
+def _refuse_others(settings: dict[str, Any]) -> None:
+    """Raise UserError for settings that are the files' own, and warn of those that change nothing."""
+    for name, value in settings.items():
+        if name not in UNUSED:
+            remedy = "leave it out, or change a copy of its folder"
+            raise UserError(f"{name}={value!r} is not taken: config and tokenizer are the checkpoint's own; {remedy}")
+        if (name, value) != ("use_past", True):
+            log.warning("%s=%r changes nothing: the cache is always kept, and the files say the rest", name, value)
