@@ -82,7 +82,7 @@ MINDFORMERS = (
 )
 VLLM = (
     Former("--model", "model.path=FOLDER"),
-    Former("--tokenizer", "model.tokenizer=FOLDER"),
+    Former("--tokenizer", "model.tokenizer=FOLDER", "or a hub id"),
     Former("--dtype", "model.dtype=bfloat16"),
     Former("--max-model-len", "model.max_length=4096"),
     Former("tensor_parallel_size", "parallel=tp parallel.tp=2"),
@@ -105,7 +105,11 @@ VLLM = (
     Former("vllm bench", "task=bench"),
 )
 SWIFT = (
-    Former("--model_id_or_path", "model.path=FOLDER", "a folder that modelscope has downloaded, or a hub id"),
+    Former(
+        "--model_id_or_path",
+        "model.hub=modelscope model.path=org/name",
+        "or a folder; without model.hub Hugging Face's",
+    ),
     Former("--max_new_tokens", "decode.max_new_tokens=256"),
     Former("--temperature", "decode.temperature=0.3"),
     Former("--top_p", "decode.top_p=0.7"),
@@ -113,7 +117,7 @@ SWIFT = (
     Former("swift infer", "task=chat"),
     Former("swift deploy", "task=serve"),
     Former("fastchat.serve.gradio_web_server", "task=chat chat.web=true"),
-    Former("--revision", "", "a hub id is the newest commit: give the folder of another one"),
+    Former("--revision", "model.revision=v1.0.0", "a branch, tag or commit; null: the default branch"),
 )
 LLAMA_CPP = (
     Former("-m FILE.gguf", "model.path=FILE.gguf", "-m alone sweeps"),
@@ -140,8 +144,10 @@ SECTIONS = {
 """By tool, in the order of the page."""
 INTRODUCTIONS = {
     "PaddleNLP": "Its checkpoints, quantised folders, `pre_caches.npy` and rows of `src` and `tgt` are read as they are.",
-    "MindFormers": "Its `.ckpt` files, whole or of ranks, are read as they are; `parallel=` starts the ranks itself.",
-    "vLLM": "`from pipelines import LLM, SamplingParams` runs its offline scripts; `task=serve` is its server.",
+    "MindFormers": "Its `.ckpt` files, whole or of ranks, are read as they are; `parallel=` starts the ranks itself. Scripts of its\n"
+    "`pipeline` run with `from pipelines.mindformers import` for their import.",
+    "vLLM": "`from pipelines import LLM, SamplingParams` runs its offline scripts; `task=serve` is its server.\n"
+    "`VLLM_USE_MODELSCOPE=True` is `model.hub=modelscope`.",
     "SWIFT and FastChat": "A server and a chat are tasks; replicas are `serve.replicas=2`.",
     "llama.cpp": "A GGUF file is a model: `model.path=FILE.gguf`.",
 }

@@ -143,6 +143,21 @@ def test_experiment_wins_over_groups_and_the_command_line_over_it() -> None:
     assert (run.decode.temperature, run.decode.top_p, run.decode.max_new_tokens, run.decode.seed) == (1.0, 0.95, 60, 9)
 
 
+def test_vllms_variable_names_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM reads "true" alone, in either case of letters. The config that a run keeps has the hub itself."""
+    for value, hub in (
+        ("True", Hub.modelscope),
+        ("true", Hub.modelscope),
+        ("1", Hub.huggingface),
+        ("", Hub.huggingface),
+    ):
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", value)
+        run = compose_run_config([])
+        assert run.model.hub is hub
+        assert compose_run_config(["model.hub=huggingface"]).model.hub is Hub.huggingface
+        assert OmegaConf.create(dump(run, tmp_path)).model.hub == hub.name
+
+
 PROMPTS = [
     "I love Beijing, because",
     "[1, 2] {a: b} (c) = d",
@@ -170,21 +185,6 @@ PROMPTS = [
     "next\x85line \\\x85\x85 ${x}\x85",
     "lines\u2028and\u2029paragraphs\rand returns",
 ]
-
-
-def test_vllms_variable_names_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM reads "true" alone, in either case of letters. The config that a run keeps has the hub itself."""
-    for value, hub in (
-        ("True", Hub.modelscope),
-        ("true", Hub.modelscope),
-        ("1", Hub.huggingface),
-        ("", Hub.huggingface),
-    ):
-        monkeypatch.setenv("VLLM_USE_MODELSCOPE", value)
-        run = compose_run_config([])
-        assert run.model.hub is hub
-        assert compose_run_config(["model.hub=huggingface"]).model.hub is Hub.huggingface
-        assert OmegaConf.create(dump(run, tmp_path)).model.hub == hub.name
 
 
 @pytest.mark.long

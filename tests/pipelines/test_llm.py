@@ -317,6 +317,23 @@ def test_arguments_of_vllm_are_settings_of_ours() -> None:
     assert composed(speculative_config=None, max_model_len=None, enforce_eager=False) == composed()
 
 
+@pytest.mark.long
+def test_an_engine_of_two_ranks_that_drafts(llm: LLM) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    other = LLM(
+        "tiny",
+        dtype="float",
+        max_model_len=128,
+        tensor_parallel_size=2,
+        speculative_config=drafts,
+        overrides=["device=cpu"],
+    )
+    settings = SamplingParams(temperature=0, max_tokens=30)
+    found, expected = ([each.outputs[0].token_ids for each in run.generate(PROMPTS, settings)] for run in (other, llm))
+    assert found == expected
+    assert other.engine.speculator.counts.num_drafted_tokens > 0
+
+
 def test_fields_of_vllm_change_prompts_and_texts(llm: LLM) -> None:
     settings = {"temperature": 0, "max_tokens": 6, "logprobs": 1}
     whole, cut = (

@@ -59,7 +59,7 @@ def test_a_call_may_ask_for_as_many_tokens_as_fit(pipe: TextGenerationPipeline) 
 
 
 def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fills(*args: object) -> None:
+    def fills(*args: object, **named: object) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB.\nIf reserved memory is large, read"
         )
@@ -350,7 +350,11 @@ def test_bad_prompts_are_refused_before_any_is_run(pipe: TextGenerationPipeline,
         ("text_generation", {"quant": "int3"}, "quant=int3 does not exist: there are a8w8, fp8, int4, int8, none"),
         ("text_generation", {"dtype": "float64"}, "float64.*auto, float32, bfloat16, float16"),
         ("text_generation", {"dtype": torch.int8}, "int8.*auto, float32, bfloat16, float16"),
-        ("text_generation", {"tokenizer": object()}, "tokenizer is of type object, not a path: give the folder"),
+        (
+            "text_generation",
+            {"tokenizer": object()},
+            "tokenizer is of type object, not a path or a tokenizer: give the folder",
+        ),
         ("text_generation", {"tokenizer": "/nowhere"}, "model.tokenizer=/nowhere is not a folder with tokenizer files"),
         ("text_generation", {"overrides": ["decode.temprature=1"]}, "temprature"),
         ("text_generation", {"overrides": "decode.seed=1"}, "overrides='decode.seed=1' is one text: give a list"),
