@@ -49,7 +49,7 @@ def compose_held(
 
 
 def _is_of_transformers(given: Any, name: str) -> bool:
-    """Return whether an object is of that class. transformers is not imported: who has one has done so."""
+    """Return whether an object is of that class. transformers is not imported: a script with such an object has done so."""
     return any(each.__name__ == name and each.__module__.startswith("transformers.") for each in type(given).__mro__)
 
 

@@ -33,12 +33,17 @@ class Client(NamedTuple):
 
 
 def find_checkpoint(
-    path: str, with_weights: bool, allow_pickle: bool, hub: Hub = Hub.huggingface, revision: str | None = None
+    path: str,
+    with_weights: bool,
+    allow_pickle: bool,
+    hub: Hub = Hub.huggingface,
+    revision: str | None = None,
+    key: str = "model.path",
 ) -> Path:
     """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none.
 
     A tag after a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters. `revision`: a branch,
-    tag or commit of the id's repository; None: its default branch.
+    tag or commit of the id's repository; None: its default branch. `key`: the setting that gives the path, for errors.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -50,17 +55,18 @@ def find_checkpoint(
     id = HUB_ID.fullmatch(path)
     if id is None:
         raise UserError(
-            f"there is no folder {path}: model.path must be a folder or a file that holds a model, or a hub id such as org/name "
+            f"there is no folder {path}: {key} must be a folder or a file that holds a model, or a hub id such as org/name "
             "or org/name:Q4_K_M"
         )
     if with_weights and not id[2] and path.lower().endswith("gguf"):
         raise UserError(
-            f"model.path={path} names no model among the repository's GGUF files: add the end of one's name, as in {path}:Q4_K_M"
+            f"{key}={path} names no model among the repository's GGUF files: add the end of one's name, as in {path}:Q4_K_M"
         )
     patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
     if id[2]:
         patterns = [f"*{tag}{end}" for tag in (id[2], id[2].lower(), id[2].upper()) for end in GGUF_ENDS]
-    folder = _downloaded(path, id[1], revision, patterns, _modelscope() if hub is Hub.modelscope else _huggingface())
+    client = _modelscope() if hub is Hub.modelscope else _huggingface()
+    folder = _downloaded(f"{key}=FOLDER", path, id[1], revision, patterns, client)
     return _tagged_file(folder, path, id[2]) if id[2] else folder
 
 
@@ -72,10 +78,10 @@ def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
     local = Path(path).expanduser()
     if local.exists() or not HUB_ID.fullmatch(path):
         return local
-    return find_checkpoint(path, False, False, hub, revision)
+    return find_checkpoint(path, False, False, hub, revision, "model.tokenizer")
 
 
-def _downloaded(path: str, id: str, revision: str | None, patterns: list[str], client: Client) -> Path:
+def _downloaded(remedy: str, path: str, id: str, revision: str | None, patterns: list[str], client: Client) -> Path:
     is_offline = client.offline is not None
     try:
         folder = Path(client.download(id, revision=revision, allow_patterns=patterns, local_files_only=is_offline))
@@ -84,7 +90,7 @@ def _downloaded(path: str, id: str, revision: str | None, patterns: list[str], c
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
             f"there is no folder {path}, and as {client.hub} id{at} it cannot be downloaded ({reason}): "
-            "download the model elsewhere and give model.path=FOLDER, or check the id, the network and the access to it"
+            f"download the model elsewhere and give {remedy}, or check the id, the network and the access to it"
         ) from error
     if is_offline and revision is not None and folder.parent.name != "snapshots":  # as ModelScope's before 1.38
         raise UserError(

@@ -38,7 +38,7 @@ def name_of(model: Any) -> str:
 def open_in_memory(model: Any, load_tokenizer: Callable[[], Tokenizer | None]) -> Checkpoint:
     """Return the checkpoint that `model.save_pretrained` would write, a PreTrainedModel's. Raises UserError where weights are elsewhere."""
     from transformers.core_model_loading import (
-        revert_weight_conversion,  # here, because who has a model has imported it
+        revert_weight_conversion,  # here, because a script that holds a model has imported it
     )
 
     path = Path(name_of(model))

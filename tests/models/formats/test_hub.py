@@ -258,6 +258,8 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(tmp_path: Path) -> None:
         UserError, match=r"org/name, and as a hub id at revision v2 it cannot .*\(HF_HUB_OFFLINE is set"
     ):
         find_checkpoint("org/name", True, False, revision="v2")
+    with pytest.raises(UserError, match=r"org/other, and as a hub id .*: download .* and give model.tokenizer=FOLDER"):
+        find_tokenizer("org/other", Hub.huggingface, None)
     with pytest.raises(
         UserError, match="^model.revision=v1 is not used by .*, which is on disk: leave it out, or give a"
     ):
