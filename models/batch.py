@@ -77,7 +77,7 @@ class Batch:
     slots = _Field()  # [T] where each token's key and value go in the cache
     query_starts = _Field()  # [S+1]
     context_lengths = _Field()  # [S] tokens in the cache after this step
-    # [T] length of the token's own prompt, or of its sequence past `key_border`: rotary scaling depends on it
+    # [T] length of the token's own prompt, or of its sequence past `key_border`: rotary scaling depends on it. 0 after a soft prefix
     prompt_lengths = _Field()
     prompt_features = _Field()  # [S, K] what the model's `prompt_features` returned for each sequence's prompt
     output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones
@@ -112,6 +112,18 @@ class Batch:
     def attending_starts(self) -> Tensor:
         """Starts [S+1] of sequences among the rows that attend: sequence s owns rows attending_starts[s] to attending_starts[s+1]."""
         return self.output_starts if self._only_outputs_attend else self.query_starts
+
+    @property
+    def owners(self) -> Tensor:
+        """The sequence of each token [T]. A row that pads a step belongs to the last one."""
+        tokens = torch.arange(self.positions.shape[0], device=self.positions.device)
+        found = torch.bucketize(tokens, self.query_starts[1:], right=True)  # of a row that pads: one more than there are
+        return found.clamp(max=self.context_lengths.shape[0] - 1)
+
+    @property
+    def origins(self) -> Tensor:
+        """The place in the cache [S] of each sequence's position 0: not 0 where a soft prefix is in the cache and has no positions."""
+        return self.context_lengths - 1 - self.positions[self.query_starts[1:] - 1]
 
     @staticmethod
     def of(

@@ -66,8 +66,8 @@ class ModelShape(ABC):
         return False
 
     @property
-    def has_alibi(self) -> bool:
-        """Whether attention falls with the distance of two tokens in the cache, whatever their positions are (arXiv 2108.12409)."""
+    def prefix_stops_scaling(self) -> bool:
+        """Whether keys no longer depend on the prompt's length after a soft prefix of keys and values."""
         return False
 
     @property

@@ -44,7 +44,7 @@ class ExportedShape(ModelShape):
     length_dependent: bool
     border: int | None
     windows: bool
-    alibi: bool
+    scaling_stops: bool
 
     @property
     def context_length(self) -> int:
@@ -67,8 +67,8 @@ class ExportedShape(ModelShape):
         return self.windows
 
     @property
-    def has_alibi(self) -> bool:
-        return self.alibi
+    def prefix_stops_scaling(self) -> bool:
+        return self.scaling_stops
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def describe(
         "keys_depend_on_length": shape.keys_depend_on_length,
         "key_border": shape.key_border,
         "has_windows": shape.has_windows,
-        "has_alibi": shape.has_alibi,
+        "prefix_stops_scaling": shape.prefix_stops_scaling,
         "dtype": str(cache.dtype).removeprefix("torch."),
         "eos_token_ids": sorted(eos),
         "instruction_set": _instructions(),
@@ -229,7 +229,7 @@ def _read_shape(reader: ConfigReader) -> ExportedShape:
         reader.require("keys_depend_on_length", bool),
         border,
         reader.require("has_windows", bool),
-        reader.require("has_alibi", bool),
+        reader.require("prefix_stops_scaling", bool),
     )
 
 

@@ -43,10 +43,6 @@ class BaichuanConfig(PreNormShape):
     def context_length(self) -> int:
         return self.max_length
 
-    @property
-    def has_alibi(self) -> bool:
-        return self.alibi
-
 
 def read_version(config: ConfigReader) -> int:
     """1 or 2, by the signs in config.json: the vocabulary of the released models; a class spelled BaiChuan, which only Baichuan-7B has;

@@ -36,10 +36,6 @@ class BloomConfig(ModelShape):
         """The length of training: ALiBi has no end of its own."""
         return self.seq_length
 
-    @property
-    def has_alibi(self) -> bool:
-        return True
-
 
 def read_config(config: ConfigReader) -> BloomConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""

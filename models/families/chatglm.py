@@ -90,10 +90,7 @@ class Angles:
 
 def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
     """Each token's place in the text, which after it is the mask's, and its place after the text, which in it is 0: [T] each."""
-    tokens = torch.arange(batch.positions.shape[0], device=batch.positions.device)
-    # [T]; the owner of a row that pads a step comes after the last sequence
-    owners = torch.bucketize(tokens, batch.query_starts[1:], right=True)
-    text_length, mask_position = batch.prompt_features[owners.clamp(max=batch.prompt_features.shape[0] - 1)].unbind(1)
+    text_length, mask_position = batch.prompt_features[batch.owners].unbind(1)
     place = torch.where(batch.positions < text_length, batch.positions, mask_position)
     return place, (batch.positions - text_length + 1).clamp(min=0)
 
@@ -130,9 +127,9 @@ class Attention(Module):
         query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
         query, key = self._rope(query, angles), self._rope(key, angles)
         query = query / (math.sqrt(self.head_dim) * self.coefficient)
-        text_lengths = batch.prompt_features[:, 0]  # [S]
+        seen_by_all = batch.origins + batch.prompt_features[:, 0]  # [S] a soft prefix and the text
         kv_store(key, value, *cache, batch.slots)
-        attended = attend(query, cache, batch, self.coefficient, prefix_lengths=text_lengths)
+        attended = attend(query, cache, batch, self.coefficient, prefix_lengths=seen_by_all)
         return self.dense(attended, batch)
 
     def _rope(self, x: Tensor, angles: Angles) -> Tensor:

@@ -45,6 +45,11 @@ class QwenConfig(PreNormShape):
     def keys_depend_on_length(self) -> bool:
         return self.use_dynamic_ntk and self.max_position_embeddings > self.seq_length
 
+    @property
+    def prefix_stops_scaling(self) -> bool:
+        """As in modeling_qwen.py, which chooses the base where the cache is empty, and keeps the first one where it is not."""
+        return True
+
 
 def read_config(config: ConfigReader) -> QwenConfig:
     """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
@@ -115,9 +120,12 @@ def _frequencies(c: QwenConfig, step: int) -> Tensor:
     return 1.0 / torch.pow(base, exponents)
 
 
-def logn_scales(positions: Tensor, seq_length: int) -> Tensor:
-    """float32 [T]: log(position + 1) to the base of seq_length, at least 1. In float64, so that no bit depends on the number of tokens."""
-    return ((positions + 1).double().log() / math.log(seq_length)).clamp(min=1).float()
+def logn_scales(places: Tensor, seq_length: int) -> Tensor:
+    """float32 [T]: log(place + 1) to the base of seq_length, at least 1. In float64, so that no bit depends on the number of tokens.
+
+    places [T] int64: those of the tokens in the cache, where a soft prefix counts as in modeling_qwen.py.
+    """
+    return ((places + 1).double().log() / math.log(seq_length)).clamp(min=1).float()
 
 
 class Attention(Module):
@@ -133,7 +141,8 @@ class Attention(Module):
         query, key, value = self.c_attn(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         if self.logn_length is not None:
-            query = query * logn_scales(batch.positions, self.logn_length).to(query.dtype)[:, None, None]
+            places = batch.positions + batch.origins[batch.owners]
+            query = query * logn_scales(places, self.logn_length).to(query.dtype)[:, None, None]
         return self.c_proj(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
 

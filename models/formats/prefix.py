@@ -59,16 +59,15 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
 def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
     """Return why the model cannot take the prefix, if it cannot."""
     shape = model.config
-    if shape.needs_whole_prompt:
-        return "whose prompts see themselves whole"
-    if shape.keys_depend_on_length or shape.key_border is not None:
+    if shape.needs_whole_prompt and prefix.first_position:
+        return "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's folders"
+    is_scaled = shape.keys_depend_on_length and not (shape.prefix_stops_scaling and prefix.layers)
+    if is_scaled or shape.key_border is not None:
         return "whose keys depend on the length of the text"
     if any(not heads.value_head_dim for heads in model.attention_heads):
         return "which caches latents instead of keys and values"
     if shape.has_windows:
         return "whose sliding windows would lose the prefix"
-    if shape.has_alibi and prefix.first_position != prefix.num_tokens:
-        return "whose ALiBi counts distances in the cache, so that prompts cannot begin at position 0"
     return None
 
 
