@@ -122,12 +122,12 @@ class ModelConfig:
     verify: bool = False
     """Compare every file with the folder's manifest.json before loading."""
     prefixes: Any = None  # of no type that Hydra knows: it sets no pair of a typed dict that may be null
-    """Soft prefixes by the names that rows give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a
+    """Soft prefixes by the names that rows and requests give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a
     PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
     keep_packed: bool = False
     """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
     adapters: Any = None
-    """LoRA adapters in PEFT's layout that rows may name, beside the weights: {NAME: FOLDER, ...}."""
+    """LoRA adapters in PEFT's layout that rows and requests may name, beside the weights: {NAME: FOLDER, ...}."""
     max_adapters: int = 8
     """Most adapters that the rows of a step may have. The least recently used one makes room for another."""
 
@@ -136,6 +136,8 @@ class ModelConfig:
         check(self.revision != "", "model.revision", repr(self.revision), "a branch, tag or commit, or null")
         check_paths("model.prefixes", self.prefixes)
         check_paths("model.adapters", self.adapters)
+        for name in sorted({*(self.prefixes or {})} & {*(self.adapters or {})}):
+            raise UserError(f"model.prefixes.{name} is not allowed: an adapter has this name, give another one")
         check(0 < self.max_adapters <= 1024, "model.max_adapters", self.max_adapters, "a number from 1 to 1024")
         random = self.weights is Weights.random
         check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
@@ -283,10 +285,10 @@ class RunConfig:
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
             raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
-        if not (self.task.reads_rows or self.task is Task.prefix):
+        if not (self.task.reads_rows or self.task in (Task.prefix, Task.serve)):
             merge = "or merge an adapter by task=convert convert.lora=FOLDER"
             for name, remedy in (("prefixes", "or give task=predict"), ("adapters", merge)):
-                if getattr(self.model, name) and (name, self.task) != ("adapters", Task.serve):
+                if getattr(self.model, name):
                     raise UserError(f"model.{name} is not used by task={self.task.name}: leave it out, {remedy}")
         if self.parallel.mode is ParallelMode.ray and not self.task.reads_rows:
             remedy = "serve.replicas" if self.task is Task.serve else "task=predict, embed or score"

@@ -117,7 +117,9 @@ class Batch:
     def owners(self) -> Tensor:
         """The sequence of each token [T]. A row that pads a step belongs to the last one."""
         tokens = torch.arange(self.positions.shape[0], device=self.positions.device)
-        found = torch.bucketize(tokens, self.query_starts[1:], right=True)  # of a row that pads: one more than there are
+        found = torch.bucketize(
+            tokens, self.query_starts[1:], right=True
+        )  # of a row that pads: one more than there are
         return found.clamp(max=self.context_lengths.shape[0] - 1)
 
     @property

@@ -219,18 +219,21 @@ def _check_machine(reader: ConfigReader, folder: Path) -> None:
 
 
 def _read_shape(reader: ConfigReader) -> ExportedShape:
-    border = None if reader.raw("key_border") is None else reader.count("key_border")
-    return ExportedShape(
-        reader.count("vocab_size"),
-        reader.num_layers(),
-        reader.require("tie_word_embeddings", bool),
-        reader.count("context_length"),
-        reader.require("needs_whole_prompt", bool),
-        reader.require("keys_depend_on_length", bool),
-        border,
-        reader.require("has_windows", bool),
-        reader.require("prefix_stops_scaling", bool),
-    )
+    try:
+        border = None if reader.raw("key_border") is None else reader.count("key_border")
+        return ExportedShape(
+            reader.count("vocab_size"),
+            reader.num_layers(),
+            reader.require("tie_word_embeddings", bool),
+            reader.count("context_length"),
+            reader.require("needs_whole_prompt", bool),
+            reader.require("keys_depend_on_length", bool),
+            border,
+            reader.require("has_windows", bool),
+            reader.require("prefix_stops_scaling", bool),
+        )
+    except UserError as error:  # also of an artefact that an older version has made
+        raise UserError(f"{error}: {REMEDY}") from error
 
 
 def read_description(folder: Path, rank: int = 0) -> Description:

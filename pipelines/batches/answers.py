@@ -11,6 +11,7 @@ from pipelines.api.batches import answer_line
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import SERVER_ERROR, ApiError, bad_request
 from pipelines.api.generation import Generation, Head
+from pipelines.api.named import named
 from pipelines.api.requests import ChatRequest
 from pipelines.api.writers import ChatWriter, CompletionWriter, Writer
 from pipelines.engine import Engine, Output, Request
@@ -50,21 +51,23 @@ class BatchAnswers:
 
     def _asked(self, row: PromptRow, body: BatchRequest) -> Asked:
         tokenizer, own = self._engine.tokenizer, self._run.predict
+        asked = named(self._run.model, body.model)
+        adapter, prefix = asked.adapter or own.adapter, asked.prefix or own.prefix
+        served = self._served.after(prefix)
         if isinstance(body, ChatRequest):
             head = Head(f"chatcmpl-{_id(row)}", body.model)
-            prompt = self._chat.prompt(body, self._served.context_length)
+            prompt = self._chat.prompt(body, served.context_length)
             text: str | None = prompt.text
-            generation = Generation(body, [prompt.token_ids], self._served, head, tokenizer, prompt.settings)
+            generation = Generation(body, [prompt.token_ids], served, head, tokenizer, prompt.settings)
             writer: Writer = ChatWriter(generation, body, prompt.reader)
         else:
             head, encoded = Head(f"cmpl-{_id(row)}", body.model), self._encoder.encode(row)
             text = encoded.text
-            generation = Generation(body, [encoded.token_ids], self._served, head, tokenizer)
+            generation = Generation(body, [encoded.token_ids], served, head, tokenizer)
             writer = CompletionWriter(generation, body)
-        adapter = body.model if body.model in (self._run.model.adapters or {}) else own.adapter
         try:
             decode = self._run.decode.replaced(generation.settings[0])
-            request = self._engine.request(row.index, generation.prompts[0], decode, prefix=own.prefix, adapter=adapter)
+            request = self._engine.request(row.index, generation.prompts[0], decode, prefix=prefix, adapter=adapter)
         except UserError as error:
             raise generation.refused(str(error)) from error
         return Asked(request, text, partial(_answer, row, request, generation, writer))

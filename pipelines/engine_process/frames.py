@@ -33,6 +33,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     decode: dict[str, Any]
     """Settings of DecodeConfig by their names; the others are the server's."""
     adapter: str | None = None
+    prefix: str | None = None
     streams: bool = False
     """Whether deltas are sent as tokens come, and not all at the end."""
     is_background: bool = False
@@ -47,6 +48,7 @@ class SubmitPooled(msgspec.Struct, tag=True, frozen=True):
     adapter: str | None = None
     cache_salt: str | None = None
     """As in DecodeConfig; None: the server's."""
+    prefix: str | None = None
     is_background: bool = False
     """As in Submit."""
 
@@ -76,6 +78,13 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Token that the vector's prompt ends with, where the prompt is a text."""
     max_text_tokens: int | None = None
     """Tokens to which such a text is cut, the final one among them; None: it is refused where it is too long."""
+    prefixes: dict[str, int] = {}
+    """The numbers of virtual tokens of soft prefixes, by name."""
+
+    def after(self, prefix: str | None) -> "Ready":
+        """Return what holds for prompts after a prefix, which takes its places of the context."""
+        num_places = self.context_length - (0 if prefix is None else self.prefixes[prefix])
+        return msgspec.structs.replace(self, context_length=num_places)
 
 
 class Unready(msgspec.Struct, tag=True, frozen=True):

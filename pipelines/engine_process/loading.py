@@ -104,6 +104,7 @@ def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Emb
         instruction=settings.get("instruction", ""),
         final_token_id=settings.get("eos"),
         max_text_tokens=settings.get("max_tokens"),
+        prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
     )
 
 

@@ -145,14 +145,15 @@ class EngineProcess:
             if self._embedder is None:
                 raise UserError("this model continues texts and gives no vectors of them")
             decode = self._served.decode.replaced({"cache_salt": frame.cache_salt} if frame.cache_salt else {})
-            return self._engine.pooled_request(frame.id, prompt, self._embedder.pooling, decode, adapter=frame.adapter)
+            pooling = self._embedder.pooling
+            return self._engine.pooled_request(frame.id, prompt, pooling, decode, frame.prefix, frame.adapter)
         if self._embedder is not None:
             raise UserError("this model gives vectors of texts and continues none")
         decode = self._served.decode.replaced(frame.decode)
         if decode.seed is None:
             decode = decode.replaced({"seed": self._served.decode.seed})
         sink = self._sink(frame, decode.logprobs) if frame.streams else None
-        return self._engine.request(frame.id, prompt, decode, sink, adapter=frame.adapter)
+        return self._engine.request(frame.id, prompt, decode, sink, prefix=frame.prefix, adapter=frame.adapter)
 
     def _sink(self, frame: Submit, num_top: int | None) -> Sink:
         """Return a sink that hands tokens to the gate."""

@@ -53,5 +53,6 @@ def digest_of(submit: Submit | SubmitPooled) -> bytes:
     """Return what two sendings of the same request have in common: all but the seed, which is drawn where none is given."""
     settings = submit.decode if isinstance(submit, Submit) else {"cache_salt": submit.cache_salt}
     options = {name: value for name, value in settings.items() if name != "seed"}
-    content = msgspec.msgpack.encode((submit.prompt_token_ids, options, submit.adapter), order="deterministic")
+    named = submit.adapter, submit.prefix
+    content = msgspec.msgpack.encode((submit.prompt_token_ids, options, *named), order="deterministic")
     return hashlib.sha256(content).digest()

@@ -129,7 +129,7 @@ def chunks_of(submit: Submit | SubmitPooled) -> list[int]:
     """Return a number for each whole chunk of a prompt: equal where all up to its end is equal, and may be shared."""
     token_ids, numbers = submit.prompt_token_ids, list[int]()
     salt = submit.decode.get("cache_salt") if isinstance(submit, Submit) else submit.cache_salt
-    last = hash((submit.adapter, salt))
+    last = hash((submit.adapter, submit.prefix, salt))
     for end in range(CHUNK_TOKENS, len(token_ids) + 1, CHUNK_TOKENS):
         last = hash((last, *token_ids[end - CHUNK_TOKENS : end]))
         numbers.append(last)

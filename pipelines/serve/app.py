@@ -123,22 +123,20 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def described(name: str) -> dict[str, Any]:
-        service.adapter_of(name)
+        prefix = service.named(name).prefix
         return {
             "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "quintet",
-            "parent": service.model_name if name in service.adapters else None,
-            "max_model_len": loaded(service.engine).context_length,
+            "parent": None if name == service.model_name else service.model_name,
+            "max_model_len": loaded(service.engine).after(prefix).context_length,
         }
 
     @app.get("/v1/models", response_model=Models, responses=responses(200, 503))
     async def models() -> JSONResponse:
-        """List the model and its adapters."""
-        return JSONResponse(
-            {"object": "list", "data": [described(name) for name in (service.model_name, *service.adapters)]}
-        )
+        """List the model, its adapters and its soft prefixes."""
+        return JSONResponse({"object": "list", "data": [described(name) for name in service.model_names]})
 
     @app.get("/v1/models/{model:path}", response_model=Model, responses=responses(200, 404, 503))
     async def model(model: str) -> JSONResponse:

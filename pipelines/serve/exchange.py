@@ -8,6 +8,7 @@ import msgspec
 
 from pipelines.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
 from pipelines.api.generation import Head
+from pipelines.api.named import Named
 from pipelines.engine_process.client import Answer, EngineGone, RemoteEngine
 from pipelines.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
 from pipelines.serve.admission import Admission, WaitingPrompt
@@ -39,12 +40,12 @@ class Exchange:
         metrics: Metrics,
         record: Record,
         head: Head,
-        adapter: str | None = None,
+        named: Named,
     ) -> None:
-        """adapter: the one that the request's model names."""
+        """named: by the request's model."""
         self.head = head
         self.record = record
-        self.adapter = adapter
+        self.named = named
         self.dones: dict[int, Done] = {}
         """By prompt: what the engine counted, or the vector."""
         self._engine = engine
@@ -55,8 +56,8 @@ class Exchange:
 
     @property
     def info(self) -> Ready:
-        """The loaded model. Raises ApiError (503) where there is none."""
-        return loaded(self._engine)
+        """The loaded model, as it is after the request's prefix. Raises ApiError (503) where there is none."""
+        return loaded(self._engine).after(self.named.prefix)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
         """Hand prompts to the engine, after the end of those that it had. Raises ApiError (429, 503)."""

@@ -115,7 +115,7 @@ async def embeddings(body: EmbeddingRequest, exchange: Exchange, chat: Chat) -> 
     vectors: list[list[float]] = []
     for first in range(0, len(prompts), IN_ENGINE):
         part = prompts[first : first + IN_ENGINE]
-        exchange.submit([SubmitPooled(0, prompt, exchange.adapter, salt) for prompt in part])
+        exchange.submit([SubmitPooled(0, prompt, cache_salt=salt, **exchange.named._asdict()) for prompt in part])
         try:
             await exchange.accepted()
         except EngineRefused as refused:
@@ -214,7 +214,7 @@ def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], 
 async def continued(exchange: Exchange, generation: Generation, writer: Writer, is_stream: bool) -> Result:
     """Return the engine's answer, its events once the engine has accepted the request. Raises ApiError."""
     submits = zip(generation.prompts, generation.settings, strict=True)
-    exchange.submit([Submit(0, *submit, adapter=exchange.adapter, streams=is_stream) for submit in submits])
+    exchange.submit([Submit(0, *submit, **exchange.named._asdict(), streams=is_stream) for submit in submits])
     generation.dones = exchange.dones
     try:
         await exchange.accepted()

@@ -21,6 +21,7 @@ from conf.schema import RunConfig
 from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, failed
 from pipelines.api.generation import Head
+from pipelines.api.named import Named, named
 from pipelines.api.requests import Body
 from pipelines.engine_process.client import RemoteEngine
 from pipelines.serve.admission import Admission
@@ -51,16 +52,17 @@ class Service:
     """The server without its routes."""
 
     def __init__(self, run: RunConfig, engine: RemoteEngine, request_log: RequestLog | None = None) -> None:
-        """Raises UserError for an adapter that has the model's own name."""
+        """Raises UserError for an adapter or a prefix that has the model's own name."""
         self.config = run.serve
         self.engine = engine
         self.model_name = run.serve.model_name or Path(os.path.abspath(run.model.path)).name
-        self.adapters = sorted(run.model.adapters or {})
-        if self.model_name in self.adapters:
-            name = self.model_name
-            raise UserError(
-                f"model.adapters={name} is not allowed: it is the model's own name, give serve.model_name=NAME"
-            )
+        for key, paths in (("adapters", run.model.adapters), ("prefixes", run.model.prefixes)):
+            if self.model_name in (paths or {}):
+                what = f"model.{key}={self.model_name} is not allowed"
+                raise UserError(f"{what}: it is the model's own name, give serve.model_name=NAME")
+        self.model_names = [self.model_name, *sorted(run.model.adapters or {}), *sorted(run.model.prefixes or {})]
+        """The names that requests may give as `model`, the model's own first."""
+        self._model = run.model
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
         self.admission = Admission(engine, run.serve, self.metrics.rejected)
@@ -87,23 +89,21 @@ class Service:
         if self._num_active == 0:
             self.idle.set()
 
-    def adapter_of(self, model: str) -> str | None:
-        """Return the adapter that a request's `model` names, None for the model itself. Raises ApiError (404)."""
-        if model == self.model_name:
-            return None
-        if model in self.adapters:
-            return model
-        known = there_are([self.model_name, *self.adapters], model)
+    def named(self, model: str) -> Named:
+        """Return the adapter or the prefix that a request's `model` names, neither for the model itself. Raises ApiError (404)."""
+        if model in self.model_names:
+            return named(self._model, model)
+        known = there_are(self.model_names, model)
         raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
 
     def exchange(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> Exchange:
         """Return the engine for a request. prefix: of the answer's id. Raises ApiError (404, 503)."""
         record.model = body.model or self.model_name
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
-        adapter = self.adapter_of(record.model)
+        asked = self.named(record.model)
         loaded(self.engine)
         head = Head(prefix + record.id, record.model, record.key, last_event_id)
-        return Exchange(self.engine, self.admission, self.metrics, record, head, adapter)
+        return Exchange(self.engine, self.admission, self.metrics, record, head, asked)
 
 
 class EngineResponse(Response):

@@ -21,6 +21,7 @@ from pipelines.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswe
 from pipelines.api.answers import DONE, Event
 from pipelines.api.conversation import Chat
 from pipelines.api.generation import Generation, Head
+from pipelines.api.named import Named
 from pipelines.api.parsing import check_request
 from pipelines.api.requests import Body
 from pipelines.api.writers import Writer
@@ -48,9 +49,15 @@ SHAPES: dict[Any, type[AnswerShape]] = {
 """Of whole answers, by their object or their type."""
 
 
-def service_of(engine: RemoteEngine, adapters: dict[str, str] | None = None, **config: Any) -> Service:
+def service_of(
+    engine: RemoteEngine,
+    adapters: dict[str, str] | None = None,
+    prefixes: dict[str, str] | None = None,
+    **config: Any,
+) -> Service:
     """`config`: fields of ServeConfig."""
-    run = RunConfig(Task.serve, ModelConfig(path="models/tiny", adapters=adapters), serve=ServeConfig(**config))
+    model = ModelConfig(path="models/tiny", adapters=adapters, prefixes=prefixes)
+    run = RunConfig(Task.serve, model, serve=ServeConfig(**config))
     run.serve.model_name = run.serve.model_name or "tiny"
     return Service(run, engine)
 
@@ -93,7 +100,7 @@ def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
 def exchange_of(engine: RemoteEngine, last_event_id: str | None = None) -> Exchange:
     """The dealings of a request with nobody's key."""
     service, head = service_of(engine), Head("cmpl-1", "tiny", None, last_event_id)
-    return Exchange(engine, service.admission, service.metrics, Record("1", "POST", "/"), head)
+    return Exchange(engine, service.admission, service.metrics, Record("1", "POST", "/"), head, Named())
 
 
 def parsed(content: str) -> list[Event]:

@@ -135,7 +135,9 @@ def chatglm(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
 
         def both(y: Tensor, frequencies: Tensor = frequencies) -> Tensor:
             first, second = y.chunk(2, dim=-1)
-            return torch.cat((turned(first, places[:, None] * frequencies), turned(second, blocks[:, None] * frequencies)), -1)
+            return torch.cat(
+                (turned(first, places[:, None] * frequencies), turned(second, blocks[:, None] * frequencies)), -1
+            )
 
         y = attended(both(query), both(key), value, past, HEAD_DIM**-0.5, bias)
         x = x * residual + affine(w, f"{h}.attention.dense", y)

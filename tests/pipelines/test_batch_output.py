@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.command import run
 from tests.helpers.server import ended, served
+from tests.helpers.soft_prefixes import write_paddle
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DECODE = ("decode.max_new_tokens=5", "decode.temperature=0.7", "decode.seed=1", "device=cpu")
@@ -39,6 +40,7 @@ LINES = [
     line("text", COMPLETIONS, prompt="One day", max_tokens=4, n=2, logprobs=1),
     line("ids", COMPLETIONS, prompt=[5, 6, 7], prompt_logprobs=1),
     line("range", COMPLETIONS, prompt=[5, 999999]),
+    line("behind", COMPLETIONS, model="story", prompt="One day", max_tokens=4, n=2, logprobs=1),
     line("bias", COMPLETIONS, prompt="Tom", logit_bias={"999999": 1}),
 ]
 
@@ -67,8 +69,10 @@ def predict(data: Path, folder: Path, *overrides: str) -> None:
 @pytest.mark.long
 def test_the_lines_are_those_of_the_servers_batches(tmp_path: Path) -> None:
     files: dict[str, dict[str, Any]] = {"output": {}, "error": {}}
+    write_paddle(tmp_path / "story.npy", 5, num_layers=4, channels=64)
+    prefixes = f"model.prefixes={{story:{tmp_path / 'story.npy'}}}"
     own = (*DECODE, f"serve.batches={tmp_path / 'batches'}")
-    with served(tmp_path / "server", *own) as (process, url):
+    with served(tmp_path / "server", prefixes, *own) as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         for endpoint in (CHAT, COMPLETIONS):
             lines = write([each for each in LINES if each["url"] == endpoint], tmp_path / "lines.jsonl")
@@ -81,18 +85,20 @@ def test_the_lines_are_those_of_the_servers_batches(tmp_path: Path) -> None:
                 file_id = getattr(batch, f"{name}_file_id")
                 found |= read(client.files.content(file_id).text)
         assert ended(process) == (0, "")
-    predict(write(LINES, tmp_path / "all.jsonl"), tmp_path / "out")
+    predict(write(LINES, tmp_path / "all.jsonl"), tmp_path / "out", prefixes)
     for name, expected in files.items():
         text = (tmp_path / "out" / f"batch_{name}.jsonl").read_text()
         assert read(text) == expected
         order = [each["custom_id"] for each in LINES if each["custom_id"] in expected]
         assert [json.loads(each)["custom_id"] for each in text.splitlines()] == order
-    assert set(files["output"]) == {"你", "n", "rest", "json", "text", "ids"}
+    assert set(files["output"]) == {"你", "n", "rest", "json", "text", "ids", "behind"}
     rows = [json.loads(each) for each in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     assert [row["error"] is None for row in rows] == [row["id"] in files["output"] for row in rows]
     first = next(row for row in rows if row["id"] == "text")
     said = files["output"]["text"]["response"]["body"]["choices"]
     assert [one["text"] for one in first["completions"]] == [one["text"] for one in said]
+    behind = files["output"]["behind"]["response"]["body"]["choices"]
+    assert [one["logprobs"] for one in behind] != [one["logprobs"] for one in said]
 
 
 @pytest.mark.long

@@ -39,6 +39,7 @@ from tests.helpers.exports import (
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
 from tests.helpers.random_adapters import write_random_adapter
 from tests.helpers.soft_prefixes import write_paddle, write_peft
+from tests.helpers.written_models import GMASK, SOP, write_written
 
 HEADS_COPY = "base_model.model.lm_head.base_layer.weight"  # which PEFT saves beside an adapted head
 
@@ -61,6 +62,24 @@ def test_soft_prefixes(quant: QuantConfig, exports: Exports, tmp_path: Path) -> 
     expected = [completions(model, prefix) for prefix in (None, *paths)]
     assert [completions(artefact, prefix) for prefix in (None, *paths)] == expected
     assert len({str(found) for found in expected}) == 4
+
+
+@pytest.mark.long
+@each("family", ["bloom", "chatglm", "qwen"])
+def test_soft_prefixes_of_other_families(family: str, exports: Exports, tmp_path: Path) -> None:
+    write_written(tmp_path, family)
+    write_paddle(tmp_path / "p.npy", 21, heads=4)
+    run = run_config(tmp_path)
+    prompts = [[*each, GMASK, SOP] if family == "chatglm" else each for each in PROMPTS]
+    model, artefact = (
+        load_engine(replace(own, model=replace(own.model, prefixes={"p": str(tmp_path / "p.npy")})), 3)
+        for own in (run, on_export(run, exports.of(run)))
+    )
+    expected = [generate(model, prompts, DECODE, name) for name in (None, "p")]
+    found = [generate(artefact, prompts, DECODE, name) for name in (None, "p")]
+    assert [[output.completions for output in each] for each in found] == [
+        [output.completions for output in each] for each in expected
+    ]
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from tests.helpers.catalog import link
 from tests.helpers.deepseek import V3_GROUPS, build
 from tests.helpers.oracle import write_model
 from tests.helpers.soft_prefixes import write_paddle
+from tests.helpers.written_models import write_written
 
 
 def read(model: Path, path: Path) -> Any:
@@ -152,7 +153,6 @@ def test_an_adapter_without_safetensors_is_refused(llama: Path, tmp_path: Path) 
 @each(
     "write, size, reason",
     [
-        (lambda folder: link("chatglm", folder), None, "whose prompts see themselves whole"),
         (
             lambda folder: build(3, **V3_GROUPS).save_pretrained(folder),
             None,
@@ -169,7 +169,6 @@ def test_an_adapter_without_safetensors_is_refused(llama: Path, tmp_path: Path) 
             (2, 2, 16),
             "whose keys depend on the length of the text",
         ),
-        (lambda folder: link("bloom", folder), None, "whose ALiBi counts distances in the cache"),
     ],
 )
 def test_models_that_take_no_prefix_are_named(
@@ -184,6 +183,27 @@ def test_models_that_take_no_prefix_are_named(
         UserError, match=rf"p.npy is not possible with model_type=\w+, {reason}.*: leave the prefix out"
     ):
         read(tmp_path / "model", tmp_path / "p.npy")
+
+
+@each(
+    "family, kind, reason",
+    [
+        (
+            "chatglm",
+            "PREFIX_TUNING",
+            "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's",
+        ),
+        ("chatglm", "PROMPT_TUNING", "whose positions begin at 0 after a prefix"),
+        ("qwen", "PROMPT_TUNING", "whose keys depend on the length of the text"),
+    ],
+)
+def test_models_that_take_no_prefix_of_peft_are_named(tmp_path: Path, family: str, kind: str, reason: str) -> None:
+    (tmp_path / "model").mkdir()
+    write_written(tmp_path / "model", family)
+    width = 64 if kind == "PROMPT_TUNING" else 2 * 2 * 64
+    write_adapter(tmp_path / "p", {"prompt_embeddings": torch.zeros(3, width)}, peft_type=kind)
+    with pytest.raises(UserError, match=rf"is not possible with model_type=\w+, {reason}.*: leave the prefix out"):
+        read(tmp_path / "model", tmp_path / "p")
 
 
 def open_heads(run: Any) -> tuple[int, int, int]:

@@ -1,12 +1,10 @@
 """Soft prefixes of families that count positions or distances in their own way, against formulas in float64."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor

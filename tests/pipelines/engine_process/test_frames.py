@@ -32,7 +32,7 @@ from tests.helpers.cases import each
 SENT = [
     Submit(1, [5, 6], {"temperature": 0.5, "stop": ["\n"], "logit_bias": {7: -1.0}}, adapter="fr", streams=True),
     Cancel(1),
-    Submit(2**40, [0], {}),
+    Submit(2**40, [0], {}, prefix="story"),
 ]
 
 

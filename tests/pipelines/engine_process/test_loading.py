@@ -33,6 +33,7 @@ from tests.helpers.builders import run_config
 from tests.helpers.cases import each
 from tests.helpers.embedding_models import write_e5_mistral, write_qwen3_embedding
 from tests.helpers.engine_script import Script, serve
+from tests.helpers.soft_prefixes import write_paddle
 
 TEXTS = ["Once upon a time", "a", "She said: hello, world!"]
 
@@ -144,13 +145,16 @@ def test_vectors_are_those_of_task_embed(tmp_path: Path, write: Callable[[Path],
     assert "more than the model takes" in refused[0].message
 
 
-def test_requests_for_vectors_name_adapters_and_share_beginnings_by_their_salt(tmp_path: Path) -> None:
-    base, adapter = tmp_path / "model", tmp_path / "fr"
+def test_requests_for_vectors_name_what_is_beside_the_weights_and_share_beginnings_by_their_salt(
+    tmp_path: Path,
+) -> None:
+    base, adapter, story = tmp_path / "model", tmp_path / "fr", tmp_path / "story.npy"
     write_qwen3_embedding(base)
     only = {"target_modules": ["v_proj"], "task_type": "FEATURE_EXTRACTION"}
     write_adapter(adapter, base, Qwen3Model, r=4, **only)
-    run = run_config(base)
-    served = loaded(replace(run, model=replace(run.model, adapters={"fr": str(adapter)})))
+    write_paddle(story, 7)
+    run = run_config(base, adapters={"fr": str(adapter)}, prefixes={"story": str(story)})
+    served = loaded(run)
     prompt = list(range(5, 55))
     kinds = [
         (None, "alice"),
@@ -160,18 +164,22 @@ def test_requests_for_vectors_name_adapters_and_share_beginnings_by_their_salt(t
         ("fr", "alice"),
         (None, None),
         ("de", None),
+        (None, "alice", "story"),
     ]
     turns: list[Any] = []
     for i, kind in enumerate(kinds):
         turns += [[SubmitPooled(i, prompt, *kind)], [], []]  # one after the other
     script = serve(served, *turns)
     done = {frame.id: frame for frame in script.of(Done)}
-    assert [done[i].num_cached_tokens > 0 for i in range(6)] == [False, False, False, True, True, False]
+    shared = [done[i].num_cached_tokens > 0 for i in (*range(6), 7)]
+    assert shared == [False, False, False, True, True, False, False]
     assert done[0].vector == done[2].vector == done[3].vector == done[5].vector
     assert done[1].vector == done[4].vector != done[0].vector
-    embed = replace(run, task=Task.embed, model=replace(run.model, adapters={"fr": str(adapter)}, tokenizer=""))
-    expected = EmbeddingPipeline(embed)([{"prompt_token_ids": prompt, "adapter": name} for name in (None, "fr")])
-    np.testing.assert_array_equal(np.array([done[0].vector, done[1].vector], np.float32), expected)
+    embed = replace(run, task=Task.embed, model=replace(run.model, tokenizer=""))
+    rows: list[Any] = [{"prompt_token_ids": prompt, **named} for named in ({}, {"adapter": "fr"}, {"prefix": "story"})]
+    found = np.array([done[i].vector for i in (0, 1, 7)], np.float32)
+    np.testing.assert_array_equal(found, EmbeddingPipeline(embed)(rows))
+    assert len(np.unique(found, axis=0)) == 3
     assert "adapter 'de' does not exist" in script.of(Refused)[0].message
 
 

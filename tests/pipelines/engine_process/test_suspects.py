@@ -64,6 +64,7 @@ def test_vectors_of_different_adapters_are_different_requests() -> None:
         suspects.crashed([SubmitPooled(1, [5], "fr")])
     assert suspects.has(SubmitPooled(2, [5], "fr"))
     assert not suspects.has(SubmitPooled(2, [5], "de"))
+    assert not suspects.has(SubmitPooled(2, [5], prefix="fr"))
     assert not suspects.has(SubmitPooled(2, [5]))
 
 

@@ -24,10 +24,12 @@ from pipelines.output_folder import kept_folder
 from pipelines.ranks.leader import LeadingRunner
 from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write_adapter
 from tests.helpers.builders import generate, run_config, write_llama
+from tests.helpers.cases import each
 from tests.helpers.deepseek import NextTokenReference
 from tests.helpers.drafts import PROMPTS, SETTINGS
 from tests.helpers.kept_prefixes import BEGINNING, OTHER, complete, keep
 from tests.helpers.soft_prefixes import write_paddle, write_peft
+from tests.helpers.written_models import GMASK, SOP, WRITTEN, write_written
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
 
@@ -162,6 +164,19 @@ def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> N
     said = [[output.completions for output in outputs] for outputs in found]
     assert said[0] == said[1]
     assert said[0][0] != said[0][1] != said[0][2] != said[0][0]
+
+
+@each("family", WRITTEN)
+def test_soft_prefixes_of_other_families(tmp_path: Path, family: str) -> None:
+    """ALiBi's slopes of a rank's own heads, and masks and scales that count the prefix, on ranks and on stages."""
+    write_written(tmp_path, family)
+    write_paddle(tmp_path / "p.npy", 21, heads=4)
+    run = run_config(tmp_path, prefixes={"p": str(tmp_path / "p.npy")})
+    prompt = [*OTHER, GMASK, SOP] if family == "chatglm" else OTHER
+    alone = complete(load_engine(run, 3), prompt, prefix="p").completions
+    for tp in (2, 1):
+        with divided(run, tp) as engine:
+            assert complete(engine, prompt, prefix="p").completions == alone
 
 
 def test_a_prefix_of_another_model_is_refused_by_the_whole_models_sizes(llama: Path, tmp_path: Path) -> None:

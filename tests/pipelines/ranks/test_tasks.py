@@ -17,6 +17,7 @@ from tests.helpers.embedding_models import write_qwen3_reranker, write_reward_mo
 from tests.helpers.processes import engines, processes
 from tests.helpers.rank_runs import are_gone
 from tests.helpers.server import ended, served
+from tests.helpers.soft_prefixes import write_paddle
 from tests.helpers.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")]
@@ -73,17 +74,21 @@ def test_a_conversation(tmp_path: Path, how: tuple[str, ...]) -> None:
 
 
 def answers(url: str) -> list[Any]:
-    """Greedy, seeded and several: the texts with their log probabilities, and what names their bits."""
-    asked = [{"temperature": 0}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "seed": 6, "n": 2}]
+    """Greedy, seeded, several, and after a prefix: the texts with their log probabilities, and what names their bits."""
+    asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 5}]
+    asked += [{"temperature": 1.0, "seed": 6, "n": 2}, {"temperature": 0, "model": "story"}]
     found = [httpx.post(f"{url}/v1/completions", json=BODY | each, timeout=LIMIT_S).json() for each in asked]
     return [(each["choices"], each["system_fingerprint"], each["usage"]["completion_tokens"]) for each in found]
 
 
 @divisions
 def test_a_server_answers_alike_and_comes_back_after_the_loss_of_a_rank(tmp_path: Path, how: tuple[str, ...]) -> None:
-    with served(tmp_path / "alone") as (_, url):
+    write_paddle(tmp_path / "story.npy", 21, num_layers=4, channels=64)
+    prefixes = f"model.prefixes={{story:{tmp_path / 'story.npy'}}}"
+    with served(tmp_path / "alone", prefixes) as (_, url):
         expected = answers(url)
-    with served(tmp_path / "divided", *how) as (process, url):
+    assert expected[0][0] != expected[3][0]
+    with served(tmp_path / "divided", prefixes, *how) as (process, url):
         assert answers(url) == expected
         for busy in (True, False):
             (engine,) = engines()

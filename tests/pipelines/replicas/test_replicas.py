@@ -106,6 +106,7 @@ def test_what_may_not_be_shared_is_not_alike() -> None:
     cases = [
         Submit(0, tokens, {}),
         Submit(0, tokens, {}, adapter="fr"),
+        Submit(0, tokens, {}, prefix="fr"),
         Submit(0, tokens, {"cache_salt": "a"}),
         Submit(0, tokens, {"cache_salt": "b"}),
         SubmitPooled(0, tokens, adapter="de"),

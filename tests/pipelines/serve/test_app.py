@@ -166,12 +166,13 @@ def test_state() -> None:
         ("/v1/embeddings", {"input": "hello"}),
     ],
 )
-def test_a_models_name_is_that_of_its_adapter(path: str, body: dict[str, Any]) -> None:
-    for name, adapter in (("fr", "fr"), ("tiny", None)):
-        engine = FakeEngine(embeds="embed" in path)
-        answer = ask("POST", path, service_of(engine, {"fr": "/adapters/fr"}), json={**body, "model": name})
+def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[str, Any]) -> None:
+    for name, adapter, prefix in (("fr", "fr", None), ("story", None, "story"), ("tiny", None, None)):
+        engine = FakeEngine(embeds="embed" in path, prefixes={"story": 5})
+        service = service_of(engine, {"fr": "/adapters/fr"}, {"story": "/story.npy"})
+        answer = ask("POST", path, service, json={**body, "model": name})
         assert (answer.status_code, answer.json()["model"]) == (200, name)
-        assert engine.submitted[-1].adapter == adapter
+        assert (engine.submitted[-1].adapter, engine.submitted[-1].prefix) == (adapter, prefix)
 
 
 def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +181,28 @@ def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch
         assert Service(RunConfig(Task.serve, ModelConfig(path=path)), FakeEngine()).model_name == "tiny"
 
 
-def test_adapters_are_models() -> None:
-    service = service_of(FakeEngine(), {"fr": "/adapters/fr"})
+def test_adapters_and_prefixes_are_models() -> None:
+    service = service_of(FakeEngine(prefixes={"story": 5}), {"fr": "/adapters/fr"}, {"story": "/story.npy"})
     models = ask("GET", "/v1/models", service).json()
-    assert [(model["id"], model["parent"]) for model in models["data"]] == [("tiny", None), ("fr", "tiny")]
+    found = [(model["id"], model["parent"], model["max_model_len"]) for model in models["data"]]
+    assert found == [("tiny", None, 64), ("fr", "tiny", 64), ("story", "tiny", 59)]
     assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
     assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
     with pytest.raises(UserError, match="model.adapters=tiny is not allowed: it is the model's own name"):
         service_of(FakeEngine(), {"tiny": "/adapters/fr"})
+    with pytest.raises(UserError, match="model.prefixes=tiny is not allowed: it is the model's own name"):
+        service_of(FakeEngine(), prefixes={"tiny": "/story.npy"})
+
+
+def test_a_prefix_leaves_less_of_the_context() -> None:
+    """59 of 64 places: the default length fits in them, and longer ones are refused with that number."""
+    engine = FakeEngine(prefixes={"story": 5})
+    for more, status in (({}, 200), ({"max_tokens": 9}, 200), ({"max_tokens": 10}, 400)):
+        body = {"model": "story", "prompt": [7] * 50, **more}
+        answer = ask("POST", "/v1/completions", service_of(engine, prefixes={"story": "/story.npy"}), json=body)
+        assert answer.status_code == status
+        assert engine.submitted[-1].decode["max_new_tokens"] == 9  # type: ignore[union-attr]
+    assert "together more than the model's 59: give at most 9" in answer.json()["error"]["message"]
 
 
 def test_tokens() -> None:

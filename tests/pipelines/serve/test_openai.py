@@ -5,10 +5,12 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel
@@ -16,10 +18,12 @@ from pydantic import BaseModel
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
+from pipelines.text_pipeline import TextGenerationPipeline
 from tests.helpers.cases import each
 from tests.helpers.clients import PROMPT
 from tests.helpers.server import served
 from tests.helpers.serving import tiny_run
+from tests.helpers.soft_prefixes import write_paddle
 
 MESSAGES: Any = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -30,8 +34,20 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(tmp_path_factory.mktemp("served") / "run", "decode.seed=5") as (_, url):
+def prefixes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By name: one of fewer tokens than a block, and one of more."""
+    folder, lengths = tmp_path_factory.mktemp("prefixes"), {"story": 5, "poem": 17}
+    for name, length in lengths.items():
+        values = write_paddle(folder / f"{name}.npy", length, num_layers=4, channels=64)
+        np.save(folder / f"{name}.npy", 9 * values.numpy())  # so that a trained model says something else
+    return {name: str(folder / f"{name}.npy") for name in lengths}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, prefixes: dict[str, str]) -> Iterator[str]:
+    given = ",".join(f"{name}:{path}" for name, path in prefixes.items())
+    folder = tmp_path_factory.mktemp("served") / "run"
+    with served(folder, "decode.seed=5", f"model.prefixes={{{given}}}") as (_, url):
         yield f"{url}/v1"
 
 
@@ -74,6 +90,36 @@ def test_chats_are_predicts(client: openai.OpenAI, engine: Engine) -> None:
     assert len(content) == (answer.usage and answer.usage.completion_tokens)
     with client.chat.completions.stream(**asked) as stream:
         assert stream.get_final_completion().choices[0].message.content == expected
+
+
+def test_a_prefix_is_a_model(url: str, client: openai.OpenAI, prefixes: dict[str, str]) -> None:
+    """Texts of every route are predict's after that prefix, also when all ask again and find what they know in the cache."""
+    run = tiny_run()
+    pipe = TextGenerationPipeline(replace(run, model=replace(run.model, prefixes=prefixes)))
+    prompt = "Once upon a time there was a little girl who lived in a small house near a big dark forest. One day she"
+    messages: Any = [{"role": "user", "content": "Tell me a story."}]
+    names = "tiny", *prefixes
+    own: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
+    parents = {model.id: (model.model_extra or {})["parent"] for model in client.models.list()}
+    assert parents == {"tiny": None, "poem": "tiny", "story": "tiny"}
+    texts, cached = set[str](), list[bool]()
+    for name in names * 2:
+        prefix = None if name == "tiny" else name
+        asked: Any = {"model": name, "temperature": 0}
+        text, reply = (pipe(each, prefix=prefix, **own)[0]["text_generation_text"][0] for each in (prompt, messages))
+        answer = client.completions.create(**asked, prompt=prompt, max_tokens=12)
+        assert (answer.model, answer.choices[0].text) == (name, text)
+        chat = client.chat.completions.create(**asked, messages=messages, max_tokens=12)
+        assert chat.choices[0].message.content == reply
+        message = httpx.post(f"{url}/messages", json={**asked, "messages": messages, "max_tokens": 12}).json()
+        assert message["content"][0]["text"] == reply
+        texts |= {text, reply}
+        details = answer.usage and answer.usage.prompt_tokens_details
+        cached.append(bool(details and details.cached_tokens))
+    assert len(texts) == 2 * len(names)
+    assert cached == [False] * 3 + [True] * 3
+    with pytest.raises(openai.NotFoundError, match="the model novel does not exist: there are tiny, poem, story"):
+        client.completions.create(model="novel", prompt=prompt)
 
 
 def test_the_async_client_streams_many_at_once(url: str, engine: Engine) -> None:

@@ -84,8 +84,9 @@ def test_the_decode_group_is_the_checkpoints() -> None:
     assert compose_run_config(["task=serve", "model.adapters={fr:/adapters/fr}"]).model.adapters == {
         "fr": "/adapters/fr"
     }
-    with pytest.raises(UserError, match="model.prefixes is not used by task=serve"):
-        compose_run_config(["task=serve", "model.prefixes={a:/b}"])
+    assert compose_run_config(["task=serve", "model.prefixes={a:/b}"]).model.prefixes == {"a": "/b"}
+    with pytest.raises(UserError, match="model.prefixes.a is not allowed: an adapter has this name, give another one"):
+        compose_run_config(["task=serve", "model.prefixes={a:/b}", "model.adapters={a:/c,b:/c}"])
 
 
 @pytest.mark.long
