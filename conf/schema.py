@@ -122,8 +122,8 @@ class ModelConfig:
     verify: bool = False
     """Compare every file with the folder's manifest.json before loading."""
     prefixes: Any = None  # of no type that Hydra knows: it sets no pair of a typed dict that may be null
-    """Soft prefixes by the names that rows and requests give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a
-    PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
+    """Soft prefixes by the names that rows and requests give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or
+    the folder of a PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
     keep_packed: bool = False
     """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
     adapters: Any = None
