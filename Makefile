@@ -58,7 +58,7 @@ test-all: .venv/test-clients
 	$(PYTEST) -m "not matrix"
 
 # writes tests/matrix.json: date, revision, numbers of tests
-test-matrix: .venv/dev
+test-matrix: .venv/test-clients
 	$(PYTEST) -m matrix --matrix-record tests/matrix.json
 
 # The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, whose library a process must have from its start. Without the tests

@@ -6,6 +6,7 @@ from typing import Any
 
 from conf.errors import UserError, there_are
 from conf.schema import RunConfig
+from conf.tasks import PredictConfig
 
 
 def compose_run(
@@ -39,7 +40,11 @@ def compose_run(
     names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
     paths = {"model.path": path, "model.tokenizer": _tokenizer_path(tokenizer)}
     given = {key: text for key, text in paths.items() if text is not None}
-    return compose_run_config([*names, *overrides], given | dict(texts or {}))
+    run = compose_run_config([*names, *overrides], given | dict(texts or {}))
+    for name in ("output_file", "export"):
+        if getattr(run.predict, name) != getattr(PredictConfig(), name):
+            raise UserError(f"predict.{name} is of jobs, which run.py runs: leave it out")
+    return run
 
 
 def _tokenizer_path(tokenizer: Any) -> str | None:

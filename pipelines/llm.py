@@ -153,6 +153,8 @@ class LLM:
         choices = {"task": "embed" if runner == "pooling" else "predict"}
         given = [*settings, *overrides]
         run = compose_run(model, choices, None if name == "auto" else name, tokenizer, given, texts)
+        if run.predict.max_prompt_tokens is not None:
+            raise UserError("predict.truncate is not used by LLM: give SamplingParams(truncate_prompt_tokens=N)")
         if quantization is not None:
             _check_quantization(quantization, run)
         num_sequences = DEFAULT_SEQUENCES if max_num_seqs is None else max_num_seqs

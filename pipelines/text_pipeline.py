@@ -212,6 +212,8 @@ class TextGenerationPipeline:
             self.tokenizer,
             given.get("add_special_tokens", settings.add_special_tokens),
             str(given.get("chat_template", settings.chat_template)),
+            truncate=settings.truncate,
+            max_tokens=settings.max_prompt_tokens,
         )
 
     def _results(
@@ -249,7 +251,7 @@ class TextGenerationPipeline:
                 if output.error:
                     raise output.error
                 prompt, request, first_text = running.pop(row)
-                finished[row] = _result((prompt.text or "") if full_text else "", request, output)
+                finished[row] = _result(prompt, full_text, request, output)
                 if streamer:
                     for sample in range(request.params.n):
                         streamer.end_row(first_text + sample)
@@ -291,14 +293,16 @@ def _sink(streamer: Streamer, first_text: int) -> Sink:
     return put
 
 
-def _result(prefix: str, request: Request, output: Output) -> Result:
-    completions = output.completions
+def _result(prompt: EncodedPrompt, full_text: bool, request: Request, output: Output) -> Result:
+    completions, prefix = output.completions, (prompt.text or "") if full_text else ""
     result: Result = {"text_generation_text": [prefix + (completion.text or "") for completion in completions]}
     if request.params.samples:
         result["seed"] = request.params.seed
     if request.params.logprobs is not None:
         result["token_ids"] = [completion.token_ids for completion in completions]
         result["logprobs"] = [_steps(completion.logprobs or []) for completion in completions]
+    if prompt.num_truncated:
+        result["num_truncated_tokens"] = prompt.num_truncated
     if output.prompt_logprobs is not None:
         result["prompt_token_ids"] = request.prompt_token_ids
         result["prompt_logprobs"] = _steps(output.prompt_logprobs)

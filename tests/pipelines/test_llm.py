@@ -187,6 +187,10 @@ def test_embed_gives_the_embedding_pipelines_vectors() -> None:
             {"revision": "v1"},
             "model.revision=v1 is not used by .*tiny, which is on disk: leave it out, or give a hub id",
         ),
+        (
+            {"overrides": ["predict.truncate=left", "predict.max_prompt_tokens=3"]},
+            r"predict.truncate is not used by LLM: give SamplingParams\(truncate_prompt_tokens=N\)",
+        ),
         ({"revision": "v1", "tokenizer_revision": "v2"}, "tokenizer_revision='v2' contradicts revision='v1'"),
         (
             {"hf_overrides": {"rope_theta": 1}},

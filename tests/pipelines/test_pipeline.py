@@ -49,6 +49,17 @@ def test_call_arguments_beat_constructor_arguments(chatty: Path) -> None:
     assert text(pipe, "Once", return_full_text=True) == "Once" + three
 
 
+def test_long_prompts_are_cut_and_the_settings_of_jobs_are_refused(chatty: Path) -> None:
+    cut = ["predict.truncate=left", "predict.max_prompt_tokens=3"]
+    pipe = pipeline("text_generation", model=chatty, device="cpu", overrides=OVERRIDES + cut, max_new_tokens=2)
+    long, short = pipe(["Once upon a time", "x"])
+    assert long["num_truncated_tokens"] == len(pipe.tokenizer.encode("Once upon a time", True)) - 3  # type: ignore[union-attr]
+    assert list(short) == ["text_generation_text"]
+    for setting in ("predict.output_file=/tmp/x", "predict.export=true"):
+        with pytest.raises(UserError, match="is of jobs, which run.py runs: leave it out"):
+            pipeline("text_generation", model=chatty, overrides=[setting])
+
+
 def test_a_call_may_ask_for_as_many_tokens_as_fit(pipe: TextGenerationPipeline) -> None:
     fitting = text(pipe, "Once", max_new_tokens="auto", ignore_eos=True)
     assert (
