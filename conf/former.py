@@ -39,7 +39,18 @@ PADDLENLP = (
         "predict.output_file=FILE.json predict.output_form=paddlenlp",
         "predictions.jsonl in the run's folder has more; hydra.run.dir=FOLDER chooses that",
     ),
+    Former("--top_k", "decode.top_k=1", "1 is greedy, as there"),
+    Former("--model_type", "", "config.json says it"),
+    Former("--avx_model", "", "the kernels of this processor are found by themselves"),
+    Former("--avx_type", "model.dtype=bfloat16", "or float16, float32"),
+    Former("--output_path", "task=export export.output=FOLDER"),
+    Former("--device=gpu", "device=cuda"),
+    Former("--device", "device=cpu", "or cuda"),
+    Former("benchmark", "task=bench bench.prompt_tokens=512 bench.new_tokens=64", "random prompts of exact lengths"),
     Former("--decode_strategy=greedy_search", "decode=greedy", "the default is what the checkpoint suggests"),
+    Former("--decode_strategy=sampling", "decode=sampling"),
+    Former("--decode_strategy=beam_search", "decode=beam"),
+    Former("--decode_strategy", "decode=sampling", "or greedy, beam, contrastive"),
     Former("decode=greedy_search", "decode=greedy"),
     Former("decode=beam_search", "decode=beam"),
     Former("mode", "model.path=FOLDER", "an exported folder is known by its files"),
@@ -55,11 +66,19 @@ PADDLENLP = (
     Former("quant=weight_only_int4", "quant=int4"),
     Former("quant=a8w8_fp8", "quant=fp8"),
     Former("cachekv_int8_type=dynamic", "quant.kv_cache=int8"),
+    Former("cachekv_int8_type", "quant.kv_cache=int8", "with quant.kv_cache_scales=static by calibration"),
     Former("cachekv_int8_type=static", "quant.kv_cache_scales=static quant.kv_cache=int8", "made by task=quantize"),
     Former("speculate_method=inference_with_reference", "decode.speculate=ngram decode.speculation.order=paddle"),
     Former("speculate_max_draft_token_num", "decode.speculation.num_tokens=7"),
     Former("speculate_max_ngram_size", "decode.speculation.max_ngram=5"),
     Former("speculate_verify_window", "decode.speculation.verify_window=2", "exact acceptance is the default here"),
+    Former(
+        "speculate_max_candidate_len", "decode.speculation.acceptance=top_p_window decode.speculation.max_candidates=5"
+    ),
+    Former("mp_degree", "parallel=tp parallel.tp=2", "files of any division are read"),
+    Former("paddle.distributed.launch", "parallel=tp", "run.py starts the ranks; torchrun and srun may, too"),
+    Former("run_generation.py", "task=predict"),
+    Former("predictor.py", "task=predict"),
     Former(
         "export_model.py", "task=export export.output=FOLDER", "predict.export=true exports and predicts in one run"
     ),
@@ -78,6 +97,11 @@ MINDFORMERS = (
     Former("data_parallel", "parallel=ray parallel.replicas=2"),
     Former("auto_trans_ckpt", "", "files of any division are read by any number of ranks"),
     Former("src_strategy_path_or_dir", "", "files of any division are read by any number of ranks"),
+    Former("run_mindformer.py", "task=predict"),
+    Former("msrun_launcher.sh", "parallel=tp", "run.py starts the ranks; torchrun and srun may, too"),
+    Former("--device_id", "device=cuda", "CUDA_VISIBLE_DEVICES says which"),
+    Former("--seq_length", "model.max_length=4096"),
+    Former("text_generation_result.txt", "hydra.run.dir=FOLDER", "the same file and form, in the run's folder"),
     Former("decode.do_sample", "decode=sampling", "decode.temperature=0 is greedy"),
 )
 VLLM = (
@@ -96,6 +120,23 @@ VLLM = (
     Former("--api-key", "task=serve serve.api_keys=FILE", "keys are in a file, so that no process list shows them"),
     Former("--enable-lora", "model.adapters={a:FOLDER}"),
     Former("--speculative-config", "decode.speculate=ngram", "or model, or mtp"),
+    Former("--max-loras", "model.adapters={a:FOLDER} model.max_adapters=8"),
+    Former("--max-lora-rank", "", "any rank is taken"),
+    Former("--lora-modules", "model.adapters={a:FOLDER}"),
+    Former("--host", "task=serve serve.host=127.0.0.1"),
+    Former("--port", "task=serve serve.port=8000"),
+    Former("--seed", "decode=sampling decode.seed=1"),
+    Former("--data-parallel-size", "task=serve serve.replicas=2"),
+    Former("--chat-template", "predict.chat_template=FILE.jinja", "of a server serve.chat_template"),
+    Former("--enable-prefix-caching", "decode.prefix_cache=true", "which is the default"),
+    Former("--enable-chunked-prefill", "", "long prompts always come in chunks: device.max_batched_tokens"),
+    Former("--swap-space", "", "a row that is put off is computed again"),
+    Former("--cpu-offload-gb", "", "a model is on one device"),
+    Former("--load-format", "", "a file's form is found by itself"),
+    Former("--quantization", "", "a quantised folder is known by its config.json; quant=int8 quantises a float one"),
+    Former("--enable-auto-tool-choice", "", "tools work where the model's template has them"),
+    Former("--tool-call-parser", "", "the model's template says the form of its calls"),
+    Former("--reasoning-parser", "", "the model's template says how reasoning is marked"),
     Former("--trust-remote-code", "", "no remote code is ever run"),
     Former("--enforce-eager", "device.cuda_graphs=false"),
     Former("quant=awq", "", "a quantised folder is known by its config.json; quant.method=awq makes one"),
@@ -103,6 +144,8 @@ VLLM = (
     Former("quant=w8a8", "quant=a8w8"),
     Former("vllm serve", "task=serve"),
     Former("vllm bench", "task=bench"),
+    Former("vllm run-batch", "predict.data=FILE.jsonl", "lines of OpenAI's batches"),
+    Former("vllm chat", "task=chat"),
 )
 SWIFT = (
     Former(
@@ -114,6 +157,17 @@ SWIFT = (
     Former("--temperature", "decode.temperature=0.3"),
     Former("--top_p", "decode.top_p=0.7"),
     Former("--repetition_penalty", "decode.repetition_penalty=1.05"),
+    Former("--stream", "", "task=chat and the server can, without an option"),
+    Former("--infer_backend", "", "there is one engine"),
+    Former("--ckpt_dir", "model.adapters={a:FOLDER} predict.adapter=a", "of a merged model model.path=FOLDER"),
+    Former("--merge_lora", "task=convert convert.lora=FOLDER convert.output=FOLDER"),
+    Former("--load-8bit", "quant=int8"),
+    Former("--num-gpus", "parallel=tp parallel.tp=2"),
+    Former("--model-names", "task=serve serve.model_name=NAME"),
+    Former("fastchat.serve.controller", "task=serve serve.replicas=2", "one command has the replicas"),
+    Former("fastchat.serve.model_worker", "task=serve"),
+    Former("fastchat.serve.openai_api_server", "task=serve"),
+    Former("fastchat.serve.cli", "task=chat"),
     Former("swift infer", "task=chat"),
     Former("swift deploy", "task=serve"),
     Former("fastchat.serve.gradio_web_server", "task=chat chat.web=true"),
@@ -126,6 +180,20 @@ LLAMA_CPP = (
     Former("--temp", "decode.temperature=0.8"),
     Former("-ngl", "device=cuda", "all layers, or none with device=cpu"),
     Former("--ctx-size", "model.max_length=4096"),
+    Former("-f", "predict.data=FILE.txt", "a prompt in each line"),
+    Former("-t", "device.threads=1"),
+    Former("--threads", "device.threads=1"),
+    Former("--repeat-penalty", "decode.repetition_penalty=1.1"),
+    Former("--min-p", "decode=sampling decode.min_p=0.05"),
+    Former("--n-predict", "decode.max_new_tokens=64"),
+    Former("--cache-type-k", "quant.kv_cache=int8", "keys and values alike"),
+    Former("--cache-type-v", "quant.kv_cache=int8", "keys and values alike"),
+    Former("--parallel", "task=serve serve.batch_size=64"),
+    Former("--json-schema", "decode.guide={json_schema:{type:object}}"),
+    Former("--grammar-file", "decode.guide={regex:TEXT}", "or lark, in llguidance's form"),
+    Former("--lora", "model.adapters={a:FOLDER} predict.adapter=a"),
+    Former("--conversation", "task=chat"),
+    Former("llama-cli", "task=predict"),
     Former("convert_hf_to_gguf.py", "task=convert convert.format=gguf convert.output=FOLDER"),
     Former(
         "llama-quantize", "task=convert convert.format=gguf convert.dtype=q8_0 convert.output=FOLDER", "floats and q8_0"
@@ -160,16 +228,18 @@ def refuse_former(arguments: list[str]) -> None:
     """
     if any(argument.startswith(("--config-d", "-cd", "--cfg", "-c")) for argument in arguments):
         return
-    for argument in arguments:
-        _refuse(argument)
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        has_value = argument.startswith("--") and "=" not in argument and not following.startswith("-")
+        _refuse(argument, f"{argument}={following}" if has_value else argument)
 
 
-def _refuse(argument: str) -> None:
-    name = argument.partition("=")[0]
-    for tool, rows in SECTIONS.items():
-        for row in rows:
-            if row.theirs in (argument, name) or (argument.startswith("--") and _flag(name) == _flag(row.theirs)):
-                raise UserError(f"{argument} is an option of {tool}: {_answer(row)}; MIGRATION.md has the others")
+def _refuse(argument: str, with_value: str) -> None:
+    """Raise UserError if the argument is one of another tool's. with_value: with what may be its value."""
+    for typed in (with_value, argument, argument.partition("=")[0]):
+        for tool, rows in SECTIONS.items():
+            for row in rows:
+                if row.theirs == typed or (typed.startswith("--") and _flag(typed) == _flag(row.theirs)):
+                    raise UserError(f"{argument} is an option of {tool}: {_answer(row)}; MIGRATION.md has the others")
     if argument.endswith(".gguf") and "=" not in argument:
         raise UserError(
             f"{argument} is not an option: give model.path={argument}; MIGRATION.md has llama.cpp's options"

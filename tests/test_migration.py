@@ -54,6 +54,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "convert.output=FOLDER": "convert.output=OUT/made",
         "export.output=FOLDER": "export.output=OUT/made",
         "predict.output_file=FILE.json": "predict.output_file=OUT/out.json",
+        "FILE.jinja": "none",
         "serve.api_keys=FILE": f"serve.api_keys={folder / 'keys'}",
         "FILE.jsonl": str(folder / "rows.jsonl"),
         "FILE.txt": str(folder / "prompts.txt"),
