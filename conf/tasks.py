@@ -13,7 +13,19 @@ class ConvertDType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-    q8_0 = "q8_0"  # 8 bits in groups of 32 (format=gguf)
+    # llama.cpp's types (format=gguf): blocks of 32, of one scale and for _1 one minimum, and mixtures of blocks of 256
+    q4_0 = "q4_0"
+    q4_1 = "q4_1"
+    q5_0 = "q5_0"
+    q5_1 = "q5_1"
+    q8_0 = "q8_0"
+    q4_k_m = "q4_k_m"
+    q5_k_m = "q5_k_m"
+    q6_k = "q6_k"
+
+    @property
+    def is_of_gguf(self) -> bool:
+        return self.value.startswith("q")
 
 
 class Truncation(Enum):
@@ -170,7 +182,8 @@ class ConvertConfig:
     pp: int = 1
     """Stages that share the layers (format=sharded)."""
     dtype: ConvertDType = ConvertDType.auto
-    """Dtype of the tensors that are written; auto: each one's own, in GGUF that of most."""
+    """Dtype of the tensors that are written; auto: each one's own, in GGUF that of most. q4_0 and the like: a type of GGUF files, of most
+    matrices; llama-quantize's rules say which have more bits."""
     lora: str | None = None
     """Folder of a LoRA adapter in PEFT's layout to merge into the weights."""
     max_shard_size: str = "5GB"
@@ -194,9 +207,9 @@ class ConvertConfig:
         check(
             self.max_shard_bytes > 0, "convert.max_shard_size", self.max_shard_size, "a size such as 500MB, 5GB or 2GiB"
         )
-        if self.dtype is ConvertDType.q8_0 and self.format is not CheckpointFormat.gguf:
+        if self.dtype.is_of_gguf and self.format is not CheckpointFormat.gguf:
             raise UserError(
-                f"convert.dtype=q8_0 is not used by convert.format={self.format.name}: give convert.format=gguf"
+                f"convert.dtype={self.dtype.name} is not used by convert.format={self.format.name}: give convert.format=gguf"
             )
         check(self.lora != "", "convert.lora", repr(self.lora), "the folder of an adapter, or null")
         if self.max_shard_size != "5GB" and self.format is not CheckpointFormat.hf:

@@ -46,7 +46,9 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
         "models.formats.gguf.vocabulary",
     ),
     "gguf": (
+        "models.formats.gguf.file_types",
         "models.formats.gguf.header",
+        "models.formats.gguf.quantize",
         "models.formats.gguf.tensors",
         "models.formats.gguf.writer",
         "models.formats.gguf.config_writer",

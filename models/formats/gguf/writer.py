@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
-from gguf.quants import quantize
+from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,8 +22,11 @@ from models.families.phi3 import Phi3Config
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.gguf.config import END_TOKENS
 from models.formats.gguf.config_writer import WRITERS, add_config
+from models.formats.gguf.file_types import FILE_TYPES, tensor_types
 from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from models.formats.gguf.quantize import quantize_rows
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
+from models.formats.gguf.tensors import STORED
 from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import llama3_factors
@@ -34,26 +36,18 @@ from models.weights import match_tensors
 
 log = logging.getLogger(__name__)
 
-TYPES = {  # by dtype: the type of matrices, and of a file that mostly holds these
-    "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
-    "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
-    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
-EXACT = ("ffn_gate_inp.weight", "position_embd.weight")  # float32 always, as in the converter: routers and positions
-
 
 def write_gguf(
     checkpoint: Checkpoint, file: Path, dtype: str, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Write the model and its tokenizer to `file`, which appears complete or not at all. dtype: float32, float16, bfloat16 or q8_0.
+    """Write the model and its tokenizer to `file`, which appears complete or not at all. dtype: one of FILE_TYPES.
 
-    Norms, biases and routers are float32. With q8_0, matrices whose rows are not a multiple of 32 are float16.
+    Each tensor has the type that llama-quantize gives it, and its bytes. A warning counts those whose rows no block of the type divides.
     `on_bytes(done, total)` is called after every tensor.
     Raises UserError for a dtype, a family, a rotary scaling or a tokenizer that the file cannot hold, and as load_weights does.
     """
-    if dtype not in TYPES:
-        raise UserError(f"dtype={dtype!r} is not supported in GGUF: only {', '.join(TYPES)}")
+    if dtype not in FILE_TYPES:
+        raise UserError(f"dtype={dtype!r} is not supported in GGUF: only {', '.join(FILE_TYPES)}")
     model_type = checkpoint.config.require("model_type", str)
     if model_type not in WRITERS:
         raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(WRITERS))}")
@@ -67,18 +61,15 @@ def write_gguf(
         target = LAYOUTS[model_type].llama_cpp_name(name)
         if target not in tensors:
             change = _change_of(name, model_type, shape)
-            tensors[target] = _StoredTensor(target, dtype, tuple(parameter.shape), change)
+            tensors[target] = _StoredTensor(target, tuple(parameter.shape), change)
         tensors[target].sources.append(sources[name])
-    if other := [
-        name for name, tensor in tensors.items() if tensor.type is GGMLQuantizationType.F16 and dtype != "float16"
-    ]:
-        log.warning(
-            "%d tensors are float16 instead of %s: rows of no multiple of 32 (%s first)", len(other), dtype, other[0]
-        )
+    types = tensor_types(dtype, {name: tensor.shape for name, tensor in tensors.items()}, WRITERS[model_type][0])
+    for name, tensor in tensors.items():
+        tensor.type = types[name]
     unfinished = file.with_name(f"{file.name}.partial")
     writer = GGUFWriter(unfinished, WRITERS[model_type][0])
     try:
-        writer.add_file_type(TYPES[dtype][1])
+        writer.add_file_type(FILE_TYPES[dtype][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
         add_config(writer, model_type, shape)
         _add_tokenizer(writer, checkpoint, shape.vocab_size)
@@ -93,19 +84,14 @@ def write_gguf(
 class _StoredTensor:
     """A tensor of the file: one parameter, or the same matrix of every expert of a layer."""
 
-    def __init__(
-        self, name: str, dtype: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None
-    ) -> None:
+    type = GGMLQuantizationType.F32
+
+    def __init__(self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None) -> None:
         """shape: of the parameter. change: what the converter does with it."""
         self.name = name
         self._change = change
         self.sources: list[tuple[WeightFile, str]] = []
-        self._source_shape = shape = shape[::-1] if change is Tensor.t else shape
-        self.type = TYPES[dtype][0]
-        if len(shape) == 1 or name.endswith(EXACT):
-            self.type = GGMLQuantizationType.F32
-        elif shape[-1] % GGML_QUANT_SIZES[self.type][0]:
-            self.type = GGMLQuantizationType.F16
+        self._source_shape = shape[::-1] if change is Tensor.t else shape
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,15 +111,14 @@ class _StoredTensor:
         return stored.reshape(-1)
 
     def _bytes(self, tensor: Tensor) -> NDArray[np.uint8]:
-        if self.type is GGMLQuantizationType.Q8_0:
-            return quantize(tensor.float().numpy(), self.type).reshape(-1)
-        dtype = {GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16}.get(
-            self.type, torch.float32
-        )
-        if dtype is torch.float16 and tensor.abs().amax() > torch.finfo(dtype).max:
-            raise UserError(
-                f"{self.name} holds {tensor.abs().amax():.6g}, more than float16 can: give bfloat16, float32 or q8_0"
-            )
+        try:
+            if self.type not in STORED:
+                return quantize_rows(tensor.float().numpy(), self.type).reshape(-1)
+            dtype = STORED[self.type]
+            if dtype is torch.float16 and tensor.abs().amax() > torch.finfo(dtype).max:
+                raise OverflowError(f"{tensor.abs().amax():.6g}, more than float16 can")
+        except OverflowError as error:
+            raise UserError(f"{self.name} holds {error}: give bfloat16 or float32") from error
         return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
 
 

@@ -1,0 +1,100 @@
+"""Which type of numbers each tensor of a written GGUF file has: llama-quantize's choice (src/llama-quant.cpp) without its options."""
+
+import logging
+import re
+from collections.abc import Mapping
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+
+from models.formats.gguf.tensors import STORED
+
+log = logging.getLogger(__name__)
+
+T = GGMLQuantizationType
+FILE_TYPES = {  # by dtype: the type of most matrices, and the name of such a file
+    "float32": (T.F32, LlamaFileType.ALL_F32),
+    "float16": (T.F16, LlamaFileType.MOSTLY_F16),
+    "bfloat16": (T.BF16, LlamaFileType.MOSTLY_BF16),
+    "q4_0": (T.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "q4_1": (T.Q4_1, LlamaFileType.MOSTLY_Q4_1),
+    "q5_0": (T.Q5_0, LlamaFileType.MOSTLY_Q5_0),
+    "q5_1": (T.Q5_1, LlamaFileType.MOSTLY_Q5_1),
+    "q8_0": (T.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_k_m": (T.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
+    "q5_k_m": (T.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
+    "q6_k": (T.Q6_K, LlamaFileType.MOSTLY_Q6_K),
+}
+MIXED = (T.Q4_K, T.Q5_K)  # of the files whose names end in M: sensitive matrices are Q6_K
+EXACT = ("ffn_gate_inp.weight", "position_embd.weight")  # float32 always, as in the converter: routers and positions
+MAKES_VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
+SHORTER_BLOCKS = {T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
+"""What holds rows that are not a multiple of 256."""
+LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, T]:
+    """Return the type of each tensor, by llama.cpp's names. dtype: one of FILE_TYPES. shapes: of all tensors, the rows' length last.
+
+    Vectors, routers and tables of positions are F32. Warns of matrices whose rows are not a multiple of their type's block: they have
+    a type of shorter blocks, or F16.
+    """
+    mixture = Mixture(FILE_TYPES[dtype][0], shapes, architecture)
+    wanted = {
+        name: T.F32 if len(shape) == 1 or name.endswith(EXACT) else mixture.type_of(name)
+        for name, shape in shapes.items()
+    }
+    types = {name: _fitting(kind, shapes[name][-1]) for name, kind in wanted.items()}
+    if unfit := [name for name, kind in wanted.items() if types[name] is not kind]:
+        others = sorted({types[name].name for name in unfit})
+        what = "%s: the rows of %d tensors are not a multiple of their blocks, so these are %s (%s first)"
+        log.warning(what, dtype, len(unfit), " or ".join(others), unfit[0])
+    return types
+
+
+class Mixture:
+    """The types of a file's matrices, before the length of rows is looked at."""
+
+    def __init__(self, most: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
+        """most: the type of most matrices."""
+        self._most = most
+        self._shapes = shapes
+        self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
+        self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
+        # Of 8 experts, as Mixtral has them, or of the 70B models, whose heads share values, these matrices are a small part.
+        self._has_8_experts = any("_exps." in name and shape[0] == 8 for name, shape in shapes.items())
+        query, key = (shapes.get(f"blk.0.attn_{part}.weight") for part in "qk")
+        shares_values = architecture == "qwen2" or (architecture == "llama" and query != key)
+        self._is_70b = self._num_layers == 80 and shares_values
+
+    def type_of(self, name: str) -> T:
+        if self._most in STORED:
+            return self._most
+        if name == self._head:
+            return T.Q8_0 if self._most is T.Q8_0 or self._shapes[name][-1] % _block(self._most) else T.Q6_K
+        if self._has_8_experts and name.endswith((*MAKES_VALUES, "attn_k.weight")):
+            return T.Q8_0
+        if self._has_8_experts and name.endswith("attn_output.weight") and self._most is T.Q4_K:
+            return T.Q5_K
+        if self._most in MIXED and (name.endswith(MAKES_VALUES) or "ffn_down" in name) and self._is_sensitive(name):
+            return T.Q6_K
+        if self._is_70b and name.endswith(MAKES_VALUES) and self._most is T.Q4_K:
+            return T.Q5_K
+        return self._most
+
+    def _is_sensitive(self, name: str) -> bool:
+        """Whether the tensor's layer is in the first or last eighth, or each third one between them."""
+        match = LAYER.match(name)
+        assert match is not None
+        layer, num_first = int(match[1]), self._num_layers // 8
+        return layer < num_first or layer >= 7 * self._num_layers // 8 or (layer - num_first) % 3 == 2
+
+
+def _fitting(kind: T, row: int) -> T:
+    """Return the type, or what holds rows that its blocks do not divide."""
+    fitting = kind if row % _block(kind) == 0 else SHORTER_BLOCKS.get(kind, T.F16)
+    return fitting if row % _block(fitting) == 0 else T.F16
+
+
+def _block(kind: T) -> int:
+    """Return how many values a block has."""
+    return GGML_QUANT_SIZES[kind][0]
