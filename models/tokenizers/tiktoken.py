@@ -56,6 +56,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken  # here, because other tokenizers do without it
 
         self.source = file.parent
+        self.ranks = ranks
         first = len(ranks) if first_special is None else first_special
         self._specials = {name: first + i for i, name in enumerate(specials)}
         self._skipped = frozenset(id for name, id in self._specials.items() if name not in texts)
@@ -93,7 +94,13 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def _added(self) -> AddedTokens:
-        return AddedTokens({id: AddedToken(name, normalized=False) for name, id in self._specials.items()})
+        return AddedTokens(
+            {id: AddedToken(name, special=id in self._skipped, normalized=False) for name, id in self._specials.items()}
+        )
+
+    @property
+    def added_tokens(self) -> Mapping[int, AddedToken]:
+        return self._added.by_id
 
     def _plain_or_special(self, run: str | int) -> list[int]:
         return [run] if isinstance(run, int) else self._plain(run)

@@ -61,6 +61,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 LETTERS = _byte_letters()
+BYTE_LETTERS = {byte: letter for letter, byte in LETTERS.items()}
 
 
 def _of_letters(token: str) -> bytes:

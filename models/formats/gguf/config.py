@@ -18,6 +18,7 @@ from models.formats.gguf.tensors import STORED
 END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+CHATGLM_THETA = 10000.0  # which rope_ratio multiplies
 YARN_LOG = 0.1  # by which the converter multiplied mscale_all_dim
 BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states are larger than it can be
 # The models whose scale of attention is that of hidden_size / heads and not of head_dim, by their number of layers: the 27B ones.
@@ -139,6 +140,24 @@ def _llama(file: GGUFMetadata) -> dict[str, Any]:
     return shape | {"model_type": "llama"} | biases
 
 
+def _qwen(file: GGUFMetadata) -> dict[str, Any]:
+    """Qwen of 2023, whose inner size counts both matrices. llama.cpp has neither of its scalings of longer texts."""
+    shape = _decoder(file)
+    length = shape["max_position_embeddings"]
+    return {
+        key: shape[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    } | {
+        "model_type": "qwen",
+        "kv_channels": shape["head_dim"],
+        "layer_norm_epsilon": shape["rms_norm_eps"],
+        "rotary_emb_base": shape["rope_theta"],
+        "seq_length": length,
+        "max_position_embeddings": length,
+        "use_dynamic_ntk": False,
+        "use_logn_attn": False,
+    }
+
+
 def _qwen2(file: GGUFMetadata) -> dict[str, Any]:
     return _decoder(file) | {"model_type": "qwen2"}
 
@@ -210,14 +229,46 @@ def _phi3(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _glm4(file: GGUFMetadata) -> dict[str, Any]:
-    shape = _shape(file)
     file.read.expect("nextn_predict_layers", (None, 0), None)
+    return _glm(file) | {"model_type": "glm4"}
+
+
+def _glm(file: GGUFMetadata) -> dict[str, Any]:
+    shape = _shape(file)
     channels = turning_channels(file, shape["head_dim"])
     return shape | {
-        "model_type": "glm4",
+        "model_type": "glm",
         "attention_bias": _has_bias(file, "attn_q"),
         "partial_rotary_factor": turning_share(channels, shape["head_dim"]),
         "rope_scaling": rope_scaling(file, channels),
+    }
+
+
+def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
+    """ChatGLM2, ChatGLM3 and GLM-4 in the layout of their own code, or with three matrices for q, k and v GLM-4 in transformers'."""
+    if "blk.0.attn_qkv.weight" not in file.tensors:
+        return _glm(file)
+    shape = _shape(file)
+    file.read.expect("rope.dimension_count", (shape["head_dim"] // 2,), shape["head_dim"] // 2)
+    scaling = rope_scaling(file, shape["head_dim"] // 2)
+    if scaling is None:
+        rotary = {"rope_ratio": shape["rope_theta"] / CHATGLM_THETA}
+    else:  # of ChatGLM2-6B-32K, which is known by its name
+        file.read.expect("rope.scaling.type", ("linear",), "linear")
+        file.read.expect("rope.freq_base", (CHATGLM_THETA,), CHATGLM_THETA)
+        rotary = {"rope_ratio": scaling["factor"], "_name_or_path": "chatglm2"}
+    return rotary | {
+        "model_type": "chatglm",
+        "hidden_size": shape["hidden_size"],
+        "ffn_hidden_size": shape["intermediate_size"],
+        "num_layers": shape["num_hidden_layers"],
+        "num_attention_heads": shape["num_attention_heads"],
+        "multi_query_group_num": shape["num_key_value_heads"],
+        "kv_channels": shape["head_dim"],
+        "padded_vocab_size": file.read.count("vocab_size", file.tensors["token_embd.weight"].shape[0]),
+        "layernorm_epsilon": shape["rms_norm_eps"],
+        "seq_length": shape["max_position_embeddings"],
+        "add_qkv_bias": _has_bias(file, "attn_qkv"),
     }
 
 
@@ -314,6 +365,7 @@ def _bloom(file: GGUFMetadata) -> dict[str, Any]:
 
 FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "llama": _llama,
+    "qwen": _qwen,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
@@ -321,6 +373,7 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
     "glm4": _glm4,
+    "chatglm": _chatglm,
     "deepseek2": _deepseek2,
     "gpt2": _gpt2,
     "bloom": _bloom,

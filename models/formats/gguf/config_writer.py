@@ -1,5 +1,6 @@
 """A model's config as the metadata of a GGUF file: the other direction of config.py, by the keys of llama.cpp's converter."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,22 +10,35 @@ from gguf.constants import ExpertGatingFuncType, RopeScalingType
 from conf.errors import UserError
 from models.decoder import DecoderConfig
 from models.families.bloom import BloomConfig
+from models.families.chatglm import ChatGLMConfig
+from models.families.chatglm2 import ChatGLM2Config
 from models.families.deepseek import DeepseekConfig
 from models.families.gemma2 import Gemma2Config
 from models.families.gemma3 import Gemma3Config
-from models.families.glm import GlmConfig
 from models.families.gpt2 import GPT2Config
 from models.families.mixtral import MixtralConfig
 from models.families.phi3 import Phi3Config
+from models.families.qwen import QwenConfig
 from models.families.qwen2 import Qwen2Config
 from models.families.qwen3 import Qwen3Config
 from models.families.qwen3_moe import Qwen3MoeConfig
 from models.formats.gguf.config import GEMMA_SCALED_BY_HIDDEN_SIZE, YARN_LOG
 from models.layers.rotary import RotaryConfig, yarn_mscale
 
+log = logging.getLogger(__name__)
+
 GEMMA_FULL_EVERY = {"gemma2": 2, "gemma3": 6}
 """Layers that see everything, by architecture: each second, or each sixth."""
 GEMMA3_SLIDING_THETA = 10000.0
+
+
+def architecture_of(model_type: str, config: Any) -> str:
+    """Return llama.cpp's name of a model's architecture. Raises UserError where it has none like it."""
+    if model_type not in WRITERS:
+        raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(WRITERS))}")
+    if isinstance(config, ChatGLMConfig):
+        raise _refuse("ChatGLM-6B")
+    return WRITERS[model_type][0]
 
 
 def add_config(writer: GGUFWriter, model_type: str, config: Any) -> None:
@@ -88,7 +102,39 @@ def _mixtral(writer: GGUFWriter, c: MixtralConfig) -> None:
     writer.add_expert_used_count(c.mixture.num_experts_per_tok)
 
 
-def _qwen(writer: GGUFWriter, c: Qwen2Config | Qwen3Config) -> None:
+def _qwen(writer: GGUFWriter, c: QwenConfig) -> None:
+    """The inner size counts both matrices. The context is that of the training where longer texts are scaled."""
+    length = c.max_position_embeddings
+    if (c.use_dynamic_ntk or c.use_logn_attn) and c.seq_length < length:
+        length = c.seq_length
+        log.warning("llama.cpp has not the scalings of Qwen's longer texts: the file's context is %d tokens", length)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(length)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_attention_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_rope_freq_base(c.rotary_emb_base)
+
+
+def _chatglm(writer: GGUFWriter, c: ChatGLM2Config) -> None:
+    if c.num_attention_heads * c.head_dim != c.hidden_size:
+        raise _refuse("a ChatGLM whose heads have not hidden_size channels in all")
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_context_length(c.rotary.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.ffn_hidden_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    _rotary(writer, c.rotary)
+
+
+def _qwen2(writer: GGUFWriter, c: Qwen2Config | Qwen3Config) -> None:
     name = "Qwen3" if isinstance(c, Qwen3Config) else "Qwen2"
     if any(c.windows):
         raise _refuse(f"a {name} with sliding windows")
@@ -147,10 +193,6 @@ def _phi3(writer: GGUFWriter, c: Phi3Config) -> None:
         writer.add_rope_scaling_attn_factors(c.rotary.attention_factor)
 
 
-def _glm4(writer: GGUFWriter, c: GlmConfig) -> None:
-    _decoder(writer, c)
-
-
 def _deepseek(writer: GGUFWriter, c: DeepseekConfig) -> None:
     """Keys and values of each head, as before April 2025: the file has kv_b_proj whole."""
     if not c.rope_interleave or c.moe_layer_freq != 1:
@@ -206,13 +248,16 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "llama": ("llama", _llama),
     "mistral": ("llama", _llama),
     "mixtral": ("llama", _mixtral),
-    "qwen2": ("qwen2", _qwen),
-    "qwen3": ("qwen3", _qwen),
+    "qwen": ("qwen", _qwen),
+    "qwen2": ("qwen2", _qwen2),
+    "qwen3": ("qwen3", _qwen2),
     "qwen3_moe": ("qwen3moe", _qwen3_moe),
     "gemma2": ("gemma2", _gemma2),
     "gemma3_text": ("gemma3", _gemma3),
     "phi3": ("phi3", _phi3),
-    "glm4": ("glm4", _glm4),
+    "glm": ("chatglm", _decoder),
+    "glm4": ("glm4", _decoder),
+    "chatglm": ("chatglm", _chatglm),
     "deepseek_v2": ("deepseek2", _deepseek),
     "deepseek_v3": ("deepseek2", _deepseek),
     "gpt2": ("gpt2", _gpt2),

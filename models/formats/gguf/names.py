@@ -118,6 +118,37 @@ GLM4 = TensorLayout(
         "post_ffw_norm": "post_mlp_layernorm",
     },
 )
+GLM = TensorLayout(WHOLE, {**PRE_NORMS, **ATTENTION, **FUSED_MLP})
+CHATGLM2 = TensorLayout(
+    {
+        "token_embd": "transformer.embedding.word_embeddings",
+        "output_norm": "transformer.encoder.final_layernorm",
+        "output": "transformer.output_layer",
+    },
+    {
+        **PRE_NORMS,
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    layers="transformer.encoder.layers",
+    settings=(),
+)
+QWEN = TensorLayout(
+    {"token_embd": "transformer.wte", "output_norm": "transformer.ln_f", "output": "lm_head"},
+    {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_gate": "mlp.w2",
+        "ffn_up": "mlp.w1",
+        "ffn_down": "mlp.c_proj",
+    },
+    layers="transformer.h",
+    settings=(),
+)
 DEEPSEEK = TensorLayout(
     WHOLE,
     {
@@ -177,13 +208,16 @@ LAYOUTS = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "mixtral": LLAMA,
+    "qwen": QWEN,
     "qwen2": LLAMA,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "phi3": PHI3,
+    "glm": GLM,
     "glm4": GLM4,
+    "chatglm": CHATGLM2,
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK,
     "gpt2": GPT2,

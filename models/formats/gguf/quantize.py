@@ -51,8 +51,8 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
         list(threads.map(fill, range(0, len(rows), at_once)))
     whole = blocks.reshape(-1, block_bytes)
     halves = [whole[:, place : place + 2].copy().view(np.float16) for place in FLOAT16_PLACES.get(kind.name, (0,))]
-    if not all(np.isfinite(half).all() for half in halves):
-        raise OverflowError(f"{np.abs(rows).max():.6g}, more than {kind.name} can")
+    if not all(np.isfinite(numbers).all() for numbers in (rows, *halves)):
+        raise OverflowError(f"{np.abs(rows).max():.6g}, which {kind.name} cannot")
     return blocks
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from models.formats.gguf.special_tokens import SPACE
 from models.formats.gguf.tokenizer import GGUFSentencePieceTokenizer, load_gguf_tokenizer
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
-from models.tokenizers.sentencepiece import SentencePieceTokenizer
+from models.tokenizers.sentencepiece import ChatGLM2Tokenizer, SentencePieceTokenizer
+from models.tokenizers.tiktoken import QwenTokenizer
+from models.tokenizers.token_decoder import BYTE_LETTERS
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +93,9 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
         f"it has rules that GGUF cannot say, and texts such as {', '.join(others[:3])} get other tokens there": bool(
             others
         ),
+        "it begins a text with [gMASK] sop, which is for the caller to write there": isinstance(
+            tokenizer, ChatGLM2Tokenizer
+        ),
         "it removes leading and repeated spaces, and llama.cpp keeps them": vocabulary.removes_extra_whitespaces,
         "it brings texts into Unicode's NFC, and llama.cpp does not": vocabulary.model == "gpt2"
         and PRE_TOKENIZERS[vocabulary.pre].is_nfc,
@@ -134,13 +140,19 @@ def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
 
 
 def _vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
-    if type(tokenizer) is SentencePieceTokenizer or isinstance(tokenizer, GGUFSentencePieceTokenizer):
+    if isinstance(tokenizer, QwenTokenizer):
+        return _of_ranks(tokenizer, size)
+    if type(tokenizer) is SentencePieceTokenizer or isinstance(
+        tokenizer, GGUFSentencePieceTokenizer | ChatGLM2Tokenizer
+    ):
         return _of_pieces(tokenizer, tokenizer.model_proto, tokenizer.added_tokens, size)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         backend = json.loads(tokenizer.backend.to_str())
         added = tokenizer.backend.get_added_tokens_decoder()
         if not backend["model"].get("byte_fallback"):
-            return _of_pairs(tokenizer, backend, added, size)
+            tokens = {id: token for token, id in backend["model"]["vocab"].items()}
+            merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]]
+            return _of_pairs(tokenizer, _pre(tokenizer, backend), tokens, merges, added, size)
         file = tokenizer.source / "tokenizer.model"
         if file.is_file():
             return _of_pieces(tokenizer, file.read_bytes(), added, size)
@@ -186,21 +198,47 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
         unknown_token_id=unknown,
         spaces_behind_special=all(
             tokenizer.encode(f"{token.content}a", False)[1:] == tokenizer.encode("a", False)
-            for token in list(added.values())[-1:]
+            for id, token in list(added.items())[-1:]
+            if tokenizer.encode(token.content, False) == [id]
         ),
     )
 
 
+def _of_ranks(tokenizer: QwenTokenizer, size: int) -> GGUFVocabulary:
+    tokens = {rank: "".join(BYTE_LETTERS[byte] for byte in token) for token, rank in tokenizer.ranks.items()}
+    parts = (_last_parts(token, tokenizer) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__))
+    merges = [" ".join(tokens[tokenizer.ranks[part]] for part in pair) for pair in parts if len(pair) == 2]
+    return _of_pairs(tokenizer, "qwen2", tokens, merges, tokenizer.added_tokens, size)
+
+
+def _last_parts(token: bytes, tokenizer: QwenTokenizer) -> list[bytes]:
+    """Return the two parts that become the token by the last merge of its bytes, or its one byte. Raises UserError where there are more."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        ranks = [tokenizer.ranks.get(left + right, tokenizer.size) for left, right in pairwise(parts)]
+        first = min(range(len(ranks)), key=ranks.__getitem__)
+        if ranks[first] >= tokenizer.ranks[token]:
+            raise UserError(
+                f"the tokenizer in {tokenizer.source} has {token!r}, which no merge of two tokens makes: GGUF needs one"
+            )
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return parts
+
+
 def _of_pairs(
-    tokenizer: HuggingFaceTokenizer, backend: dict[str, Any], added: Mapping[int, AddedToken], size: int
+    tokenizer: Tokenizer,
+    pre: str,
+    tokens: Mapping[int, str],
+    merges: list[str],
+    added: Mapping[int, AddedToken],
+    size: int,
 ) -> GGUFVocabulary:
-    names = {id: token for token, id in backend["model"]["vocab"].items()}
-    names |= {id: token.content for id, token in added.items()}
+    """tokens: texts in GPT-2's letters, by id. merges: two of them each, in their order."""
+    names = {**tokens, **{id: token.content for id, token in added.items()}}
     types = [_type_of(added.get(id)) if id in added or id not in names else int(TokenType.NORMAL) for id in range(size)]
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]]
     return GGUFVocabulary(
         "gpt2",
-        _pre(tokenizer, backend),
+        pre,
         [names.get(id, f"[PAD{id}]") for id in range(size)],
         types,
         _adds_bos(tokenizer),
@@ -216,6 +254,8 @@ def _type_of(token: AddedToken | None) -> int:
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:
+    if isinstance(tokenizer, ChatGLM2Tokenizer):  # a warning says what it adds
+        return False
     begin = tokenizer.encode("", add_special_tokens=True)
     if begin not in ([], [tokenizer.bos_token_id]):
         raise UserError(

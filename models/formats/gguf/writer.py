@@ -21,9 +21,9 @@ from conf.errors import UserError
 from models.families.phi3 import Phi3Config
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.gguf.config import END_TOKENS
-from models.formats.gguf.config_writer import WRITERS, add_config
+from models.formats.gguf.config_writer import add_config, architecture_of
 from models.formats.gguf.file_types import FILE_TYPES, tensor_types
-from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS, TensorLayout
 from models.formats.gguf.quantize import quantize_rows
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
 from models.formats.gguf.tensors import STORED
@@ -49,25 +49,24 @@ def write_gguf(
     if dtype not in FILE_TYPES:
         raise UserError(f"dtype={dtype!r} is not supported in GGUF: only {', '.join(FILE_TYPES)}")
     model_type = checkpoint.config.require("model_type", str)
-    if model_type not in WRITERS:
-        raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(WRITERS))}")
-    architecture = find_architecture(checkpoint.config)
-    shape = architecture.read_config(checkpoint.config)
-    model, files = open_model(architecture, shape, checkpoint)
-    names = match_tensors(model, files, architecture.ignored_tensors)
+    family = find_architecture(checkpoint.config)
+    shape = family.read_config(checkpoint.config)
+    architecture = architecture_of(model_type, shape)
+    model, files = open_model(family, shape, checkpoint)
+    names = match_tensors(model, files, family.ignored_tensors)
     sources = {names[name]: (opened, name) for opened in files for name in opened.shapes if name in names}
     tensors: dict[str, _StoredTensor] = {}
     for name, parameter in model.named_parameters():
         target = LAYOUTS[model_type].llama_cpp_name(name)
         if target not in tensors:
-            change = _change_of(name, model_type, shape)
+            change = _change_of(name, architecture, LAYOUTS[model_type], shape)
             tensors[target] = _StoredTensor(target, tuple(parameter.shape), change)
         tensors[target].sources.append(sources[name])
-    types = tensor_types(dtype, {name: tensor.shape for name, tensor in tensors.items()}, WRITERS[model_type][0])
+    types = tensor_types(dtype, {name: tensor.shape for name, tensor in tensors.items()}, architecture)
     for name, tensor in tensors.items():
         tensor.type = types[name]
     unfinished = file.with_name(f"{file.name}.partial")
-    writer = GGUFWriter(unfinished, WRITERS[model_type][0])
+    writer = GGUFWriter(unfinished, architecture)
     try:
         writer.add_file_type(FILE_TYPES[dtype][1])
         writer.add_quantization_version(GGML_QUANT_VERSION)
@@ -116,19 +115,19 @@ class _StoredTensor:
                 return quantize_rows(tensor.float().numpy(), self.type).reshape(-1)
             dtype = STORED[self.type]
             if dtype is torch.float16 and tensor.abs().amax() > torch.finfo(dtype).max:
-                raise OverflowError(f"{tensor.abs().amax():.6g}, more than float16 can")
+                raise OverflowError(f"{tensor.abs().amax():.6g}, which float16 cannot")
         except OverflowError as error:
             raise UserError(f"{self.name} holds {error}: give bfloat16 or float32") from error
         return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _change_of(name: str, model_type: str, shape: Any) -> Callable[[Tensor], Tensor] | None:
+def _change_of(name: str, architecture: str, layout: TensorLayout, shape: Any) -> Callable[[Tensor], Tensor] | None:
     """Return what llama.cpp's converter does with a parameter, None for nothing: the other direction of reader.py."""
-    layout, (*_, module, leaf) = LAYOUTS[model_type], name.split(".")
-    if WRITERS[model_type][0] == "llama" and module in ("q_proj", "k_proj"):
+    *_, module, leaf = name.split(".")
+    if architecture == "llama" and module in ("q_proj", "k_proj"):
         heads = shape.num_attention_heads if module == "q_proj" else shape.num_key_value_heads
         return partial(side_by_side, heads=heads)
-    if model_type == "bloom" and module == "query_key_value":
+    if architecture == "bloom" and module == "query_key_value":
         return partial(by_part, heads=shape.num_attention_heads)
     if layout.norm_offset and module.endswith("norm"):
         return lambda tensor: tensor.float() + layout.norm_offset
