@@ -196,7 +196,9 @@ LLAMA_CPP = (
     Former("llama-cli", "task=predict"),
     Former("convert_hf_to_gguf.py", "task=convert convert.format=gguf convert.output=FOLDER"),
     Former(
-        "llama-quantize", "task=convert convert.format=gguf convert.dtype=q8_0 convert.output=FOLDER", "floats and q8_0"
+        "llama-quantize",
+        "task=convert convert.format=gguf convert.dtype=q4_k_m convert.output=FOLDER",
+        "floats, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k_m, q5_k_m and q6_k, without an importance matrix",
     ),
     Former("llama-perplexity", "task=evaluate evaluate.data=FILE.txt"),
     Former("llama-bench", "task=bench"),

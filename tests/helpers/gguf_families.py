@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "phi3": gguf.MODEL_ARCH.PHI3,
+    "glm": gguf.MODEL_ARCH.CHATGLM,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
@@ -105,7 +106,7 @@ def add_family_shape(writer: gguf.GGUFWriter, config: dict[str, Any], splits_lat
         return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_head_count_kv(config["num_key_value_heads"])
-    if family in ("phi3", "glm4"):
+    if family in ("phi3", "glm", "glm4"):
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if family != "phi3":
         writer.add_key_length(head_dim)

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", PHI3),
     "phi3_window_partial": ("Phi3", PHI3 | {"sliding_window": 20, "partial_rotary_factor": 0.75}),
     "phi3_longrope": ("Phi3", PHI3 | {"rope_scaling": LONGROPE}),
+    "glm": ("Glm", BASE | {"attention_bias": True}),
     "glm4": ("Glm4", BASE),
     "glm4_biases": ("Glm4", BASE | {"attention_bias": True, "partial_rotary_factor": 0.25}),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK),

@@ -50,8 +50,10 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(fill, range(0, len(rows), at_once)))
     whole = blocks.reshape(-1, block_bytes)
-    halves = [whole[:, place : place + 2].copy().view(np.float16) for place in FLOAT16_PLACES.get(kind.name, (0,))]
-    if not all(np.isfinite(numbers).all() for numbers in (rows, *halves)):
+    numbers: list[NDArray[Any]] = [rows]
+    for place in FLOAT16_PLACES.get(kind.name, (0,)):
+        numbers.append(whole[:, place : place + 2].copy().view(np.float16))
+    if not all(np.isfinite(each).all() for each in numbers):
         raise OverflowError(f"{np.abs(rows).max():.6g}, which {kind.name} cannot")
     return blocks
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import torch
 import transformers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from models.formats import open_tokenizer
-from tests.helpers.builders import REPOSITORY, SHARED
+from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
+from tests.helpers.catalog import link
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
-from tests.helpers.oracle import write_random
+from tests.helpers.oracle import random_prompts, write_random
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
 
 CONVERTER = REPOSITORY / ".venv" / "llama.cpp"
@@ -30,8 +32,12 @@ pytestmark = [
 ]
 # The converter writes the windows that Gemma 3 has by default, and GPT-2's inner size as four times its channels.
 NOT_WRITTEN = ("gemma3_no_windows", "gpt2_inner_untied")
-OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {"gpt2": {"n_ctx": 72}, "deepseek_v3": {"scoring_func": "sigmoid"}}
-"""Keys that the converter reads and transformers 5 does not write any more."""
+OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_ctx": 72},
+    "deepseek_v3": {"scoring_func": "sigmoid"},
+    "glm": {"layernorm_epsilon": 1.5625e-7, "seq_length": 240},
+}
+"""Keys that the converter reads and transformers 5 does not write, of GLM those of its own code's config."""
 SHAPE = {
     **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "rms_norm_eps": 1e-5},
     **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_ctx": 64, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 64},
@@ -115,6 +121,20 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
     for name, reference in references.items():
         print(name)  # of the failure
         assert_equals_transformers(tmp_path / f"{name}.gguf", reference)
+
+
+def test_logits_of_chatglm(tmp_path: Path) -> None:
+    """In the layout of its own code, which transformers lacks: to the bit those of the checkpoint."""
+    for name in ("chatglm2", "chatglm3"):
+        (tmp_path / name).mkdir()
+        link(name, tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}, "added_tokens": []}))
+    converted([(tmp_path / name, tmp_path / f"{name}.gguf", False) for name in ("chatglm2", "chatglm3")])
+    for name in ("chatglm2", "chatglm3"):
+        (tmp_path / name / "tokenizer.json").unlink()
+        file, folder = engine_of(tmp_path / f"{name}.gguf"), engine_of(tmp_path / name)
+        for prompt in random_prompts(96):
+            assert torch.equal(all_logits(file, prompt), all_logits(folder, prompt)), name
 
 
 def texts(special: tuple[str, ...]) -> list[str]:
