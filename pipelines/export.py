@@ -34,6 +34,8 @@ from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import MANIFEST, write_manifest
 from models.formats.safetensors_writer import save_tensors
 from models.layers.adaptable import Adaptable
+from models.tokenizers import load_tokenizer
+from models.tokenizers.runner_form import RUNNER_TOKENIZER
 from pipelines import report
 from pipelines.assembly import cache_formats, load_planned
 from pipelines.device import prepare_device
@@ -97,6 +99,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
             description = describe_division(folder, run.export.tp, run.export.pp)
             (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         write_companions(source.checkpoint, folder, plan.dtype)
+        refused = _write_runner_tokenizer(folder) if len(parts) == 1 else None
         copy_folds(source.checkpoint.path, folder, plan.model)
         exported = _proved(folder, parts, steps)
         write_manifest(folder, {})
@@ -105,6 +108,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
         "num_nodes": sum(len(each.graph.body) + len(each.graph.head) for each in exported),
         "num_files": len(sizes),
         "bytes_written": sum(sizes),
+        "runner_refuses_texts": refused,
         "export_s": time.perf_counter() - start,
         "peak_memory_bytes": report.peak_memory_bytes(device),
     }
@@ -116,6 +120,8 @@ def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
         ("written", f"{metrics['bytes_written'] / 1e6:,.1f} MB in {metrics['num_files']} files"),
         ("time", f"{metrics['export_s']:.2f} s"),
     ]
+    if refused := metrics["runner_refuses_texts"]:
+        rows.append(("runner", f"takes token ids alone, because its tokenizer cannot be used: {refused}"))
     report.print_table(rows)
     print(f"model: {target}")
     print(f"output: {output_dir}")
@@ -207,6 +213,20 @@ def _write(part: _Part, folder: Path, quant: dict[str, Any], eos: frozenset[int]
     sha256 = {file: sha256_of(folder / file) for file in (GRAPH, ADAPTED_GRAPH)}
     description = describe(model, cache, weights, quant, eos, part.results.outputs[0].shape[1], sha256, part.division)
     (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_runner_tokenizer(folder: Path) -> str | None:
+    """Write the folder's tokenizer as the runner without Python reads it. Returns why the runner cannot use it, which the file then says."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        return None
+    try:
+        form = tokenizer.runner_form()
+    except UserError as error:
+        form = {"refused": str(error)}
+    content = json.dumps(form, ensure_ascii=False, separators=(",", ":"))
+    (folder / RUNNER_TOKENIZER).write_text(content + "\n", encoding="utf-8")
+    return form.get("refused")
 
 
 def _traced(model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[Adaptable] | None) -> Traced:

@@ -9,6 +9,7 @@
 #include <variant>
 
 #include "tensor.h"
+#include "utf8.h"
 
 struct Json {
   using List = std::vector<Json>;
@@ -106,17 +107,45 @@ class JsonParser {
     constexpr std::string_view ESCAPED = "\"\\/bfnrt", MEANT = "\"\\/\b\f\n\r\t";
     std::string found;
     for (take("\""); at_ != end_ && *at_ != '"'; ++at_) {
-      const bool is_escape = *at_ == '\\';
-      expect(!is_escape || ++at_ != end_);
-      const size_t escaped = is_escape ? ESCAPED.find(*at_) : ESCAPED.npos;
-      found += escaped == ESCAPED.npos ? *at_ : MEANT[escaped];  // of a code point the digits: no name that counts has one
+      if (*at_ != '\\') {
+        found += *at_;
+        continue;
+      }
+      expect(++at_ != end_);
+      const size_t escaped = ESCAPED.find(*at_);
+      expect(escaped != ESCAPED.npos || *at_ == 'u');
+      found += *at_ == 'u' ? encode_utf8(std::u32string(1, code_point())) : std::string(1, MEANT[escaped]);
     }
     expect(at_ != end_), ++at_;
     return found;
   }
+  // The code point of the escape whose `u` is here, or of the two of a surrogate pair, whose last digit is here then.
+  char32_t code_point() {
+    char32_t code = digits();
+    if (code >= 0xD800 && code < 0xDC00) {
+      expect(end_ - at_ > 2 && at_[1] == '\\' && at_[2] == 'u'), at_ += 2;
+      const char32_t second = digits();
+      expect(second >= 0xDC00 && second < 0xE000);
+      return 0x10000 + (code - 0xD800) * 0x400 + second - 0xDC00;
+    }
+    expect(code < 0xDC00 || code > 0xDFFF);
+    return code;
+  }
+  uint16_t digits() {
+    uint16_t number = 0;
+    expect(end_ - at_ > 4 && std::from_chars(at_ + 1, at_ + 5, number, 16).ptr == at_ + 5);
+    return at_ += 4, number;
+  }
 };
 
 inline Json parse_json(std::string_view text) { return JsonParser(text).document(); }
+
+// A text as code points. Raises Refused where it is no UTF-8.
+inline std::u32string characters(const Json &json) {
+  const auto text = decode_utf8(json.text());
+  require(text.has_value(), "a text is no UTF-8");
+  return *text;
+}
 
 // The numbers of a list, such as a shape.
 inline Sizes integers(const Json &json) {

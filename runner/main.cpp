@@ -1,9 +1,10 @@
-// Runs an artefact of task=export without Python: token ids in, token ids out, those that run.py predict gives.
+// Runs an artefact of task=export without Python: texts or token ids in, and what run.py predict gives for them out.
 #include <iostream>
 #include <malloc.h>
 #include <sstream>
 #include <sys/syscall.h>
 
+#include "detokenizer.h"
 #include "kernels.h"
 #include "model.h"
 
@@ -11,8 +12,12 @@ namespace {
 
 constexpr const char *USAGE =
     "usage: quintet-runner FOLDER [decode.max_new_tokens=256] [decode.temperature=0] [decode.top_k=0] [decode.top_p=1] [decode.min_p=0]\n"
-    "                      [decode.seed=N] [decode.ignore_eos=false] [device.threads=N] [ID ...]\n"
-    "FOLDER is what task=export wrote. Without token ids each line of the input is a prompt. Each line of the output is its new token ids.\n";
+    "                      [decode.seed=N] [decode.ignore_eos=false] [device.threads=N] [tokenize=false] [input=ids] [prompt=TEXT | ID ...]\n"
+    "FOLDER is what task=export wrote. Without a prompt each line of the input is one: token ids (input=ids), a text (input=text), or a text as\n"
+    "JSON writes it, with line breaks as \\n (input=json). A line of the output is its new token ids, or its new text, which is JSON for JSON.\n"
+    "tokenize=true writes the token ids of texts, and computes nothing. Conversations are texts here: the runner has no chat templates.\n";
+constexpr const char *TOKENIZER = "/runner_tokenizer.json";
+enum class Input { ids, text, json };
 constexpr int64_t DEFAULT_MAX_NEW_TOKENS = 256;  // or what the context leaves
 
 template <class Number> Number parse(const std::string &name, const std::string &text, Number least, Number most) {
@@ -29,7 +34,9 @@ struct Settings {
   std::optional<uint64_t> seed;
   double temperature = 0, top_p = 1, min_p = 0;
   int64_t top_k = 0;
-  bool ignore_eos = false;
+  bool ignore_eos = false, tokenize = false;
+  std::optional<Input> input;
+  std::optional<std::string> prompt;
   int32_t threads = 0;  // 0: one for each physical core
 
   void set(const std::string &name, const std::string &text) {
@@ -40,9 +47,15 @@ struct Settings {
     if (name == "decode.min_p") return void(min_p = parse<double>(name, text, 0, 1));
     if (name == "decode.seed") return void(seed = parse<uint64_t>(name, text, 0, UINT64_MAX));
     if (name == "device.threads") return void(threads = parse<int32_t>(name, text, 1, 4096));
-    require(name == "decode.ignore_eos", name + "=" + text + " is no setting of the runner: it has those that quintet-runner --help lists");
-    require(text == "true" || text == "false", name + "=" + text + " is not allowed: give true or false");
-    ignore_eos = text == "true";
+    if (name == "prompt") return void(prompt = text);
+    const std::string given = name + "=" + text;
+    if (name == "input") {
+      require(text == "ids" || text == "text" || text == "json", given + " is not allowed: give ids, text or json");
+      return void(input = text == "ids" ? Input::ids : text == "text" ? Input::text : Input::json);
+    }
+    require(name == "decode.ignore_eos" || name == "tokenize", given + " is no setting of the runner: it has those that quintet-runner --help lists");
+    require(text == "true" || text == "false", given + " is not allowed: give true or false");
+    (name == "tokenize" ? tokenize : ignore_eos) = text == "true";
   }
 };
 
@@ -72,31 +85,76 @@ int64_t choose(const Tensor &logits, const Settings &settings, int64_t step) {
   return token;
 }
 
-std::vector<int64_t> read_prompt(const std::string &line, int64_t vocab_size) {
+std::vector<int64_t> read_ids(const std::string &line, int64_t vocab_size) {
   std::vector<int64_t> prompt;
   std::istringstream words(line);
   for (std::string word; words >> word;) prompt.push_back(parse<int64_t>("token id", word, 0, vocab_size - 1));
-  require(!prompt.empty(), "the prompt has no tokens");
   return prompt;
 }
 
-void generate(Model &model, std::vector<int64_t> tokens, const Settings &settings) {
+std::vector<int64_t> read_text(const std::string &line, Input input, const Tokenizer &tokenizer) {
+  const auto text = decode_utf8(input == Input::json ? parse_json(line).text() : line);
+  require(text.has_value(), "the prompt is not UTF-8: convert it first");
+  return tokenizer.encode(*text);
+}
+
+// Writes the answer to a prompt, in the form that the prompt has.
+class Writer {
+ public:
+  // tokenizer: null for token ids.
+  Writer(const Tokenizer *tokenizer, Input input, const std::vector<int64_t> &prompt) : input_(input) {
+    if (tokenizer) detokenizer_.emplace(*tokenizer, prompt);
+    if (input_ == Input::json) std::cout << '"';
+  }
+  void add(int64_t token) {
+    if (detokenizer_)
+      write(detokenizer_->add(token));
+    else
+      std::cout << (is_first_ ? "" : " ") << token << std::flush;
+    is_first_ = false;
+  }
+  void end() {
+    if (detokenizer_) write(detokenizer_->flush());
+    std::cout << (input_ == Input::json ? "\"" : "") << std::endl;
+  }
+
+ private:
+  Input input_;
+  std::optional<Detokenizer> detokenizer_;
+  bool is_first_ = true;
+
+  void write(const std::u32string &text) {
+    for (const char byte : encode_utf8(text)) {
+      char escaped[7] = {byte};
+      if (input_ == Input::json && (byte == '"' || byte == '\\')) std::snprintf(escaped, sizeof escaped, "\\%c", byte);
+      if (input_ == Input::json && static_cast<uint8_t>(byte) < ' ') std::snprintf(escaped, sizeof escaped, "\\u%04x", byte);
+      std::cout.write(escaped, std::max<size_t>(1, std::strlen(escaped)));
+    }
+    std::cout << std::flush;
+  }
+};
+
+void generate(Model &model, std::vector<int64_t> tokens, const Settings &settings, const Tokenizer *tokenizer) {
+  require(!tokens.empty(), "the prompt has no tokens");
+  const int64_t most = *std::ranges::max_element(tokens), end = model.vocab_size();
+  require(most < end, "the prompt has the token id " + std::to_string(most) + ", and the model's vocabulary is " + std::to_string(end));
   const int64_t num_prompt = tokens.size(), room = model.context_length() - num_prompt;
   const std::string context = "; the model takes " + std::to_string(model.context_length());
   require(room > 0, "the prompt has " + std::to_string(num_prompt) + " tokens, which leaves no room for new ones" + context);
   const int64_t count = settings.max_new_tokens.value_or(std::min(DEFAULT_MAX_NEW_TOKENS, room));
   require(count <= room, "decode.max_new_tokens=" + std::to_string(count) + " is more than the " + std::to_string(room) + " that fit" + context);
   model.begin(num_prompt, num_prompt + count);
+  Writer writer(tokenizer, *settings.input, tokens);
   for (int64_t step = 0; step < count; ++step) {
     const int64_t token = choose(model.step(tokens), settings, step);
-    std::cout << (step ? " " : "") << token << std::flush;
+    writer.add(token);
     if (!settings.ignore_eos && model.is_end(token)) break;
     tokens = {token};
   }
-  require(static_cast<bool>(std::cout << std::endl), "the tokens cannot be written");
+  writer.end();
 }
 
-void run(const std::vector<std::string> &words) {
+Settings read_settings(const std::vector<std::string> &words) {
   Settings settings;
   std::string ids;
   for (size_t i = 1; i < words.size(); ++i) {
@@ -106,9 +164,18 @@ void run(const std::vector<std::string> &words) {
     else
       settings.set(words[i].substr(0, sign), words[i].substr(sign + 1));
   }
+  require(ids.empty() || !settings.prompt, "prompt=TEXT and token ids are two prompts: give one of them");
+  require(!settings.input || (ids.empty() && !settings.prompt), "input is not used with a prompt: leave it out");
+  if (!settings.input) settings.input = settings.prompt ? Input::text : Input::ids;
+  if (!ids.empty()) settings.prompt = ids;
+  require(!settings.tokenize || *settings.input != Input::ids, "tokenize=true needs texts: give prompt=TEXT, input=text or input=json");
   require(settings.temperature == 0 || settings.seed, "decode.temperature above 0 draws: give decode.seed");
   if (settings.temperature == 0 && (settings.top_k != 0 || settings.top_p != 1 || settings.min_p != 0))
     std::cerr << "quintet-runner: decode.top_k, decode.top_p and decode.min_p are not used with decode.temperature=0" << std::endl;
+  return settings;
+}
+
+void prepare_machine(const Settings &settings) {
   if (std::string_view(INSTRUCTION_SET) == "amx") {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // Linux, Documentation/arch/x86/xstate.rst
     require(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0, "this machine does not let the runner use AMX");
@@ -116,14 +183,33 @@ void run(const std::vector<std::string> &words) {
   if (settings.threads) call_kernel("set_threads", settings.threads);
   // Memory of a step serves the next one, and is not given back between.
   mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30);
+}
+
+void run(const std::vector<std::string> &words) {
+  const Settings settings = read_settings(words);
+  const auto opened = [&]<class Part>(std::optional<Part> &part, const std::string &path, const std::string &otherwise) {
+    try {
+      part.emplace(path);
+    } catch (const Refused &error) {
+      throw Refused(otherwise + error.what());
+    }
+  };
+  std::optional<Tokenizer> tokenizer;
   std::optional<Model> model;
-  try {
-    model.emplace(words[0]);
-  } catch (const Refused &error) {
-    throw Refused(words[0] + " cannot be run: " + error.what());
-  }
-  if (!ids.empty()) return generate(*model, read_prompt(ids, model->vocab_size()), settings);
-  for (std::string line; std::getline(std::cin, line);) generate(*model, read_prompt(line, model->vocab_size()), settings);
+  if (*settings.input != Input::ids) opened(tokenizer, words[0] + TOKENIZER, words[0] + " takes token ids alone, because its tokenizer cannot be used: ");
+  if (!settings.tokenize) prepare_machine(settings), opened(model, words[0], words[0] + " cannot be run: ");
+  const auto answer = [&](const std::string &prompt) {
+    const auto tokens = tokenizer ? read_text(prompt, *settings.input, *tokenizer) : read_ids(prompt, model->vocab_size());
+    if (model) return generate(*model, tokens, settings, tokenizer ? &*tokenizer : nullptr);
+    for (size_t i = 0; i < tokens.size(); ++i) std::cout << (i ? " " : "") << tokens[i];
+    std::cout << std::endl;
+  };
+  const auto answered = [&](const std::string &prompt) {
+    answer(prompt);
+    require(static_cast<bool>(std::cout), tokenizer ? "the text cannot be written" : "the tokens cannot be written");
+  };
+  if (settings.prompt) return answered(*settings.prompt);
+  for (std::string line; std::getline(std::cin, line);) answered(line);
 }
 
 }  // namespace

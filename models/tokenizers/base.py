@@ -98,6 +98,23 @@ class Tokenizer(ABC):
         text = unicodedata.normalize("NFC", text) if self.is_nfc else text
         return -(-len(text.encode("utf-8", "replace")) // most)
 
+    def runner_form(self) -> dict[str, Any]:
+        """Return what a program needs that encodes and decodes texts alone: the content of `runner_form.RUNNER_TOKENIZER`.
+
+        Raises UserError with what such a program does not compute.
+        """
+        text = "a"
+        inside, whole = (self.encode(text, add_special_tokens=is_whole) for is_whole in (False, True))
+        begin = next((i for i in range(len(whole)) if whole[i : i + len(inside)] == inside), None)
+        if begin is None:
+            raise UserError("its special tokens change the text between them")
+        ends = {"begin": whole[:begin], "end": whole[begin + len(inside) :], "bos": self.bos_token_id}
+        return self._runner_form() | ends
+
+    def _runner_form(self) -> dict[str, Any]:
+        """Return `runner_form` without the keys begin, end and bos."""
+        raise UserError(f"it is of the kind {type(self).__name__.removesuffix('Tokenizer')}")
+
     def save(self, folder: Path) -> None:
         """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")

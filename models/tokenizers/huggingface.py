@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from conf.errors import UserError
 from models.config import read_json
 from models.tokenizers.base import Tokenizer
+from models.tokenizers.runner_form import form_of_backend
 from models.tokenizers.template_files import chat_templates
 from models.tokenizers.token_decoder import LETTERS, steps, token_decoder
 from models.tokenizers.tokenizer_json import read_tokenizer_json
@@ -112,6 +113,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def _bytes_of(self) -> Callable[[str], bytes]:
         steps = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder else {"type": None}
         return token_decoder(steps, self.source)
+
+    def _runner_form(self) -> dict[str, Any]:
+        return form_of_backend(json.loads(self.backend.to_str()))
 
     def save(self, folder: Path) -> None:
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}

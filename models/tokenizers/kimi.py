@@ -37,6 +37,8 @@ LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters that are encoded at on
 
 
 class KimiTokenizer(TiktokenTokenizer):
+    _runner_form = Tokenizer._runner_form  # long texts are cut before the pattern cuts them
+
     def __init__(self, folder: Path) -> None:
         """Raises UserError for files that cannot be read, and for settings that contradict them."""
         settings, ranks = read_json(folder / "tokenizer_config.json"), read_ranks(folder / KIMI_RANKS)

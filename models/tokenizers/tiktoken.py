@@ -3,7 +3,7 @@
 import base64
 import unicodedata
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from conf.errors import UserError
 from models.tokenizers.added_tokens import AddedTokens
 from models.tokenizers.base import Message, Tokenizer, refuse_role
 from models.tokenizers.control_tokens import joined_runs
+from models.tokenizers.runner_form import form_of_ranks
+from models.tokenizers.split_program import Ranges, Sets, all_tested, ranges_of
 
 # How a text is split before pairs are merged, from the families' own tokenizers. Qwen splits digits one by one, Llama 3 by three.
 QWEN_PATTERN = (
@@ -61,6 +63,7 @@ class TiktokenTokenizer(Tokenizer):
         self._specials = {name: first + i for i, name in enumerate(specials)}
         self._skipped = frozenset(id for name, id in self._specials.items() if name not in texts)
         self.size = len(ranks) + len(specials)
+        self._ranks, self._pattern = ranks, pattern
         self._encoding = tiktoken.Encoding(
             file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._specials
         )
@@ -94,13 +97,14 @@ class TiktokenTokenizer(Tokenizer):
 
     @cached_property
     def _added(self) -> AddedTokens:
-        return AddedTokens(
-            {id: AddedToken(name, special=id in self._skipped, normalized=False) for name, id in self._specials.items()}
-        )
+        return AddedTokens({id: special_token(name, id in self._skipped) for name, id in self._specials.items()})
 
     @property
     def added_tokens(self) -> Mapping[int, AddedToken]:
         return self._added.by_id
+
+    def _runner_form(self) -> dict[str, Any]:
+        return form_of_ranks(self._ranks, self._pattern, Sets(members), self._added.by_id)
 
     def _plain_or_special(self, run: str | int) -> list[int]:
         return [run] if isinstance(run, int) else self._plain(run)
@@ -119,6 +123,7 @@ class QwenTokenizer(TiktokenTokenizer):
     """Qwen v1's tokenizer: texts in NFC, conversations in ChatML."""
 
     is_nfc = True
+    _runner_form = Tokenizer._runner_form  # a text is in NFC before special tokens are found
     SYSTEM = "You are a helpful assistant."  # where a conversation does not begin with its own
 
     def __init__(self, file: Path) -> None:
@@ -166,6 +171,24 @@ class Llama3Tokenizer(TiktokenTokenizer):
 
     def _opened(self, role: str) -> list[int]:
         return [self._specials["<|start_header_id|>"], *self._plain(role), self._specials["<|end_header_id|>"]]
+
+
+def special_token(name: str, is_special: bool = True) -> AddedToken:
+    return AddedToken(name, special=is_special, normalized=False)
+
+
+@lru_cache(maxsize=64)
+def members(pattern: str, tested: str | None = None) -> Ranges:
+    """Return the code points that tiktoken matches with a pattern of one character, as `split_program.members` does for its library."""
+    import tiktoken
+
+    encoding = tiktoken.Encoding(
+        "one character",
+        pat_str=pattern,
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={},
+    )
+    return ranges_of(encoding.decode(encoding.encode_ordinary(all_tested() if tested is None else tested)))
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:

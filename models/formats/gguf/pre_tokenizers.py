@@ -6,6 +6,7 @@ src/llama-vocab.cpp. Several are applied one after the other, each to the pieces
 
 from dataclasses import dataclass
 
+from models.tokenizers.runner_form import GPT2_PATTERN
 from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
 
 
@@ -20,7 +21,6 @@ class PreTokenizer:
     """Whether BOS comes first, where the file does not say it."""
 
 
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*"
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

@@ -1,0 +1,239 @@
+"""A tokenizer as data that a program without its libraries computes: the file `runner_tokenizer.json` of an export.
+
+    tokens                   texts of the vocabulary by id, null for ids that it lacks
+    added                    added tokens, each {id, text, lstrip, rstrip, is_normalized}, found in a text as `AddedTokens` finds them:
+                             those that are normalized in the text after `normalizer`
+    special                  ids that a text leaves out
+    begin, end               ids around each prompt
+    bos                      the id of a prompt without tokens, or null
+    normalizer, splitter     steps on a text, and on the texts between added tokens
+    merges                   numbers: left id, right id, merged id and rank of each merge; the lowest rank is merged first, then the leftmost
+    unknown                  the id of letters that are no token, or null: they are left out
+    fuses_unknown            whether letters in a row share it
+    bytes                    ids of the tokens <0x00> to <0xFF> of other letters, null for those that are none; [] where there is no such fallback
+    whole_words_first        whether a word of the vocabulary is not merged from its letters
+    decoder                  steps on the texts of tokens
+    sets                     sets of code points, the first and the last of each range
+    white_space              the number of the set that `lstrip` and `rstrip` take
+
+A step is a list: its name and its values.
+
+    ["nfc", decompositions, classes, compositions]   Unicode's NFC; numbers: code, decomposed code, ..., 0 / code, class / first, second, composed
+    ["replace", old, new]
+    ["prepend", text, unless_there, only_first]      to texts that are not empty; only_first: to the beginning of the whole text
+    ["split", program, inverts, behavior]            by the matches of a program (split_program.py); behavior: as tokenizers.Split
+    ["letters", letters]                             a letter for each byte; in the decoder the bytes of tokens that are made of letters
+    ["byte_fallback"], ["fuse"], ["strip", letter, left, right], ["spaces", letter, drops_first]    as the decoders of tokenizers
+"""
+
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+from conf.errors import UserError
+from models.tokenizers.split_program import (
+    TESTED,
+    Ranges,
+    Sets,
+    all_tested,
+    compile_pattern,
+    compile_text,
+    members,
+    pieces_of,
+    ranges_of,
+)
+from models.tokenizers.token_decoder import LETTERS, steps
+
+RUNNER_TOKENIZER = "runner_tokenizer.json"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # of ByteLevel
+BYTE_LETTERS = ["letters", sorted(LETTERS, key=LETTERS.__getitem__)]
+BEHAVIORS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+Step = list[Any]
+
+
+def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of a tokenizer.json. Raises UserError with the part that programs do not compute."""
+    sets, model, added = Sets(members), content["model"], content["added_tokens"]
+    _check_model(model)
+    tokens: dict[str, int] = model["vocab"]
+    normalizer = [_normalizer(each) for each in _steps(content["normalizer"])]
+    splitter = [step for each in _steps(content["pre_tokenizer"]) for step in _splitter(each, sets)]
+    if not content["decoder"]:
+        raise UserError("it has no decoder")
+    if any(token["single_word"] for token in added):
+        raise UserError("an added token is a single_word")
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+    merges = [(tokens[a], tokens[b], tokens[a + b], rank) for rank, (a, b) in enumerate(pairs)]
+    return {
+        "tokens": _by_id(tokens),
+        **_added_form({token.pop("id"): AddedToken(**token) for token in added}, sets),
+        "normalizer": normalizer,
+        "splitter": splitter,
+        "merges": [number for merge in merges for number in merge],
+        "unknown": tokens[model["unk_token"]] if model["unk_token"] is not None else None,
+        "fuses_unknown": model["fuse_unk"],
+        "bytes": [tokens.get(f"<0x{byte:02X}>") for byte in range(256)] if model["byte_fallback"] else [],
+        "whole_words_first": model["ignore_merges"],
+        "decoder": [_decoder(each) for each in _steps(content["decoder"])],
+        "sets": sets.ranges,
+    }
+
+
+def form_of_ranks(
+    ranks: Mapping[bytes, int], pattern: str, sets: Sets, added: Mapping[int, AddedToken]
+) -> dict[str, Any]:
+    """Return the form of a vocabulary of ranks, as tiktoken reads it. Raises UserError for a pattern that programs do not have."""
+    by_byte = BYTE_LETTERS[1]
+    merges = [
+        (ranks[token[:cut]], ranks[token[cut:]], rank, rank)
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    return {
+        "tokens": _by_id({"".join(by_byte[byte] for byte in token): rank for token, rank in ranks.items()}),
+        **_added_form(added, sets),
+        "normalizer": [],
+        "splitter": [["split", compile_pattern(pattern, sets), False, "Isolated"], BYTE_LETTERS],
+        "merges": [number for merge in merges for number in merge],
+        "unknown": None,
+        "fuses_unknown": False,
+        "bytes": [],
+        "whole_words_first": True,
+        "decoder": [BYTE_LETTERS],
+        "sets": sets.ranges,
+    }
+
+
+def _added_form(added: Mapping[int, AddedToken], sets: Sets) -> dict[str, Any]:
+    listed = [
+        {
+            "id": id,
+            "text": token.content,
+            "lstrip": token.lstrip,
+            "rstrip": token.rstrip,
+            "is_normalized": token.normalized,
+        }
+        for id, token in added.items()
+    ]
+    return {
+        "added": listed,
+        "special": [id for id, token in added.items() if token.special],
+        "white_space": sets.number(_white_space()),
+    }
+
+
+def _check_model(model: dict[str, Any]) -> None:
+    if model["type"] != "BPE":
+        raise UserError(f"its model is {model['type']}")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model[name]:
+            raise UserError(f"its model has {name}={model[name]!r:.80}")
+
+
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return steps(part) if part else []
+
+
+def _by_id(tokens: Mapping[str, int]) -> list[str | None]:
+    listed: list[str | None] = [None] * (max(tokens.values(), default=-1) + 1)
+    for token, id in tokens.items():
+        listed[id] = token
+    return listed
+
+
+def _normalizer(part: dict[str, Any]) -> Step:
+    match part:
+        case {"type": "NFC"}:
+            return ["nfc", *_nfc_tables()]
+        case {"type": "Prepend", "prepend": text}:
+            return ["prepend", text, False, False]
+        case {"type": "Replace", "pattern": {"String": old}, "content": new} if old:
+            return ["replace", old, new]
+        case _:
+            raise UserError(f"its normalizer has {part['type']}")
+
+
+def _splitter(part: dict[str, Any], sets: Sets) -> Iterator[Step]:
+    match part:
+        case {"type": "ByteLevel", "add_prefix_space": has_prefix, "use_regex": is_split}:
+            if has_prefix:
+                yield ["prepend", " ", True, False]
+            if is_split:
+                yield ["split", compile_pattern(GPT2_PATTERN, sets), False, "Isolated"]
+            yield BYTE_LETTERS
+        case {"type": "Metaspace", "replacement": letter, "prepend_scheme": scheme, "split": is_split}:
+            yield ["replace", " ", letter]
+            if scheme != "never":
+                yield ["prepend", letter, True, scheme == "first"]
+            if is_split:
+                yield ["split", compile_text(letter, sets), False, "MergedWithNext"]
+        case {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": inverts} if behavior in BEHAVIORS:
+            ((kind, text),) = pattern.items()
+            yield ["split", (compile_pattern if kind == "Regex" else compile_text)(text, sets), inverts, behavior]
+        case {"type": "Digits", "individual_digits": is_each}:
+            digits = _every_second(pre_tokenizers.Digits(individual_digits=False))
+            yield ["split", [["set", sets.number(digits)], ["match"]], False, "Isolated" if is_each else "Contiguous"]
+        case {"type": "Punctuation", "behavior": behavior} if behavior in BEHAVIORS:
+            marks = _every_second(pre_tokenizers.Punctuation("contiguous"))
+            yield ["split", [["set", sets.number(marks)], ["match"]], False, behavior]
+        case _:
+            raise UserError(f"its pre_tokenizer has {part['type']}")
+
+
+def _decoder(part: dict[str, Any]) -> Step:
+    match part:
+        case {"type": "ByteLevel"}:
+            return BYTE_LETTERS
+        case {"type": "ByteFallback"}:
+            return ["byte_fallback"]
+        case {"type": "Fuse"}:
+            return ["fuse"]
+        case {"type": "Strip", "content": letter, "start": left, "stop": right}:
+            return ["strip", letter, left, right]
+        case {"type": "Replace", "pattern": {"String": old}, "content": new} if old:
+            return ["replace", old, new]
+        case {"type": "Metaspace", "replacement": letter, "prepend_scheme": scheme}:
+            return ["spaces", letter, scheme != "never"]
+        case _:
+            raise UserError(f"its decoder has {part['type']}")
+
+
+@cache
+def _white_space() -> Ranges:
+    kept = pieces_of(pre_tokenizers.WhitespaceSplit(), all_tested())
+    return ranges_of("".join({*all_tested()} - {*"".join(kept)}))
+
+
+def _every_second(cut: Any) -> Ranges:
+    """Return the code points of the runs that a pre-tokenizer cuts out of a text that begins with another one."""
+    return ranges_of("".join(pieces_of(cut, all_tested())[1::2]))
+
+
+@cache
+def _nfc_tables() -> tuple[list[int], list[int], list[int]]:
+    """Return the tables of NFC without Hangul's, which are arithmetic, of the version of Unicode that `tokenizers` has."""
+    letters = [chr(code) for code in TESTED if code and not 0xAC00 <= code < 0xD7A4]
+    nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
+
+    def of_each(form: Callable[[str], str], texts: Iterable[str]) -> list[str]:
+        return form("\0".join(texts)).split("\0")
+
+    decomposed = {letter: form for letter, form in zip(letters, of_each(nfd, letters), strict=True) if form != letter}
+    # a mark of another class than 0 goes before U+0345, whose class is the highest
+    marked = of_each(nfd, ("\u0345" + letter for letter in letters))
+    marks = [m for m, form in zip(letters, marked, strict=True) if m not in decomposed and form.startswith(m)]
+    composed = of_each(nfc, decomposed)
+    pairs = [
+        (nfc(decomposed[c][:-1]), decomposed[c][-1], c)
+        for c, form in zip(decomposed, composed, strict=True)
+        if form == c
+    ]
+    return (
+        [code for letter, form in decomposed.items() for code in (ord(letter), *map(ord, form), 0)],
+        [code for mark in marks for code in (ord(mark), unicodedata.combining(mark))],
+        [ord(letter) for pair in pairs for letter in pair],
+    )

@@ -1,0 +1,231 @@
+"""Compile the regular expressions by which tokenizers cut texts, for a program that has neither their libraries nor tables of Unicode.
+
+A class such as `\\p{L}` becomes the code points that the library itself matches, so that its version of Unicode holds. The instructions of a
+program, each a list, whose targets are later ones:
+
+["set", S]                          one character of set S
+["run", S, least, most, mode]       characters of set S, at most `most` (-1: any number), as many or as few as `mode` wants
+["fork", A, B]                      go on at instruction A; where that fails, at B
+["jump", A]                         go on at instruction A
+["ahead", wanted, A]                whether the instructions after this one, up to their ["match"], match here is `wanted`; then go on at A
+["match"]                           the pattern matches up to here
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+from tokenizers import Regex, pre_tokenizers
+
+from conf.errors import UserError
+
+Ranges = tuple[int, ...]
+"""Code points: the first and the last of each range, in order."""
+TESTED = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
+"""Code points of which Unicode's versions say something; all ranges between, and after them, are alike: unassigned, or of private use."""
+ALIKE = {0x40000: 0xDFFFF, 0xE1000: 0xEFFFF, 0xF0000: 0x10FFFF}
+GREEDY, LAZY, POSSESSIVE = "greedy", "lazy", "possessive"
+MODES = {"": GREEDY, "?": LAZY, "+": POSSESSIVE}
+ESCAPED_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+QUANTIFIER = re.compile(r"(?:([?*+])([?+]?)|\{(\d+)(,(\d*))?\}(\??))")
+COUNTS = {"?": (0, 1), "*": (0, -1), "+": (1, -1)}
+ESCAPED_CLASS = re.compile(r"\\(?:[pP]\{[^{}]*\}|[sSdDwW])")
+ESCAPED_CODE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2}))")
+MOST_COPIES = 16  # of a group that a count repeats
+
+
+class Sets:
+    """The sets of a tokenizer's programs, each once."""
+
+    def __init__(self, members: Callable[..., Ranges]) -> None:
+        """members: as the function of this name, for the library that reads the patterns."""
+        self.ranges: list[Ranges] = []
+        self._members = members
+
+    def number(self, ranges: Ranges) -> int:
+        if ranges not in self.ranges:
+            self.ranges.append(ranges)
+        return self.ranges.index(ranges)
+
+    def of_pattern(self, pattern: str) -> int:
+        return self.number(self._members(pattern))
+
+    def of_code(self, code: int, ignores_case: bool) -> int:
+        if not ignores_case or chr(code) not in _cased():
+            return self.number((code, code))
+        return self.number(self._members(f"(?i:{chr(code)})", _cased()))
+
+
+def compile_text(text: str, sets: Sets) -> list[list[Any]]:
+    """Return the program that matches this text."""
+    return [*(["set", sets.number((ord(letter), ord(letter)))] for letter in text), ["match"]]
+
+
+def compile_pattern(pattern: str, sets: Sets) -> list[list[Any]]:
+    """Return the program of a regular expression. Raises UserError for what programs do not have, and where it matches nothing at all."""
+    reader = _Reader(pattern, sets)
+    code, is_empty = reader.alternatives(ignores_case=False)
+    if reader.rest:
+        raise reader.refuse(reader.rest[:20])
+    if is_empty:
+        raise reader.refuse("a match of no characters")
+    return _placed([*code, ("match",)])
+
+
+Code = list[tuple[Any, ...]]
+"""Instructions whose targets are counted from their own place."""
+
+
+class _Reader:
+    """Reads Oniguruma's notation from left to right. Each method returns code, and whether it may match no characters."""
+
+    def __init__(self, pattern: str, sets: Sets) -> None:
+        self.rest = self._pattern = pattern
+        self._sets = sets
+
+    def refuse(self, what: str) -> UserError:
+        return UserError(f"its pattern {self._pattern[:80]!r} has {what!r}")
+
+    def alternatives(self, ignores_case: bool) -> tuple[Code, bool]:
+        code, is_empty = self._sequence(ignores_case)
+        branches, empties = [code], [is_empty]
+        while self._take("|"):
+            code, is_empty = self._sequence(ignores_case)
+            branches.append(code)
+            empties.append(is_empty)
+        joined = branches.pop()
+        for branch in reversed(branches):
+            joined = [("fork", 1, len(branch) + 2), *branch, ("jump", len(joined) + 1), *joined]
+        return joined, any(empties)
+
+    def _sequence(self, ignores_case: bool) -> tuple[Code, bool]:
+        code: Code = []
+        is_empty = True
+        while self.rest and self.rest[0] not in "|)":
+            item, item_is_empty = self._quantified(*self._item(ignores_case))
+            code += item
+            is_empty &= item_is_empty
+        return code, is_empty
+
+    def _item(self, ignores_case: bool) -> tuple[Code, bool]:
+        if found := self._match(r"\(\?(?::|i:)|\((?!\?)"):
+            code, is_empty = self.alternatives(ignores_case or found == "(?i:")
+        elif found := self._match(r"\(\?[=!]"):
+            inner, _ = self.alternatives(ignores_case)
+            code, is_empty = [("ahead", found == "(?=", len(inner) + 2), *inner, ("match",)], True
+        elif self._take("$"):  # the end of a line or of the text
+            return [("ahead", False, 3), ("set", self._sets.of_pattern(r"[^\n]")), ("match",)], True
+        else:
+            return [("set", self._set(ignores_case))], False
+        if not self._take(")"):
+            raise self.refuse("a group without end")
+        return code, is_empty
+
+    def _quantified(self, item: Code, is_empty: bool) -> tuple[Code, bool]:
+        found = QUANTIFIER.match(self.rest)
+        if not found:
+            return item, is_empty
+        self.rest = self.rest[found.end() :]
+        sign, mode, first, has_comma, last, mode_of_count = found.groups()
+        least, most = COUNTS[sign] if sign else (int(first), int(last or -1) if has_comma else int(first))
+        mode = MODES[mode if sign else mode_of_count]
+        if QUANTIFIER.match(self.rest) or (not sign and not has_comma and mode_of_count):
+            raise self.refuse(f"{found[0]}{self.rest[:1]}")
+        if len(item) == 1 and item[0][0] == "set":
+            return [("run", item[0][1], least, most, mode)], least == 0
+        if is_empty or mode != GREEDY or not 0 <= most <= MOST_COPIES:
+            raise self.refuse(f"a group with {found[0]}")
+        optional: Code = []
+        for _ in range(most - least):
+            optional = [("fork", 1, len(item) + len(optional) + 1), *item, *optional]
+        return [*(item * least), *optional], least == 0
+
+    def _set(self, ignores_case: bool) -> int:
+        if self.rest.startswith("["):
+            text = self._class_text()
+        elif found := ESCAPED_CODE.match(self.rest):
+            self.rest = self.rest[found.end() :]
+            return self._sets.of_code(int(next(filter(None, found.groups())), 16), ignores_case)
+        elif found := ESCAPED_CLASS.match(self.rest):
+            self.rest = self.rest[found.end() :]
+            text = found[0]
+        elif self._take("."):
+            text = r"[^\n]"
+        elif found := re.match(r"\\([nrtfv0]|[^\w\s])", self.rest):
+            self.rest = self.rest[found.end() :]
+            return self._sets.of_code(ord(ESCAPED_CONTROLS.get(found[1], found[1])), ignores_case)
+        elif self.rest[0] in r"\^?*+{()":
+            raise self.refuse(self.rest[:3])
+        else:
+            letter, self.rest = self.rest[0], self.rest[1:]
+            return self._sets.of_code(ord(letter), ignores_case)
+        return self._sets.of_pattern(f"(?i:{text})" if ignores_case else text)
+
+    def _class_text(self) -> str:
+        """Return a class in brackets, which may have others inside."""
+        depth = 0
+        for found in re.finditer(r"\\.|[\[\]]", self.rest, re.DOTALL):
+            depth += {"[": 1, "]": -1}.get(found[0], 0)
+            if depth == 0:
+                text, self.rest = self.rest[: found.end()], self.rest[found.end() :]
+                return text
+        raise self.refuse("a class without end")
+
+    def _take(self, text: str) -> bool:
+        is_next = self.rest.startswith(text)
+        self.rest = self.rest.removeprefix(text)
+        return is_next
+
+    def _match(self, pattern: str) -> str:
+        found = re.match(pattern, self.rest)
+        self.rest = self.rest[found.end() :] if found else self.rest
+        return found[0] if found else ""
+
+
+def _placed(code: Code) -> list[list[Any]]:
+    """Return code whose targets are places in it."""
+    targets = {"fork": (1, 2), "jump": (1,), "ahead": (2,)}
+    return [
+        [value + at if i in targets.get(each[0], ()) else value for i, value in enumerate(each)]
+        for at, each in enumerate(code)
+    ]
+
+
+@lru_cache(maxsize=64)
+def members(pattern: str, tested: str | None = None) -> Ranges:
+    """Return the code points that `tokenizers` (Oniguruma) matches with a pattern of one character.
+
+    tested: letters that may be among them; None: any.
+    """
+    cut = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    return ranges_of("".join(pieces_of(cut, all_tested() if tested is None else tested)))
+
+
+def pieces_of(cut: Any, text: str) -> list[str]:
+    """Return the pieces that a pre-tokenizer makes of a text."""
+    return [piece for piece, _ in cut.pre_tokenize_str(text)]
+
+
+@cache
+def all_tested() -> str:
+    """Return the code points of which the others follow, in order."""
+    return "".join(map(chr, [*TESTED, *ALIKE]))
+
+
+@cache
+def _cased() -> str:
+    """Return the letters that have another case."""
+    return "".join(letter for letter in all_tested() if {letter} != {letter.lower(), letter.upper(), letter.casefold()})
+
+
+def ranges_of(letters: str) -> Ranges:
+    """Return the ranges of code points in a text of tested ones."""
+    found: list[list[int]] = []
+    for code in sorted({*map(ord, letters)}):
+        last = ALIKE.get(code, code)
+        if found and code in (found[-1][1] + 1, 0xE000 if found[-1][1] == 0xD7FF else None):
+            found[-1][1] = last
+        else:
+            found.append([code, last])
+    return tuple(code for each in found for code in each)

@@ -1,0 +1,222 @@
+// The steps of a tokenizer on texts (models/tokenizers/runner_form.py), and the programs that cut them (split_program.py).
+#pragma once
+
+#include <functional>
+
+#include "nfc.h"
+
+// A text, or a part of one.
+struct Piece {
+  std::u32string text;
+  bool is_first;  // whether the whole text begins with it
+};
+
+class Set {
+ public:
+  explicit Set(const Json &json) : ranges_(integers(json)) {
+    require(ranges_.size() % 2 == 0 && std::ranges::is_sorted(ranges_), "a set has no ranges");
+    for (char32_t code = 0; code < 128; ++code) ascii_[code] = is_in_ranges(code);
+  }
+  bool holds(char32_t code) const { return code < 128 ? ascii_[code] : is_in_ranges(code); }
+
+ private:
+  Sizes ranges_;
+  bool ascii_[128];
+
+  bool is_in_ranges(char32_t code) const {
+    const auto after = std::ranges::upper_bound(ranges_, static_cast<int64_t>(code));
+    const bool is_last = after != ranges_.begin() && *(after - 1) == code;
+    return is_last || (after - ranges_.begin()) % 2 == 1;
+  }
+};
+
+// A regular expression. Its instructions go to later ones alone, so that every match ends.
+class Program {
+ public:
+  Program(const Json &json, const std::vector<Set> &sets) {
+    const Json::List &list = json.list();
+    const auto number = [&](const Json &value, int64_t least, size_t end) {
+      const int64_t found = value.integer();
+      require(found >= least && found < static_cast<int64_t>(end), "a number of an instruction is not allowed");
+      return static_cast<size_t>(found);
+    };
+    for (size_t at = 0; at < list.size(); ++at) {
+      const Json::List &each = list[at].list();
+      const auto is = [&](std::string_view name, size_t size) { return each.size() == size && each[0].text() == name; };
+      const auto target = [&](size_t i) { return number(each[i], at + 1, list.size()); };
+      if (is("set", 2))
+        code_.push_back({Kind::set, &sets[number(each[1], 0, sets.size())]});
+      else if (is("run", 5))
+        code_.push_back({Kind::run, &sets[number(each[1], 0, sets.size())], number(each[2], 0, ANY), number(each[3], -1, ANY), mode(each[4].text())});
+      else if (is("fork", 3))
+        code_.push_back({Kind::fork, nullptr, target(1), target(2)});
+      else if (is("jump", 2))
+        code_.push_back({Kind::jump, nullptr, target(1)});
+      else if (is("ahead", 3))
+        code_.push_back({each[1].flag() ? Kind::ahead : Kind::not_ahead, nullptr, target(2)});
+      else
+        require(is("match", 1), "an instruction is not known"), code_.push_back({Kind::match});
+    }
+    require(!code_.empty() && code_.back().kind == Kind::match, "a program has no end");
+  }
+
+  // The end of the match that begins at `at`; npos: there is none.
+  size_t match(std::u32string_view text, size_t at, size_t instruction = 0) const {
+    std::vector<State> others{{instruction, at, at}};  // where to go on when this way fails
+    while (!others.empty()) {
+      State &other = others.back();
+      size_t next = other.instruction, place = other.place;
+      if (place == other.last)
+        others.pop_back();
+      else
+        place < other.last ? ++other.place : --other.place;
+      while (next != FAILED) {
+        const Instruction &each = code_[next++];
+        switch (each.kind) {
+          case Kind::match: return place;
+          case Kind::set: place < text.size() && each.set->holds(text[place]) ? ++place : next = FAILED; break;
+          case Kind::fork: others.push_back({each.b, place, place}); [[fallthrough]];
+          case Kind::jump: next = each.a; break;
+          case Kind::ahead:
+          case Kind::not_ahead: next = (match(text, place, next) != text.npos) == (each.kind == Kind::ahead) ? each.a : FAILED; break;
+          case Kind::run: {
+            size_t end = place, least = place + each.a;
+            while (end < text.size() && end - place < each.b && each.set->holds(text[end])) ++end;
+            if (end < least) {
+              next = FAILED;
+            } else if (each.mode == Mode::lazy) {
+              if (least < end) others.push_back({next, least + 1, end});
+              place = least;
+            } else {
+              if (least < end && each.mode == Mode::greedy) others.push_back({next, end - 1, least});
+              place = end;
+            }
+          }
+        }
+      }
+    }
+    return text.npos;
+  }
+
+ private:
+  static constexpr size_t FAILED = -1, ANY = INT32_MAX;
+  enum class Kind { set, run, fork, jump, ahead, not_ahead, match };
+  enum class Mode { greedy, lazy, possessive };
+  struct Instruction {
+    Kind kind;
+    const Set *set = nullptr;
+    size_t a = 0, b = 0;  // targets, or the least and the most of a run, where -1 is the largest number
+    Mode mode = Mode::greedy;
+  };
+  struct State {
+    size_t instruction, place, last;  // the places from `place` to `last` are tried in turn
+  };
+  std::vector<Instruction> code_;
+
+  static Mode mode(const std::string &name) {
+    require(name == "greedy" || name == "lazy" || name == "possessive", "the mode " + name + " of a run is not known");
+    return name == "greedy" ? Mode::greedy : name == "lazy" ? Mode::lazy : Mode::possessive;
+  }
+};
+
+inline std::u32string replaced(std::u32string_view text, const std::u32string &old, const std::u32string &by) {
+  std::u32string found;
+  for (size_t at = 0;;) {
+    const size_t next = text.find(old, at);
+    found += text.substr(at, next - at);
+    if (next == text.npos) return found;
+    found += by, at = next + old.size();
+  }
+}
+
+// What a step makes of a text.
+using TextStep = std::function<std::vector<Piece>(Piece)>;
+
+// Cuts texts by the matches of a program; what is done with the matches is that of tokenizers.Split.
+inline TextStep read_split(const Json::List &values, const std::vector<Set> &sets) {
+  require(values.size() == 4, "a split has other values");
+  const std::string behavior = values[3].text();
+  const std::vector<std::string> known = {"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"};
+  require(std::ranges::find(known, behavior) != known.end(), "the behavior " + behavior + " of a split is not known");
+  return [program = Program(values[1], sets), inverts = values[2].flag(), behavior](const Piece &piece) {
+    const std::u32string_view text = piece.text;
+    std::vector<Piece> found;
+    bool was_match = false, is_new = true;
+    const auto add = [&](size_t begin, size_t end, bool is_inside) {
+      if (begin == end) return;
+      const bool is_match = is_inside != inverts;
+      const bool is_joined = behavior == "MergedWithPrevious" ? is_match && !was_match
+                             : behavior == "MergedWithNext"   ? was_match && !is_match
+                             : behavior == "Contiguous"       ? is_match == was_match
+                                                              : false;
+      if (is_joined && !is_new && !found.empty())
+        found.back().text += text.substr(begin, end - begin);
+      else if (behavior != "Removed" || !is_match)
+        found.push_back({std::u32string(text.substr(begin, end - begin)), piece.is_first && begin == 0});
+      was_match = is_match, is_new = false;
+    };
+    size_t done = 0;
+    for (size_t at = 0; at < text.size();) {
+      const size_t end = program.match(text, at);
+      if (end == text.npos || end == at) {
+        ++at;
+        continue;
+      }
+      add(done, at, false), add(at, end, true);
+      done = at = end;
+    }
+    add(done, text.size(), false);
+    return found;
+  };
+}
+
+// The letters that bytes are written with.
+inline std::vector<std::u32string> read_letters(const Json::List &values) {
+  require(values.size() == 2 && values[1].list().size() == 256, "it has no letter for each byte");
+  std::vector<std::u32string> letters;
+  for (const Json &each : values[1].list()) letters.push_back(characters(each));
+  for (const auto &letter : letters) require(letter.size() == 1, "a letter of a byte is not one character");
+  return letters;
+}
+
+inline TextStep read_step(const Json &json, const std::vector<Set> &sets) {
+  const Json::List &values = json.list();
+  require(!values.empty(), "a step has no name");
+  const std::string &name = values[0].text();
+  if (name == "split") return read_split(values, sets);
+  if (name == "nfc")
+    return [compose = Composer(values)](const Piece &piece) { return std::vector<Piece>{{compose(piece.text), piece.is_first}}; };
+  if (name == "letters")
+    return [letters = read_letters(values)](const Piece &piece) {
+      std::vector<Piece> found{{{}, piece.is_first}};
+      for (const char byte : encode_utf8(piece.text)) found[0].text += letters[static_cast<uint8_t>(byte)];
+      return found;
+    };
+  if (name == "replace" && values.size() == 3 && !values[1].text().empty())
+    return [old = characters(values[1]), by = characters(values[2])](const Piece &piece) {
+      return std::vector<Piece>{{replaced(piece.text, old, by), piece.is_first}};
+    };
+  require(name == "prepend" && values.size() == 4, "the step " + name + " is not known");
+  return [prefix = characters(values[1]), unless_there = values[2].flag(), only_first = values[3].flag()](Piece piece) {
+    const bool is_there = unless_there && piece.text.starts_with(prefix);
+    if (!piece.text.empty() && !is_there && (piece.is_first || !only_first)) piece.text = prefix + piece.text;
+    return std::vector<Piece>{std::move(piece)};
+  };
+}
+
+inline std::vector<TextStep> read_steps(const Json &json, const std::vector<Set> &sets) {
+  std::vector<TextStep> steps;
+  for (const Json &each : json.list()) steps.push_back(read_step(each, sets));
+  return steps;
+}
+
+inline std::vector<Piece> run_steps(const std::vector<TextStep> &steps, Piece whole) {
+  std::vector<Piece> pieces{std::move(whole)};
+  for (const TextStep &step : steps) {
+    std::vector<Piece> made;
+    for (Piece &piece : pieces)
+      for (Piece &part : step(std::move(piece))) made.push_back(std::move(part));
+    pieces = std::move(made);
+  }
+  return pieces;
+}
