@@ -216,7 +216,7 @@ def _write(part: _Part, folder: Path, quant: dict[str, Any], eos: frozenset[int]
 
 
 def _write_runner_tokenizer(folder: Path) -> str | None:
-    """Write the folder's tokenizer as the runner without Python reads it. Returns why the runner cannot use it, which the file then says."""
+    """Write the folder's tokenizer as the runner reads it. Returns why the runner cannot use it, which the file then says."""
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         return None

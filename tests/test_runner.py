@@ -6,25 +6,33 @@ import random
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
-from conf.schema import DType
+from conf.schema import DType, RunConfig
 from kernels import build
 from models.exported.description import EXPORT, GRAPH, WEIGHTS
+from models.tokenizers import Tokenizer
+from models.tokenizers.huggingface import HuggingFaceTokenizer
+from models.tokenizers.runner_form import RUNNER_TOKENIZER
 from pipelines.loading import load_engine
 from runner.build import build_runner
+from tests.helpers import small_tokenizers
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.exports import FLOATS, FP8_CACHE, INT8, OF_RUNNER, Exports, family_model, llama, wide_llama
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
+from tests.helpers.random_texts import random_texts
+from tests.helpers.real_tokenizers import NPM, REAL, load, load_real
 
 pytestmark = [
     pytest.mark.skipif(build.library() is None, reason="the kernels are not built here"),
@@ -164,6 +172,10 @@ def test_the_end_of_a_text(artefact: Path, program: Path, tmp_path: Path) -> Non
         (["decode.temperature=1", "3"], "decode.temperature above 0 draws: give decode.seed"),
         (["decode.max_new_tokens=2048", "3"],
          "decode.max_new_tokens=2048 is more than the 2047 that fit; the model takes 2048"),
+        (["prompt=a", "3"], "prompt=TEXT and token ids are two prompts: give one of them"),
+        (["input=text", "3"], "input is not used with a prompt: leave it out"),
+        (["input=yaml"], "input=yaml is not allowed: give ids, text or json"),
+        (["tokenize=true", "3"], "tokenize=true needs texts: give prompt=TEXT, input=text or input=json"),
         (["3"] * 2048, "the prompt has 2048 tokens, which leaves no room for new ones; the model takes 2048"),
     ],
 )  # fmt: skip
@@ -216,6 +228,154 @@ def test_numbers_that_json_does_not_have(number: str, artefact: Path, program: P
 def test_a_prompt_without_tokens(artefact: Path, program: Path) -> None:
     ran = call(program, artefact, "decode.max_new_tokens=1", given="3\n\n")
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the prompt has no tokens\n")
+
+
+def named_tokenizers(folder: Path) -> Iterator[tuple[str, Tokenizer]]:
+    """Yield small tokenizers, one of them with the steps that real ones seldom have, and the real ones that are here."""
+    llama = small_tokenizers.byte_fallback()
+    llama.normalizer, llama.pre_tokenizer = None, pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    for made in (small_tokenizers.byte_level(), small_tokenizers.byte_fallback(), odd_steps(), llama):
+        yield "small", HuggingFaceTokenizer(folder, made, {})
+    for name in ("gpt2", "qwen2", "llama3") if REAL.is_dir() else ():
+        (folder / name).mkdir()
+        yield name, load_real(name, folder / name)
+    for name in ("llama3_1", "qwen3", "deepseek_v3"):
+        if (NPM / name).is_dir():
+            yield name, load(NPM / name)
+
+
+def odd_steps() -> Backend:
+    """Return a tokenizer with added tokens that take white space, and all that is done with matches."""
+    tokenizer = small_tokenizers.byte_level()
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace("ab", "b"), normalizers.Prepend("_")]
+    )
+    cuts = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.Punctuation("merged_with_next"),
+        pre_tokenizers.Split(Regex(r"\s+(?=\S)|x{1,3}?y|[^\W\d_]+?(?i:s|t$)|(?:a|bc){1,3}"), "contiguous"),
+        pre_tokenizers.Split("e", "merged_with_previous"),
+        pre_tokenizers.Split(Regex(r"[\p{L}\p{M}]++|.|\n"), "removed", invert=True),
+        pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.add_tokens(
+        [
+            AddedToken(" cab", normalized=True),
+            AddedToken("<ab", rstrip=True),
+            AddedToken("<ab>", lstrip=True, normalized=False),
+        ]
+    )
+    return tokenizer
+
+
+def tokenized(program: Path, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> list[list[int]]:
+    """Return the ids that the runner has for texts, which need no model."""
+    (folder / RUNNER_TOKENIZER).write_text(json.dumps(tokenizer.runner_form(), ensure_ascii=False), encoding="utf-8")
+    lines = "".join(json.dumps(text, ensure_ascii=bool(i % 2)) + "\n" for i, text in enumerate(texts))
+    ran = call(program, folder, "tokenize=true", "input=json", given=lines)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return [[*map(int, line.split())] for line in ran.stdout.removesuffix("\n").split("\n")]
+
+
+def test_texts_become_the_tokenizers_ids(program: Path, tmp_path: Path) -> None:
+    """Of random texts, of a long one, and of one long word, which takes a second where each merge looks for the best of all."""
+    for name, tokenizer in named_tokenizers(tmp_path):
+        texts = [*random_texts([*tokenizer._control_names][:40], 2000), "naïve 今天 \n  x" * 9000, "ab" * 50_000]
+        expected = [tokenizer.encode(text, True) or [*filter(None, [tokenizer.bos_token_id])] for text in texts]
+        for text, ids, found in zip(texts, expected, tokenized(program, tokenizer, tmp_path, texts), strict=True):
+            assert found == ids, (name, text[:200])
+
+
+def with_text(kind: str, folder: Path, exports: Exports) -> tuple[Path, RunConfig]:
+    """Return the export of a random Llama with a tokenizer, and a run of it."""
+    write_llama(folder, vocab_size=400)
+    small_tokenizers.save(getattr(small_tokenizers, kind)(), folder)
+    run = run_config(folder)
+    run = replace(run, model=replace(run.model, tokenizer=""))
+    made = exports.of(run)
+    return made, replace(run, model=replace(run.model, path=str(made)))
+
+
+@each("kind", ["byte_level", "byte_fallback"])
+def test_texts_are_those_of_predict(kind: str, program: Path, exports: Exports, tmp_path: Path) -> None:
+    """A random model gives bytes that are no text, special tokens, and ids that the tokenizer lacks."""
+    made, run = with_text(kind, tmp_path / "model", exports)
+    engine = load_engine(run, 3)
+    assert engine.tokenizer
+    texts = ["Once upon a time", "今天 </s> x", 'emoji 👩‍👩‍👧\n\n\x00"\\', ""]
+    prompts = [engine.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    for seed in range(8):
+        settings = {"max_new_tokens": 60, "temperature": 1.5, "seed": seed}
+        outputs = generate(engine, prompts, DecodeConfig(**settings, ignore_eos=bool(seed % 2)))
+        words = [f"decode.{name}={value}" for name, value in settings.items()]
+        words.append(f"decode.ignore_eos={json.dumps(bool(seed % 2))}")
+        ran = call(program, made, *words, "input=json", given="".join(map("{}\n".format, map(json.dumps, texts))))
+        assert (ran.returncode, ran.stderr) == (0, "")
+        expected = [output.completions[0].text for output in outputs]
+        assert [json.loads(line) for line in ran.stdout.removesuffix("\n").split("\n")] == expected
+    alone = call(program, made, *words, f"prompt={texts[0]}")
+    lines = call(program, made, *words, "input=text", given=f"{texts[0]}\n{texts[1]}\n")
+    assert alone.stdout == f"{expected[0]}\n"
+    assert lines.stdout == f"{expected[0]}\n{expected[1]}\n"
+
+
+def test_text_comes_as_it_is_made(program: Path, exports: Exports, tmp_path: Path) -> None:
+    """A pipe of packets keeps each write apart: many, and each is whole characters."""
+    made, _ = with_text("byte_level", tmp_path / "model", exports)
+    output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
+    words = [
+        "decode.max_new_tokens=60",
+        "decode.temperature=1.5",
+        "decode.seed=3",
+        "decode.ignore_eos=true",
+        "prompt=今天",
+    ]
+    with subprocess.Popen([program, made, *words], stdout=end) as running:
+        os.close(end)
+        packets = [*iter(lambda: os.read(output, 4096), b"")]
+    os.close(output)
+    assert running.returncode == 0
+    assert len(packets) > 20
+    assert all(packet.decode() for packet in packets)
+
+
+def test_texts_that_cannot_be_read(program: Path, exports: Exports, tmp_path: Path) -> None:
+    made, _ = with_text("byte_level", tmp_path / "model", exports)
+    for given, line in [
+        ("\udcff", "the prompt is not UTF-8: convert it first"),
+        ('"\\ud800"', "it is not JSON"),
+        ("3", "there is something else in the place of a text"),
+    ]:
+        words = [program, made, f"input={'text' if given == chr(0xDCFF) else 'json'}"]
+        ran = subprocess.run(words, input=os.fsencode(f"{given}\n"), capture_output=True, timeout=60)
+        assert (ran.returncode, ran.stdout, ran.stderr.decode()) == (1, b"", f"quintet-runner: {line}\n")
+    alone = "quintet-runner: {{}} takes token ids alone, because its tokenizer cannot be used: {{}}\n"
+    folder = Path(shutil.copytree(made, tmp_path / "copy"))
+    (folder / RUNNER_TOKENIZER).write_text(json.dumps({"refused": "its model is Unigram"}))
+    assert call(program, folder, "prompt=a").stderr == alone.format(folder, "its model is Unigram")
+    assert call(program, folder, "decode.max_new_tokens=1", "3").returncode == 0
+    (folder / RUNNER_TOKENIZER).unlink()
+    missing = f"{folder / RUNNER_TOKENIZER} cannot be read (No such file or directory)"
+    assert call(program, folder, "prompt=a").stderr == alone.format(folder, missing)
+
+
+def test_two_hundred_damaged_tokenizers(program: Path, tmp_path: Path) -> None:
+    """What a damaged file gives is ids or a line, and never a crash."""
+    form, num_refused = HuggingFaceTokenizer(tmp_path, odd_steps(), {}).runner_form(), 0
+    for seed in range(200):
+        chooser, copy = random.Random(seed), json.loads(json.dumps(form))
+        part = chooser.choice([*copy])
+        places = leaves(copy[part]) if isinstance(copy[part], list) and copy[part] else [(copy, part)]
+        holder, key = chooser.choice(places)
+        holder[key] = chooser.choice([0, -1, 1, 2**40, -(2**63), "", "x", None, True, [], {}, 1e300])
+        (tmp_path / RUNNER_TOKENIZER).write_text(json.dumps(copy))
+        ran = call(program, tmp_path, "tokenize=true", "prompt=Hello <ab> 12 cab, 今天 world!")
+        assert ran.returncode in (0, 1), f"{seed}: {ran.returncode} {ran.stderr}"
+        assert len(ran.stderr.splitlines()) == ran.returncode, seed
+        num_refused += ran.returncode
+    assert num_refused > 50
 
 
 def test_what_the_runner_does_not_compute(program: Path, exports: Exports, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@
     begin, end               ids around each prompt
     bos                      the id of a prompt without tokens, or null
     normalizer, splitter     steps on a text, and on the texts between added tokens
-    merges                   numbers: left id, right id, merged id and rank of each merge; the lowest rank is merged first, then the leftmost
+    merges                   numbers: left id, right id, merged id and rank of each; the lowest rank is merged first, then the leftmost
     unknown                  the id of letters that are no token, or null: they are left out
     fuses_unknown            whether letters in a row share it
-    bytes                    ids of the tokens <0x00> to <0xFF> of other letters, null for those that are none; [] where there is no such fallback
+    bytes                    ids of the tokens <0x00> to <0xFF> that spell other letters, null for a missing one; [] without this fallback
     whole_words_first        whether a word of the vocabulary is not merged from its letters
     decoder                  steps on the texts of tokens
     sets                     sets of code points, the first and the last of each range
@@ -18,7 +18,7 @@
 
 A step is a list: its name and its values.
 
-    ["nfc", decompositions, classes, compositions]   Unicode's NFC; numbers: code, decomposed code, ..., 0 / code, class / first, second, composed
+    ["nfc", decompositions, classes, compositions]   Unicode's NFC; lists of code, decomposed codes, 0; code, class; first, second, composed
     ["replace", old, new]
     ["prepend", text, unless_there, only_first]      to texts that are not empty; only_first: to the beginning of the whole text
     ["split", program, inverts, behavior]            by the matches of a program (split_program.py); behavior: as tokenizers.Split
@@ -61,6 +61,11 @@ def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
     tokens: dict[str, int] = model["vocab"]
     normalizer = [_normalizer(each) for each in _steps(content["normalizer"])]
     splitter = [step for each in _steps(content["pre_tokenizer"]) for step in _splitter(each, sets)]
+    changes = [step for step in (*normalizer, *splitter) if step[0] != "nfc"]
+    if any(
+        step[0] == "prepend" and step[3] for step in changes[2:]
+    ):  # the library takes several pieces for the first one
+        raise UserError("its Metaspace has prepend_scheme=first behind other steps")
     if not content["decoder"]:
         raise UserError("it has no decoder")
     if any(token["single_word"] for token in added):

