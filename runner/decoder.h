@@ -34,6 +34,14 @@ inline DecoderStep read_bytes_of_letters(const Json::List &values) {
   };
 }
 
+// The byte of a token like <0x0A>.
+inline std::optional<char> byte_of(const std::string &token) {
+  uint8_t byte = 0;
+  const bool is_byte =
+      token.size() == 6 && token.starts_with("<0x") && token.back() == '>' && std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5];
+  return is_byte ? std::optional(static_cast<char>(byte)) : std::nullopt;
+}
+
 // Tokens like <0x0A>: those in a row become a text, or a mark for each where they are no UTF-8.
 inline Texts join_bytes(const Texts &tokens) {
   Texts found;
@@ -45,16 +53,44 @@ inline Texts join_bytes(const Texts &tokens) {
     bytes.clear();
   };
   for (const std::string &token : tokens) {
-    uint8_t byte = 0;
-    const bool is_byte = token.size() == 6 && token.starts_with("<0x") && token.back() == '>' &&
-                         std::from_chars(&token[3], &token[5], byte, 16).ptr == &token[5];
-    if (is_byte)
-      bytes += static_cast<char>(byte);
+    if (const auto byte = byte_of(token))
+      bytes += *byte;
     else
       end_row(), found.push_back(token);
   }
   end_row();
   return found;
+}
+
+// Pieces as sentencepiece joins them. Bytes that are no UTF-8 become a mark each.
+inline std::string join_pieces(const Texts &pieces, bool drops_space) {
+  static const std::string SPACE = "\u2581";
+  std::string text, bytes;
+  const auto end_row = [&] {
+    for (size_t at = 0; at < bytes.size();) {
+      const size_t begin = at;
+      const auto letter = next_character(bytes, at);
+      if (!letter) at = begin + 1;
+      text += encode_utf8(std::u32string(1, letter.value_or(REPLACEMENT)));
+    }
+    bytes.clear();
+  };
+  for (const std::string &piece : pieces) {
+    if (const auto byte = byte_of(piece)) {
+      bytes += *byte;
+      continue;
+    }
+    end_row();
+    const bool loses_space = drops_space && text.empty() && piece.starts_with(SPACE);
+    drops_space &= !loses_space;
+    for (size_t at = loses_space ? SPACE.size() : 0; at < piece.size();) {
+      const bool is_space = piece.compare(at, SPACE.size(), SPACE) == 0;
+      text += is_space ? ' ' : piece[at];
+      at += is_space ? SPACE.size() : 1;
+    }
+  }
+  end_row();
+  return text;
 }
 
 inline std::u32string stripped(std::u32string_view text, char32_t letter, int64_t left, int64_t right) {

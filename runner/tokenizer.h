@@ -17,6 +17,10 @@ class Tokenizer {
     for (const Json &each : form["sets"].list()) sets_.emplace_back(each);
     normalizer_ = read_steps(form["normalizer"], sets_), splitter_ = read_steps(form["splitter"], sets_);
     for (const Json &each : form["decoder"].list()) decoder_.push_back(read_decoder_step(each));
+    if (const Json &pieces = form["pieces"]; !pieces.is_null()) {
+      require(pieces.list().size() == 2, "its pieces have other values");
+      pieces_ = Pieces{pieces.list()[0].flag(), pieces.list()[1].flag()};
+    }
     read_vocabulary(form);
     for (const Json &each : form["added"].list()) read_added(each);
     for (auto &[letter, found] : raw_) std::ranges::stable_sort(found, std::ranges::greater(), [](const Added &token) { return token.text.size(); });
@@ -50,6 +54,7 @@ class Tokenizer {
 
   // The text of tokens without the special ones.
   std::u32string decode(const std::vector<int64_t> &ids) const {
+    if (pieces_) return decode_pieces(ids);
     Texts texts;
     for (const int64_t id : ids) {
       if (special_.contains(id)) continue;
@@ -71,6 +76,9 @@ class Tokenizer {
     std::u32string text;
     bool takes_left, takes_right;  // white space
   };
+  struct Pieces {
+    bool drops_space, in_each_run;
+  };
   struct Merge {
     int64_t rank, place, id;
     bool operator>(const Merge &other) const { return std::pair(rank, place) > std::pair(other.rank, other.place); }
@@ -84,6 +92,7 @@ class Tokenizer {
   std::vector<Set> sets_;
   std::vector<TextStep> normalizer_, splitter_;
   std::vector<DecoderStep> decoder_;
+  std::optional<Pieces> pieces_;
   std::vector<std::optional<std::string>> tokens_;
   std::unordered_map<std::string, int64_t> ids_;
   std::unordered_map<uint64_t, std::pair<int64_t, int64_t>> merges_;  // by the two ids: rank and id of the merged token
@@ -95,6 +104,25 @@ class Tokenizer {
   std::unordered_set<int64_t> special_;
   std::vector<int64_t> begin_, end_;
   const Set *white_space_;
+
+  std::u32string decode_pieces(const std::vector<int64_t> &ids) const {
+    std::string text;
+    Texts run;
+    const auto end_run = [&] {
+      text += join_pieces(run, pieces_->drops_space && (text.empty() || pieces_->in_each_run));
+      run.clear();
+    };
+    for (const int64_t id : ids) {
+      const auto added = added_texts_.find(id);
+      const bool is_piece = !special_.contains(id) && added == added_texts_.end() && id >= 0 && id < static_cast<int64_t>(tokens_.size());
+      if (is_piece)
+        run.push_back(tokens_[id].value_or(""));
+      else
+        end_run(), text += special_.contains(id) || added == added_texts_.end() ? "" : added->second;
+    }
+    end_run();
+    return decode_lossy(text);
+  }
 
   static std::optional<int64_t> id_or_null(const Json &json) { return json.is_null() ? std::nullopt : std::optional(json.integer()); }
   static uint64_t pair_of(int64_t left, int64_t right) { return static_cast<uint64_t>(left) << 32 | static_cast<uint32_t>(right); }

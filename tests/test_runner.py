@@ -236,7 +236,10 @@ def named_tokenizers(folder: Path) -> Iterator[tuple[str, Tokenizer]]:
     llama.normalizer, llama.pre_tokenizer = None, pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     for made in (small_tokenizers.byte_level(), small_tokenizers.byte_fallback(), odd_steps(), llama):
         yield "small", HuggingFaceTokenizer(folder, made, {})
-    for name in ("gpt2", "qwen2", "llama3") if REAL.is_dir() else ():
+    for is_legacy in (False, True):
+        small_tokenizers.save_pieces(folder / f"pieces {is_legacy}", is_legacy)
+        yield "pieces", load(folder / f"pieces {is_legacy}")
+    for name in ("gpt2", "qwen2", "llama2", "llama3", "chatglm2") if REAL.is_dir() else ():
         (folder / name).mkdir()
         yield name, load_real(name, folder / name)
     for name in ("llama3_1", "qwen3", "deepseek_v3"):
@@ -291,14 +294,17 @@ def test_texts_become_the_tokenizers_ids(program: Path, tmp_path: Path) -> None:
 def with_text(kind: str, folder: Path, exports: Exports) -> tuple[Path, RunConfig]:
     """Return the export of a random Llama with a tokenizer, and a run of it."""
     write_llama(folder, vocab_size=400)
-    small_tokenizers.save(getattr(small_tokenizers, kind)(), folder)
+    if kind.startswith("pieces"):
+        small_tokenizers.save_pieces(folder, is_legacy=kind == "pieces, legacy")
+    else:
+        small_tokenizers.save(getattr(small_tokenizers, kind)(), folder)
     run = run_config(folder)
     run = replace(run, model=replace(run.model, tokenizer=""))
     made = exports.of(run)
     return made, replace(run, model=replace(run.model, path=str(made)))
 
 
-@each("kind", ["byte_level", "byte_fallback"])
+@each("kind", ["byte_level", "byte_fallback", "pieces", "pieces, legacy"])
 def test_texts_are_those_of_predict(kind: str, program: Path, exports: Exports, tmp_path: Path) -> None:
     """A random model gives bytes that are no text, special tokens, and ids that the tokenizer lacks."""
     made, run = with_text(kind, tmp_path / "model", exports)

@@ -13,6 +13,8 @@
     bytes                    ids of the tokens <0x00> to <0xFF> that spell other letters, null for a missing one; [] without this fallback
     whole_words_first        whether a word of the vocabulary is not merged from its letters
     decoder                  steps on the texts of tokens
+    pieces                   null, or how sentencepiece joins pieces in place of `decoder`: whether a text's first piece loses a space, and
+                             whether the first one behind an added token does
     sets                     sets of code points, the first and the last of each range
     white_space              the number of the set that `lstrip` and `rstrip` take
 
@@ -83,6 +85,7 @@ def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
         "bytes": [tokens.get(f"<0x{byte:02X}>") for byte in range(256)] if model["byte_fallback"] else [],
         "whole_words_first": model["ignore_merges"],
         "decoder": [_decoder(each) for each in _steps(content["decoder"])],
+        "pieces": None,
         "sets": sets.ranges,
     }
 
@@ -109,8 +112,67 @@ def form_of_ranks(
         "bytes": [],
         "whole_words_first": True,
         "decoder": [BYTE_LETTERS],
+        "pieces": None,
         "sets": sets.ranges,
     }
+
+
+def form_of_pieces(
+    model: Any, added: Mapping[int, AddedToken], reads_added: bool, has_prefix_everywhere: bool
+) -> dict[str, Any]:
+    """Return the form of a vocabulary of pieces and scores. Raises UserError for what programs do not compute.
+
+    model: sentencepiece's ModelProto; reads_added: whether a text may name `added` tokens; has_prefix_everywhere: whether a text behind one
+    begins with a space, as the whole text does.
+    """
+    rules, pieces = model.normalizer_spec, [*enumerate(model.pieces)]
+    normal = {piece.piece: id for id, piece in pieces if piece.type == piece.NORMAL}
+    by_byte = {int(piece.piece[3:5], 16): id for id, piece in pieces if piece.type == piece.BYTE}
+    joined = {piece.piece for _, piece in pieces if piece.type == piece.UNUSED and [*_halves(piece.piece, normal)]}
+    refused = {
+        "no byte-pair encoding": model.trainer_spec.model_type != model.trainer_spec.BPE,
+        "rules that change letters": rules.precompiled_charsmap,
+        "remove_extra_whitespaces": rules.remove_extra_whitespaces,
+        "spaces behind words": model.trainer_spec.treat_whitespace_as_suffix or not rules.escape_whitespaces,
+        "user-defined pieces": any(piece.type == piece.USER_DEFINED for _, piece in pieces),
+        "unused pieces that others join to": joined,
+        "bytes without a piece": len(by_byte) < 256,
+        "letters without a piece": {*"".join(normal)} - normal.keys(),
+    }
+    if reasons := [reason for reason, is_met in refused.items() if is_met]:
+        raise UserError(f"its sentencepiece model has {reasons[0]}")
+    scores = sorted({piece.score for _, piece in pieces}, reverse=True)
+    ranks = {score: rank for rank, score in enumerate(scores)}  # of equal scores the leftmost is merged
+    merges = [
+        (left, right, id, ranks[model.pieces[id].score])
+        for piece, id in normal.items()
+        for left, right in _halves(piece, normal)
+    ]
+    sets, prefix = Sets(members), ["prepend", "▁", False, not has_prefix_everywhere]
+    return {
+        "tokens": [
+            model.trainer_spec.unk_surface if piece.type == piece.UNKNOWN else piece.piece for _, piece in pieces
+        ],
+        **_added_form(added, sets),
+        **({} if reads_added else {"added": []}),
+        "normalizer": [],
+        "splitter": [["replace", " ", "▁"], *([prefix] if rules.add_dummy_prefix else [])],
+        "merges": [number for merge in merges for number in merge],
+        "unknown": None,
+        "fuses_unknown": False,
+        "bytes": [by_byte[byte] for byte in range(256)],
+        "whole_words_first": False,
+        "decoder": [],
+        "pieces": [rules.add_dummy_prefix, has_prefix_everywhere],
+        "sets": sets.ranges,
+    }
+
+
+def _halves(token: str, ids: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """Yield the ids of all pairs of tokens that join to a token."""
+    for cut in range(1, len(token)):
+        if token[:cut] in ids and token[cut:] in ids:
+            yield ids[token[:cut]], ids[token[cut:]]
 
 
 def _added_form(added: Mapping[int, AddedToken], sets: Sets) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from models.tokenizers.added_tokens import AddedTokens
 from models.tokenizers.base import Message, Tokenizer, Tool, refuse_role
 from models.tokenizers.chat import LLAMA2, chatglm3_messages
 from models.tokenizers.control_tokens import joined_runs
+from models.tokenizers.runner_form import form_of_pieces
 from models.tokenizers.tokenizer_json import Settings, named_tokens, special_tokens
 
 SPACE = "▁"  # in pieces
@@ -27,6 +28,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     chat_template: str | None = LLAMA2
     _adds_bos, _adds_eos = True, False
+    _reads_added = True
+    """Whether `encode` reads added tokens in a text."""
     _is_legacy = True
     """Whether the text behind an added token begins like a text of its own: with a space."""
 
@@ -88,6 +91,9 @@ class SentencePieceTokenizer(Tokenizer):
             for name, id in (("bos_token", self.bos_token_id), ("eos_token", self.eos_token_id))
         )
 
+    def _runner_form(self) -> dict[str, Any]:
+        return form_of_pieces(self._model, self.added_tokens, self._reads_added, self._is_legacy)
+
     @property
     def model_proto(self) -> bytes:
         model: bytes = self._pieces.serialized_model_proto()
@@ -129,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _cut(self, text: str) -> Iterator[str | int]:
         """Yield the ids of the added tokens that `encode` reads in a text, and the texts between them."""
-        return self._added.cut(text)
+        return self._added.cut(text) if self._reads_added else iter([text])
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
         ids: list[int] = []
@@ -211,6 +217,7 @@ class BaichuanTokenizer(SentencePieceTokenizer):
     """Baichuan's tokenizer. Ids in generation_config.json mark the turns (Baichuan-13B-Chat, Baichuan2-Chat)."""
 
     chat_template = None
+    _reads_added = False
 
     def __init__(self, file: Path, turns: Mapping[str, object], eos_after_answers: bool) -> None:
         """turns: ids that open the turns of user and assistant; not numbers in a model that is not for chats."""
@@ -220,9 +227,6 @@ class BaichuanTokenizer(SentencePieceTokenizer):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encode_pieces(text)  # nothing is added, and special tokens are not read from a text
-
-    def _cut(self, text: str) -> Iterator[str | int]:
-        yield text
 
     @cached_property
     def _control_names(self) -> Mapping[str, bool]:
@@ -255,6 +259,7 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
     """ChatGLM2 and ChatGLM3: [gMASK] sop before a text; special tokens follow the pieces and are not read from a text."""
 
     chat_template = None
+    _reads_added = False
 
     NAMES = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
     ROLES = ("system", "user", "assistant", "observation")  # of ChatGLM3
@@ -271,9 +276,6 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return (self._prefix if add_special_tokens else []) + self._encode_pieces(text)
-
-    def _cut(self, text: str) -> Iterator[str | int]:
-        yield text
 
     @cached_property
     def _control_names(self) -> Mapping[str, bool]:
@@ -301,6 +303,7 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
     """ChatGLM-6B: [gMASK] <sop> after a text; line breaks, tabs and runs of spaces are pieces of their own."""
 
     chat_template = None
+    _reads_added = False
     MOST_BLANKS = 80
 
     @cached_property
@@ -311,9 +314,6 @@ class ChatGLMTokenizer(SentencePieceTokenizer):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         suffix = [self._pieces.piece_to_id(name) for name in ("[gMASK]", "<sop>")] if add_special_tokens else []
         return self._encode_pieces(text) + suffix
-
-    def _cut(self, text: str) -> Iterator[str | int]:
-        yield text
 
     @cached_property
     def _control_names(self) -> Mapping[str, bool]:

@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS = [
@@ -60,6 +61,25 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "clean_up_tokenization_spaces": True,  # as Llama 3 has it; the text must not be "cleaned" all the same
         "chat_template": template,
     }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def save_pieces(folder: Path, is_legacy: bool) -> None:
+    """As sentencepiece's file with settings. is_legacy: whether a text behind a special token begins with a space of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "tokenizer.model").open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 3),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=380,
+            byte_fallback=True,
+            character_coverage=1.0,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": is_legacy, "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
