@@ -9,6 +9,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_format import FLOAT8_MAX
+from kernels.threads import threads
 from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
 HIGHEST = {CodeKind.INT: 127, CodeKind.FP8: FLOAT8_MAX}
@@ -58,8 +59,14 @@ def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
     if kind is CodeKind.FP8:
         return whole
     scales = [whole * (1 - step / 10) for step in range(NUM_SHARES)]
-    errors = [(quantize_static(x, scale, kind).float() * scale - x).square().sum() for scale in scales]
+    errors = [sum_of_squares(quantize_static(x, scale, kind).float() * scale - x) for scale in scales]
     return scales[int(torch.stack(errors).argmin())]
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Return the sum of the squares of x []. One thread adds: torch gives each thread a part, so that the last bits depend on their number."""
+    with threads(None):
+        return x.square().sum()
 
 
 def quantize_static(x: Tensor, scale: Tensor, kind: CodeKind) -> Tensor:

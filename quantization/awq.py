@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import check
-from quantization.activations import check_activations
+from quantization.activations import check_activations, sum_of_squares
 from quantization.fold import multiply_inputs
 from quantization.weight_format import WeightFormat, choose_scales, quantize
 
@@ -37,7 +37,7 @@ def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) ->
         error = 0.0
         for weight in wide:
             quantized = quantize(multiply_inputs(weight, scales), format).dequantize() / scales
-            error += float(_row_errors(weight, quantized, x).sum())
+            error += float(sum_of_squares(_errors(weight, quantized, x)))
         if error < least:
             best, least = scales, error
     return best
@@ -66,12 +66,12 @@ def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
     for step in range(NUM_CLIPS):
         limit = absmax * (1 - step / 20)
         clipped = weight.clamp(-limit, limit)
-        error = _row_errors(weight, quantize(clipped, format).dequantize(), x).unsqueeze(1)
+        error = _errors(weight, quantize(clipped, format).dequantize(), x).square().sum(0).unsqueeze(1)
         best = torch.where(error < least, clipped, best)
         least = torch.minimum(error, least)
     return best
 
 
-def _row_errors(weight: Tensor, quantized: Tensor, x: Tensor) -> Tensor:
-    """Return the squared error [O] of each output, summed over all tokens."""
-    return (x.float() @ (weight.float() - quantized).T).square().sum(0)
+def _errors(weight: Tensor, quantized: Tensor, x: Tensor) -> Tensor:
+    """Return the error [T, O] of each token's outputs."""
+    return x.float() @ (weight.float() - quantized).T

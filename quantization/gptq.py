@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import check
+from kernels.threads import threads
 from quantization.activations import check_activations
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode
 
@@ -84,17 +85,18 @@ def _round(
     for start in range(0, num_inputs, step):
         end = min(start + step, num_inputs)
         errors = torch.empty_like(rest[start:end])  # [B, O]
-        for i in range(start, end):
-            group = slice(columns[i] // size, columns[i] // size + 1)
-            if dynamic and i % size == 0:
-                _choose_group(rest[i : i + size].T, format, done, group)
-            scales = done.scales[:, group]  # [O, 1]
-            zero_points = None if done.zero_points is None else done.zero_points[:, group]
-            codes = encode(rest[i].unsqueeze(1), scales, zero_points, format)  # [O, 1]
-            done.codes[:, columns[i]] = codes.squeeze(1)
-            rounded = QuantizedWeight(codes, scales, zero_points).dequantize().squeeze(1)  # [O]
-            errors[i - start] = (rest[i] - rounded) / factor[i, i]
-            rest[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - start], alpha=-1)
+        with threads(None):  # the last bits of torch's addr_ depend on their number
+            for i in range(start, end):
+                group = slice(columns[i] // size, columns[i] // size + 1)
+                if dynamic and i % size == 0:
+                    _choose_group(rest[i : i + size].T, format, done, group)
+                scales = done.scales[:, group]  # [O, 1]
+                zero_points = None if done.zero_points is None else done.zero_points[:, group]
+                codes = encode(rest[i].unsqueeze(1), scales, zero_points, format)  # [O, 1]
+                done.codes[:, columns[i]] = codes.squeeze(1)
+                rounded = QuantizedWeight(codes, scales, zero_points).dequantize().squeeze(1)  # [O]
+                errors[i - start] = (rest[i] - rounded) / factor[i, i]
+                rest[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - start], alpha=-1)
         rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
 
 
@@ -121,7 +123,8 @@ def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Ten
     diagonal /= diagonal.max()
     while True:
         damped.diagonal().copy_(diagonal + damping * diagonal.mean())
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        with threads(None):  # the last bits of the factor depend on their number
+            lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             identity = torch.eye(len(order), device=hessian.device)
             inverse = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import check
-from quantization.activations import check_activations, quantize_static, static_scale
+from quantization.activations import check_activations, quantize_static, static_scale, sum_of_squares
 from quantization.codes import CodeKind
 from quantization.fold import multiply_inputs
 from quantization.weight_format import WeightFormat, quantize
@@ -70,5 +70,5 @@ def int8_output_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor) -> f
     error = 0.0
     for weight in weights:
         outputs = rounded @ quantize(multiply_inputs(weight.float(), scales), WeightFormat()).dequantize().T
-        error += float((x.float() @ weight.float().T - outputs).square().sum())
+        error += float(sum_of_squares(x.float() @ weight.float().T - outputs))
     return error

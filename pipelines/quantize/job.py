@@ -15,7 +15,7 @@ from pipelines.opening import ModelSource
 from pipelines.output_folder import kept_folder
 from quantization.smoothing_record import FOLDS, SMOOTHING
 
-VERSION = 2  # of what the same settings make: raise it with every change of codes, scales or what is observed
+VERSION = 3  # of what the same settings make: raise it with every change of codes, scales or what is observed
 
 
 def default_target(run: RunConfig, source: ModelSource) -> Path:
