@@ -329,7 +329,15 @@ class RunConfig:
 
     def _check_ranks(self) -> None:
         """Raises UserError for what several ranks do not do."""
-        if self.task in (Task.convert, Task.quantize, Task.prefix):
+        if self.task in (Task.convert, Task.prefix):
             mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
             ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"
             raise UserError(f"task={self.task.name} does not work with {ranks}: leave one of them out")
+        if self.task is Task.quantize:
+            for name, default in (("sum", Sum.gather), ("experts", ExpertDivision.split)):
+                value = getattr(self.parallel, name)
+                if value is not default:
+                    what = f"parallel.{name}={value.name} is not used by task=quantize"
+                    raise UserError(
+                        f"{what}, which chooses scales to the bits of one process: leave it at {default.name}"
+                    )

@@ -224,6 +224,16 @@ def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
+def place_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter called `name` of a model in floats, also where a linear layer's method holds it."""
+    module, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(module)
+    if isinstance(layer, Linear) and leaf in layer.held:
+        layer.load({leaf: tensor}, tensor.dtype, tensor.device)
+    else:
+        assign(model, name, tensor)
+
+
 def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
     """Give norms 1, biases 0, and all else normal values of standard deviation 0.02; always the same on one kind of device.
 

@@ -1,6 +1,7 @@
 """Stage 2 of an engine: the model on the meta device, with the layers that it will have. No weight is read yet."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -18,7 +19,7 @@ from conf.quantization import (
 from conf.schema import DType, ParallelMode, RunConfig
 from kernels.collectives import NO_NEIGHBOURS, Group, Neighbours
 from models.causal_lm import CausalLM
-from models.cuts import Division
+from models.cuts import Cut, Division
 from models.exported.description import Description, part_folder, read_description
 from models.exported.model import ExportedLM
 from models.formats.base import CodedWeights, WeightFile
@@ -62,6 +63,8 @@ class ModelPlan:
     """The part of the model that it is; by default the whole."""
     whole_files: tuple[WeightFile, ...] = ()
     """The checkpoint's weights where `files` gives a part of them."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """How the part's tensors are cut, by name. Others are whole."""
 
 
 def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
@@ -129,7 +132,7 @@ def divide_plan(plan: ModelPlan, division: Division, group: Group, neighbours: N
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
     cuts = divide(plan.model, division, group, plan.dtype, neighbours)
     files = sliced_files(plan.files, matched, plan.model, cuts, division)
-    return replace(plan, files=files, division=division, whole_files=tuple(plan.files))
+    return replace(plan, files=files, division=division, whole_files=tuple(plan.files), cuts=cuts)
 
 
 def check_plan(plan: ModelPlan, division: Division) -> None:

@@ -64,7 +64,7 @@ def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Return the sum of the squares of x []. One thread adds: torch gives each thread a part, so that the last bits depend on their number."""
+    """Return the sum of the squares of x []. One thread adds, because the last bits of torch's sum depend on the number of threads."""
     with threads(None):
         return x.square().sum()
 

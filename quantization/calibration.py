@@ -20,6 +20,7 @@ from models.causal_lm import CausalLM, Stream
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod
 from models.layers.norm import ResidualStream
+from models.layers.pieces import RowSum
 from models.linear_layers import packed_method
 from quantization.activations import ActivationRange, best_static_scale
 from quantization.codes import CodeKind
@@ -99,6 +100,9 @@ class SequentialCalibrator:
 
     A layer's inputs are what the float layers before it give, so that one pass observes a layer and goes on to the next. With `sequential`
     they are what the quantised layers before it give: a second pass, through the quantised layer, goes on.
+
+    The ranks of a stage run their parts of its layers together, each with a calibrator of its own. Inputs that come in pieces are joined,
+    so that the first rank, which `collects`, sees what one process does. The streams come from the stage before.
     """
 
     def __init__(
@@ -109,24 +113,48 @@ class SequentialCalibrator:
         cache: KVCache,
         sequential: bool = True,
         with_cache: bool = False,
+        collects: bool = True,
+        whole: tuple[CausalLM, KVCache] | None = None,
     ) -> None:
         """`probe` is a short batch of its own, whose output tells whether a change of a layer changes what it computes.
 
-        `cache`, which is not quantised, has room for a batch, which is computed in one step: its layers may share their memory.
-        `with_cache`: observe what is written into it, too.
+        `cache` of one layer, which is not quantised, has room for a batch, which is computed in one step. `with_cache`: observe what is
+        written into it, too. `collects`: keep statistics of inputs; without it they are only joined, for the rank that does.
+        `whole`: the undivided model, where `model` is a rank's part, and a cache of one layer with room for the probe.
         """
         self._model, self._cache, self._sequential, self._with_cache = model, cache, sequential, with_cache
-        self._next = 0
-        self._probe = self._enter(probe)
-        self._passages = [self._enter(batch) for batch in batches]
+        self._collects = collects
+        self._whole = whole or (model, cache)
+        self._batches = [probe, *batches]
+        self._next = model.own_layers.start
+        self._passages: list[_Passage] = []
+        """The probe's, then those of the batches."""
         self._samples_per_batch = -(-NUM_SAMPLES // len(batches))
         self.batch_seconds = 0.0
         """Time that the batches took so far to go through layers and to be observed, which grows with their tokens."""
         self._absmax: list[Tensor] = []  # [2, G] of each batch's keys and values in the pass that goes on
+        if model.before is None:
+            self._enter(model.embed)
+
+    def receive(self) -> None:
+        """Take the streams that the stage before sends, before this stage's first layer."""
+        before, dtype = self._model.before, self._cache.dtype
+        assert before is not None
+        self._enter(
+            lambda batch: self._model.received(before.receive(batch.shape.num_tokens, dtype, batch.numbers.device))
+        )
 
     @torch.inference_mode()
-    def _enter(self, batch: Batch) -> _Passage:
-        return _Passage(batch, self._model.embed(batch))
+    def _enter(self, stream_of: Callable[[Batch], Stream]) -> None:
+        self._passages = [_Passage(batch, stream_of(batch)) for batch in self._batches]
+
+    @torch.inference_mode()
+    def send(self) -> None:
+        """Give the streams after this stage's last layer to the stage after."""
+        assert self._model.after is not None
+        for passage in self._passages:
+            self._model.after.send(_total(passage.stream))
+        self._passages.clear()
 
     def observe(self, linears: Sequence[str] = (), with_hessian: bool = False) -> list[ActivationStats]:
         """Return the statistics of inputs of the next layer's linear layers, given by their names in it.
@@ -135,16 +163,15 @@ class SequentialCalibrator:
         """
         if self._sequential and not linears:
             return []
-        observing = _Observing(self._samples_per_batch, with_hessian)
+        observing = _Observing(self._samples_per_batch, with_hessian, self._collects)
         layer, norms = self._model.layers[self._next], self._model.layout.norms
         with self._multiplying_fast(), observing.hooked(layer, linears, norms):
             self._pass(goes_on=not self._sequential, after_batch=observing.forget)
         return list(observing.groups.values())
 
     def output(self) -> Tensor:
-        """Return the probe's hidden states [T, E] after the next layer, as the layer is now."""
-        stream = self._through_layer(self._probe)
-        return stream.total() if isinstance(stream, ResidualStream) else stream
+        """Return the probe's hidden states [T, E] after the next layer, as the whole layer is now."""
+        return _total(self._through_layer(self._passages[0], *self._whole))
 
     def advance(self) -> tuple[Tensor, Tensor] | None:
         """Go on to the layer after the next one. If not `sequential`, `observe` must have been called for the next one.
@@ -153,7 +180,7 @@ class SequentialCalibrator:
         """
         if self._sequential:
             self._pass(goes_on=True)
-        self._probe.stream = self._through_layer(self._probe)
+        self._passages[0].stream = self._through_layer(self._passages[0], self._model, self._cache)
         self._next += 1
         if not self._with_cache:
             return None
@@ -162,10 +189,10 @@ class SequentialCalibrator:
 
     def _pass(self, goes_on: bool, after_batch: Callable[[], None] = lambda: None) -> None:
         """Run all batches through the next layer; if it `goes_on`, their streams become its outputs."""
-        caches, start = self._cache.layers[self._next], perf_counter()
+        caches, start = self._cache.layers[0], perf_counter()
         self._absmax.clear()
-        for passage in self._passages:
-            stream = self._through_layer(passage)
+        for passage in self._passages[1:]:
+            stream = self._through_layer(passage, self._model, self._cache)
             if goes_on:
                 passage.stream = stream
                 if self._with_cache:
@@ -174,9 +201,8 @@ class SequentialCalibrator:
         self.batch_seconds += perf_counter() - start
 
     @torch.inference_mode()
-    def _through_layer(self, passage: _Passage) -> Stream:
-        cache = KVCache([self._cache.layers[self._next]])
-        return self._model.run_layers(passage.stream, passage.batch, cache, range(self._next, self._next + 1))
+    def _through_layer(self, passage: _Passage, model: CausalLM, cache: KVCache) -> Stream:
+        return model.run_layers(passage.stream, passage.batch, cache, range(self._next, self._next + 1))
 
     @contextmanager
     def _multiplying_fast(self) -> Iterator[None]:
@@ -195,13 +221,18 @@ class SequentialCalibrator:
     def observe_head(self, linears: list[str], with_hessian: bool) -> ActivationStats:
         """Return the statistics of the head's inputs, after the last layer."""
         group, start = None, perf_counter()
-        for passage in self._passages:
+        for passage in self._passages[1:]:
             x = self._model.finish(passage.stream)  # [T, E]
             group = group or ActivationStats(linears, None, x, with_hessian)
             group.add(x, self._samples_per_batch)
         assert group is not None
         self.batch_seconds += perf_counter() - start
         return group
+
+
+def _total(stream: Stream) -> Tensor:
+    """Return the hidden states [T, E] of a stream."""
+    return stream.total() if isinstance(stream, ResidualStream) else stream
 
 
 def fast_method(layer: Linear) -> LinearMethod:
@@ -223,8 +254,10 @@ def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
 class _Observing:
     """Hooks that put linear layers with the same input tensor into one group, named by its first layer."""
 
-    def __init__(self, samples_per_batch: int, with_hessian: bool) -> None:
+    def __init__(self, samples_per_batch: int, with_hessian: bool, collects: bool) -> None:
+        """`collects`: as for `SequentialCalibrator`; without it there are no groups."""
         self.groups: dict[str, ActivationStats] = {}
+        self._collects = collects
         self._num_samples = samples_per_batch
         self._with_hessian = with_hessian
         # By tensor: the group's first layer, or the norm that made it. The tensors stay alive meanwhile.
@@ -255,16 +288,22 @@ class _Observing:
         return remember
 
     def input_of(self, name: str) -> Callable[..., None]:
-        def observe(module: nn.Module, inputs: tuple[Tensor, Batch | None]) -> None:
+        def observe(module: Linear, inputs: tuple[Tensor, Batch | None]) -> None:
             x, _ = inputs
             if id(x) not in self._leaders:
                 self._leaders[id(x)] = name, x
+                pieces = module.pieces
+                assert not isinstance(pieces, RowSum)  # whose sums no other division gives
+                whole = x if pieces is None else pieces.observed(x)
+                if not self._collects:
+                    return
                 if name not in self.groups:
                     norm, _ = self._norms.get(id(x), (None, x))
-                    self.groups[name] = ActivationStats([], norm, x, self._with_hessian)
+                    self.groups[name] = ActivationStats([], norm, whole, self._with_hessian)
                 self.groups[name].linears += [name] * (name not in self.groups[name].linears)
-                self.groups[name].add(x, self._num_samples)
-            group = self.groups[self._leaders[id(x)][0]]
-            group.linears += [name] * (name not in group.linears)
+                self.groups[name].add(whole, self._num_samples)
+            if self._collects:
+                group = self.groups[self._leaders[id(x)][0]]
+                group.linears += [name] * (name not in group.linears)
 
         return observe

@@ -12,9 +12,9 @@ from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.linear_layers import LinearSpec, linear_specs
 from quantization.codes import CodeKind
+from quantization.kept_parts import LayoutOf
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
-from quantization.part_files import LayoutOf
 from quantization.plan import plan
 from quantization.scheme import LinearScheme
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from conf.quantization import KVCacheFormat
 from kernels.kv_format import FLOAT8_MAX, INT8_MAX, STATIC_FORMATS, KVFormat, Unquantised
 from models.causal_lm import CausalLM
+from models.cuts import Cut
 from models.layers.attention import Heads
 from models.weights import assign
 from quantization.codes import scale_of
@@ -37,13 +38,20 @@ def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[i
     model.float32_tensors = (*model.float32_tensors, KEY, VALUE)
 
 
-def choose_kv_scales(model: CausalLM, layer: int, absmax: tuple[Tensor, Tensor], format: KVCacheFormat) -> None:
-    """Set a layer's scales to map the largest magnitudes of its keys and of its values, [G] each, to the largest code."""
-    module = attention_names(model)[layer]
+def choose_kv_scales(
+    model: CausalLM, layer: int, absmax: tuple[Tensor, Tensor], format: KVCacheFormat
+) -> dict[str, Cut]:
+    """Set a layer's scales to map the largest magnitudes of its keys and of its values, [G] each, to the largest code.
+
+    Returns by the names of the scales which of the whole layer's they are.
+    """
+    module, cuts = f"{model.layout.layers}.{layer}.{model.layout.attention}", {}
     for own, largest in zip((KEY, VALUE), absmax, strict=True):
         name = f"{module}.{own}"
-        if name in _scales(model):
+        if (heads := _scales(model).get(name)) is not None:
             assign(model, name, scale_of(largest, LARGEST_CODES[format]).reshape(-1, 1, 1))
+            cuts[name] = Cut(0, (range(heads.first_key, heads.first_key + heads.num_key_value_heads),))
+    return cuts
 
 
 def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFormat, KVFormat]]:

@@ -19,9 +19,8 @@ from quantization.activations import quantize_per_token, quantize_static
 from quantization.awq import search_clip
 from quantization.calibration import ActivationStats, SequentialCalibrator
 from quantization.gptq import gptq
-from quantization.kv_scales import choose_kv_scales
 from quantization.layouts.base import StoredWeight
-from quantization.plan import float_weight, place_quantized
+from quantization.plan import float_weight
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
 from quantization.smoothing_record import SMOOTHING
@@ -87,11 +86,21 @@ class Quantizer:
     """Takes the parts in their order, on the activations that the calibrator has for them."""
 
     def __init__(self, model: CausalLM, config: QuantConfig, calibrator: SequentialCalibrator) -> None:
+        """`model` has whole layers in floats."""
         self._model, self._config, self._calibrator = model, config, calibrator
 
-    def quantize(self, part: Part) -> tuple[dict[str, StoredWeight], list[LinearReport], dict[str, Fold] | None]:
-        """Put quantised layers in the places of the part's linear layers, choose scales of its cache where they are static, and go on
-        to the next part.
+    def observe(self, part: Part) -> list[ActivationStats]:
+        """Return the statistics of the inputs of the part's linear layers, as the calibrator does."""
+        with_hessian = self._config.method is QuantMethod.gptq
+        names = [name.removeprefix(part.prefix) for name in part.schemes]
+        if part.index == len(self._model.layers):
+            return [self._calibrator.observe_head(names, with_hessian)]
+        return self._calibrator.observe(names, with_hessian)
+
+    def quantize(
+        self, part: Part, groups: list[ActivationStats]
+    ) -> tuple[dict[str, StoredWeight], list[LinearReport], dict[str, Fold] | None]:
+        """Choose the codes of the part's linear layers, whose inputs were observed. What is folded is folded into the model.
 
         Returns the weights by their layers' full names, reports, and folds by full name: None with a method that folds nothing, and beside
         quant.shift, which scales alone do not tell of. Raises UserError, naming the layer, for what cannot be.
@@ -99,7 +108,6 @@ class Quantizer:
         schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
         full_names = dict(zip(schemes, part.schemes, strict=True))
         weights = {name: float_weight(linear_layer(self._model, full_names[name])).float() for name in schemes}
-        groups = self._observe(part, list(schemes))
         inputs = {name: group for group in groups for name in group.linears}
         with _naming(part.prefix):
             rounded_errors = {name: _rounded_error(weights[name], schemes[name], inputs[name]) for name in inputs}
@@ -113,21 +121,9 @@ class Quantizer:
             error = _error(weights[name], _sampled_weight(chosen), scheme, group) if group else None
             note = "; ".join(filter(None, (notes.get(name), note)))
             reports.append(LinearReport(full_names[name], str(scheme), rounded_errors.get(name), error, note))
-        for full_name, scheme in part.schemes.items():
-            place_quantized(linear_layer(self._model, full_name), scheme, stored[full_name])
-        if part.index < len(self._model.layers):
-            absmax = self._calibrator.advance()
-            if absmax is not None:
-                choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
         if self._config.method not in SMOOTHING or self._config.shift:
             return stored, reports, None
         return stored, reports, {full_names[name]: fold for name, fold in folds.items()}
-
-    def _observe(self, part: Part, names: list[str]) -> list[ActivationStats]:
-        with_hessian = self._config.method is QuantMethod.gptq
-        if part.index == len(self._model.layers):
-            return [self._calibrator.observe_head(names, with_hessian)]
-        return self._calibrator.observe(names, with_hessian)
 
     def _smooth(
         self, part: Part, weights: Weights, groups: list[ActivationStats], schemes: dict[str, LinearScheme]

@@ -54,21 +54,27 @@ def smoothed_by(config: ConfigReader, folder: Path) -> str | None:
     return next((name.removesuffix("Modifier").lower() for name in MODIFIERS if name in text), None)
 
 
-def add_folds(folder: Path, folds: Mapping[str, Fold]) -> None:
-    """Write the folds of further layers into a folder's file of them. Raises UserError where that is damaged."""
-    path = folder / FOLDS
-    tensors = SafetensorsFile(path).read_whole()[0] if path.is_file() else {}
+def fold_tensors(folds: Mapping[str, Fold]) -> dict[str, Tensor]:
+    """Return the tensors of the file that hold the folds, by the layer's full name."""
+    tensors: dict[str, Tensor] = {}
     for layer, fold in folds.items():
         own = {INPUTS: fold.input_scales, OUTPUTS: fold.output_scales}
         tensors |= {f"{layer}.{name}": scales for name, scales in own.items() if scales is not None}
-    save_tensors(path, tensors, {})
+    return tensors
+
+
+def add_folds(folder: Path, folds: Mapping[str, Tensor]) -> None:
+    """Write what `fold_tensors` gives of further layers into a folder's file of them. Raises UserError where that is damaged."""
+    path = folder / FOLDS
+    tensors = SafetensorsFile(path).read_whole()[0] if path.is_file() else {}
+    save_tensors(path, tensors | dict(folds), {})
 
 
 def copy_folds(folder: Path, to: Path, model: CausalLM) -> None:
     """Copy what a checkpoint's folder tells, of the layers that rows can adapt, into that of its exported model. Raises as `read_folds`."""
     if (folds := read_folds(folder, model)) is not None:
         layers = adaptable_layers(model)
-        add_folds(to, {name: fold for name, fold in folds.items() if name in layers})
+        add_folds(to, fold_tensors({name: fold for name, fold in folds.items() if name in layers}))
     if (folder / RECIPE).is_file():
         shutil.copyfile(folder / RECIPE, to / RECIPE)
 

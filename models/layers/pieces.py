@@ -42,6 +42,10 @@ class RowPieces:
         """Return what the layer multiplies of this rank's x [T, *]."""
         return self.inputs.joined(x)
 
+    def observed(self, x: Tensor) -> Tensor:
+        """Return the layer's whole inputs to rank 0; the others keep what they have."""
+        return self.inputs.joined_by_first(x)
+
     def whole(self, y: Tensor) -> Tensor:
         """Return the whole outputs [T, E] of what this rank's product gives."""
         return self.outputs.joined(y)

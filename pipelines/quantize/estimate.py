@@ -16,14 +16,14 @@ from pipelines.engine import Engine
 from pipelines.fingerprint import sha256_of
 from pipelines.planning import ModelPlan, plan_model, without_quantization
 from pipelines.quantize.calibration_data import CalibrationData
-from pipelines.quantize.layers import calibrator_of
+from pipelines.quantize.layers import calibration_batches, calibration_cache
 from pipelines.quantize.report import measured_texts
+from pipelines.quantize.share import Share
 from pipelines.request_settings import RequestSettings
 from quantization.calibration import NUM_SAMPLES
 from quantization.file_layout import FileLayout
-from quantization.kv_scales import place_kv_scales
 from quantization.part_files import REST, PartFiles
-from quantization.quantizer import Part, Quantizer, parts_of
+from quantization.quantizer import Part, parts_of
 from quantization.scheme import LinearScheme
 
 START_S = 3.0  # imports, and the texts' tokens
@@ -61,10 +61,10 @@ def expected_seconds(
     samples = _folded(data.samples, engine)
     text = _folded(measured_texts(data.held_out, engine.sees_later_tokens), engine)[0]
     with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
-        files = PartFiles(Path(scratch), layout.layout_of)
+        files = PartFiles(Path(scratch))
         keep_rest = _seconds_to_keep_rest(engine, files)
         before = _predict(engine, text)
-        costs = _measure(run, engine, files, _schemes(parts, kinds), samples)
+        costs = _measure(run, engine, files, replace(layout, schemes=_schemes(parts, kinds)), samples)
         after = _predict(engine, text)
     num_tokens, head_share = sum(map(len, data.samples)), model.config.vocab_size / engine.vocab_size
     layers = [costs[kind] for kind in kinds]
@@ -125,26 +125,29 @@ def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
 
 
 def _measure(
-    run: RunConfig, engine: Engine, files: PartFiles, schemes: dict[str, LinearScheme], samples: list[list[int]]
+    run: RunConfig, engine: Engine, files: PartFiles, layout: FileLayout, samples: list[list[int]]
 ) -> list[PartCost]:
     """Quantise and keep all parts of a small model."""
-    model, costs, num_tokens = engine.runner.model, [], sum(map(len, samples))
-    if run.quant.has_static_kv_cache:
-        place_kv_scales(model, per_head=True, found={})
-    calibrator = calibrator_of(engine, run.quant, samples)
-    quantizer = Quantizer(model, run.quant, calibrator)
-    for part in parts_of(model, schemes):
-        start, growing = time.perf_counter(), -calibrator.batch_seconds
-        files.write(part, model, *quantizer.quantize(part))
+    costs, num_tokens = [], sum(map(len, samples))
+    batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
+    share = Share(run.quant, layout, engine.runner.model, batches, cache)
+    for part in share.parts:
+        start, growing = time.perf_counter(), -share.calibrator.batch_seconds
+        chosen = share.choose(part)
+        assert chosen is not None
+        share.place(part, chosen.tensors)
+        files.write(part, chosen)
         sha256_of(files.path_of(part))
-        growing += calibrator.batch_seconds
+        growing += share.calibrator.batch_seconds
         costs.append(PartCost(growing / num_tokens, time.perf_counter() - start - growing))
     return costs
 
 
 def _seconds_to_keep_rest(engine: Engine, files: PartFiles) -> float:
-    start = time.perf_counter()
-    files.write_rest(engine.runner.model, parts_of(engine.runner.model, {}))
+    start, layers = time.perf_counter(), f"{engine.runner.model.layout.layers}."
+    files.write_rest(
+        {name: tensor.data for name, tensor in engine.runner.model.named_parameters() if not name.startswith(layers)}
+    )
     sha256_of(files.folder / REST)
     return time.perf_counter() - start
 

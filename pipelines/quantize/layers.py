@@ -1,74 +1,48 @@
 """Quantises the layers of an engine's float model, one after the other, on calibration samples."""
 
+from dataclasses import replace
+
 from conf.errors import UserError
-from conf.quantization import KVCacheFormat, QuantConfig
 from models.batch import Batch, KVCache
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
-from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.quantize.share import Share
 from pipelines.report import ProgressSink
-from quantization.calibration import PROBE_TOKENS, SequentialCalibrator
-from quantization.kv_scales import place_kv_scales, static_kv_formats
+from quantization.calibration import PROBE_TOKENS
 from quantization.part_files import PartFiles
-from quantization.quantizer import LinearReport, Quantizer, is_sequential, parts_of
-from quantization.scheme import LinearScheme
+from quantization.quantizer import LinearReport
 
 
-def quantize_layers(
-    engine: Engine,
-    config: QuantConfig,
-    schemes: dict[str, LinearScheme],
-    samples: list[list[int]],
-    files: PartFiles,
-    progress: ProgressSink,
-) -> list[LinearReport]:
+def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> list[LinearReport]:
     """Quantise all parts of the model in their order and keep each in `files`; those that an earlier run finished are read.
 
-    `schemes`: by the names of the linear layers that are quantised. Raises UserError for what cannot be.
+    `share`: that of the process, or rank 0's. Raises UserError for what cannot be.
     """
-    model = engine.runner.model
-    parts = parts_of(model, schemes)
-    if config.has_static_kv_cache:
-        place_kv_scales(model, per_head=True, found={})
-    calibrator = calibrator_of(engine, config, samples)
-    quantizer, reports = Quantizer(model, config, calibrator), []
-    for i, part in enumerate(parts):
+    reports: list[LinearReport] = []
+    for i, part in enumerate(share.parts):
         if files.has(part):
-            if part.index < len(model.layers):
-                calibrator.observe()
-            reports += files.read(part, model)
-            if part.index < len(model.layers):
-                calibrator.advance()
+            kept = files.read(part)
+            share.pass_over(part)
+            share.place(part, kept.tensors)
         else:
-            stored, new, folds = quantizer.quantize(part)
-            files.write(part, model, stored, new, folds)
-            reports += new
-        progress.quantized(i + 1, len(parts))
+            chosen = share.choose(part)
+            assert chosen is not None
+            kept = replace(chosen, tensors=chosen.tensors | share.place(part, chosen.tensors))
+            files.write(part, kept)
+        reports += kept.reports
+        progress.quantized(i + 1, len(share.parts))
     return reports
 
 
-def calibrator_of(engine: Engine, config: QuantConfig, samples: list[list[int]]) -> SequentialCalibrator:
-    """Return what runs the engine's model over the samples, before its first layer. Raises UserError for samples that are too long."""
-    cache = engine.runner.cache
-    one_layer = KVCache([cache.layers[0]] * len(cache.layers))  # a batch is one step: layers need not remember
-    batches, probe = calibration_batches(engine, samples)
-    return SequentialCalibrator(
-        engine.runner.model, batches, probe, one_layer, is_sequential(config), config.has_static_kv_cache
-    )
+def calibration_cache(engine: Engine) -> KVCache:
+    """Return the engine's cache for one layer: a batch is one step, so that layers need not remember."""
+    return KVCache(engine.runner.cache.layers[:1])
 
 
-def quantize_cache(engine: Engine, format: KVCacheFormat) -> None:
-    """Give the engine a cache under the scales that its model has now."""
-    model, old = engine.runner.model, engine.runner.cache
-    formats = static_kv_formats(model, format)
-    cache = allocate_kv_cache(
-        model.attention_heads, engine.num_blocks, engine.block_size, formats, old.dtype, engine.device
-    )
-    engine.run_over(model, cache)
-
-
-def calibration_batches(engine: Engine, samples: list[list[int]]) -> tuple[list[Batch], Batch]:
-    """Return all samples, as many in a batch as a step takes; and the beginning of the first, or all of it where tokens see later ones."""
+def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
+    """Return the beginning of the first sample, or all of it where tokens see later ones; then all samples, as many in a batch as a step
+    takes. Raises UserError for samples that are too long.
+    """
     longest = max(map(len, samples))
     num_at_once = engine.num_at_once(longest)
     if not num_at_once:
@@ -86,4 +60,4 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> tuple[list[
         )
 
     probe = samples[0] if engine.sees_later_tokens else samples[0][:PROBE_TOKENS]
-    return [batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once)], batch([probe])
+    return [batch([probe]), *(batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once))]

@@ -12,14 +12,14 @@ from pipelines.assembly import assemble
 from pipelines.engine import Engine
 from pipelines.opening import ModelSource
 from pipelines.output_folder import complete_folder
-from pipelines.planning import without_quantization
+from pipelines.planning import plan_model, without_quantization
 from pipelines.quantize.job import job_of
-from pipelines.quantize.layers import quantize_cache, quantize_layers
+from pipelines.quantize.layers import calibration_batches, calibration_cache, quantize_layers
 from pipelines.quantize.preflight import Preflight, preflight
 from pipelines.quantize.report import Predictions, write_report
-from pipelines.request_settings import read_request_settings
+from pipelines.quantize.share import Share
+from pipelines.request_settings import RequestSettings, read_request_settings
 from quantization.part_files import PartFiles
-from quantization.quantizer import parts_of
 from quantization.smoothing_record import mark_smoothing
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,44 @@ def make_model(
     source.warn_of_unread_keys()
     log.warning("calibrating %s on %s: %s; it is kept in %s", what, samples, ready.duration, target)
     with progress.calibrating():
-        float_run = replace(run, model=replace(run.model, keep_packed=False))  # it is read once
-        engine = assemble(without_quantization(float_run), ready.plan, settings, 1, progress.loaded)
-        return _make(run, engine, ready, target, progress, with_report)
+        float_run = without_quantization(replace(run, model=replace(run.model, keep_packed=False)))  # it is read once
+        if not run.parallel.mode.divides:
+            engine = assemble(float_run, ready.plan, settings, 1, progress.loaded)
+            batches, cache = calibration_batches(engine, ready.data.samples), calibration_cache(engine)
+            share = Share(run.quant, ready.layout, engine.runner.model, batches, cache)
+            return _make(run, engine, share, ready, target, progress, with_report)
+        return _make_with_ranks(run, float_run, settings, ready, target, progress, with_report)
+
+
+def _make_with_ranks(
+    run: RunConfig,
+    float_run: RunConfig,
+    settings: RequestSettings,
+    ready: Preflight,
+    target: Path,
+    progress: report.ProgressSink,
+    with_report: bool,
+) -> dict[str, Any]:
+    """Do what `make_model` does, with ranks that end with it."""
+    from pipelines.quantize.ranks import LeadingShare  # here, because other runs have one process
+    from pipelines.ranks.leader import lead
+
+    whole = ready.plan
+    leader = lead(float_run, whole)
+    try:
+        plan = leader.part(plan_model(float_run, whole.source, whole.device, packed=False))
+        engine = assemble(float_run, plan, settings, 1, progress.loaded, leader=leader)
+        batches, cache = calibration_batches(engine, ready.data.samples), calibration_cache(engine)
+        share = LeadingShare(run, ready.layout, plan, whole, batches, cache, leader.workers)
+        return _make(run, engine, share, ready, target, progress, with_report)
+    finally:
+        leader.close()
 
 
 def _make(
     run: RunConfig,
     engine: Engine,
+    share: Share,
     ready: Preflight,
     target: Path,
     progress: report.ProgressSink,
@@ -53,22 +83,21 @@ def _make(
     refuse_damaged(model)
     bytes_before = engine.runner.weight_bytes
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
-        files = PartFiles.begin(folder, job_of(run, source), layout.layout_of)
-        # Before predictions, which may normalise a head in place.
-        files.write_rest(model, parts_of(model, layout.schemes))
+        files = PartFiles.begin(folder, job_of(run, source))
+        files.write_rest(share.rest())  # before predictions, which may normalise a head in place
         before = Predictions(engine, data.held_out) if with_report else None
-        reports = quantize_layers(engine, run.quant, layout.schemes, data.samples, files, progress)
+        reports = quantize_layers(share, files, progress)
         metrics: dict[str, Any] = {
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
             "weight_bytes": engine.runner.weight_bytes,
-            "peak_memory_bytes": report.peak_memory_bytes(engine.device),
+            "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.runner.peak_memory_of_others,
         }
         if before is not None:
             if run.quant.has_static_kv_cache:
-                quantize_cache(engine, run.quant.kv_cache)
+                engine.run_over(model, share.static_cache(engine.runner.cache))
             metrics |= before.compared_with(engine)
             write_report(folder, run, data.source, reports, metrics)
         config = {"quantization_config": layout.config, **mark_smoothing(run.quant)}
-        files.complete(source.checkpoint, model, config, engine.dtype)
+        files.complete(source.checkpoint, share.is_tied, config, engine.dtype)
     return metrics

@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from conf.terminal import visible
 from kernels.collectives import RankFailed
@@ -16,6 +18,8 @@ from pipelines.interrupt import RankLost
 from pipelines.ranks.messages import Channel, Gone, Header, Message, Silent, readable
 from pipelines.ranks.place import Place
 from pipelines.run_log import log_of_rank
+
+T = TypeVar("T")
 
 LOOK_S = 0.2  # between two looks at what may have failed
 GRACE_S = 3.0  # for the run to end by itself once a rank is lost
@@ -83,12 +87,24 @@ class Workers:
         """Return the processes of the workers that this process has started."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
-    def tell(self, header: Header, payload: bytes | memoryview = b"") -> None:
-        """Send a message to every rank. Raises RankLost."""
+    def tell(self, header: Header, payload: bytes | memoryview = b"", ranks: range | None = None) -> None:
+        """Send a message to these ranks, None: to every one. Raises RankLost."""
         for worker in self._workers:
-            with suppress(Gone):  # the watcher says why
-                worker.channel.send(header, payload)
+            if ranks is None or worker.rank in ranks:
+                with suppress(Gone):  # the watcher says why
+                    worker.channel.send(header, payload)
         self.check()
+
+    def meanwhile(self, compute: Callable[[], T]) -> T:
+        """Return what rank 0 computes while the others do what they were told. Raises RankLost where that does not count."""
+        try:
+            result = compute()
+        except BaseException:
+            self.check()
+            self.abort()  # the others may wait for this rank
+            raise
+        self.check()
+        return result
 
     def answers(self) -> list[Header]:
         """Wait for one message of each rank, in their order. Raises RankLost."""

@@ -26,6 +26,7 @@ from pipelines.fingerprint import common_fingerprint
 from pipelines.journal import Fingerprint
 from pipelines.opening import open_source
 from pipelines.planning import divide_plan, plan_model
+from pipelines.quantize.ranks import FollowingShare
 from pipelines.ranks.messages import Channel, Gone, Header
 from pipelines.ranks.place import division_of, shared_place, torch_place
 from pipelines.ranks.tensors import described, numbers_of, read
@@ -97,7 +98,7 @@ class Follower:
             self._compare(start["common"], common_fingerprint(source.checkpoint.path))
         if run.decode.speculate is Speculate.mtp:
             source = predicting_ahead(source)
-        whole = plan_model(run, source, device, packed=True)
+        whole = plan_model(run, source, device, packed=start["packed"])
         plan = divide_plan(whole, division, place.group, place.neighbours)
         load_planned(run, plan)
         self._run, self._plan = run, plan
@@ -149,6 +150,7 @@ class Follower:
             "unload_adapter": self._unload_adapter,
             "fill_slot": self._fill_slot,
             "count": self._count,
+            "quantize": self._quantize,
         }[name]
 
     def _make_runner(self, header: Header, content: bytearray) -> None:
@@ -215,6 +217,18 @@ class Follower:
         start = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"]) * torch.int64.itemsize
         (tensor,) = read(header["tensors"], content, start)
         return tensor.to(self._plan.device)
+
+    def _quantize(self, header: Header, content: bytearray) -> None:
+        """Do a step of a quantisation. Its last one gives the rank a cache under the scales that were found."""
+        assert self._cache is not None
+        if header["step"] == "begin":
+            batches = [self._runner.on_device(batch) for batch in _batches(header, content)]
+            one_layer = KVCache(self._cache.layers[:1])
+            self._share = FollowingShare(self._channel, self._place, self._plan, batches, one_layer, header)
+        elif header["step"] == "static_cache":
+            self._cache = self._share.static_cache(self._cache)
+        else:
+            self._share.follow(header, content)
 
     def _count(self, header: Header, content: bytearray) -> None:
         runner = self._runner

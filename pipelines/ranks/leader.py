@@ -121,6 +121,7 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
         "num_gpus": num_gpus,
         "backend": backend.name,
         "head": source.architecture.head.name,
+        "packed": whole.packed,
         "run": plain(asdict(replace(run, model=model, device=device, sweep=SweepConfig()))),
     }
     starts = [
@@ -322,14 +323,7 @@ class LeadingRunner(Runner):
         header |= {"shapes": [batch.shape for batch in batches], "tensors": described(own)}
         content = numbers_of([*(batch.numbers for batch in batches), *own])
         self._workers.tell(header, content)
-        try:
-            result = compute()
-        except BaseException:
-            self._workers.check()
-            self._workers.abort()  # the others may wait for this rank
-            raise
-        self._workers.check()
-        return result
+        return self._workers.meanwhile(compute)
 
     def _answer(self) -> list[Tensor]:
         """Return what the last stage has computed for the last message. Raises RankLost."""

@@ -1,0 +1,34 @@
+"""A tensor that the ranks of a stage have in parts, joined by the first of them."""
+
+import torch
+from torch import Tensor
+
+from kernels.collectives import Group
+from models.cuts import Cut
+
+
+def joined_by_first(part: Tensor, cut: Cut | None, group: Group) -> Tensor:
+    """Return the whole tensor to rank 0; the others keep their part. All ranks call it. `cut`: of this rank; None: the part is the whole.
+
+    What several ranks have, such as a key head, is taken of the last of them.
+    """
+    if cut is None or group.size == 1:
+        return part
+    each = (1,) * group.size
+    own = torch.cat([torch.arange(r.start, r.stop, device=part.device) for r in cut.ranges])  # [O]
+    counts = group.gather(own.new_full((1, 1), len(own)), each)[0].tolist()
+    places = group.gather(_padded(own[:, None], max(counts)), each)  # [most, p]
+    moved = part.movedim(cut.axis, 0)
+    rows = moved.reshape(len(own), -1)  # [O, the other axes]
+    width = rows.shape[1]
+    every = group.gather_first(_padded(rows, max(counts)), (width,) * group.size)  # [most, p * width]
+    if every is None:
+        return part
+    whole = rows.new_empty(int(places.max()) + 1, width)
+    for rank, count in enumerate(counts):
+        whole[places[:count, rank]] = every[:count, rank * width : (rank + 1) * width]
+    return whole.view(-1, *moved.shape[1:]).movedim(0, cut.axis).contiguous()
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(num_rows - len(rows), rows.shape[1])])

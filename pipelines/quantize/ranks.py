@@ -1,0 +1,152 @@
+"""A quantisation by ranks: rank 0 says what is next, the first rank of a part's stage chooses its codes, and all of the stage take them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from conf.compose import from_json
+from conf.schema import RunConfig
+from models.batch import Batch, KVCache
+from models.parallel import stage_layers
+from pipelines.fingerprint import plain
+from pipelines.planning import ModelPlan, plan_model, without_quantization
+from pipelines.quantize.share import Share
+from pipelines.ranks.control import Workers
+from pipelines.ranks.messages import Channel, Header
+from pipelines.ranks.place import Place
+from pipelines.ranks.tensors import described, numbers_of, read
+from quantization.file_layout import FileLayout, file_layout
+from quantization.kept_parts import KeptPart
+from quantization.quantizer import LinearReport, Part
+
+
+class LeadingShare(Share):
+    """Rank 0's share of a quantisation, which the other ranks do with it. Its results are those of the part's stage."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: FileLayout,
+        plan: ModelPlan,
+        whole: ModelPlan,
+        batches: list[Batch],
+        cache: KVCache,
+        workers: Workers,
+    ) -> None:
+        """`plan` is of rank 0's part, `whole` of the undivided model, which is on the meta device. Raises RankLost, as all methods do."""
+        header = {"op": "quantize", "step": "begin", "run": plain(asdict(run)), "shapes": [b.shape for b in batches]}
+        workers.tell(header, numbers_of(batch.numbers for batch in batches))
+        group, division = workers.place.group, workers.place.division
+        self._workers, self._tp = workers, division.tp
+        self._stages = stage_layers(whole.model, division.pp, whole.dtype)
+        self._reached = 0  # the stage that has the streams
+        super().__init__(run.quant, layout, plan.model, batches, cache, whole.model, plan.cuts, group)
+
+    def rest(self) -> dict[str, Tensor]:
+        last = len(self._stages) - 1
+        for stage in {0, last}:
+            self._tell(stage, {"step": "rest"})
+        found = self._workers.meanwhile(super().rest)
+        if last:
+            found |= self._answer(last).tensors
+        return {name: found[name] for name, _ in self._whole.named_parameters() if name in found}
+
+    def choose(self, part: Part) -> KeptPart | None:
+        stage = self._begin("choose", part)
+        return self._answer(stage) if stage else self._workers.meanwhile(lambda: super(LeadingShare, self).choose(part))
+
+    def pass_over(self, part: Part) -> None:
+        if not self._begin("pass_over", part):
+            self._workers.meanwhile(lambda: super(LeadingShare, self).pass_over(part))
+
+    def place(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stage = self._begin("place", part, KeptPart(dict(tensors), []))
+        if stage:
+            return self._answer(stage).tensors
+        return self._workers.meanwhile(lambda: super(LeadingShare, self).place(part, tensors))
+
+    def static_cache(self, cache: KVCache) -> KVCache:
+        self._workers.tell({"op": "quantize", "step": "static_cache"})
+        return super().static_cache(cache)
+
+    def _begin(self, step: str, part: Part, given: KeptPart | None = None) -> int:
+        """Let the part's stage begin a step, and return its number. Before its first one it gets the streams of the stage before."""
+        last = self._stages[-1].stop - 1
+        stage = next(i for i, layers in enumerate(self._stages) if min(part.index, last) in layers)
+        self._tell(stage, {"step": step, "part": part.index}, given)
+        if stage > self._reached:
+            self._tell(self._reached, {"step": "leave"})
+            if self._reached == 0:
+                self._workers.meanwhile(super().leave)
+            self._reached = stage
+        return stage
+
+    def _tell(self, stage: int, header: Header, given: KeptPart | None = None) -> None:
+        more, content = ({}, b"") if given is None else message_of(given)
+        ranks = range(stage * self._tp, (stage + 1) * self._tp)
+        self._workers.tell({"op": "quantize", **header, **more}, content, ranks)
+
+    def _answer(self, stage: int) -> KeptPart:
+        return kept_of(*self._workers.answer_of(stage * self._tp))
+
+
+class FollowingShare:
+    """Another rank's share, which it does as rank 0 says."""
+
+    def __init__(
+        self, channel: Channel, place: Place, plan: ModelPlan, batches: list[Batch], cache: KVCache, header: Header
+    ) -> None:
+        """`plan` is of the rank's part. `header`: of rank 0's first message. Raises UserError as `plan_model` does."""
+        self._channel, self._place = channel, place
+        run = from_json(header["run"])
+        whole = plan_model(without_quantization(run), plan.source, plan.device, packed=False).model
+        layout = file_layout(whole, run.quant, run.quantize.format)
+        self._share = Share(run.quant, layout, plan.model, batches, cache, whole, plan.cuts, place.group)
+
+    def follow(self, header: Header, content: bytearray) -> None:
+        """Do a step. The first rank of a stage tells rank 0 what it gives."""
+        result = self._step(header, content)
+        self._place.check()
+        if result is not None and self._place.division.tp_rank == 0:
+            self._channel.send(*message_of(result))
+
+    def static_cache(self, cache: KVCache) -> KVCache:
+        return self._share.static_cache(cache)
+
+    def _step(self, header: Header, content: bytearray) -> KeptPart | None:
+        share = self._share
+        match header["step"]:
+            case "rest":
+                return KeptPart(share.rest(), [])
+            case "choose":
+                return share.choose(share.parts[header["part"]])
+            case "pass_over":
+                share.pass_over(share.parts[header["part"]])
+            case "place":
+                return KeptPart(share.place(share.parts[header["part"]], kept_of(header, content).tensors), [])
+            case "leave":
+                share.leave()
+        return None
+
+
+def message_of(kept: KeptPart) -> tuple[Header, bytes]:
+    """Return a message that holds a part, or some tensors of one."""
+    folds = kept.folds or {}
+    tensors = [*kept.tensors.values(), *folds.values()]
+    header: dict[str, Any] = {
+        "names": [*kept.tensors],
+        "folds": None if kept.folds is None else [*folds],
+        "reports": [asdict(report) for report in kept.reports],
+        "tensors": described(tensors),
+    }
+    return header, numbers_of(tensors)
+
+
+def kept_of(header: Header, content: bytearray) -> KeptPart:
+    """Return what `message_of` has made a message of."""
+    tensors = iter(read(header["tensors"], content))
+    own = {name: next(tensors).clone() for name in header["names"]}  # where they are aligned
+    folds = None if header["folds"] is None else {name: next(tensors).clone() for name in header["folds"]}
+    return KeptPart(own, [LinearReport(**report) for report in header["reports"]], folds)

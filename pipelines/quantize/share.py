@@ -1,0 +1,129 @@
+"""A rank's share of a quantisation; that of a process of its own is all of it.
+
+The ranks of a stage run their parts of its layers over the samples together. The first of them has what one process has of a layer: whole
+inputs, and while codes are chosen whole float weights. So codes and scales have the bits of one process.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from conf.quantization import QuantConfig
+from kernels.collectives import Alone, Group
+from kernels.kv_format import KVFormat, Unquantised
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from models.cuts import Cut
+from models.joined import joined_by_first
+from models.layers.linear import tied_weight
+from models.weights import place_tensor
+from pipelines.engine.kv_cache import allocate_kv_cache
+from quantization.calibration import SequentialCalibrator
+from quantization.file_layout import FileLayout
+from quantization.kept_parts import KeptPart, part_tensors, place_part
+from quantization.kv_scales import choose_kv_scales, static_kv_formats
+from quantization.quantizer import Part, Quantizer, is_sequential, parts_of
+from quantization.smoothing_record import fold_tensors
+
+
+class Share:
+    """Takes the parts of its stage in their order: `choose` or `pass_over` one, then `place` it."""
+
+    def __init__(
+        self,
+        config: QuantConfig,
+        layout: FileLayout,
+        model: CausalLM,
+        batches: list[Batch],
+        cache: KVCache,
+        whole: CausalLM | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        """`model` has float weights, `cache` of one layer room for each of the batches, of which the first is the probe.
+
+        Of a rank `whole` is the undivided model on the meta device, `cuts` tell its part, and `group` joins it to those of its stage.
+        """
+        self._config, self._layout, self._model, self._cuts = config, layout, model, cuts or {}
+        self._whole, self._group = whole or model, group or Alone()
+        self.parts = parts_of(self._whole, layout.schemes)
+        self.is_tied = tied_weight(self._whole.head) is not None and len(self.parts) == len(self._whole.layers)
+        """Whether the head has no tensors of its own."""
+        is_first, (probe, *rest) = self._group.rank == 0, batches
+        of_probe = None if whole is None else (whole, _probe_cache(whole, model, probe, cache))
+        self.calibrator = SequentialCalibrator(
+            model, rest, probe, cache, is_sequential(config), config.has_static_kv_cache, is_first, of_probe
+        )
+        self._quantizer = Quantizer(self._whole, config, self.calibrator)
+
+    def has(self, part: Part) -> bool:
+        """Return whether the part is of this rank's stage."""
+        num_layers = len(self._whole.layers)
+        return min(part.index, num_layers - 1) in self._model.own_layers
+
+    def rest(self) -> dict[str, Tensor]:
+        """Return what is in no part: on the first rank all that the stage has of it."""
+        prefixes = tuple(part.prefix for part in self.parts)
+        return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
+
+    def choose(self, part: Part) -> KeptPart | None:
+        """Observe the part's inputs, and choose its codes on the first rank. Returns None on the others. Raises UserError."""
+        self._arrive(part)
+        is_first, is_head = self._group.rank == 0, part.index == len(self._whole.layers)
+        groups = self._quantizer.observe(part) if is_first or not is_head else []
+        names = [name for name, _ in self._whole.named_parameters() if name.startswith(part.prefix)]
+        if is_head and tied_weight(self._whole.head) is not None:
+            names.append(f"{self._whole.layout.embedding}.weight")
+        floats = {} if self._whole is self._model else self._joined(names)
+        if not is_first:
+            return None
+        for name, tensor in floats.items():
+            place_tensor(self._whole, name, tensor)
+        stored, reports, folds = self._quantizer.quantize(part, groups)
+        tensors = part_tensors(part, self._whole, stored, self._layout.layout_of)
+        for name, tensor in floats.items():
+            place_tensor(self._whole, name, torch.empty_like(tensor, device="meta"))
+        return KeptPart(tensors, reports, None if folds is None else fold_tensors(folds))
+
+    def pass_over(self, part: Part) -> None:
+        """Do what `choose` does of a part that an earlier run has kept."""
+        self._arrive(part)
+        if part.index < len(self._whole.layers):
+            self.calibrator.observe()
+
+    def place(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put a part, whole, in the place of the floats, and go on. Returns the static scales of its cache, whole on the first rank."""
+        place_part(part, self._model, tensors, self._cuts, self._layout.layout_of)
+        absmax = self.calibrator.advance() if part.index < len(self._whole.layers) else None
+        if absmax is None:
+            return {}
+        cuts = choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
+        return {n: joined_by_first(self._model.get_parameter(n).data, cut, self._group) for n, cut in cuts.items()}
+
+    def leave(self) -> None:
+        """Give the next stage what its layers begin with."""
+        self.calibrator.send()
+
+    def static_cache(self, cache: KVCache) -> KVCache:
+        """Return a cache of as many blocks as another one, under the scales that were found."""
+        num_blocks, block_size = cache.tensors[0].shape[:2]
+        formats, device = static_kv_formats(self._model, self._config.kv_cache), cache.tensors[0].device
+        return allocate_kv_cache(self._model.attention_heads, num_blocks, block_size, formats, cache.dtype, device)
+
+    def _arrive(self, part: Part) -> None:
+        if part.index == self._model.own_layers.start > 0:
+            self.calibrator.receive()
+
+    def _joined(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the parameters of these names that the stage has, whole on the first rank."""
+        own = dict(self._model.named_parameters())
+        return {n: joined_by_first(own[n].data, self._cuts.get(n), self._group) for n in names if n in own}
+
+
+def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
+    """Return a cache of one whole layer with room for the probe."""
+    keys, device = cache.layers[0][0], probe.numbers.device
+    num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
+    formats: list[tuple[KVFormat, KVFormat]] = [(Unquantised(), Unquantised())]
+    return allocate_kv_cache(whole.attention_heads[:1], num_blocks, block_size, formats, keys.dtype, device)

@@ -1,0 +1,75 @@
+"""A quantised part of a model as tensors: by their names in the files, whole, to be written, sent to ranks, and put into a float model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.causal_lm import CausalLM
+from models.cuts import Cut
+from models.formats.sliced import part_of
+from models.linear_layers import LinearSpec, linear_layer
+from models.weights import place_tensor
+from quantization.layouts.base import StoredWeight, WritableLayout
+from quantization.layouts.shared import SharedLayout
+from quantization.plan import place_quantized
+from quantization.quantizer import LinearReport, Part
+from quantization.scheme import LinearScheme
+
+LayoutOf = Callable[[LinearSpec, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
+"""The layout of a layer's weight in the files. The shapes are of what is there, when it is read."""
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    tensors: dict[str, Tensor]
+    """By their names in the files: codes and scales of its linear layers, and its other parameters."""
+    reports: list[LinearReport]
+    folds: dict[str, Tensor] | None = None
+    """What was folded into it, by the names of `smoothing_record`. None: nothing that scales tell of, or it is in its file already."""
+
+
+def part_tensors(
+    part: Part, model: CausalLM, stored: Mapping[str, StoredWeight], layout_of: LayoutOf
+) -> dict[str, Tensor]:
+    """Return the tensors of a part whose weights are chosen, in a model that has floats there."""
+    coded = tuple(f"{name}." for name in part.schemes)
+    tensors = {
+        name: parameter.data
+        for name, parameter in model.named_parameters()
+        if name.startswith(part.prefix) and not name.startswith(coded)
+    }
+    for name, scheme in part.schemes.items():
+        bias = linear_layer(model, name).bias
+        outputs, inputs = stored[name].weight.codes.shape
+        spec = LinearSpec(name, (outputs, inputs), is_transposed=False, has_bias=bias is not None)
+        own = layout_of(spec, scheme, {}).write(stored[name])
+        own |= {} if bias is None else {"bias": bias.data}
+        tensors |= {f"{name}.{own_name}": tensor for own_name, tensor in own.items()}
+    return tensors
+
+
+def place_part(
+    part: Part, model: CausalLM, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], layout_of: LayoutOf
+) -> None:
+    """Put a part, whole, into a model that has floats there. A rank's model takes its own outputs; `cuts`: as `divide` returns them.
+
+    Raises UserError for impossible values.
+    """
+    device, rest = next(model.parameters()).device, dict(tensors)
+    for name, scheme in part.schemes.items():
+        layer, prefix = linear_layer(model, name), f"{name}."
+        own = {t.removeprefix(prefix): rest.pop(t) for t in tensors if t.startswith(prefix)}
+        if "bias" in own:
+            rest[f"{name}.bias"] = own.pop("bias")
+        spec = LinearSpec(name, layer.whole_shape, layer.is_transposed, layer.bias is not None)
+        layout = layout_of(spec, scheme, {n: tuple(t.shape) for n, t in own.items()})
+        if layer.outputs is None:
+            place_quantized(layer, scheme, layout.read(own))
+        else:
+            shared = SharedLayout(layout, layer.outputs)
+            own |= {n: part_of(own[n], cut) for n, cut in shared.cuts().items()}
+            place_quantized(layer, scheme, shared.read(own))
+    for name, tensor in rest.items():
+        own_part = part_of(tensor, cuts[name]) if name in cuts else tensor
+        place_tensor(model, name, own_part.to(device, copy=True))
