@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import RunConfig
-from models.weights import refuse_damaged
 from pipelines import report
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
@@ -80,7 +79,6 @@ def _make(
     with_report: bool,
 ) -> dict[str, Any]:
     model, source, layout, data = engine.runner.model, ready.plan.source, ready.layout, ready.data
-    refuse_damaged(model)
     bytes_before = engine.runner.weight_bytes
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         files = PartFiles.begin(folder, job_of(run, source))

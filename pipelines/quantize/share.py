@@ -17,7 +17,7 @@ from models.causal_lm import CausalLM
 from models.cuts import Cut
 from models.joined import joined_by_first
 from models.layers.linear import tied_weight
-from models.weights import place_tensor
+from models.weights import place_tensor, refuse_damaged
 from pipelines.engine.kv_cache import allocate_kv_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.file_layout import FileLayout
@@ -44,7 +44,9 @@ class Share:
         """`model` has float weights, `cache` of one layer room for each of the batches, of which the first is the probe.
 
         Of a rank `whole` is the undivided model on the meta device, `cuts` tell its part, and `group` joins it to those of its stage.
+        Raises UserError for weights that are not finite.
         """
+        refuse_damaged(model)
         self._config, self._layout, self._model, self._cuts = config, layout, model, cuts or {}
         self._whole, self._group = whole or model, group or Alone()
         self.parts = parts_of(self._whole, layout.schemes)

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 from conf.quantization import QuantConfig, SmoothConfig
 from conf.schema import DType
 from kernels import build
-from models.batch import KVCache
 from models.linear_layers import linear_layer
 from pipelines.engine import Engine
-from pipelines.quantize.layers import calibration_batches
+from pipelines.quantize.layers import calibration_batches, calibration_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother
@@ -32,11 +31,11 @@ def calibrator_of(
     engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 3)
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
-    model, cache, (batches, probe) = engine.runner.model, engine.runner.cache, calibration_batches(engine, samples)
+    model, cache, (probe, *batches) = engine.runner.model, engine.runner.cache, calibration_batches(engine, samples)
     with torch.inference_mode():
         whole = torch.cat([model(batch, cache) for batch in batches])
-    one_layer = KVCache([cache.layers[0]] * len(cache.layers))
-    return engine, SequentialCalibrator(model, batches, probe, one_layer, sequential, with_cache=True), whole
+    calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), sequential, with_cache=True)
+    return engine, calibrator, whole
 
 
 @each("family", GOLDEN_FAMILIES)

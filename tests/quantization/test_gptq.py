@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
+from quantization.activations import sum_of_squares
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, quantize
@@ -184,6 +185,18 @@ def test_the_same_input_gives_the_same_bits() -> None:
     assert torch.equal(once.scales, again.scales)
     assert torch.equal(weight, before[0])  # and neither is changed
     assert torch.equal(hessian, before[1])
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """Ranks have fewer than one process. Sizes at which torch's own factor, updates and sums differ between one thread and two."""
+    x, weight = correlated(512, 320), 0.05 * random(700, 320)
+    groups, found, before = WeightFormat(bits=4, group_size=32), [], torch.get_num_threads()
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        chosen, _ = gptq(weight, hessian_of(x), groups)
+        found.append((chosen.codes, torch.stack([sum_of_squares(x[i:]) for i in range(8)])))
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
 
 def test_the_hessian_is_the_mean_of_squares_however_it_is_cut() -> None:

@@ -238,7 +238,7 @@ def predict_run(source: Path, quant: QuantConfig, data: Path) -> RunConfig:
 def test_predicting_calibrates_once(source: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     first = load_engine(predict_run(source, STATIC_INT8, data), 3)
-    monkeypatch.setattr("pipelines.quantize.layers.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.quantize.share.Quantizer", None)  # nothing may be calibrated again
     again = load_engine(predict_run(source, STATIC_INT8, data), 3)
     assert [folder.name.rpartition("-")[0] for folder in (tmp_path / "quantized").iterdir()] == [
         "float-none-rtn-kv_int8"

@@ -29,11 +29,12 @@ from conf.quantization import QuantConfig, QuantizedFormat, SmoothConfig
 from models.linear_layers import linear_layer
 from pipelines import pipeline
 from pipelines.engine import Engine
-from pipelines.quantize.layers import calibrator_of
+from pipelines.quantize.layers import calibration_batches, calibration_cache
+from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
-from quantization.quantizer import parts_of
+from quantization.quantizer import is_sequential, parts_of
 from quantization.smoothing import Smoother
-from quantization.smoothing_record import FOLDS, add_folds
+from quantization.smoothing_record import FOLDS, add_folds, fold_tensors
 from tests.helpers.adapters import ALL_LINEAR, load_with, peft_logprobs, peft_model, write_adapter
 from tests.helpers.builders import run_config, unpacked_engine, weights_of, write_llama, write_random
 from tests.helpers.cases import each
@@ -80,7 +81,8 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     engine = unpacked_engine(run_config(base), 3)
     model = engine.runner.model
     schemes = {name: scheme for name, scheme in plan(model, quant).items() if name.startswith(model.layout.layers)}
-    calibrator = calibrator_of(engine, quant, random_rows(6, 16))
+    probe, *batches = calibration_batches(engine, random_rows(6, 16))
+    calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), is_sequential(quant))
     shutil.copytree(base, folder)
     for part, layer in zip(parts_of(model, schemes), model.layers, strict=True):
         own = {name.removeprefix(part.prefix): scheme.weights for name, scheme in part.schemes.items()}
@@ -88,7 +90,7 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
         groups = calibrator.observe(list(own))
         _, folds = Smoother(layer, model.layout, weights, quant, calibrator.output).smooth(groups, own)
         calibrator.advance()  # float layers: their outputs are what they were
-        add_folds(folder, {part.prefix + name: fold for name, fold in folds.items()})
+        add_folds(folder, fold_tensors({part.prefix + name: fold for name, fold in folds.items()}))
     save_file({name: tensor.contiguous() for name, tensor in weights_of(model).items()}, folder / "model.safetensors")
     return len(load_file(folder / FOLDS))
 

@@ -33,7 +33,7 @@ from pipelines.loading import load_engine
 from pipelines.quantize.calibration_data import read_calibration_data
 from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.base import StoredWeight
-from quantization.part_files import PartFiles
+from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY, all_logits, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
@@ -63,13 +63,14 @@ def data(tmp_path: Path) -> Path:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, StoredWeight]:
     """What the algorithms gave, by layer."""
     seen: dict[str, StoredWeight] = {}
-    write = PartFiles.write
+    quantize = Quantizer.quantize
 
-    def spy(self: PartFiles, part: Any, model: Any, stored: dict[str, StoredWeight], *others: Any) -> None:
-        seen.update(stored)
-        write(self, part, model, stored, *others)
+    def spy(self: Quantizer, *arguments: Any) -> Any:
+        result = quantize(self, *arguments)
+        seen.update(result[0])
+        return result
 
-    monkeypatch.setattr(PartFiles, "write", spy)
+    monkeypatch.setattr(Quantizer, "quantize", spy)
     return seen
 
 
@@ -264,7 +265,7 @@ def test_a_made_model_is_found_again(
     first = load_engine(predict_run(LLAMA, STATIC_A8W8, data), 3)
     (folder,) = made_folder.iterdir()
     assert folder.name.startswith("llama3-a8w8-rtn-")
-    monkeypatch.setattr("pipelines.quantize.layers.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.quantize.share.Quantizer", None)  # nothing may be calibrated again
     again = load_engine(predict_run(LLAMA, STATIC_A8W8, data), 3)
     with_cache = replace(STATIC_A8W8, kv_cache=KVCacheFormat.int8)
     cached = load_engine(predict_run(LLAMA, with_cache, data), 3)

@@ -121,9 +121,9 @@ def quantized_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     quantize = Quantizer.quantize
 
-    def spy(self: Quantizer, part: Any) -> Any:
+    def spy(self: Quantizer, part: Any, *arguments: Any) -> Any:
         seen.append(part.index)
-        return quantize(self, part)
+        return quantize(self, part, *arguments)
 
     monkeypatch.setattr(Quantizer, "quantize", spy)
     return seen
@@ -134,10 +134,10 @@ def ended_by(error: BaseException, run: RunConfig, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         quantize = Quantizer.quantize
 
-        def hooked(self: Quantizer, part: Any) -> Any:
+        def hooked(self: Quantizer, part: Any, groups: Any) -> Any:
             if part.index == 1:
                 raise error
-            return quantize(self, part)
+            return quantize(self, part, groups)
 
         patch.setattr(Quantizer, "quantize", hooked)
         with pytest.raises(type(error)):
@@ -188,11 +188,11 @@ def test_two_runs_with_one_target_do_not_mix(data: Path, tmp_path: Path, monkeyp
     run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], tmp_path / "made", data)
     quantize = Quantizer.quantize
 
-    def meanwhile(self: Quantizer, part: Any) -> Any:
+    def meanwhile(self: Quantizer, *arguments: Any) -> Any:
         monkeypatch.undo()
         with pytest.raises(UserError, match=r"another run writes quantize.output=.*made: wait for it, or give another"):
             run_quantize(run, tmp_path / "second", dump)
-        return quantize(self, part)
+        return quantize(self, *arguments)
 
     monkeypatch.setattr(Quantizer, "quantize", meanwhile)
     make(run, tmp_path / "run")

@@ -1,0 +1,88 @@
+"""A model quantised by ranks that are threads of this process."""
+
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from conf.schema import RunConfig
+from kernels.kv_format import Unquantised
+from pipelines.assembly import load_planned
+from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.opening import open_source
+from pipelines.planning import divide_plan, plan_model, without_quantization
+from pipelines.quantize.layers import calibration_batches
+from pipelines.quantize.ranks import kept_of, message_of
+from pipelines.quantize.share import Share
+from pipelines.ranks.threads import ThreadPlace
+from quantization.file_layout import file_layout
+from quantization.kept_parts import KeptPart
+from quantization.quantizer import LinearReport
+from tests.helpers.builders import unpacked_engine
+from tests.helpers.rank_threads import run_stages
+from tests.helpers.waiting import LIMIT_S
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Quantized:
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By their names in the files."""
+    folds: dict[str, Tensor] = field(default_factory=dict)
+    reports: list[LinearReport] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all is equal to the bit, which is told of NaN, too."""
+        assert isinstance(other, Quantized)
+        return self._bits() == other._bits() and sorted(map(str, self.reports)) == sorted(map(str, other.reports))
+
+    def _bits(self) -> dict[str, tuple[object, ...]]:
+        found = self.tensors | self.folds
+        return {
+            n: (t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            for n, t in found.items()
+        }
+
+
+def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int = 1) -> Quantized:
+    """What task=quantize makes of the model of `run`. With one rank it is the share of a process of its own."""
+    float_run = without_quantization(run)
+    engine = unpacked_engine(float_run, len(samples))
+    batches = calibration_batches(engine, samples)
+    sizes = engine.num_blocks, engine.block_size
+    chosen: dict[int, Future[KeptPart]] = defaultdict(Future)
+
+    def of_rank(place: ThreadPlace) -> Quantized:
+        source = open_source(run.model)
+        whole, plan = (plan_model(float_run, source, CPU, packed=False) for _ in range(2))
+        layout = file_layout(whole.model, run.quant, run.quantize.format)
+        plan = divide_plan(plan, place.division, place.group, place.neighbours)
+        load_planned(float_run, plan)
+        formats = [(Unquantised(), Unquantised())]
+        cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, formats, plan.dtype, CPU)
+        parted = () if tp * pp == 1 else (whole.model, plan.cuts, place.group)
+        share = Share(run.quant, layout, plan.model, batches, cache, *parted)
+        made = Quantized(share.rest())
+        for part in filter(share.has, share.parts):
+            own = share.choose(part)
+            if own is not None:
+                header, content = message_of(own)
+                chosen[part.index].set_result(kept_of(header, bytearray(content)))
+            kept = chosen[part.index].result(LIMIT_S)
+            made.tensors |= kept.tensors | share.place(part, kept.tensors)
+            made.folds |= kept.folds or {}
+            made.reports += kept.reports
+        if place.division.stage < pp - 1:
+            share.leave()
+        return made
+
+    every = run_stages(tp, pp, of_rank)
+    made = Quantized()
+    for first in every[::tp]:
+        made.tensors |= first.tensors
+        made.folds |= first.folds
+        made.reports += first.reports
+    return made
