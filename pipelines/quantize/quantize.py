@@ -14,7 +14,7 @@ from typing import Any
 
 from conf.errors import UserError, check
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
-from conf.schema import RunConfig
+from conf.schema import ExpertDivision, ParallelConfig, RunConfig, Sum
 from models.formats.manifest import MANIFEST
 from pipelines import report
 from pipelines.opening import ModelSource, open_source
@@ -23,6 +23,7 @@ from pipelines.quantize.job import default_target
 from pipelines.quantize.model import make_model
 from pipelines.quantize.preflight import print_preflight
 from pipelines.quantize.report import perplexity
+from pipelines.ranks.launch import joined
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressS
 
     Only task=quantize measures what it costs: that takes longer than a short calibration. Raises UserError.
     """
-    run = replace(run, calibrate=run.calibrate.resolved(run.quant))
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant), parallel=_for_calibration(run.parallel))
     target = default_target(run, source)
     if (target / MANIFEST).is_file():
         return target
@@ -79,6 +80,13 @@ def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressS
         if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
             make_model(run, source, target, progress, with_report=False)
     return target
+
+
+def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
+    """Return how a run is divided while it calibrates. A launcher's ranks, which have one model, wait for one process."""
+    if joined(os.environ) is not None:
+        return ParallelConfig()
+    return replace(parallel, sum=Sum.gather, experts=ExpertDivision.split)
 
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
