@@ -38,7 +38,7 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
     are_prompts = source.shape.needs_whole_prompt
     data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
     if device.type != "cpu" or run.parallel.mode.divides:
-        where = "on a CPU" if device.type != "cpu" else "of one process"
+        where = "on a CPU" if device.type != "cpu" else "for one process"
         return Preflight(plan, layout, data, f"a time that is only known {where}")
     seconds = expected_seconds(run, plan, settings, layout, data, folder)
     return Preflight(plan, layout, data, f"about {seconds:,.0f} s")
