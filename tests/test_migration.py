@@ -22,7 +22,7 @@ ABSENT = {
     "device.cuda_graphs": "a GPU",
     "device.memory_fraction": "a GPU",
     "chat.web=true": "a browser, whose tests are those of the page",
-    "decode.speculate=mtp": "a model with a layer for it",
+    "model.hub=modelscope": "the package modelscope and a network",
 }
 """What a line needs that is not here."""
 
