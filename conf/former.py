@@ -3,6 +3,7 @@
 `python -m conf.former` writes the page.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,7 +231,7 @@ def refuse_former(arguments: list[str]) -> None:
     """
     if any(argument.startswith(("--config-d", "-cd", "--cfg", "-c")) for argument in arguments):
         return
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in pairwise([*arguments, ""]):
         has_value = argument.startswith("--") and "=" not in argument and not following.startswith("-")
         _refuse(argument, f"{argument}={following}" if has_value else argument)
 

@@ -213,7 +213,7 @@ def engine(size: str, scheme: str, rows: int, kv_cache: str = "none", **options:
     )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[size]))
-        model = ModelConfig(folder, DType.bfloat16, Weights.random, tokenizer=None)
+        model = ModelConfig(folder, dtype=DType.bfloat16, weights=Weights.random, tokenizer=None)
         return load_engine(RunConfig(model=model, device=DeviceConfig(DeviceType.cuda, **options), quant=quant), rows)
 
 
