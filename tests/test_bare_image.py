@@ -39,7 +39,7 @@ with tempfile.TemporaryDirectory() as folder:
     prompts, decode = [[3, 4, 5], [6]], DecodeConfig(max_new_tokens=5)
     print(*(len(row.token_ids) for row in complete(engine_of(Path(folder)), prompts, decode)))
     for scheme in QuantScheme.none, QuantScheme.int8, QuantScheme.int4:
-        model = ModelConfig(folder, DType.bfloat16, Weights.random, tokenizer=None)
+        model = ModelConfig(folder, dtype=DType.bfloat16, weights=Weights.random, tokenizer=None)
         run = RunConfig(model=model, device=DeviceConfig(DeviceType.cpu), quant=QuantConfig(scheme))
         print(*(len(row.token_ids) for row in complete(load_engine(run, 2), prompts, decode)))
 """
