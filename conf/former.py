@@ -195,6 +195,11 @@ LLAMA_CPP = (
     Former("--lora", "model.adapters={a:FOLDER} predict.adapter=a"),
     Former("--conversation", "task=chat"),
     Former("llama-cli", "task=predict"),
+    Former(
+        "./build/bin/main",
+        "task=export export.output=FOLDER",
+        "make runner builds what runs it without Python: quintet-runner FOLDER prompt=TEXT",
+    ),
     Former("convert_hf_to_gguf.py", "task=convert convert.format=gguf convert.output=FOLDER"),
     Former(
         "llama-quantize",

@@ -1,4 +1,4 @@
-"""Decode speed after 2k, 8k and 32k tokens of context, beside llama.cpp and vLLM.
+"""Decode speed after 2k, 8k and 32k tokens of context, with llama.cpp and vLLM in the same rounds.
 
 `python tests/bench/long_context.py --llama-cpp PYTHON --vllm PYTHON --tokenizer FOLDER`. A Llama of random weights with SmolLM2's widths
 (hidden 576, 9 heads over 3, head_dim 64) and few layers, so that keys and values are a large part of what a step reads. Weights are
