@@ -46,6 +46,16 @@ class KVCacheScales(Enum):
     static = "static"  # a scale for each head, from calibration
 
 
+class SparsityMethod(Enum):
+    none = "none"
+    magnitude = "magnitude"  # the smallest weights of a layer
+    wanda = "wanda"  # arXiv 2306.11695
+
+
+SparsityPattern = Enum("SparsityPattern", {"unstructured": "unstructured", "2:4": "2:4"})
+"""Where a layer's zeros are: anywhere, or two among each four neighbouring input channels."""
+
+
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
 GROUP_SIZES = (32, 64, 128, -1)  # those that kernels and other tools support
 METHODS = {
@@ -90,6 +100,33 @@ class GptqConfig:
 
 
 @dataclass
+class SparsityConfig:
+    """Which weights task=quantize sets to 0 before it quantises: of all linear layers but the head, routers and those in `quant.skip`."""
+
+    method: SparsityMethod = SparsityMethod.none
+    ratio: float = 0.5
+    """Share of a layer's weights that become 0: of the whole layer by magnitude, of each output channel by wanda."""
+    pattern: SparsityPattern = SparsityPattern.unstructured
+
+    def __post_init__(self) -> None:
+        check(0 < self.ratio < 1, "quant.sparsity.ratio", self.ratio, "a number between 0 and 1")
+        free = self.pattern is SparsityPattern.unstructured
+        check(free or self.ratio == 0.5, "quant.sparsity.ratio", self.ratio, "0.5 with quant.sparsity.pattern=2:4")
+        if not self.prunes and (self.ratio, free) != (0.5, True):
+            raise UserError(
+                f"quant.sparsity ratio={self.ratio} pattern={self.pattern.name} goes with a method: "
+                "give quant.sparsity.method=wanda or magnitude, or leave them out"
+            )
+
+    @property
+    def prunes(self) -> bool:
+        return self.method is not SparsityMethod.none
+
+    def __str__(self) -> str:
+        return f"{self.method.name}, {100 * self.ratio:g}% {self.pattern.name}"
+
+
+@dataclass
 class QuantConfig:
     """How weights, activations and the KV cache are stored. Layers have the checkpoint's names."""
 
@@ -108,6 +145,7 @@ class QuantConfig:
     auto_clip: bool = False
     """Search the range of each group with the smallest output error on the calibration data."""
     gptq: GptqConfig = field(default_factory=GptqConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     skip: list[str] = field(default_factory=list)
     """Layers that stay as they are: names or globs. `lm_head` is every model's head."""
     overrides: dict[str, str] = field(default_factory=dict)
@@ -130,9 +168,9 @@ class QuantConfig:
         self._only(self.method is QuantMethod.gptq, "gptq", "method=gptq")
         self._only(self.method is QuantMethod.smoothquant, "shift", "method=smoothquant")
         self._only(weight_only and self.method is not QuantMethod.gptq, "auto_clip", "quant=int8|int4, method=rtn|awq")
-        if self.scheme is QuantScheme.none:
-            self._only(False, "skip")
-            self._only(False, "overrides")
+        has_scheme = self.scheme is not QuantScheme.none
+        self._only(has_scheme or self.sparsity.prunes, "skip")
+        self._only(has_scheme, "overrides")
         floats = weight_only or scheme == "none"  # with none the checkpoint may be quantised
         wanted = (Activations.none, Activations.auto) if floats else (Activations.dynamic, Activations.static)
         names = " or ".join(kind.name for kind in wanted)
@@ -157,10 +195,10 @@ class QuantConfig:
     def finds_smoothing_alone(self) -> bool:
         """Return whether calibration needs only the largest magnitude of each channel, which few tokens show.
 
-        `smooth.piecewise` compares output errors, and `shift` needs the minimum and maximum of each channel.
+        `smooth.piecewise` compares output errors, `shift` needs the minimum and maximum of each channel, and pruning their norms.
         """
         is_dynamic = self.activations is Activations.dynamic and not self.has_static_kv_cache
-        only_magnitudes = not self.smooth.piecewise and not self.shift
+        only_magnitudes = not self.smooth.piecewise and not self.shift and not self.sparsity.prunes
         return self.method is QuantMethod.smoothquant and is_dynamic and only_magnitudes
 
     def _only(self, used: bool, name: str, with_what: str = "") -> None:
@@ -178,7 +216,7 @@ class CalibrateConfig:
     data: str | None = None
     """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
     num_samples: int | None = None
-    """Number of samples; null: 4 where calibration only smooths (dynamic activations, no piecewise, no shift), else 128."""
+    """Number of samples; null: 4 where calibration only smooths (dynamic activations, no piecewise, shift or sparsity), else 128."""
     sequence_length: int | None = None
     """Most tokens of a sample; null: 64 where calibration only smooths, else 512."""
     seed: int = 0

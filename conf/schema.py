@@ -285,6 +285,9 @@ class RunConfig:
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
             raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
+        if self.quant.sparsity.prunes and self.task is not Task.quantize:
+            method = f"quant.sparsity.method={self.quant.sparsity.method.name} is not used by task={self.task.name}"
+            raise UserError(f"{method}: make the pruned model by task=quantize, and give its folder as model.path")
         if not (self.task.reads_rows or self.task in (Task.prefix, Task.serve)):
             merge = "or merge an adapter by task=convert convert.lora=FOLDER"
             for name, remedy in (("prefixes", "or give task=predict"), ("adapters", merge)):

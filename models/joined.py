@@ -1,10 +1,11 @@
-"""A tensor that the ranks of a stage have in parts, joined by the first of them."""
+"""A tensor that the ranks of a stage have in parts, joined by the first of them, and given back."""
 
 import torch
 from torch import Tensor
 
 from kernels.collectives import Group
 from models.cuts import Cut
+from models.formats.sliced import part_of
 
 
 def joined_by_first(part: Tensor, cut: Cut | None, group: Group) -> Tensor:
@@ -28,6 +29,17 @@ def joined_by_first(part: Tensor, cut: Cut | None, group: Group) -> Tensor:
     for rank, count in enumerate(counts):
         whole[places[:count, rank]] = every[:count, rank * width : (rank + 1) * width]
     return whole.view(-1, *moved.shape[1:]).movedim(0, cut.axis).contiguous()
+
+
+def given_by_first(whole: Tensor, part: Tensor, cut: Cut | None, group: Group) -> Tensor:
+    """Return the part of a matrix that rank 0 has whole; of the others `whole` tells the shape alone. All ranks call it.
+
+    `part`: what the rank has in its place, of the same dtype. `cut`: as for `joined_by_first`.
+    """
+    rows, columns = whole.shape
+    piece = whole if group.rank == 0 else part.new_empty(rows, 0)
+    given = group.gather(piece, (columns, *(0,) * (group.size - 1)))
+    return given if cut is None else part_of(given, cut).clone()  # so that the whole need not stay
 
 
 def _padded(rows: Tensor, num_rows: int) -> Tensor:

@@ -23,7 +23,7 @@ from models.weights import full_names, head_name, parameter_shapes
 log = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".pdparams")
-VALUES_PER_BYTE = 4  # no format packs more: Q2_K, the smallest, has 3
+VALUES_PER_BYTE = 8  # no format packs more: a bitmask has a bit for each weight that is 0
 
 
 def open_model(

@@ -73,7 +73,7 @@ def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFil
     """
     if source.artefact is not None:
         raise UserError(f"{source.checkpoint.path} is exported already: give the model that it was made of")
-    if source.checkpoint.config.section("quantization_config") is None:
+    if source.checkpoint.path.suffix == ".gguf" or not source.is_quantized:  # GGUF's codes become floats
         model, files = open_model(source.architecture, source.shape, source.checkpoint)
         return model, files, source.architecture.ignored_tensors
     config = run.convert

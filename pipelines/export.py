@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from pipelines.assembly import cache_formats, load_planned
 from pipelines.device import prepare_device
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
-from pipelines.fingerprint import plain, sha256_of
+from pipelines.fingerprint import plain_quant, sha256_of
 from pipelines.loading import calibrated
 from pipelines.opening import open_source
 from pipelines.output_folder import complete_folder, refuse_existing
@@ -86,7 +86,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     source = open_source(run.model)
     if source.artefact is not None:
         raise UserError(f"{run.model.path} is exported already: give the model that it was made of")
-    quant = plain(asdict(run.quant))
+    quant = plain_quant(run.quant)
     run, source = calibrated(run, source, report.NO_PROGRESS)
     settings = read_request_settings(run.model, source)
     plan = plan_model(run, source, device, packed=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from conf.decoding import DecodeConfig
+from conf.quantization import QuantConfig
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
@@ -81,7 +82,7 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
         "model.max_length": run.model.max_length,
         "model.tokenizer": tokenizer is not None,
         "device.type": engine.device.type,
-        "quant": plain(asdict(run.quant)),
+        "quant": plain_quant(run.quant),
     }
     if run.model.prefixes:
         parts["model.prefixes"] = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
@@ -128,6 +129,11 @@ def _deciding(decode: DecodeConfig) -> dict[str, Any]:
 def plain(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings as JSON has them: choices by their names."""
     return dict(json.loads(json.dumps(settings, default=lambda value: value.name)))
+
+
+def plain_quant(quant: QuantConfig) -> dict[str, Any]:
+    """Return the settings as JSON has them. `sparsity` is there only where it prunes: files of older versions lack it."""
+    return {name: value for name, value in plain(asdict(quant)).items() if name != "sparsity" or quant.sparsity.prunes}
 
 
 def calibration_fingerprint(run: RunConfig) -> Fingerprint:

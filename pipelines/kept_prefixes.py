@@ -19,7 +19,7 @@ from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
 from pipelines.engine import Engine
 from pipelines.engine.block_manager import extend_hashes
-from pipelines.fingerprint import code_digest, file_fingerprint
+from pipelines.fingerprint import code_digest, file_fingerprint, plain_quant
 from pipelines.journal import Fingerprint
 from pipelines.opening import ModelSource
 
@@ -64,7 +64,7 @@ def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerp
     return {
         "model.dtype": str(dtype).removeprefix("torch."),
         "model.weights": run.model.weights.name,
-        "quant": json.loads(json.dumps(asdict(run.quant), default=lambda value: value.name)),
+        "quant": plain_quant(run.quant),
         "kernels": torch.cuda.get_device_name() if on_gpu else cpu,
         "code": code_digest("*.py", "*.cpp", "*.h"),
         "torch": torch.__version__,

@@ -15,6 +15,7 @@ from models.formats.manifest import verify_manifest
 from models.heads import Head
 from models.registry import Architecture, find_architecture
 from quantization.layouts.gguf import read_gguf_quantization
+from quantization.layouts.sparsity import read_sparsity
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ class ModelSource:
             return True  # its files are what quantisation and packing left
         if self.checkpoint.path.suffix == ".gguf":  # only its tensors say it
             return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
-        return self.checkpoint.config.section("quantization_config") is not None
+        sparsity = read_sparsity(self.checkpoint.config)
+        is_pruned_alone = sparsity is not None and sparsity.is_alone
+        return self.checkpoint.config.section("quantization_config") is not None and not is_pruned_alone
 
     def warn_of_unread_keys(self) -> None:
         """Warn of keys of the config that may mean something and that no stage has read."""

@@ -1,7 +1,7 @@
 """Stage 2 of an engine: the model on the meta device, with the layers that it will have. No weight is read yet."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,7 +29,7 @@ from models.linear_layers import pack_layers
 from models.outline import open_model
 from models.parallel import check_division, divide
 from models.weights import DTYPES, match_tensors, stored_dtype
-from pipelines.fingerprint import plain
+from pipelines.fingerprint import plain_quant
 from pipelines.memory import max_layer_values
 from pipelines.opening import ModelSource
 from quantization.kv_scales import ZERO_POINTS, place_kv_scales
@@ -99,7 +99,7 @@ def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, d
     if artefact.part is not None and not mode.divides:
         raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(made_for)}")
     given = replace(run.quant, activations=run.quant.activations.of_model)
-    if given != QuantConfig() and plain(asdict(given)) != artefact.quant:
+    if given != QuantConfig() and plain_quant(given) != artefact.quant:
         raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
     model = ExportedLM(artefact, part_folder(folder, made_for), source.architecture.head is not Head.none).eval()
     if run.quant.activations is Activations.auto:

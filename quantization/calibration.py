@@ -40,6 +40,7 @@ class ActivationStats:
         """The name of the norm whose output the input is."""
         self.hessian = Hessian(x.shape[1], x.device) if with_hessian else None
         self._range = ActivationRange(x.shape[1], x.device)
+        self._squares = torch.zeros(x.shape[1], device=x.device)
         self._samples: list[Tensor] = []  # [some T, I] each
         self._shift: Tensor = torch.zeros(x.shape[1], device=x.device)
         self._scales: Tensor = torch.ones(x.shape[1], device=x.device)
@@ -48,6 +49,7 @@ class ActivationStats:
     def add(self, x: Tensor, num_samples: int) -> None:
         """Count x [T, I], and keep about `num_samples` of its rows."""
         self._range.add(x)
+        self._squares += torch.linalg.vector_norm(x, dim=0, dtype=torch.float32).square()
         self._samples.append(x[:: max(1, -(-len(x) // num_samples))].clone())
         if self.hessian:
             self.hessian.add(x)
@@ -63,6 +65,11 @@ class ActivationStats:
         """Return the largest magnitude of each channel [I] float32."""
         low, high = self.bounds
         return torch.maximum(low.abs(), high.abs())
+
+    @property
+    def norms(self) -> Tensor:
+        """Return the L2 norm of each channel [I] float32, before all folds."""
+        return self._squares.sqrt()
 
     @property
     def sample(self) -> Tensor:

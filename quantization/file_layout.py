@@ -1,13 +1,13 @@
 """Lay out the files of a quantised model as `quantize.format` names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod
+from conf.quantization import Activations, QuantConfig, QuantizedFormat, QuantMethod, SparsityConfig
 from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.linear_layers import LinearSpec, linear_specs
@@ -15,7 +15,7 @@ from quantization.codes import CodeKind
 from quantization.kept_parts import LayoutOf
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
-from quantization.plan import plan
+from quantization.plan import plan, plan_pruning
 from quantization.scheme import LinearScheme
 
 VLLM_CPU_BLOCK = 32  # input channels that its int4 product takes at once
@@ -25,6 +25,8 @@ VLLM_CPU_BLOCK = 32  # input channels that its int4 product takes at once
 class FileLayout:
     schemes: dict[str, LinearScheme]
     """By layer, with scales of the dtype that the files hold."""
+    pruned: list[str]
+    """The layers that are pruned before they are quantised."""
     config: dict[str, Any]
     """The quantization_config."""
     layout_of: LayoutOf
@@ -32,17 +34,20 @@ class FileLayout:
 
 def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) -> FileLayout:
     """Return the layout for a model in floats. Raises UserError as `plan` does, and for what the format cannot hold."""
-    schemes = plan(model, quant)
-    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
-    kept = [name for name, layer in linears if not layer.is_transposed and name not in schemes]
+    schemes, pruned = plan(model, quant), plan_pruning(model, quant)
+    kept = _others(model, schemes)
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
     kv_cache = quant.kv_cache if quant.has_static_kv_cache else None
     if format is QuantizedFormat.compressed_tensors:
         config = compressed_tensors.write_config(schemes, kept, is_permuted, kv_cache)
-        return FileLayout(schemes, config, _compressed)
+        return FileLayout(schemes, pruned, config, _compressed)
     if kv_cache is not None:
         raise UserError(
             f"quantize.format={format.name} has no scales of the KV cache: give compressed_tensors, or quant.kv_cache_scales=dynamic"
+        )
+    if pruned:
+        raise UserError(
+            f"quantize.format={format.name} does not say that weights are pruned: give compressed_tensors, or leave quant.sparsity out"
         )
     if format is QuantizedFormat.vllm_cpu:
         schemes = {
@@ -50,20 +55,38 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
         }
         if is_permuted:
             raise UserError("vLLM on a CPU has input channels in their own order: give quant.gptq.static_groups=true")
-        return FileLayout(schemes, compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
+        return FileLayout(schemes, [], compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
     schemes = {  # these files have float16 scales: codes are chosen for what they are there
         name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
         for name, scheme in schemes.items()
     }
     if format is QuantizedFormat.awq:
-        return FileLayout(schemes, awq.write_config(schemes, kept), _awq)
+        return FileLayout(schemes, [], awq.write_config(schemes, kept), _awq)
     config = gptq.write_config(schemes, kept, is_permuted)
     is_v1 = config["checkpoint_format"] == gptq.V1
 
     def layout(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
         return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
 
-    return FileLayout(schemes, config, layout)
+    return FileLayout(schemes, [], config, layout)
+
+
+def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collection[str], share: float) -> dict[str, Any]:
+    """Return what the quantization_config of a pruned model holds besides, by its key; nothing without `pruned` layers.
+
+    share: the zeros of the pruned layers, of all weights of the model.
+    """
+    if not pruned:
+        return {}
+    return {
+        "sparsity_config": compressed_tensors.write_sparsity_config(sparsity.pattern, _others(model, pruned), share)
+    }
+
+
+def _others(model: CausalLM, chosen: Collection[str]) -> list[str]:
+    """Return the names of the linear layers that are not among the chosen, but for those of class Conv1D, which no target means."""
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
+    return [name for name, layer in linears if not layer.is_transposed and name not in chosen]
 
 
 def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:

@@ -43,6 +43,7 @@ def gptq(
     damping: float = 0.01,
     act_order: bool = True,
     static_groups: bool = True,
+    kept: Tensor | None = None,
 ) -> tuple[QuantizedWeight, float]:
     """Return codes of weight [O, I] that nearly keep the layer's output, and the damping that was needed.
 
@@ -51,6 +52,8 @@ def gptq(
     act_order: round the channels with the largest activations first.
     static_groups: a group is a run of neighbouring channels, and its scale is chosen before anything is rounded. Otherwise it is a run in
     the order of rounding, its scale is chosen when its turn comes, and `permutation` holds that order.
+    kept: where the weight is not pruned, [O, I] bool; None: everywhere. Pruned weights are 0 and stay 0, so that the kept ones alone make
+    up for errors, as in SparseGPT (arXiv 2301.00774).
     A channel that is never active is rounded to nearest. Raises UserError as choose_scales does.
     """
     check(damping > 0, "damping", damping, "a positive number")
@@ -63,7 +66,8 @@ def gptq(
     factor, damping = _inverse_factor(hessian, order, damping)
     rest = weight.float().T[order]  # [I, O]: a channel's weights lie side by side
     dynamic = format.group_size is not None and not static_groups
-    _round(rest, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
+    mask = torch.ones_like(rest, dtype=torch.bool) if kept is None else kept.T[order]  # [I, O]
+    _round(rest, mask, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
     if not (dynamic and act_order):
         return done, damping
     # Within a group channels keep their original order, because a file names only the group of each channel.
@@ -73,11 +77,18 @@ def gptq(
 
 
 def _round(
-    rest: Tensor, factor: Tensor, format: WeightFormat, done: QuantizedWeight, columns: Sequence[int], dynamic: bool
+    rest: Tensor,
+    mask: Tensor,
+    factor: Tensor,
+    format: WeightFormat,
+    done: QuantizedWeight,
+    columns: Sequence[int],
+    dynamic: bool,
 ) -> None:
     """Write the codes of rest [I, O] into `done`: channel i at columns[i], with the scale of that column's group. Overwrites `rest`.
 
-    factor: from _inverse_factor. dynamic: choose and write a group's scales when its first channel is reached.
+    mask: [I, O] bool, False where the code is that of 0. factor: from _inverse_factor. dynamic: choose and write a group's scales when its
+    first channel is reached.
     """
     num_inputs, size = rest.shape[0], format.group_size or rest.shape[0]
     # Channels are up to date within a block alone, so a group whose scale is chosen here lies whole in one block.
@@ -89,10 +100,10 @@ def _round(
             for i in range(start, end):
                 group = slice(columns[i] // size, columns[i] // size + 1)
                 if dynamic and i % size == 0:
-                    _choose_group(rest[i : i + size].T, format, done, group)
+                    _choose_group(rest[i : i + size].where(mask[i : i + size], 0).T, format, done, group)
                 scales = done.scales[:, group]  # [O, 1]
                 zero_points = None if done.zero_points is None else done.zero_points[:, group]
-                codes = encode(rest[i].unsqueeze(1), scales, zero_points, format)  # [O, 1]
+                codes = encode(rest[i].where(mask[i], 0).unsqueeze(1), scales, zero_points, format)  # [O, 1]
                 done.codes[:, columns[i]] = codes.squeeze(1)
                 rounded = QuantizedWeight(codes, scales, zero_points).dequantize().squeeze(1)  # [O]
                 errors[i - start] = (rest[i] - rounded) / factor[i, i]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.quantization import Activations, QuantConfig, QuantScheme, SparsityPattern
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod
 from models.layers.linear import Linear
@@ -17,6 +17,7 @@ from models.linear_layers import linear_layer, linear_specs
 from quantization.layouts.base import StoredQuantization, StoredWeight, holds_codes
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import Dequantized, IntMethod, method_of
+from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, override_of, scheme_of
 
 HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
@@ -33,10 +34,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     """
     if config.scheme is QuantScheme.none:
         return {}
-    layers = linear_specs(model)
-    aliases = {name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers}
-    if HEAD not in {alias for names in aliases.values() for alias in names}:
-        aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
+    layers, aliases = linear_specs(model), _aliases(model)
     usual = scheme_of(config)
     schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, usual)
     if config.group_size is None:
@@ -45,11 +43,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     changes += [(pattern, None, "skip") for pattern in config.skip]
     overridden = set[str]()
     for pattern, scheme, field in changes:
-        matched = [name for name, names in aliases.items() if any(fnmatchcase(own, pattern) for own in names)]
-        if not matched:
-            raise UserError(
-                f"quant.{field} has {pattern!r}, which matches no layer: there are {', '.join(_kinds(aliases))} and so on"
-            )
+        matched = _matched(pattern, field, aliases)
         schemes |= {name: scheme for name in matched if name in layers}
         overridden |= {*matched}
     chosen = {name: scheme for name, scheme in schemes.items() if scheme is not None}
@@ -67,6 +61,48 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     if config.group_size is None:
         _tell_of_groups(chosen, {*layers} - overridden, usual)
     return chosen
+
+
+def plan_pruning(model: CausalLM, config: QuantConfig) -> list[str]:
+    """Return the names of the layers that `quant.sparsity` prunes: those within decoder layers that are not skipped.
+
+    Raises UserError for a pattern that matches none, where nothing is left to prune, and for inputs that groups of four do not divide.
+    """
+    if not config.sparsity.prunes:
+        return []
+    layers, aliases = linear_specs(model), _aliases(model)
+    skipped = {name for pattern in config.skip for name in _matched(pattern, "skip", aliases)}
+    chosen = [name for name in layers if name.startswith(f"{model.layout.layers}.") and name not in skipped]
+    if not chosen:
+        raise UserError(f"quant.skip leaves none of {len(layers)} layers to prune: skip fewer")
+    for name in chosen:
+        if config.sparsity.pattern is SparsityPattern["2:4"] and layers[name].shape[1] % GROUP:
+            raise UserError(
+                f"{name} has {layers[name].shape[1]} input channels, which groups of {GROUP} do not divide: "
+                f"give quant.sparsity.pattern=unstructured, or quant.skip=[{name}]"
+            )
+    return chosen
+
+
+def _aliases(model: CausalLM) -> dict[str, tuple[str, ...]]:
+    """Return by a layer's name the names that patterns may mean it by."""
+    layers = linear_specs(model)
+    aliases: dict[str, tuple[str, ...]] = {
+        name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers
+    }
+    if HEAD not in {alias for names in aliases.values() for alias in names}:
+        aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
+    return aliases
+
+
+def _matched(pattern: str, field: str, aliases: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the layers that a pattern matches. Raises UserError where there is none."""
+    matched = [name for name, names in aliases.items() if any(fnmatchcase(own, pattern) for own in names)]
+    if not matched:
+        raise UserError(
+            f"quant.{field} has {pattern!r}, which matches no layer: there are {', '.join(_kinds(aliases))} and so on"
+        )
+    return matched
 
 
 def _tell_of_groups(schemes: Mapping[str, LinearScheme], layers: Collection[str], usual: LinearScheme) -> None:

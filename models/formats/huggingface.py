@@ -15,6 +15,7 @@ from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.cuts import Cut
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
+from models.formats.bitmask import unmasked, unmasked_config
 from models.formats.joined_experts import split_experts
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.formats.wrapper import is_wrapper, text_config, text_files
@@ -27,8 +28,12 @@ WEIGHTS = "model.safetensors"
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
     """Open a folder's checkpoint; of a multimodal one its text."""
-    config, generation_config = ConfigReader.from_folder(folder), read_json(folder / GENERATION_CONFIG)
-    open_files = partial(open_weight_files, folder, allow_pickle)
+    config = ConfigReader(unmasked_config(ConfigReader.from_folder(folder).values), str(folder / CONFIG))
+
+    def open_files() -> list[WeightFile]:
+        return unmasked(open_weight_files(folder, allow_pickle))
+
+    generation_config = read_json(folder / GENERATION_CONFIG)
     return checkpoint_of(folder, config, generation_config, open_files, partial(load_tokenizer, folder))
 
 

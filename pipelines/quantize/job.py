@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
 from conf.schema import RunConfig
 from models.formats.hub import find_tokenizer
-from pipelines.fingerprint import calibration_fingerprint, file_fingerprint
+from pipelines.fingerprint import calibration_fingerprint, file_fingerprint, plain_quant
 from pipelines.journal import dumps
 from pipelines.opening import ModelSource
 from pipelines.output_folder import kept_folder
@@ -23,7 +22,9 @@ def default_target(run: RunConfig, source: ModelSource) -> Path:
     digest = hashlib.sha256(dumps(job_of(run, source)).encode()).hexdigest()
     name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
     cache = f"-kv_{run.quant.kv_cache.name}" if run.quant.has_static_kv_cache else ""
-    return kept_folder("quantized") / f"{name}-{run.quant.scheme.name}-{run.quant.method.name}{cache}-{digest[:12]}"
+    pruning = f"-{run.quant.sparsity.method.name}" if run.quant.sparsity.prunes else ""
+    how = f"{run.quant.scheme.name}-{run.quant.method.name}{pruning}{cache}"
+    return kept_folder("quantized") / f"{name}-{how}-{digest[:12]}"
 
 
 def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
             "which calibrates nothing"
         )
     cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
-    quant = {key: value for key, value in asdict(run.quant).items() if key not in cache}
+    quant = {key: value for key, value in plain_quant(run.quant).items() if key not in cache}
     quant |= {"activations": run.quant.activations.of_model}
     if run.quant.method in SMOOTHING:
         quant |= {"kept": FOLDS}  # older folders have none

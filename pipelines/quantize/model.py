@@ -18,7 +18,9 @@ from pipelines.quantize.preflight import Preflight, preflight
 from pipelines.quantize.report import Predictions, write_report
 from pipelines.quantize.share import Share
 from pipelines.request_settings import RequestSettings, read_request_settings
+from quantization.file_layout import sparsity_config
 from quantization.part_files import PartFiles
+from quantization.quantizer import num_zeros
 from quantization.smoothing_record import mark_smoothing
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ def make_model(
 ) -> dict[str, Any]:
     """Quantise into the folder `target`, and return metrics, with a report those of held-out text too. Raises UserError."""
     samples = f"{run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens"
-    what = f"{run.model.path} by quant={run.quant.scheme.name}"
+    sparsity = f" and quant.sparsity ({run.quant.sparsity})" if run.quant.sparsity.prunes else ""
+    what = f"{run.model.path} by quant={run.quant.scheme.name}{sparsity}"
     settings = read_request_settings(run.model, source)
     ready = preflight(run, source, settings, target.parent)
     source.warn_of_unread_keys()
@@ -79,7 +82,8 @@ def _make(
     with_report: bool,
 ) -> dict[str, Any]:
     model, source, layout, data = engine.runner.model, ready.plan.source, ready.layout, ready.data
-    bytes_before = engine.runner.weight_bytes
+    whole = ready.plan.model
+    bytes_before, num_weights = engine.runner.weight_bytes, sum(parameter.numel() for parameter in whole.parameters())
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         files = PartFiles.begin(folder, job_of(run, source))
         files.write_rest(share.rest())  # before predictions, which may normalise a head in place
@@ -91,11 +95,15 @@ def _make(
             "weight_bytes": engine.runner.weight_bytes,
             "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.runner.peak_memory_of_others,
         }
+        zeros = num_zeros(whole, reports) / num_weights
+        if layout.pruned:
+            metrics["sparsity"] = zeros
         if before is not None:
             if run.quant.has_static_kv_cache:
                 engine.run_over(model, share.static_cache(engine.runner.cache))
             metrics |= before.compared_with(engine)
             write_report(folder, run, data.source, reports, metrics)
-        config = {"quantization_config": layout.config, **mark_smoothing(run.quant)}
+        sparsity = sparsity_config(whole, run.quant.sparsity, layout.pruned, zeros)
+        config = {"quantization_config": layout.config | sparsity, **mark_smoothing(run.quant)}
         files.complete(source.checkpoint, share.is_tied, config, engine.dtype)
     return metrics

@@ -59,6 +59,7 @@ def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
         [
             *((f"{count} layers", scheme) for scheme, count in counts.items()),
             *cache,
+            *([(f"{len(found.layout.pruned)} layers", f"pruned: {run.quant.sparsity}")] if found.layout.pruned else ()),
             ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
             ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
             ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs"),

@@ -1,4 +1,4 @@
-"""`task=quantize`: a quantised model, made layer by layer, with a report of what that costs in quality.
+"""`task=quantize`: a pruned or quantised model, made layer by layer, with a report of what that costs in quality.
 
 A run that ended early is continued by the next one of the same model, settings and texts: finished layers are kept.
 """
@@ -32,8 +32,9 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Quantise the model. Raises UserError for what cannot be; layers that are finished by then are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
-    wanted = "int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"
-    check(is_static or run.quant.scheme is not QuantScheme.none, "quant", "none", wanted)
+    wanted = "int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
+    changes_weights = run.quant.scheme is not QuantScheme.none or run.quant.sparsity.prunes
+    check(is_static or changes_weights, "quant", "none", wanted)
     later = "with task=quantize and give it when the model is used"
     check(not run.model.keep_packed, "model.keep_packed", "true", f"false {later}")
     wanted = f"none {later}, or quant.kv_cache_scales=static"
@@ -96,6 +97,11 @@ def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
             (
                 "weights",
                 f"{metrics['weight_bytes_before'] / 1e6:,.1f} MB before, {metrics['weight_bytes'] / 1e6:,.1f} MB now",
+            ),
+            *(
+                [("zeros", f"{metrics['sparsity']:.1%} of all weights, in the pruned layers")]
+                if "sparsity" in metrics
+                else ()
             ),
             (
                 "perplexity",

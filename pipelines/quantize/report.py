@@ -3,12 +3,14 @@
 R scored tokens, V tokens in the vocabulary.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from conf.quantization import QuantScheme
 from conf.schema import RunConfig
 from pipelines.engine import Engine
 from pipelines.scoring import LOGIT_ROWS, Scores
@@ -64,28 +66,40 @@ def write_report(
     folder: Path, run: RunConfig, source: str, reports: list[LinearReport], metrics: dict[str, Any]
 ) -> None:
     before, after = metrics["weight_bytes_before"], metrics["weight_bytes"]
+    pruning = f", sparsity={run.quant.sparsity}" if "sparsity" in metrics else ""
+    changed = "pruned" if pruning and run.quant.scheme is QuantScheme.none else "quantised"
+    of_pruned = ", those of quantisation relative to the pruned layer's" if pruning else ""
     cache = [f"| KV cache | {run.model.dtype.name} | {run.quant.kv_cache.name}, a scale for each head |"]
     lines = [
-        f"# {Path(run.model.path).name}: quant={run.quant.scheme.name}, method={run.quant.method.name}",
+        f"# {Path(run.model.path).name}: quant={run.quant.scheme.name}, method={run.quant.method.name}{pruning}",
         "",
         f"Calibrated on {run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens from {source}.",
         "",
-        "| on held-out text | float | quantised |",
+        f"| on held-out text | float | {changed} |",
         "|---|---|---|",
         f"| perplexity | {perplexity(metrics['perplexity_before'])} | {perplexity(metrics['perplexity'])} |",
         f"| KL divergence (nats) | | {metrics['kl_mean']:.3g} |",
         f"| equal most likely tokens | | {metrics['top1_agreement']:.2%} |",
         f"| weights (MB) | {before / 1e6:.1f} | {after / 1e6:.1f} ({max(0, 1 - after / before):.0%} less) |",
+        *([f"| zeros of pruned layers, of all weights | | {metrics['sparsity']:.2%} |"] if pruning else ()),
         *(cache if run.quant.has_static_kv_cache else ()),
         "",
-        f"Errors of a layer's outputs, relative, on calibration data ({PICTURE}):",
+        f"Errors of a layer's outputs, relative, on calibration data{of_pruned} ({PICTURE}):",
         "",
-        "| layer | scheme | rounded to nearest | this method | |",
-        "|---|---|---|---|---|",
-        *(f"| {r.name} | {r.scheme} | {_share(r.rounded_error)} | {_share(r.error)} | {r.note} |" for r in reports),
+        *_table(reports, bool(pruning)),
     ]
     (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(folder / PICTURE, reports)
+
+
+def _table(reports: list[LinearReport], with_pruning: bool) -> list[str]:
+    """Return the lines of a table with a row for each layer."""
+    names = ["layer", "scheme", *(("zeros", "pruned") if with_pruning else ()), "rounded to nearest", "this method", ""]
+    rows = [names, ["---"] * len(names)]
+    for r in reports:
+        pruning = (_share(r.sparsity), _share(r.pruning_error)) if with_pruning else ()
+        rows.append([r.name, r.scheme, *pruning, _share(r.rounded_error), _share(r.error), r.note])
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def perplexity(value: float | None) -> str:
@@ -100,12 +114,18 @@ def _share(error: float | None) -> str:
 def draw(file: Path, reports: list[LinearReport]) -> None:
     from matplotlib.figure import Figure  # not at the top: only this task needs it
 
-    known = [(r.rounded_error, r.error) for r in reports if r.rounded_error is not None and r.error is not None]
-    figure = Figure(figsize=(max(6, 0.12 * len(known)), 4), layout="constrained")
+    series = {
+        "pruned": ("C1", [r.pruning_error for r in reports]),
+        "rounded to nearest": ("C7", [r.rounded_error for r in reports]),
+        "this method": ("C0", [r.error for r in reports]),
+    }
+    figure = Figure(figsize=(max(6, 0.12 * len(reports)), 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([rounded for rounded, _ in known], ".", color="C7", label="rounded to nearest")
-    axes.plot([error for _, error in known], ".", color="C0", label="this method")
+    for label, (color, errors) in series.items():
+        if any(error is not None for error in errors):
+            axes.plot([math.nan if error is None else error for error in errors], ".", color=color, label=label)
     axes.set(xlabel="linear layer, in the model's order", ylabel="relative output error", yscale="log")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if axes.lines:
+        axes.legend(frameon=False)
     figure.savefig(file, dpi=150)

@@ -1,10 +1,11 @@
 """A rank's share of a quantisation; that of a process of its own is all of it.
 
 The ranks of a stage run their parts of its layers over the samples together. The first of them has what one process has of a layer: whole
-inputs, and while codes are chosen whole float weights. So codes and scales have the bits of one process.
+inputs, and while it prunes and chooses codes whole float weights. So zeros, codes and scales have the bits of one process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kernels.kv_format import KVFormat, Unquantised
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.cuts import Cut
-from models.joined import joined_by_first
+from models.joined import given_by_first, joined_by_first
 from models.layers.linear import tied_weight
 from models.weights import place_tensor, refuse_damaged
 from pipelines.engine.kv_cache import allocate_kv_cache
@@ -23,7 +24,7 @@ from quantization.calibration import SequentialCalibrator
 from quantization.file_layout import FileLayout
 from quantization.kept_parts import KeptPart, part_tensors, place_part
 from quantization.kv_scales import choose_kv_scales, static_kv_formats
-from quantization.quantizer import Part, Quantizer, is_sequential, parts_of
+from quantization.quantizer import LinearReport, Part, Quantizer, is_sequential, parts_of
 from quantization.smoothing_record import fold_tensors
 
 
@@ -49,7 +50,7 @@ class Share:
         refuse_damaged(model)
         self._config, self._layout, self._model, self._cuts = config, layout, model, cuts or {}
         self._whole, self._group = whole or model, group or Alone()
-        self.parts = parts_of(self._whole, layout.schemes)
+        self.parts = parts_of(self._whole, layout.schemes, layout.pruned)
         self.is_tied = tied_weight(self._whole.head) is not None and len(self.parts) == len(self._whole.layers)
         """Whether the head has no tensors of its own."""
         is_first, (probe, *rest) = self._group.rank == 0, batches
@@ -70,22 +71,19 @@ class Share:
         return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
 
     def choose(self, part: Part) -> KeptPart | None:
-        """Observe the part's inputs, and choose its codes on the first rank. Returns None on the others. Raises UserError."""
+        """Prune the part, observe its inputs, and choose its codes on the first rank. Returns None on the others. Raises UserError."""
         self._arrive(part)
+        pruned = self._prune(part) if part.pruned else {}
         is_first, is_head = self._group.rank == 0, part.index == len(self._whole.layers)
         groups = self._quantizer.observe(part) if is_first or not is_head else []
         names = [name for name, _ in self._whole.named_parameters() if name.startswith(part.prefix)]
         if is_head and tied_weight(self._whole.head) is not None:
             names.append(f"{self._whole.layout.embedding}.weight")
-        floats = {} if self._whole is self._model else self._joined(names)
-        if not is_first:
-            return None
-        for name, tensor in floats.items():
-            place_tensor(self._whole, name, tensor)
-        stored, reports, folds = self._quantizer.quantize(part, groups)
-        tensors = part_tensors(part, self._whole, stored, self._layout.layout_of)
-        for name, tensor in floats.items():
-            place_tensor(self._whole, name, torch.empty_like(tensor, device="meta"))
+        with self._whole_floats(names):
+            if not is_first:
+                return None
+            stored, reports, folds = self._quantizer.quantize(part, groups, pruned)
+            tensors = part_tensors(part, self._whole, stored, self._layout.layout_of)
         return KeptPart(tensors, reports, None if folds is None else fold_tensors(folds))
 
     def pass_over(self, part: Part) -> None:
@@ -116,6 +114,31 @@ class Share:
     def _arrive(self, part: Part) -> None:
         if part.index == self._model.own_layers.start > 0:
             self.calibrator.receive()
+
+    def _prune(self, part: Part) -> dict[str, LinearReport]:
+        """Prune the part in the ranks' models, on the inputs that its floats give. Returns reports on the first rank."""
+        groups = self._quantizer.observe_unpruned(part)
+        names = [f"{name}.weight" for name in part.pruned]
+        with self._whole_floats(names):
+            reports = self._quantizer.prune(part, groups) if self._group.rank == 0 else {}
+            if self._whole is not self._model:
+                for name in names:
+                    own, whole = (model.get_parameter(name).data for model in (self._model, self._whole))
+                    place_tensor(self._model, name, given_by_first(whole, own, self._cuts.get(name), self._group))
+        self._group.check()  # where the first rank has failed, the others go on with anything until here
+        return reports
+
+    @contextmanager
+    def _whole_floats(self, names: Iterable[str]) -> Iterator[None]:
+        """Let the first rank's whole model have these parameters meanwhile. All ranks of the stage enter it."""
+        # Sorted, because what is placed comes last in its module, which the other ranks do not see.
+        joined = {} if self._whole is self._model else self._joined(sorted(names))
+        floats = joined if self._group.rank == 0 else {}
+        for name, tensor in floats.items():
+            place_tensor(self._whole, name, tensor)
+        yield
+        for name, tensor in floats.items():
+            place_tensor(self._whole, name, torch.empty_like(tensor, device="meta"))
 
     def _joined(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the parameters of these names that the stage has, whole on the first rank."""

@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import torch
 
+from conf.decoding import warn_once
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.base import WeightFile
 from quantization.layouts import awq, compressed_tensors, fp8, gptq
 from quantization.layouts.base import StoredQuantization
 from quantization.layouts.gguf import CPU, read_gguf_quantization, warn_of_unpacked
+from quantization.layouts.sparsity import read_sparsity
 
 READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
     compressed_tensors.METHOD: compressed_tensors.read_compressed_tensors,
@@ -24,7 +26,7 @@ def read_quantization(
 ) -> StoredQuantization | None:
     """Return what the config says of its `files`, or the types of GGUF files that stay packed on a device; None for a float checkpoint.
 
-    Raises UserError for methods and settings that are not implemented.
+    A warning says that pruned weights are multiplied with their zeros. Raises UserError for methods and settings that are not implemented.
     """
     section = config.section("quantization_config")
     if section is None:
@@ -37,4 +39,10 @@ def read_quantization(
     stored = READERS[method](section)
     if unread := section.unread():
         raise UserError(f"quantization_config has settings that are not known: {', '.join(unread)}")
-    return stored
+    sparsity = read_sparsity(config)
+    if sparsity is None:
+        return stored
+    warn_once(
+        f"the checkpoint's weights are pruned ({sparsity.structure}): they run dense on {device.type}, which multiplies zeros, too"
+    )
+    return None if sparsity.is_alone else stored

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.quantization import Activations, KVCacheFormat
+from conf.quantization import Activations, KVCacheFormat, SparsityPattern
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
@@ -25,7 +25,7 @@ from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-DENSE = "dense"  # no weight is quantised
+DENSE = "dense"  # no weight is quantised, or zeros are stored
 HEAD = "lm_head"  # is named beside "Linear", which to vLLM it is not
 FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
 
@@ -71,14 +71,15 @@ def _matches(target: str, name: str) -> bool:
 
 
 def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:
-    """Read the quantization_config. Raises UserError for other formats and strategies, sparsity and transforms."""
+    """Read the quantization_config. Raises UserError for other formats and strategies, and for transforms."""
     general = config.expect("format", (*FORMATS, MIXED, DENSE), PACKED)
-    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+    for key in ("transform_config", "moe_sparsity_config"):
         config.expect(key, (None, {}), None)
     for key in ("quantization_status", "global_compression_ratio", "version", "quant_method"):
         config.raw(key)
-    groups, kv_cache = config.section("config_groups"), config.raw("kv_cache_scheme")  # which layouts/kv_cache.py reads
-    if groups is None and not kv_cache:
+    groups = config.section("config_groups")
+    others = [config.raw(key) for key in ("kv_cache_scheme", "sparsity_config")]  # which files of their names read
+    if groups is None and not any(others):
         raise UserError("quantization_config: config_groups is empty")
     names = groups.values if groups else {}
     return CompressedTensors(
@@ -165,6 +166,21 @@ def write_config(
         "config_groups": groups,
         "ignore": kept,
         "kv_cache_scheme": kv_cache and write_kv_cache_scheme(kv_cache),
+    }
+
+
+def write_sparsity_config(pattern: SparsityPattern, kept: list[str], share: float) -> dict[str, Any]:
+    """Return the sparsity_config of weights that are stored with their zeros, as the package after 0.14 does.
+
+    `kept` are the linear layers that are not pruned. share: the zeros of the pruned layers, of all weights of the model.
+    """
+    return {
+        "format": DENSE,
+        "sparsity_structure": pattern.name,
+        "global_sparsity": 100 * share,
+        "targets": ["Linear"],
+        "ignore": kept,
+        "registry_requires_subclass": False,
     }
 
 
