@@ -28,6 +28,7 @@ def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> No
     assert parts["model.dtype"] == "float32"
     assert parts["device.type"] == "cpu"
     assert (parts["quant"]["scheme"], parts["quant"]["kv_cache"]) == ("none", "none")
+    assert "sparsity" not in parts["quant"]  # which journals of older versions lack
     assert (parts["decode.seed"], parts["decode.stop"]) == (None, [])
     assert parts["model/model.safetensors"].startswith(f"{(chatty / 'model.safetensors').stat().st_size} bytes of ")
     assert {"model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"} <= parts.keys()

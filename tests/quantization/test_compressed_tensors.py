@@ -170,7 +170,11 @@ def test_an_impossible_group_index() -> None:
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' is not supported: only .*compressed-tensors"),
         ({"format": "marlin-24"}, "format='marlin-24' is not supported"),
         ({"config_groups": {}}, "config_groups is empty"),
-        ({"sparsity_config": {"format": "dense"}}, "sparsity_config=.* is not supported"),
+        (
+            {"sparsity_config": {"format": "marlin-24"}},
+            "format=.marlin-24. is not supported: only .dense., .sparse-bitmask.",
+        ),
+        ({"sparsity_config": {"rate": 1}}, "sparsity_config has settings that are not known: rate"),
         ({"ignore": "lm_head"}, "ignore is not a list of texts"),
         (
             {"config_groups": {"group_0": {"weights": {"type": "float", "strategy": "group", "group_size": 32}}}},

@@ -41,10 +41,12 @@ def paper(
     scale_at: Callable[[int, Tensor], tuple[Tensor, Tensor]],
     highest: int,
     damping: float = 0.01,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """GPTQ as equations 2 and 3 of the paper have it: no blocks, no Cholesky, the inverse shrinks by a row each time. float64.
 
     scale_at(i, rest [O, I - i]) gives the scales and the zero points [O] of channel i. Returns codes [O, I].
+    kept [O, I]: the other weights become 0 when their turn comes, as in SparseGPT.
     """
     rest, hessian = weight.double().clone(), hessian.double()
     inverse = torch.linalg.inv(
@@ -54,7 +56,8 @@ def paper(
     lowest = 0 if highest == 15 else -highest - 1
     for i in range(weight.shape[1]):
         scale, zero = scale_at(i, rest)
-        codes.append(((rest[:, 0] / scale).round() + zero).clamp(lowest, highest))
+        column = rest[:, 0] if kept is None else rest[:, 0] * kept[:, i]
+        codes.append(((column / scale).round() + zero).clamp(lowest, highest))
         error = (rest[:, 0] - (codes[-1] - zero) * scale) / inverse[0, 0]
         rest = (rest - error[:, None] * inverse[0])[:, 1:]
         inverse = (inverse - inverse[:, :1] * inverse[:1] / inverse[0, 0])[1:, 1:]
@@ -76,6 +79,32 @@ def test_static_scales_give_the_codes_of_the_paper(format: WeightFormat, highest
     assert done.permutation is None
     assert torch.equal(done.scales, rounded.scales)
     assert torch.equal(done.codes[:, order].double(), expected)
+
+
+@each("act_order", [False, True])
+@each(("format", "highest"), [(GROUPS, 7), (ASYMMETRIC, 15)])
+def test_pruned_weights_stay_0_and_the_others_make_up_for_errors(
+    format: WeightFormat, highest: int, act_order: bool
+) -> None:
+    weight, x = random(9, 144), correlated(400, 144)
+    kept, hessian = random(9, 144, seed=5) > 0, hessian_of(x)
+    weight = weight * kept
+    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(144)
+    rounded = quantize(weight, format)
+    group = torch.arange(144)[order] // 16
+    scales = rounded.scales[:, group].double()
+    zeros = torch.zeros(9, 144) if rounded.zero_points is None else rounded.zero_points[:, group]
+    ordered = hessian[order][:, order]
+    expected = paper(
+        weight[:, order], ordered, lambda i, rest: (scales[:, i], zeros[:, i]), highest, kept=kept[:, order]
+    )
+    done, _ = gptq(weight, hessian, format, act_order=act_order, kept=kept)
+    assert torch.equal(done.codes[:, order].double(), expected)
+    assert (done.dequantize()[~kept] == 0).all()
+    assert output_error(x, weight, done) < output_error(x, weight, rounded)
+    on_the_way, _ = gptq(weight, hessian, format, act_order=act_order, static_groups=False, kept=kept)
+    assert (on_the_way.dequantize()[~kept] == 0).all()
+    assert output_error(x, weight, on_the_way) < output_error(x, weight, rounded)
 
 
 @each("act_order", [False, True])

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization.lifecycle import forward
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from conf.quantization import QuantConfig
+from conf.quantization import QuantConfig, SparsityConfig, SparsityMethod, SparsityPattern
 from tests.helpers.builders import all_logits, write_llama
 from tests.helpers.cases import each
 from tests.helpers.quantized_models import (
@@ -33,6 +33,10 @@ SCHEMES = {name: CALIBRATED[name] for name in ("a8w8 static smoothquant", "fp8 s
     "a8w8 dynamic": QuantConfig(A8W8, activations=DYNAMIC),
     "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC),
     "a8w8 static without the head": QuantConfig(A8W8, activations=CALIBRATED["a8w8 static"].activations, skip=["lm_head"]),
+    "int4 gptq, pruned": QuantConfig(
+        INT4, GPTQ, group_size=32, sparsity=SparsityConfig(SparsityMethod.wanda, pattern=SparsityPattern["2:4"])
+    ),
+    "fp8 dynamic, pruned": QuantConfig(FP8, activations=DYNAMIC, sparsity=SparsityConfig(SparsityMethod.magnitude, 0.3)),
     "int4 with an int8 layer": QuantConfig(INT4, group_size=32, overrides={"*.down_proj": "int8/32"}),
 }  # fmt: skip
 # Codes and scales are equal. Where activations stay floats, our kernels take them as fixed-point numbers: 1e-4 of the largest logit is

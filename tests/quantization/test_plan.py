@@ -8,20 +8,22 @@ import torch
 
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantScheme
+from conf.quantization import Activations, QuantConfig, QuantScheme, SparsityConfig, SparsityMethod, SparsityPattern
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
-from quantization.plan import plan, quantize_while_loading
+from quantization.plan import plan, plan_pruning, quantize_while_loading
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
 
+WANDA = SparsityConfig(SparsityMethod.wanda)
 
-def model_of(family: str) -> CausalLM:
-    reader = ConfigReader.from_folder(GOLDENS / family)
+
+def model_of(family: str, **changes: int) -> CausalLM:
+    reader = ConfigReader(ConfigReader.from_folder(GOLDENS / family).values | changes, "config.json")
     architecture = find_architecture(reader)
     with torch.device("meta"):
         return architecture.build(architecture.read_config(reader))
@@ -112,6 +114,22 @@ def test_groups_that_divide_each_layer(caplog: pytest.LogCaptureFixture) -> None
 def test_what_cannot_be(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         quantize_while_loading(model_of("llama3"), config())
+
+
+def test_the_head_routers_and_skipped_layers_are_not_pruned() -> None:
+    mixtral = model_of("mixtral")
+    names = plan_pruning(mixtral, QuantConfig(sparsity=WANDA, skip=["model.layers.0.*", "lm_head"]))
+    assert len(names) == 4 + 3 * 4  # attention's and those of four experts, in the second of two layers
+    assert all(name.startswith("model.layers.1.") and "gate" not in name for name in names)
+    odd, pattern = model_of("llama3", intermediate_size=90), SparsityPattern["2:4"]
+    four = "down_proj has 90 input channels, which groups of 4 do not divide: give quant.sparsity.pattern=unstructured, or quant.sk"
+    for model, config, message in (
+        (mixtral, QuantConfig(sparsity=WANDA, skip=["*"]), "quant.skip leaves none of .* layers to prune"),
+        (mixtral, QuantConfig(sparsity=WANDA, skip=["*.k_prj"]), "quant.skip has '[*].k_prj', which matches no layer"),
+        (odd, QuantConfig(sparsity=replace(WANDA, pattern=pattern)), four),
+    ):
+        with pytest.raises(UserError, match=message):
+            plan_pruning(model, config)
 
 
 @each(

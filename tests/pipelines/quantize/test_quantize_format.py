@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from conf.compose import dump
 from conf.errors import UserError
-from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat
+from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat, SparsityConfig, SparsityMethod
 from pipelines.loading import load_engine
 from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.packing import unpack
@@ -150,6 +150,11 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
             QuantizedFormat.vllm_cpu,
             QuantConfig(INT8, **STATIC_CACHES["int8, static"]),
             "quantize.format=vllm_cpu has no scales of the KV cache: give compressed_tensors",
+        ),
+        (
+            QuantizedFormat.vllm_cpu,
+            QuantConfig(INT8, sparsity=SparsityConfig(SparsityMethod.wanda)),
+            "quantize.format=vllm_cpu does not say that weights are pruned: give compressed_tensors, or leave quant.spars",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.compose import dump
 from conf.errors import UserError
+from conf.quantization import QuantConfig, SparsityConfig, SparsityMethod, SparsityPattern
 from conf.schema import DType
 from pipelines.interrupt import RankLost
 from pipelines.quantize.quantize import run_quantize
@@ -22,14 +23,18 @@ from tests.helpers.divided_engines import close, parallel
 from tests.helpers.quantized_models import CALIBRATED, SHIFT, make, quantize_run, random_rows, reloaded, write_rows
 
 LLAMA = GOLDENS / "llama3"  # four query heads of two key heads
+PRUNED = {
+    "2:4 wanda": QuantConfig(sparsity=SparsityConfig(SparsityMethod.wanda, pattern=SparsityPattern["2:4"])),
+    "int8 gptq, magnitude": replace(CALIBRATED["int8 gptq"], sparsity=SparsityConfig(SparsityMethod.magnitude, 0.3)),
+}
+QUANTS = {**CALIBRATED, **PRUNED, "shift": SHIFT}
 PROMPT = list(range(5, 40))
 
 
 def has_bits_of_one_process(
     family: str, quant_name: str, *divisions: tuple[int, int], dtype: DType = DType.float32
 ) -> bool:
-    quant = SHIFT if quant_name == "shift" else CALIBRATED[quant_name]
-    run = quantize_run(GOLDENS / family, quant, None, None)
+    run = quantize_run(GOLDENS / family, QUANTS[quant_name], None, None)
     run = replace(run, model=replace(run.model, dtype=dtype))
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(6, 16, golden[-2:] if family in WHOLE_PROMPTS else ())
@@ -44,7 +49,7 @@ def test_ranks_choose_the_codes_of_one_process() -> None:
 
 
 @pytest.mark.long
-@each("name", CALIBRATED)
+@each("name", {**CALIBRATED, **PRUNED})
 def test_every_method_has_the_bits_of_one_process(name: str) -> None:
     assert has_bits_of_one_process("llama3", name, (2, 1), (1, 2), (2, 2))
     assert has_bits_of_one_process("llama3", name, (2, 1), dtype=DType.bfloat16)
@@ -53,7 +58,7 @@ def test_every_method_has_the_bits_of_one_process(name: str) -> None:
 @pytest.mark.long
 @each("family", GOLDEN_FAMILIES)
 def test_every_family_has_the_bits_of_one_process(family: str) -> None:
-    for name in ("int8 gptq, static cache", "a8w8 static smoothquant"):
+    for name in ("int8 gptq, static cache", "a8w8 static smoothquant", "int8 gptq, magnitude"):
         assert has_bits_of_one_process(family, name, (2, 1), (1, 2))
 
 
@@ -73,9 +78,14 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def test_the_folder_of_ranks_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a run of one process was ended, and ranks go on with its parts. What was measured is what the folder gives."""
     data = write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
-    for name, tp, pp in (("int8 gptq, static cache", 2, 1), ("int4 awq", 1, 2), ("a8w8 static smoothquant", 2, 2)):
+    for name, tp, pp in (
+        ("int8 gptq, static cache", 2, 1),
+        ("int4 awq", 1, 2),
+        ("a8w8 static smoothquant", 2, 2),
+        ("2:4 wanda", 2, 1),
+    ):
         one, ranks = (
-            quantize_run(LLAMA, CALIBRATED[name], tmp_path / f"{which} {name}", data) for which in ("one", "ranks")
+            quantize_run(LLAMA, QUANTS[name], tmp_path / f"{which} {name}", data) for which in ("one", "ranks")
         )
         made = make(one, tmp_path / "run")
         expected = json.loads((tmp_path / "run" / "metrics.json").read_text())

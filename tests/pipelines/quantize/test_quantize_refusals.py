@@ -63,7 +63,7 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
     ("change", "message"),
     [
         (with_(quant=QuantConfig()),
-         "quant=none is not allowed: give int8, int4, a8w8 or fp8 with task=quantize, or quant.kv_cache_scales=static"),
+         "quant=none is not allowed: give int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity"),
         (with_(quant=replace(STATIC, kv_cache=KVCacheFormat.int8)),
          "quant.kv_cache=int8 is not allowed: give none with task=quantize .*, or quant.kv_cache_scales=static"),
         (with_(quant=QuantConfig(INT4, activations=Activations.auto)),
@@ -168,7 +168,7 @@ def test_damaged_files(
         ({"quant_method": "quip"}, "quant_method='quip' is not supported"),
         ({"format": "marlin-24"}, "marlin-24"),
         ({"config_groups": {}}, "config_groups is empty"),
-        ({"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        ({"sparsity_config": {"format": "marlin-24"}}, "sparsity_config"),
         ({"surprise": 3}, "surprise"),
     ],
 )

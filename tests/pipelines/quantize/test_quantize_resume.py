@@ -13,13 +13,14 @@ import pytest
 
 from conf.compose import dump
 from conf.errors import UserError
+from conf.quantization import QuantConfig, SparsityConfig, SparsityMethod
 from conf.schema import RunConfig
 from pipelines.quantize.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
-from tests.helpers.quantized_models import CALIBRATED, make, quantize_run, random_rows, write_rows
+from tests.helpers.quantized_models import CALIBRATED, INT8, make, quantize_run, random_rows, write_rows
 
 LLAMA = GOLDENS / "llama3"
 
@@ -134,27 +135,36 @@ def ended_by(error: BaseException, run: RunConfig, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         quantize = Quantizer.quantize
 
-        def hooked(self: Quantizer, part: Any, groups: Any) -> Any:
+        def hooked(self: Quantizer, part: Any, *observed: Any) -> Any:
             if part.index == 1:
                 raise error
-            return quantize(self, part, groups)
+            return quantize(self, part, *observed)
 
         patch.setattr(Quantizer, "quantize", hooked)
         with pytest.raises(type(error)):
             make(run, tmp_path / "run")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("error", "quant"),
+    [
+        (OSError(28, "No space left on device"), CALIBRATED["a8w8 static smoothquant"]),
+        (
+            KeyboardInterrupt(),
+            QuantConfig(INT8, overrides={"*.down_proj": "none"}, sparsity=SparsityConfig(SparsityMethod.wanda)),
+        ),
+    ],
+)
 def test_an_ended_run_is_continued(
-    error: BaseException, data: Path, tmp_path: Path, quantized_parts: list[int]
+    error: BaseException, quant: QuantConfig, data: Path, tmp_path: Path, quantized_parts: list[int]
 ) -> None:
-    run = quantize_run(LLAMA, CALIBRATED["a8w8 static smoothquant"], tmp_path / "made", data)
+    run = quantize_run(LLAMA, quant, tmp_path / "made", data)
     ended_by(error, run, tmp_path)
     assert not (tmp_path / "made").exists()
     assert quantized_parts == [0]
     make(run, tmp_path / "run")
     assert quantized_parts == [0, 1, 2]
-    make(quantize_run(LLAMA, CALIBRATED["a8w8 static smoothquant"], tmp_path / "whole", data), tmp_path / "run")
+    make(quantize_run(LLAMA, quant, tmp_path / "whole", data), tmp_path / "run")
     assert files_in(tmp_path / "made") == files_in(tmp_path / "whole")
 
 
