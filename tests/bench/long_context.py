@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rows: dict[str, Any] = {}
+    about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
+    about |= {"layers": args.layers, "new_tokens": args.new_tokens, "rounds": args.rounds}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", args.layers, max(args.lengths) + 1024)
@@ -138,6 +140,7 @@ def main() -> None:
             for cache in ("none", "int8"):
                 start = time.perf_counter()
                 rows[f"{length} tokens, cache {cache}"] = measure(args, folder, length, cache)
+                write_atomically(RESULTS, [json.dumps(about | {"rows": rows}, indent=1) + "\n"])
                 print(
                     length,
                     cache,
@@ -145,9 +148,6 @@ def main() -> None:
                     f"{time.perf_counter() - start:.0f} s",
                     flush=True,
                 )
-    about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-    settings = {"layers": args.layers, "new_tokens": args.new_tokens, "rounds": args.rounds}
-    write_atomically(RESULTS, [json.dumps(about | settings | {"rows": rows}, indent=1) + "\n"])
 
 
 if __name__ == "__main__":
