@@ -25,15 +25,12 @@ from pipelines.loading import load_engine  # noqa: E402
 from pipelines.report import environment, write_atomically  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "depth.json"
-INT4 = ["quant=int4", "quant.group_size=32"]
 FORMATS: dict[str, list[str]] = {
-    "float32": [],
     "bfloat16": ["model.dtype=bfloat16"],
     "int8": ["quant=int8"],
     "a8w8, rtn": ["quant=a8w8", "quant.method=rtn"],
     "a8w8": ["quant=a8w8"],
-    "int4 g32, rtn": INT4,
-    "int4 g32, awq": [*INT4, "quant.method=awq", "quant.auto_clip=true"],
+    "int4 g32, rtn": ["quant=int4", "quant.group_size=32"],
 }
 
 
