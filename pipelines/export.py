@@ -165,9 +165,12 @@ def run_of_artefact(run: RunConfig, folder: Path) -> RunConfig:
     _check_common(run, "predict.export=true")
     made_of = replace(run.model, max_length=None, prefixes=None, adapters=None)
     if not (folder / MANIFEST).is_file():
-        quant = replace(run.quant, activations=run.quant.activations.of_model)
-        export_model(replace(run, model=made_of, quant=quant), folder, overwrite=False)
-    model = replace(run.model, path=str(folder), verify=False, allow_pickle=False)
+        quant, predict = (
+            replace(run.quant, activations=run.quant.activations.of_model),
+            replace(run.predict, adapter=None),
+        )
+        export_model(replace(run, model=made_of, quant=quant, predict=predict), folder, overwrite=False)
+    model = replace(run.model, path=str(folder), revision=None, verify=False, allow_pickle=False)
     return replace(run, model=model, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 

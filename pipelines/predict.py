@@ -67,7 +67,8 @@ def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]
     from pipelines.export import run_of_artefact  # here, because it imports torch's compiler
 
     folder = output_dir if run.predict.resume in ("auto", "none") else named_folder(run.predict.resume)
-    source = find_checkpoint(run.model.path, True, run.model.allow_pickle)
+    model = run.model
+    source = find_checkpoint(model.path, True, model.allow_pickle, model.hub, model.revision)
     made_of = file_fingerprint(source, "model") | (calibration_fingerprint(run) if run.quant.needs_calibration else {})
     return run_of_artefact(run, folder / EXPORTED), {f"export.{name}": value for name, value in made_of.items()}
 

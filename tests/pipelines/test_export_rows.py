@@ -114,7 +114,10 @@ def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
     run, data, out = llama(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "out"
     data.write_text('{"prompt_token_ids": [3, 4, 5]}\n{"prompt_token_ids": []}\n{"prompt_token_ids": [9]}\n')
     decode = DecodeConfig(max_new_tokens=6)
-    run = replace(run, decode=decode, quant=INT8_INT4_CACHE, predict=PredictConfig(data=str(data), batch_size=1))
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "model", LlamaForCausalLM, r=2, target_modules=["q_proj"])
+    run = replace(run, model=replace(run.model, adapters={"a": str(adapter)}))
+    predict = PredictConfig(data=str(data), batch_size=1, adapter="a")
+    run = replace(run, decode=decode, quant=INT8_INT4_CACHE, predict=predict)
     run_predict(run, tmp_path / "model_itself", dump)
     own = replace(run, predict=replace(run.predict, export=True, max_errors=0))
     with pytest.raises(UserError, match="more than predict.max_errors=0 rows failed"):
