@@ -233,7 +233,8 @@ def compose_run_config(overrides: list[str], texts: Mapping[str, str] | None = N
         GlobalHydra.instance().hydra = None
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
-                config = compose("config", overrides=checked(overrides))
+                quoted = [_quote(each) if each.startswith(REVISION) else each for each in checked(overrides)]
+                config = compose("config", overrides=quoted)
         except CONFIG_ERRORS as error:
             raise UserError(explain(error)) from error
         finally:
@@ -285,6 +286,7 @@ def quote_prompt(arguments: list[str]) -> list[str]:
     In a sweep (-m) a comma also separates jobs: there `predict.data` is quoted only if it is one prompt.
     """
     if {"-m", "--multirun"} & set(arguments):
+        arguments = [_quote(a) if a.startswith(REVISION) and "," not in a else a for a in arguments]
         return [_quote(a) if a.startswith(DATA) and _is_one_prompt(a.removeprefix(DATA)) else a for a in arguments]
     return [_quote(a) if a.startswith((DATA, RESUME, REVISION)) else a for a in arguments]
 

@@ -53,7 +53,7 @@ def check_sweep(arguments: list[str]) -> None:
     is_sweep = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
     if is_sweep and any(re.fullmatch(r"task=(.*,)?serve(,.*)?", a) for a in arguments):
         raise UserError(NO_SWEEP)
-    if is_sweep and any(re.fullmatch(r"predict\.output_file=[^,()]+", a) for a in arguments):
+    if is_sweep and any(re.fullmatch(r"predict\.output_file=(?!null$)[^,()]+", a) for a in arguments):
         raise UserError("predict.output_file is one file, which each job of a sweep would replace: leave it out")
     if not is_sweep and "task=export,predict" in arguments:
         raise UserError("task=export,predict is two tasks: give predict.export=true, which exports and then predicts")

@@ -312,11 +312,7 @@ class RunConfig:
             )
         if self.parallel.mode.divides or self.parallel.tp or self.parallel.pp:
             self._check_ranks()
-        check_adapters(self.model.adapters or {}, self.predict.adapter)
-        if self.task in (Task.embed, Task.score):
-            for name in ("truncate", "output_file", "export"):
-                if (value := getattr(self.predict, name)) != getattr(PredictConfig(), name):
-                    raise UserError(f"predict.{name}={typed(value)} is not used by task={self.task.name}: leave it out")
+        self._check_predict()
         for other in [task for task in Task if task is not self.task]:
             section = getattr(self, other.name)
             unchanged = type(section)()
@@ -329,6 +325,16 @@ class RunConfig:
                         f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
                         f"leave it at {typed(default)}, or give task={other.name}"
                     )
+
+    def _check_predict(self) -> None:
+        """Raises UserError for settings of `predict` that this run does not use."""
+        if self.predict.export and self.parallel.mode is ParallelMode.auto:
+            raise UserError("parallel=auto is not used by predict.export=true: leave it out")
+        check_adapters(self.model.adapters or {}, self.predict.adapter)
+        if self.task in (Task.embed, Task.score):
+            for name in ("truncate", "output_file", "export"):
+                if (value := getattr(self.predict, name)) != getattr(PredictConfig(), name):
+                    raise UserError(f"predict.{name}={typed(value)} is not used by task={self.task.name}: leave it out")
 
     def _check_ranks(self) -> None:
         """Raises UserError for what several ranks do not do."""

@@ -31,7 +31,7 @@ from models.exported.description import (
 from models.exported.model import ExportedLM
 from models.exported.trace import Traced, trace
 from models.formats.huggingface_writer import write_companions
-from models.formats.manifest import MANIFEST, write_manifest
+from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import save_tensors
 from models.layers.adaptable import Adaptable
 from models.tokenizers import load_tokenizer
@@ -43,7 +43,7 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
 from pipelines.fingerprint import plain_quant, sha256_of
 from pipelines.loading import calibrated
-from pipelines.opening import open_source
+from pipelines.opening import moved, open_source
 from pipelines.output_folder import complete_folder, refuse_existing
 from pipelines.planning import ModelPlan, divide_plan, plan_model
 from pipelines.ranks.threads import ThreadPlace, run_ranks
@@ -157,20 +157,20 @@ def _check_common(run: RunConfig, user: str) -> None:
             raise UserError(f"{given} is not used by {user}: leave it out")
 
 
-def run_of_artefact(run: RunConfig, folder: Path) -> RunConfig:
-    """Return the run of `predict.export`, whose model is the artefact at `folder`. It is made first where it is not there.
+def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
+    """Return the run of `predict.export`, whose model is the artefact at `folder`, which is made first unless `is_made`.
 
     Raises UserError as `export_model` does, and for settings that an artefact does not take.
     """
     _check_common(run, "predict.export=true")
     made_of = replace(run.model, max_length=None, prefixes=None, adapters=None)
-    if not (folder / MANIFEST).is_file():
+    if not is_made:
         quant, predict = (
             replace(run.quant, activations=run.quant.activations.of_model),
             replace(run.predict, adapter=None),
         )
-        export_model(replace(run, model=made_of, quant=quant, predict=predict), folder, overwrite=False)
-    model = replace(run.model, path=str(folder), revision=None, verify=False, allow_pickle=False)
+        export_model(replace(run, model=made_of, quant=quant, predict=predict), folder, overwrite=True)
+    model = replace(moved(run.model, folder), verify=False, allow_pickle=False)
     return replace(run, model=model, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 

@@ -88,6 +88,6 @@ def _open(run: RunConfig, model: Any, tokenizer: Any, head: Head | None) -> Mode
 
 def _own_tokenizer(model: ModelConfig) -> Tokenizer | None:
     """Return the tokenizer of the folder or hub id that a held model was loaded from; None where there is none."""
-    if "/" not in model.path:  # the name of its class
+    if "/" not in model.path and not Path(model.path).exists():  # the name of its class
         return None
     return open_tokenizer(find_checkpoint(model.path, False, False, model.hub))

@@ -24,7 +24,7 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
     log_warnings()
     degrees(run, joined(os.environ))  # raises for a wrong number of ranks before anything is loaded
-    with reader_may_leave(), run_log():
+    with reader_may_leave(), run_log(run.task.name, output_dir):
         if run.task is Task.serve:  # its model is in another process: this one imports no torch
             from pipelines.serve.serve import run_serve
 

@@ -14,7 +14,7 @@ from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.drafting import plan_draft, predicting_ahead
 from pipelines.engine import Engine
-from pipelines.opening import ModelSource, OpenModel, open_source
+from pipelines.opening import ModelSource, OpenModel, moved, open_source
 from pipelines.planning import plan_model
 from pipelines.report import NO_PROGRESS, ProgressSink
 from pipelines.request_settings import RequestSettings, read_request_settings
@@ -111,7 +111,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
         folder = find_or_make(run, source, progress)
         log.warning("what runs is the calibrated model in %s", folder)
         found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
-        model, quant = replace(run.model, path=str(folder), revision=None), QuantConfig(kv_cache=found_when_run)
+        model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
         if run.quant.activations is Activations.auto:  # which is not in the model's files, either
             quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())

@@ -77,7 +77,11 @@ def build_context(config: Mapping[str, Any]) -> None:
     mode = config.get("run_mode", "predict")
     if mode != "predict":
         raise UserError(f"run_mode={mode!r} is not here: models are run, and not trained; give predict")
-    context, sizes, parallel = (dict(config.get(name) or {}) for name in ("context", "parallel_config", "parallel"))
+    sections = {name: config.get(name) or {} for name in ("context", "parallel_config", "parallel")}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise UserError(f"{name} of build_context is of type {type(section).__name__}: give a dictionary")
+    context, sizes, parallel = map(dict, sections.values())
     target = context.pop("device_target", None)
     if target not in (None, "Ascend", *DEVICES):
         raise UserError(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from conf.errors import UserError
 from conf.schema import DType, ModelConfig, Weights
@@ -10,7 +11,7 @@ from models.causal_lm import ModelShape
 from models.exported.description import EXPORT, Description, read_description
 from models.formats import open_checkpoint
 from models.formats.base import Checkpoint
-from models.formats.hub import find_checkpoint
+from models.formats.hub import find_checkpoint, find_tokenizer
 from models.formats.manifest import verify_manifest
 from models.heads import Head
 from models.registry import Architecture, find_architecture
@@ -53,6 +54,14 @@ class ModelSource:
 
 OpenModel = Callable[[Head | None], ModelSource]
 """Opens the checkpoint of a run with a head, as `open_source` does."""
+
+
+def moved(model: ModelConfig, folder: Path) -> ModelConfig:
+    """Return the settings of a model that was made of this one and is in a folder. A hub's tokenizer keeps its revision."""
+    tokenizer = model.tokenizer
+    if tokenizer and model.revision is not None:
+        tokenizer = str(find_tokenizer(tokenizer, model.hub, model.revision))
+    return replace(model, path=str(folder), tokenizer=tokenizer, revision=None)
 
 
 def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> ModelSource:

@@ -15,7 +15,7 @@ from conf.tasks import OutputForm, PredictConfig
 from conf.terminal import visible, visible_line
 from models.formats.hub import find_checkpoint
 from pipelines import report
-from pipelines.data_files import expanded
+from pipelines.data_files import expanded, names_a_file
 from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.faults import belongs_to_request, row_error
@@ -23,18 +23,24 @@ from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
 from pipelines.job import ANSWER, Job, open_prompts, row_runner
+from pipelines.journal import NAME as JOURNAL
 from pipelines.journal import Fingerprint, Journal, dumps, named_folder, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.opening import open_source
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow, Prompts
 from pipelines.rows import Asked, EngineRows, Loaded, Record, Row, RowRunner
+from pipelines.run_log import FILE
 
 if TYPE_CHECKING:
     from pipelines.batches.answers import BatchAnswers
 
 
 EXPORTED = "export"  # in a run's folder, with predict.export
+OWN_FILES = (
+    *("predictions.jsonl", "text_generation_result.txt", "batch_output.jsonl", "batch_error.jsonl", "metrics.json"),
+    *("config.yaml", "environment.json", JOURNAL, FILE),
+)
 
 
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -44,7 +50,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     with all files written where not one row could be predicted.
     """
     prompts = open_prompts(run.predict)
-    _check_output_file(run.predict)
+    _check_output_file(run.predict, output_dir)
     start = time.perf_counter()
     loaded, parts = _exported(run, output_dir) if run.predict.export else (run, {})
     with row_runner(PredictRows, loaded, prompts) as runner:
@@ -66,11 +72,15 @@ def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]
     """Return the run of the artefact, and what names the model that the artefact is made of, for a job that goes on."""
     from pipelines.export import run_of_artefact  # here, because it imports torch's compiler
 
-    folder = output_dir if run.predict.resume in ("auto", "none") else named_folder(run.predict.resume)
+    resume = run.predict.resume
+    folder = output_dir if resume in ("auto", "none") else named_folder(resume)
+    goes_on = resume != "none" and (folder / JOURNAL).exists()  # with its export, which came before the journal
     model = run.model
     source = find_checkpoint(model.path, True, model.allow_pickle, model.hub, model.revision)
     made_of = file_fingerprint(source, "model") | (calibration_fingerprint(run) if run.quant.needs_calibration else {})
-    return run_of_artefact(run, folder / EXPORTED), {f"export.{name}": value for name, value in made_of.items()}
+    return run_of_artefact(run, folder / EXPORTED, goes_on), {
+        f"export.{name}": value for name, value in made_of.items()
+    }
 
 
 class PredictRows(EngineRows):
@@ -263,7 +273,7 @@ def _paddlenlp_row(record: Record) -> Row:
     return {**source, "output": row["text"] or "", **({"error": row["error"]} if row["error"] else {})}
 
 
-def _check_output_file(settings: PredictConfig) -> None:
+def _check_output_file(settings: PredictConfig, output_dir: Path) -> None:
     """Raise UserError for an output file that could not be written at the end of the job, and for the job's own input."""
     if settings.output_file is None:
         return
@@ -272,9 +282,10 @@ def _check_output_file(settings: PredictConfig) -> None:
         raise UserError(f"{given} cannot be written, because {file.parent} is no folder that can be: give another file")
     if file.exists() and not file.is_file():
         raise UserError(f"{given} is not a file: give the name of a file")
-    data = expanded(settings.data or "")
-    if file.exists() and data.exists() and file.samefile(data):
+    if file.exists() and names_a_file(settings.data or "") and file.samefile(expanded(settings.data or "")):
         raise UserError(f"{given} is predict.data itself, which would be replaced: give another file")
+    if file.name in OWN_FILES and file.parent.resolve() in (output_dir.resolve(), expanded(settings.resume).resolve()):
+        raise UserError(f"{given} is a file that the run itself writes: give another name")
 
 
 def _check_new_tokens(

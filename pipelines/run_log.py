@@ -67,11 +67,11 @@ class RunLog(logging.Handler):
 
 
 @contextmanager
-def run_log() -> Iterator[None]:
-    """Log the block, which is a run."""
+def run_log(task: str, folder: Path) -> Iterator[None]:
+    """Log the block, which is a run. An error that is no user's is logged in `folder` where the run has made no other."""
     log, start = RunLog(), time.monotonic()
     logging.getLogger().addHandler(log)
-    log.note(f"process {os.getpid()} begins: {shlex.join(sys.argv)}")
+    log.note(f"process {os.getpid()} begins task={task} in {folder}: {shlex.join(sys.argv)}")
     try:
         yield
         log.note(f"finished after {time.monotonic() - start:.1f} s")
@@ -81,6 +81,9 @@ def run_log() -> Iterator[None]:
             log.note(f"{after} {type(error).__name__}: {error}")
         else:
             log.note(f"{after}\n{''.join(traceback.format_exception(error))}")
+            if log.folder is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                log.open_in(folder)
         raise
     finally:
         logging.getLogger().removeHandler(log)

@@ -73,6 +73,8 @@ def _one(why: str, names: str) -> dict[str, Answer]:
     return dict.fromkeys(names.split(), Answer(why, (1, None)))
 
 
+SECRETS = ("hf_token",)
+"""Arguments whose values no error tells."""
 NO_CODE = "no code of a checkpoint is ever run"
 OWN_KERNELS = "this engine has kernels and steps of its own"
 NO_GRAPHS = "device.cuda_graphs alone decides which steps are captured"
@@ -266,7 +268,8 @@ def _answer(name: str, value: Any, answer: Answer) -> None:
     if (not value or value == "auto") if taken is None else any(value == each for each in taken):
         return
     if answer.is_refused:
-        raise UserError(f"{name}={value!r} is not taken: leave it out; {answer.why}")
+        given = name if name in SECRETS else f"{name}={value!r}"
+        raise UserError(f"{given} is not taken: leave it out; {answer.why}")
     log.warning("%s=%r changes nothing: %s", name, value, answer.why)
 
 
@@ -304,12 +307,16 @@ def _revision(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def _drafts(config: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     """Return vLLM's speculative_config as overrides and as settings that are texts. Raises UserError for what is not taken of it."""
+    if not isinstance(config, Mapping):
+        raise UserError(
+            f"speculative_config is of type {type(config).__name__}: give a dictionary, such as {{'method': 'ngram'}}"
+        )
     given = {name: value for name, value in config.items() if value is not None}
     path = given.pop("model", None)
     method = given.pop("method", "draft_model" if path else None)
     if method is None and not given:
         return [], {}
-    if method not in DRAFTING:
+    if not isinstance(method, str) or method not in DRAFTING:
         raise UserError(f"speculative_config: method {method!r} is not here: give one of {', '.join(DRAFTING)}")
     keys = {"num_speculative_tokens": "num_tokens"}
     if DRAFTING[method] == "ngram":

@@ -84,7 +84,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     def after(self, prefix: str | None) -> "Ready":
         """Return what holds for prompts after a prefix, which takes its places of the context."""
         num_places = self.context_length - (0 if prefix is None else self.prefixes[prefix])
-        return msgspec.structs.replace(self, context_length=num_places)
+        most = None if self.max_text_tokens is None else min(self.max_text_tokens, num_places)
+        return msgspec.structs.replace(self, context_length=num_places, max_text_tokens=most)
 
 
 class Unready(msgspec.Struct, tag=True, frozen=True):

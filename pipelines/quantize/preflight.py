@@ -1,5 +1,6 @@
 """What is going to be quantised, and about how much memory and time that takes, which `quantize.dry_run=true` only says."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,11 @@ from conf.schema import RunConfig
 from models.linear_layers import linear_specs
 from pipelines.device import prepare_device
 from pipelines.opening import ModelSource
-from pipelines.planning import ModelPlan, plan_model, without_quantization
+from pipelines.planning import ModelPlan, check_plan, plan_model, without_quantization
 from pipelines.quantize.calibration_data import CalibrationData, read_calibration_data
 from pipelines.quantize.estimate import expected_seconds
+from pipelines.ranks.launch import degrees, joined
+from pipelines.ranks.place import division_of
 from pipelines.report import print_table
 from pipelines.request_settings import RequestSettings, read_request_settings
 from quantization.file_layout import FileLayout, file_layout
@@ -37,6 +40,9 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
     layout = file_layout(plan.model, run.quant, run.quantize.format)
     are_prompts = source.shape.needs_whole_prompt
     data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
+    if run.parallel.mode.divides:
+        tp, pp = degrees(run, joined(os.environ))
+        check_plan(plan, division_of(0, tp, pp, run.parallel))
     if device.type != "cpu" or run.parallel.mode.divides:
         where = "on a CPU" if device.type != "cpu" else "for one process"
         return Preflight(plan, layout, data, f"a time that is only known {where}")
@@ -62,7 +68,7 @@ def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
             *([(f"{len(found.layout.pruned)} layers", f"pruned: {run.quant.sparsity}")] if found.layout.pruned else ()),
             ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
             ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
-            ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs"),
+            ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs in one process"),
             ("time", f"{found.duration} on this machine"),
         ]
     )

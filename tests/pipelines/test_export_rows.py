@@ -133,6 +133,10 @@ def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
     assert (out / "export" / EXPORT).stat() == made
     for name in ("predictions.jsonl", "text_generation_result.txt"):
         assert (out / name).read_bytes() == (tmp_path / "model_itself" / name).read_bytes()
+    floats = replace(run, quant=FLOATS)
+    for name, other in (("floats", floats), ("out", replace(floats, predict=replace(own.predict, max_errors=1)))):
+        run_predict(other, tmp_path / name, dump)  # in the folder of a finished job the model is exported anew
+    assert (out / "predictions.jsonl").read_bytes() == (tmp_path / "floats" / "predictions.jsonl").read_bytes()
     alone = replace(run, model=replace(run.model, path=str(out / "export")), quant=FLOATS)
     run_predict(alone, tmp_path / "alone", dump)
     assert (tmp_path / "alone" / "predictions.jsonl").read_bytes() == (out / "predictions.jsonl").read_bytes()

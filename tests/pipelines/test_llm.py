@@ -191,6 +191,9 @@ def test_embed_gives_the_embedding_pipelines_vectors() -> None:
             {"overrides": ["predict.truncate=left", "predict.max_prompt_tokens=3"]},
             r"predict.truncate is not used by LLM: give SamplingParams\(truncate_prompt_tokens=N\)",
         ),
+        ({"hf_token": "hf_abc"}, "^hf_token is not taken: leave it out; the hub's client reads HF_TOKEN"),
+        ({"speculative_config": "ngram"}, "speculative_config is of type str: give a dictionary"),
+        ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config: method \['ngram'\] is not here"),
         ({"revision": "v1", "tokenizer_revision": "v2"}, "tokenizer_revision='v2' contradicts revision='v1'"),
         (
             {"hf_overrides": {"rope_theta": 1}},

@@ -132,6 +132,13 @@ def test_output_files_that_cannot_be_are_refused_before_the_model_is_loaded(chat
     ):
         with pytest.raises(UserError, match=reason):
             run_predict(replace(run, predict=replace(run.predict, output_file=str(file))), tmp_path / "out", dump)
+    own = replace(run, predict=replace(run.predict, output_file=str(tmp_path / "predictions.jsonl")))
+    with pytest.raises(UserError, match="predictions.jsonl is a file that the run itself writes: give another name"):
+        run_predict(own, tmp_path, dump)
+    (tmp_path / "there").touch()
+    for prompt in ("word " * 20, "x" * 300):  # the second one is longer than a name of a file can be
+        cut = PredictConfig(prompt, truncate=Truncation.left, max_prompt_tokens=5, output_file=str(tmp_path / "there"))
+        run_predict(replace(job(chatty, "", max_new_tokens=1), predict=cut), tmp_path / "long", dump)
     assert data.read_text() == "Once\n"
     assert not (tmp_path / "out").exists()
     for settings in (

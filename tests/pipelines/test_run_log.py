@@ -26,7 +26,7 @@ def handlers() -> Iterator[None]:
 def ending(folder: Path, error: BaseException | None) -> str:
     """Return the log of a run that ends so."""
     expected = nullcontext() if error is None else pytest.raises(type(error))
-    with expected, run_log():
+    with expected, run_log("predict", folder):
         log.warning("before the folder: \x1b[31m")
         assert log_folder() is None
         report.write_run(folder, dump(RunConfig(), folder), {})
@@ -53,10 +53,13 @@ def test_a_run_logs_in_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_folder_leaves_no_log(tmp_path: Path) -> None:
-    with pytest.raises(UserError), run_log():
+    with pytest.raises(UserError), run_log("predict", tmp_path / "run"):
         raise UserError("before anything is written")
     assert not any(tmp_path.iterdir())
-    log_of_rank(1, "nobody listens")
+    log_of_rank(1, "which has no log")
+    with pytest.raises(KeyError), run_log("quantize", tmp_path / "run"):
+        raise KeyError("x")
+    assert (tmp_path / "run" / "run.log").read_text().endswith("KeyError: 'x'\n\n")
 
 
 def test_the_log_of_an_engine_and_of_a_folder_that_is_gone(tmp_path: Path) -> None:
