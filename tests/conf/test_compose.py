@@ -257,6 +257,12 @@ def test_quoted_prompts_null_and_sweeps_are_hydras_own(
     assert capsys.readouterr().err == ""
 
 
+def test_a_revision_is_a_text() -> None:
+    for revision in ("12e4567", "1_234_567", "v1.10"):  # numbers to Hydra's grammar
+        assert compose_run_config([f"model.revision={revision}", "model.path=org/name"]).model.revision == revision
+        assert quote_prompt(["-m", f"model.revision={revision}"])[1] == f"model.revision='{revision}'"
+
+
 def jobs_of(argument: str) -> list[str | None]:
     """The prompts of a sweep's jobs, as Hydra's own sweeper passes them on."""
     (_, quoted) = quote_prompt(["-m", argument])

@@ -116,6 +116,7 @@ def test_what_a_script_of_mindformers_says(ckpt_folder: Path, caplog: pytest.Log
         ("x", "build_context takes a dictionary, not a str"),
         ({"run_mode": "train"}, "run_mode='train' is not here: models are run, and not trained"),
         ({"context": {"device_target": "TPU"}}, "device_target='TPU' does not exist: there are CPU"),
+        ({"context": "x"}, "context of build_context is of type str: give a dictionary"),
         ({"use_parallel": "Flase"}, "use_parallel='Flase' is not allowed: give True or False"),
         (
             {"use_parallel": True, "parallel_config": {"data_parallel": 8}},
