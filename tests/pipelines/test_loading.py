@@ -11,9 +11,10 @@ import torch
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType, DType
+from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig
 from kernels import build
 from kernels.threads import set_threads
+from pipelines import opening
 from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
 from pipelines.quantize import quantize
@@ -217,3 +218,12 @@ def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(
     run = replace(run_config(tmp_path), quant=CALIBRATED["a8w8 static"])
     with pytest.raises(UserError, match="batch_size=2049 is more than device.max_batched_tokens=2048.*: give a "):
         load_engine(run, 2049)
+
+
+def test_what_a_model_becomes_has_its_tokenizers_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = "/cache/org/tok/v1"
+    monkeypatch.setattr(opening, "find_tokenizer", lambda path, hub, revision: Path("/cache") / path / revision)
+    given = ModelConfig("org/name", tokenizer="org/tok", revision="v1", max_length=9)
+    assert opening.moved(given, Path("/made")) == ModelConfig("/made", tokenizer=found, max_length=9)
+    plain = ModelConfig("org/name", tokenizer="org/tok")
+    assert opening.moved(plain, Path("/made")) == ModelConfig("/made", tokenizer="org/tok")
