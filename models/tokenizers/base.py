@@ -103,13 +103,13 @@ class Tokenizer(ABC):
 
         Raises UserError with what such a program does not compute.
         """
-        text = "a"
+        form, text = self._runner_form(), "a"  # the form first: a model with dropout encodes by chance
         inside, whole = (self.encode(text, add_special_tokens=is_whole) for is_whole in (False, True))
         begin = next((i for i in range(len(whole)) if whole[i : i + len(inside)] == inside), None)
         if begin is None:
             raise UserError("its special tokens change the text between them")
         ends = {"begin": whole[:begin], "end": whole[begin + len(inside) :], "bos": self.bos_token_id}
-        return self._runner_form() | ends
+        return form | ends
 
     def _runner_form(self) -> dict[str, Any]:
         """Return `runner_form` without the keys begin, end and bos."""
