@@ -127,7 +127,7 @@ class ModelConfig:
     keep_packed: bool = False
     """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
     adapters: Any = None
-    """LoRA adapters in PEFT's layout that rows and requests may name, beside the weights: {NAME: FOLDER, ...}."""
+    """LoRA adapters in PEFT's layout that rows and requests may name: {NAME: FOLDER, ...}."""
     max_adapters: int = 8
     """Most adapters that the rows of a step may have. The least recently used one makes room for another."""
 

@@ -52,7 +52,7 @@ OF_A_GPU = {
 
 
 class Answer(NamedTuple):
-    """What becomes of an argument that is no setting of ours."""
+    """An error or a warning for an argument that is no setting of ours."""
 
     why: str
     taken: tuple[Any, ...] | None = None

@@ -47,7 +47,7 @@ class QwenConfig(PreNormShape):
 
     @property
     def prefix_stops_scaling(self) -> bool:
-        """As in modeling_qwen.py, which chooses the base where the cache is empty, and keeps the first one where it is not."""
+        """Return True: modeling_qwen.py chooses the rotary base for an empty cache, and keeps the first base after that."""
         return True
 
 
