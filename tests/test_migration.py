@@ -23,6 +23,7 @@ ABSENT = {
     "device.memory_fraction": "a GPU",
     "chat.web=true": "a browser, whose tests are those of the page",
     "model.hub=modelscope": "the package modelscope and a network",
+    "model.revision=": "a network",
 }
 """What a line needs that is not here."""
 
@@ -51,6 +52,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "--config-path FOLDER": f"--config-path {folder / 'earlier'}",
         "a:FOLDER": f"a:{folder / 'adapter'}",
         "p:FOLDER": f"p:{folder / 'prefix.npy'}",
+        "convert.lora=FOLDER": f"convert.lora={folder / 'adapter'}",
         "convert.output=FOLDER": "convert.output=OUT/made",
         "export.output=FOLDER": "export.output=OUT/made",
         "predict.output_file=FILE.json": "predict.output_file=OUT/out.json",

@@ -30,7 +30,8 @@ def served(folder: Path, *arguments: str, waits: bool = True) -> Iterator[tuple[
     process = start_server(folder, *arguments)
     try:
         url = ready_url(process) if waits else ""
-        assert url is not None, process.stderr.read()  # type: ignore[union-attr]
+        if url is None:  # no assertion: PYTHONOPTIMIZE leaves out those of helpers
+            raise RuntimeError(process.stderr.read() if process.stderr else "the server ended")
         yield process, url
     finally:
         process.kill()

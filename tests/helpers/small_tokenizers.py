@@ -4,7 +4,6 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS = [
@@ -66,6 +65,8 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def save_pieces(folder: Path, is_legacy: bool) -> None:
     """As sentencepiece's file with settings. is_legacy: whether a text behind a special token begins with a space of its own."""
+    from sentencepiece import SentencePieceTrainer  # an image with a GPU need not have it
+
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "tokenizer.model").open("wb") as file:
         SentencePieceTrainer.train(

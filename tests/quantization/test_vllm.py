@@ -10,6 +10,7 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig, QuantizedFormat
+from kernels.build import instruction_set
 from models.tiny.corpus import documents
 from models.tokenizers import load_tokenizer
 from tests.helpers.builders import REPOSITORY, complete, engine_of
@@ -32,6 +33,9 @@ TINY = REPOSITORY / "models" / "tiny"
 NUM_TOKENS = 16
 # Sums in another order differ in their last bits, and where one decides between two codes of an activation a nearly equal token may win.
 NUM_EQUAL = 6
+# Without VNNI oneDNN saturates sums of 16 bits in its products of 8 bits (its documentation: "Nuances of int8 computations"):
+# log probabilities of first tokens differ by up to 0.6. Those of fp8, which is computed in float32, differ by less than 0.01.
+BY_ONEDNN = {"int8", "a8w8 dynamic", "a8w8 static smoothquant"}
 NO_HEAD: dict[str, Any] = {"skip": ["lm_head"]}
 IN_FLOAT32 = {
     "int8": QuantConfig(INT8),
@@ -81,13 +85,16 @@ def in_vllm(
 
 def test_it_gives_our_tokens(prompts: list[list[int]], tmp_path: Path) -> None:
     greedy = DecodeConfig(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    for folder, theirs in in_vllm(IN_FLOAT32, prompts, tmp_path, "float32"):
+    quants = {n: q for n, q in IN_FLOAT32.items() if not (n in BY_ONEDNN and instruction_set() == "avx2")}
+    for folder, theirs in in_vllm(quants, prompts, tmp_path, "float32"):
         ours = complete(engine_of(folder, len(prompts)), prompts, greedy)
         equal = [row.token_ids == tokens for row, tokens in zip(ours, theirs["tokens"], strict=True)]
         assert sum(equal) >= NUM_EQUAL, (folder.name, equal)
 
 
 def test_it_gives_nearly_our_log_probabilities(prompts: list[list[int]], tmp_path: Path) -> None:
+    if instruction_set() == "avx2":
+        pytest.skip("vLLM's library for AVX2 has no product of 4 bits")
     first = DecodeConfig(max_new_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
     for folder, theirs in in_vllm(IN_BFLOAT16, prompts, tmp_path, "bfloat16"):
         for row, found in zip(complete(engine_of(folder), prompts, first), theirs["first"], strict=True):

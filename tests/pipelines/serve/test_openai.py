@@ -45,9 +45,9 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, prefixes: dict[str, str]) -> Iterator[str]:
-    given = ",".join(f"{name}:{path}" for name, path in prefixes.items())
+    given = [f"+model.prefixes.{name}={path}" for name, path in prefixes.items()]  # Hydra reads no {...} under -O
     folder = tmp_path_factory.mktemp("served") / "run"
-    with served(folder, "decode.seed=5", f"model.prefixes={{{given}}}") as (_, url):
+    with served(folder, "decode.seed=5", *given) as (_, url):
         yield f"{url}/v1"
 
 
