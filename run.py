@@ -20,7 +20,7 @@ from conf.compose import CONFIG_ERRORS, dump, explain, for_hydra, swept_tasks, t
 from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.signals import interrupts_waiting, reader_may_leave
-from conf.terminal import visible
+from conf.terminal import escape_control_chars
 from pipelines.ranks.worker import followed
 
 
@@ -41,7 +41,7 @@ def main() -> None:
                 _launch(to_run_config(config, swept), output_dir)
             return objective(output_dir, config.sweep.objective)
         except (UserError, OSError) as error:
-            sys.exit(visible(f"error: {error}"))
+            sys.exit(escape_control_chars(f"error: {error}"))
         finally:
             if output_dir.is_dir() and not any(output_dir.iterdir()):
                 output_dir.rmdir()
@@ -66,7 +66,7 @@ def _launch(run: RunConfig, output_dir: Path) -> None:
 
 def _print_visibly(*raised: Any) -> None:
     """Print the traceback of an unexpected error with control characters escaped, because it may quote a row."""
-    print(visible("".join(traceback.format_exception(*raised))), end="", file=sys.stderr)
+    print(escape_control_chars("".join(traceback.format_exception(*raised))), end="", file=sys.stderr)
 
 
 if __name__ == "__main__":
@@ -82,7 +82,7 @@ if __name__ == "__main__":
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 main()
     except (UserError, OSError, *CONFIG_ERRORS) as error:
-        sys.exit(visible(f"error: {explain(error)}"))
+        sys.exit(escape_control_chars(f"error: {explain(error)}"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

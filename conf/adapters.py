@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from conf.errors import UserError, check, there_are
+from conf.errors import UserError, check, list_known_names
 
 
 def check_paths(key: str, paths: object) -> None:
@@ -17,5 +17,5 @@ def check_paths(key: str, paths: object) -> None:
 def check_adapters(names: Collection[str], chosen: str | None) -> None:
     """Raise UserError for a chosen adapter that none of the names is."""
     if chosen is not None and chosen not in names:
-        known = there_are(names, chosen) if names else "give model.adapters={NAME: FOLDER}, too"
+        known = list_known_names(names, chosen) if names else "give model.adapters={NAME: FOLDER}, too"
         raise UserError(f"predict.adapter={chosen} is none of model.adapters: {known}")

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf import pooling, quantization, schema, speculation
-from conf.errors import UserError, did_you_mean, shortened, there_are
+from conf.errors import UserError, did_you_mean, list_known_names, shortened
 from conf.flags import DATA, NO_SWEEP, check_sweep, flags_first, with_home
 from conf.former import refuse_former
 from conf.saved import as_saved
@@ -156,7 +156,7 @@ def explain(error: Exception) -> str:
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
         if config := ours.get(class_name):  # Hydra's own are not ours to list
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)
-            line += f": {there_are(names, key)}"
+            line += f": {list_known_names(names, key)}"
     if choice := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", line):
         line += did_you_mean(choice[2].split(", "), choice[1])
     return line
@@ -166,11 +166,15 @@ def _unknown_name(text: str) -> str | None:
     """Return the whole line for an unknown option of a group or an unknown config file; None for another error of Hydra's."""
     if option := re.search(r"Could not find '(.+)/(.+)'\s+Available options in .*:((?:\n\t.*)+)", text):
         group, name, listed = option.groups()
-        return f"{group}={name} does not exist: {there_are(listed.split(), name)}"
+        return f"{group}={name} does not exist: {list_known_names(listed.split(), name)}"
     if config := re.search(r"Cannot find primary config '(.+?)'(?:.|\n)*provider=main, path=(?:file://)?(.*)", text):
         name, folder = config.groups()
         files = sorted(file.stem for file in Path(folder).glob("*.yaml"))
-        found = there_are(files, name) if files else "give --config-path the folder of a run, which has a config.yaml"
+        found = (
+            list_known_names(files, name)
+            if files
+            else "give --config-path the folder of a run, which has a config.yaml"
+        )
         return f"{folder} has no {name}.yaml: {found}"
     return None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
-from conf.errors import UserError, check, shortened, there_are
+from conf.errors import UserError, check, list_known_names, shortened
 from conf.guides import check_guide
 from conf.speculation import Acceptance, Speculate, SpeculationConfig, speculate_named, speculation_of
 
@@ -218,7 +218,7 @@ class DecodeConfig:
         given = dict(values)
         for name, value in values.items():
             if name not in hints:
-                raise UserError(f"decode.{shortened(name)} does not exist: {there_are(list(hints), name)}")
+                raise UserError(f"decode.{shortened(name)} does not exist: {list_known_names(list(hints), name)}")
             if name in ("stop", "bad_words") and isinstance(value, str):
                 given[name] = value = [value]
             if name == "logit_bias" and isinstance(value, dict):  # JSON has no other keys than texts

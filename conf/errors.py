@@ -20,7 +20,7 @@ def check(holds: bool, key: str, value: object, allowed: str) -> None:
         raise UserError(f"{key}={shortened(str(value))} is not allowed: give {allowed}")
 
 
-def there_are(names: Collection[str], given: str) -> str:
+def list_known_names(names: Collection[str], given: str) -> str:
     """Return the end of an error about an unknown name: all names, and the one that `given` resembles."""
     return f"there are {', '.join(names)}{did_you_mean(names, given)}"
 

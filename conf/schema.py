@@ -89,7 +89,7 @@ class Sum(Enum):
     reduce = "reduce"  # ranks add what their inputs give: half the exchanges, and bits that depend on tp
 
 
-class ExpertDivision(Enum):
+class ExpertPlacement(Enum):
     split = "split"  # each rank has a part of every expert
     whole = "whole"  # each expert is on one rank
 
@@ -166,7 +166,7 @@ class ParallelConfig:
     sum: Sum = Sum.gather
     """How ranks of a layer come to its outputs. reduce: where the inputs of attention's and the feed-forward's last product can be cut;
     other layers gather, and a warning says how many."""
-    experts: ExpertDivision = ExpertDivision.split
+    experts: ExpertPlacement = ExpertPlacement.split
     """How ranks of a layer share a mixture's experts."""
     heartbeat_s: float = 30.0
     """Seconds that a rank may be silent before the run ends with an error, or with mode=ray its engine is loaded again."""
@@ -343,7 +343,7 @@ class RunConfig:
             ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"
             raise UserError(f"task={self.task.name} does not work with {ranks}: leave one of them out")
         if self.task is Task.quantize:
-            for name, default in (("sum", Sum.gather), ("experts", ExpertDivision.split)):
+            for name, default in (("sum", Sum.gather), ("experts", ExpertPlacement.split)):
                 value = getattr(self.parallel, name)
                 if value is not default:
                     what = f"parallel.{name}={value.name} is not used by task=quantize"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from conf.errors import UserError, check, shortened, there_are
+from conf.errors import UserError, check, list_known_names, shortened
 
 
 class Speculate(Enum):
@@ -118,7 +118,7 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
     for name, setting in value.items():
         dotted = f"decode.speculation.{shortened(str(name))}"
         if name not in kinds:
-            raise UserError(f"{dotted} does not exist: {there_are(list(kinds), str(name))}")
+            raise UserError(f"{dotted} does not exist: {list_known_names(list(kinds), str(name))}")
         if name in ("model_path", "acceptance"):
             raise UserError(f"{dotted} is not for a row: give it to the run")
         if issubclass(kinds[name], Enum):

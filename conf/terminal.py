@@ -7,25 +7,25 @@ import re
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def visible(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     r"""Return the text with control characters as their escapes, as in `\x1b[31m`."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def visible_line(text: str) -> str:
-    """Return the text as `visible` does, with line breaks as escapes too, for a place within one line."""
-    return visible(text).replace("\n", "\\n")
+def escape_line(text: str) -> str:
+    """Return the text as `escape_control_chars` does, with line breaks as escapes too, for a place within one line."""
+    return escape_control_chars(text).replace("\n", "\\n")
 
 
-class VisibleFormatter(logging.Formatter):
+class EscapingFormatter(logging.Formatter):
     """A log formatter that escapes control characters: messages and tracebacks may quote a row."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return escape_control_chars(super().format(record))
 
 
 def log_warnings() -> None:
     """Print the warnings of this process on standard error, unless somebody has chosen what becomes of them."""
     handler = logging.StreamHandler()
-    handler.setFormatter(VisibleFormatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(EscapingFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)

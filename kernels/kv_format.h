@@ -64,18 +64,18 @@ template <class Put> void read_codes(const PagedVectors &cache, int64_t index, i
   const auto *codes = reinterpret_cast<const int8_t *>(cache.stored) + index * cache.stored_size;
   const Floats scale = splat(static_cast<const float *>(cache.scales)[is_static ? head : index]);
   const auto read = [&]<bool INT8, bool STATIC>() {
-    const auto numbers_of = [&](const int8_t *at) {
+    const auto values_at = [&](const int8_t *at) {
       const Ints wide = load_bytes(at);
       Floats numbers = INT8 ? to_floats(wide) : shrunken_float8(wide);
       if (STATIC) numbers = INT8 ? with_nan_int8(numbers, wide) : with_nan_float8(numbers, wide);
       return multiply(INT8 ? numbers : multiply(numbers, splat(0x1p120f)), scale);
     };
     int64_t i = 0;
-    for (; i + LANES <= cache.channels; i += LANES) put(i, numbers_of(codes + i));
+    for (; i + LANES <= cache.channels; i += LANES) put(i, values_at(codes + i));
     if (i == cache.channels) return;
     int8_t last[LANES] = {};
     std::memcpy(last, codes + i, cache.channels - i);
-    put(i, numbers_of(last));
+    put(i, values_at(last));
   };
   if (is_int8)
     is_static ? read.template operator()<true, true>() : read.template operator()<true, false>();

@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Misfit(Exception):
+class UnsupportedArguments(Exception):
     """Arguments that the C++ kernels do not take, so that the reference computes."""
 
 
@@ -67,7 +67,7 @@ def operator(
     Eagerly it computes, after `check`, which raises ValueError for what no way computes:
 
     - on a GPU by the function of this name in the folder's triton.py, if `has_triton`;
-    - with the C++ kernels by the decorated function, unless it raises Misfit;
+    - with the C++ kernels by the decorated function, unless it raises UnsupportedArguments;
     - else by `reference`.
 
     In a graph it is the node `quintet::<name>`. Its annotations are the schema, with `parts` of the arguments that a schema does not know;
@@ -114,7 +114,7 @@ def _dispatcher(
         if library is not None:
             try:
                 return function(library, *args, **kwargs)
-            except Misfit:
+            except UnsupportedArguments:
                 pass
         return reference(*args, **kwargs)
 

@@ -20,9 +20,9 @@ from kernels.lora import AdapterTable
 from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
 from models.formats.lora import CONFIG, Change, expect_factors, open_adapter, read_changes
-from models.layers.absent import is_absent
-from models.layers.adaptable import Adaptable
 from models.layers.linear import Linear, tied_weight
+from models.layers.lora_target import LoRATarget
+from models.layers.missing import is_missing
 from models.layers.moe import Experts
 from models.weights import full_names
 
@@ -77,7 +77,7 @@ def read_adapter(
         for parameter, change in read_changes(weights, settings).items():
             own = parameter.rpartition(".")[0]
             name = names.get(own, own)
-            if is_absent(own, {found: modules[full] for found, full in names.items()}):
+            if is_missing(own, {found: modules[full] for found, full in names.items()}):
                 continue
             if change.replacement and _is_copy(tensors[change.replacement], (parameter, f"{name}.weight"), base):
                 change.replacement = None
@@ -116,13 +116,13 @@ def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> Adaptable:
+def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> LoRATarget:
     """Return the linear layer that a change is of. Raises UserError where rows cannot have it for themselves."""
     module = modules.get(name)
     if module is None:
         raise UserError(f"{folder} changes {name}, {model.of_a_missing_layer}")
     reason = "replaces a bias or a saved module" if change.replacement is not None else _refusal(name, modules, model)
-    if reason is not None or not isinstance(module, Adaptable):
+    if reason is not None or not isinstance(module, LoRATarget):
         remedy = f"merge it: task=convert convert.lora={folder}"
         raise UserError(f"{folder} {reason} ({name}), which rows cannot do each for itself: {remedy}")
     return module
@@ -133,7 +133,7 @@ def _refusal(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str |
     module = modules[name]
     parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
     is_tied = name == model.layout.head and tied_weight(model.head) is not None
-    if not isinstance(module, Adaptable):
+    if not isinstance(module, LoRATarget):
         return f"adapts {type(module).__name__}, which is no linear layer"
     if not isinstance(module, Linear):
         return None
@@ -146,10 +146,10 @@ def _refusal(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str |
     return None
 
 
-def adaptable_layers(model: CausalLM) -> dict[str, Adaptable]:
+def adaptable_layers(model: CausalLM) -> dict[str, LoRATarget]:
     """Return the linear layers that rows can adapt each for itself, by name."""
     modules = dict(model.named_modules())
-    layers = ((name, module) for name, module in modules.items() if isinstance(module, Adaptable))
+    layers = ((name, module) for name, module in modules.items() if isinstance(module, LoRATarget))
     return {name: layer for name, layer in layers if _refusal(name, modules, model) is None}
 
 
@@ -157,7 +157,7 @@ class AdapterTables:
     """The adapters of a model's linear layers, by slot."""
 
     def __init__(self, model: CausalLM, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRATarget)}
         self._num_slots, self._dtype, self._device = num_slots, dtype, device
 
     def make_room(self, adapter: Adapter) -> bool:
@@ -169,7 +169,7 @@ class AdapterTables:
                 layer.adapters, has_grown = self._grown(layer, rank), True
         return has_grown
 
-    def _grown(self, layer: Adaptable, rank: int) -> AdapterTable:
+    def _grown(self, layer: LoRATarget, rank: int) -> AdapterTable:
         (outputs, inputs), old = layer.shape, layer.adapters
         table = AdapterTable.empty(self._num_slots, rank, inputs, outputs, self._dtype, self._device)
         if old is not None:
@@ -192,4 +192,4 @@ class AdapterTables:
 
 def has_adapters(model: CausalLM) -> bool:
     """Return whether a layer of the model has room for adapters."""
-    return any(isinstance(module, Adaptable) and module.adapters is not None for module in model.modules())
+    return any(isinstance(module, LoRATarget) and module.adapters is not None for module in model.modules())

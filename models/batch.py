@@ -77,7 +77,7 @@ class Batch:
     slots = _Field()  # [T] where each token's key and value go in the cache
     query_starts = _Field()  # [S+1]
     context_lengths = _Field()  # [S] tokens in the cache after this step
-    # [T] length of the token's own prompt, or of its sequence past `key_border`: rotary scaling depends on it. 0 after a soft prefix
+    # [T] length of the token's own prompt, or of its sequence past `long_rope_threshold`. Long RoPE depends on it. 0 after a soft prefix
     prompt_lengths = _Field()
     prompt_features = _Field()  # [S, K] what the model's `prompt_features` returned for each sequence's prompt
     output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones

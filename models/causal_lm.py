@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from conf.errors import UserError, shortened
 from kernels.collectives import Link
 from models.batch import Batch, KVCache
-from models.layers.absent import Absent
 from models.layers.attention import Heads
 from models.layers.linear import tied_weight
+from models.layers.missing import MissingLayer
 from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.norm import ResidualStream
-from models.layers.pieces import Pieces
+from models.layers.tensor_parallel import Pieces
 from models.layout import ModelLayout
 
 Stream: TypeAlias = Tensor | ResidualStream
@@ -48,7 +48,7 @@ class ModelShape(ABC):
         return False
 
     @property
-    def key_border(self) -> int | None:
+    def long_rope_threshold(self) -> int | None:
         """The length past which all keys of a text are computed otherwise, so that a sequence that grows past it is computed again.
 
         None: there is no such length.
@@ -105,7 +105,7 @@ class CausalLM(Module, ABC):
     after: Link | None = None
     """Where the stream goes, in a stage that is not the last."""
     own_layers: range
-    """The numbers of the layers that this stage has: all, or some of a divided model, whose others are `Absent`."""
+    """The numbers of the layers that this stage has: all, or some of a divided model, whose others are `MissingLayer`."""
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class CausalLM(Module, ABC):
     @property
     def attention_heads(self) -> list[Heads]:
         """The heads of each own layer's attention, by which its keys and values are stored."""
-        own = (layer for layer in self.layers if not isinstance(layer, Absent))
+        own = (layer for layer in self.layers if not isinstance(layer, MissingLayer))
         return [layer.get_submodule(self.layout.attention).heads for layer in own]  # type: ignore[misc]
 
     def step_weight_bytes(self, num_sequences: int) -> float:

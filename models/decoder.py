@@ -131,7 +131,7 @@ class Attention(Module):
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
 
 
-class NeighbourAttention(Attention):
+class InterleavedRopeAttention(Attention):
     """Attention that turns pairs of neighbouring channels, and not those half a head apart."""
 
     def turn_and_store(
@@ -140,7 +140,7 @@ class NeighbourAttention(Attention):
         return rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
 
 
-class UnturnedAttention(Attention):
+class NoPEAttention(Attention):
     """Attention that knows a token's position by the tokens before it alone (arXiv 2305.19466)."""
 
     def turn_and_store(

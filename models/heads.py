@@ -22,7 +22,7 @@ OTHER_HEADS = ("RewardModel", "ForTokenClassification", "ForQuestionAnswering")
 DEFAULT_LABELS = 2  # where config.json says nothing, as in transformers
 
 
-class Head(Enum):
+class HeadKind(Enum):
     """The last layer, which turns hidden states into a model's outputs."""
 
     vocabulary = "vocabulary"  # logits of the next token

@@ -4,22 +4,22 @@ import torch
 from torch import Tensor
 
 from kernels.collectives import Group
-from models.cuts import Cut
 from models.formats.sliced import part_of
+from models.sharding import Shard
 
 
-def joined_by_first(part: Tensor, cut: Cut | None, group: Group) -> Tensor:
-    """Return the whole tensor to rank 0; the others keep their part. All ranks call it. `cut`: of this rank; None: the part is the whole.
+def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
+    """Return the whole tensor to rank 0; the others keep their part. All ranks call it. `shard`: of this rank; None: the part is the whole.
 
     What several ranks have, such as a key head, is taken of the last of them.
     """
-    if cut is None or group.size == 1:
+    if shard is None or group.size == 1:
         return part
     each = (1,) * group.size
-    own = torch.cat([torch.arange(r.start, r.stop, device=part.device) for r in cut.ranges])  # [O]
+    own = torch.cat([torch.arange(r.start, r.stop, device=part.device) for r in shard.ranges])  # [O]
     counts = group.gather(own.new_full((1, 1), len(own)), each)[0].tolist()
     places = group.gather(_padded(own[:, None], max(counts)), each)  # [most, p]
-    moved = part.movedim(cut.axis, 0)
+    moved = part.movedim(shard.axis, 0)
     rows = moved.reshape(len(own), -1)  # [O, the other axes]
     width = rows.shape[1]
     every = group.gather_first(_padded(rows, max(counts)), (width,) * group.size)  # [most, p * width]
@@ -28,18 +28,18 @@ def joined_by_first(part: Tensor, cut: Cut | None, group: Group) -> Tensor:
     whole = rows.new_empty(int(places.max()) + 1, width)
     for rank, count in enumerate(counts):
         whole[places[:count, rank]] = every[:count, rank * width : (rank + 1) * width]
-    return whole.view(-1, *moved.shape[1:]).movedim(0, cut.axis).contiguous()
+    return whole.view(-1, *moved.shape[1:]).movedim(0, shard.axis).contiguous()
 
 
-def given_by_first(whole: Tensor, part: Tensor, cut: Cut | None, group: Group) -> Tensor:
+def given_by_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return the part of a matrix that rank 0 has whole; of the others `whole` tells the shape alone. All ranks call it.
 
-    `part`: what the rank has in its place, of the same dtype. `cut`: as for `joined_by_first`.
+    `part`: what the rank has in its place, of the same dtype. `shard`: as for `joined_by_first`.
     """
     rows, columns = whole.shape
     piece = whole if group.rank == 0 else part.new_empty(rows, 0)
     given = group.gather(piece, (columns, *(0,) * (group.size - 1)))
-    return given if cut is None else part_of(given, cut).clone()  # so that the whole need not stay
+    return given if shard is None else part_of(given, shard).clone()  # so that the whole need not stay
 
 
 def _padded(rows: Tensor, num_rows: int) -> Tensor:

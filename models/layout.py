@@ -50,7 +50,7 @@ class ModelLayout:
     """By a norm of a decoder layer the linear layers that read its output. A norm is left out if anything else reads it, too."""
     norm_weight_offset: float = 0.0
     """A norm multiplies by this plus its weight."""
-    producers: Mapping[str, str] = field(default_factory=lambda: {"down_proj": "up_proj", "o_proj": "v_proj"})
+    scale_fold_targets: Mapping[str, str] = field(default_factory=lambda: {"down_proj": "up_proj", "o_proj": "v_proj"})
     """By the last part of a linear layer's name the layer beside it whose output channels, times something, are its input channels."""
     row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
     """Last parts of the names of linear layers that write into the residual stream: tensor parallelism divides their inputs, of all

@@ -85,7 +85,7 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
             layer.method = method
 
 
-def bring_together(model: CausalLM, device: torch.device) -> None:
+def fuse_layers(model: CausalLM, device: torch.device) -> None:
     """Prepare what is computed together, once all weights are loaded: experts, layers that read one input, norms and what reads them."""
     merge_experts(model, device)
     merge_layers(model)

@@ -16,34 +16,38 @@ from torch import nn
 from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from models.causal_lm import CausalLM
-from models.cuts import (
-    Cut,
-    Division,
-    HeadShare,
-    share,
-    share_channels,
-    share_heads,
-    share_inputs,
-    share_outputs,
-    stages,
-)
 from models.heads import NoHead
-from models.layers.absent import Absent
 from models.layers.attention import Heads
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear, tied_weight
+from models.layers.missing import MissingLayer
 from models.layers.moe import Experts
 from models.layers.named_parts import register
-from models.layers.pieces import OwnedExperts, OwnedWords, Pieces, RowPieces, RowSum
+from models.layers.tensor_parallel import ExpertParallel, Pieces, RowParallelGather, RowParallelReduce, VocabParallel
 from models.layout import Unit
+from models.sharding import (
+    HeadShard,
+    ParallelLayout,
+    Shard,
+    shard,
+    shard_channels,
+    shard_heads,
+    shard_inputs,
+    shard_outputs,
+    stages,
+)
 from models.weights import module_bytes
 
 log = logging.getLogger(__name__)
 
 
-def divide(
-    model: CausalLM, division: Division, group: Group, dtype: torch.dtype, neighbours: Neighbours = NO_NEIGHBOURS
-) -> dict[str, Cut]:
+def shard_model(
+    model: CausalLM,
+    parallel_layout: ParallelLayout,
+    group: Group,
+    dtype: torch.dtype,
+    neighbours: Neighbours = NO_NEIGHBOURS,
+) -> dict[str, Shard]:
     """Keep a rank's part of a model on the meta device, whose layers are held as they will be loaded, in a model of `dtype`.
 
     `group` is that of the rank's stage, `neighbours` join it to those beside it. A layer that predicts ahead is whole on every rank.
@@ -51,21 +55,21 @@ def divide(
     Raises UserError for more ranks than heads, channels or whole experts, for whole experts of a model without any, and for more stages
     than layers. A warning says where ranks should add and cannot.
     """
-    if division.whole_experts:
-        check_experts(model, division.tp)
-    if division.pp > 1:
+    if parallel_layout.whole_experts:
+        check_experts(model, parallel_layout.tp)
+    if parallel_layout.pp > 1:
         width = _stream_width(model)
-        _keep_stage(model, stage_layers(model, division.pp, dtype)[division.stage])
+        _keep_stage(model, stage_layers(model, parallel_layout.pp, dtype)[parallel_layout.stage])
         model.before, model.after = (None if pair is None else Link(pair, width) for pair in neighbours)
-    if division.tp == 1:
+    if parallel_layout.tp == 1:
         return {}
-    cuts: dict[str, Cut] = {}
+    shards: dict[str, Shard] = {}
     for number in model.own_layers:
-        divided = _DividedLayer(model, model.layers[number], division, group)
-        cuts |= {f"{model.layout.layers}.{number}.{own}": cut for own, cut in divided.cuts.items()}
-    if division.adds:
+        divided = _ShardedLayer(model, model.layers[number], parallel_layout, group)
+        shards |= {f"{model.layout.layers}.{number}.{own}": shard for own, shard in divided.shards.items()}
+    if parallel_layout.adds:
         _warn_of_joined(model)
-    return cuts | _divide_vocabulary(model, division, group)
+    return shards | _shard_vocabulary(model, parallel_layout, group)
 
 
 def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
@@ -86,14 +90,14 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
 
 
-def check_division(model: CausalLM, division: Division, dtype: torch.dtype) -> None:
-    """Raise UserError for more ranks than heads or whole experts, and for more stages than layers, as `divide` does."""
-    if division.whole_experts:
-        check_experts(model, division.tp)
-    if division.pp > 1:
-        stage_layers(model, division.pp, dtype)
+def check_division(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
+    """Raise UserError for more ranks than heads or whole experts, and for more stages than layers, as `shard_model` does."""
+    if parallel_layout.whole_experts:
+        check_experts(model, parallel_layout.tp)
+    if parallel_layout.pp > 1:
+        stage_layers(model, parallel_layout.pp, dtype)
     for heads in model.attention_heads:
-        share_heads(heads.num_attention_heads, heads.num_key_value_heads, division.tp, division.tp_rank)
+        shard_heads(heads.num_attention_heads, heads.num_key_value_heads, parallel_layout.tp, parallel_layout.tp_rank)
 
 
 def check_experts(model: CausalLM, tp: int) -> None:
@@ -111,7 +115,7 @@ def check_experts(model: CausalLM, tp: int) -> None:
 def _warn_of_joined(model: CausalLM) -> None:
     """Say how many layers do not add although their division does."""
     pieces = [module.pieces for module in model.modules() if isinstance(module, Linear) and module.pieces is not None]
-    joined = sum(isinstance(each, RowPieces) for each in pieces)
+    joined = sum(isinstance(each, RowParallelGather) for each in pieces)
     if joined:
         log.warning(
             "parallel.sum=reduce: %d of %d layers gather, because the groups, blocks or order of their inputs, or the scales of their "
@@ -143,7 +147,7 @@ def _stream_width(model: CausalLM) -> int:
 
 
 def _keep_stage(model: CausalLM, own: range) -> None:
-    """Put `Absent` in the place of what other stages have. Lists of layers keep their length, so that names stay."""
+    """Put `MissingLayer` in the place of what other stages have. Lists of layers keep their length, so that names stay."""
     before, after = _outside(model)
     absent = [
         f"{model.layout.layers}.{number}" for number in range(model.config.num_hidden_layers) if number not in own
@@ -156,29 +160,29 @@ def _keep_stage(model: CausalLM, own: range) -> None:
             name for name in after if not isinstance(model.get_submodule(name), NoHead)
         ]  # which says how wide outputs are
     for name in absent:
-        register(model, name, Absent())
+        register(model, name, MissingLayer())
     model.own_layers = own
 
 
-class _DividedLayer:
+class _ShardedLayer:
     """A decoder layer that becomes a rank's."""
 
-    def __init__(self, model: CausalLM, layer: nn.Module, division: Division, group: Group) -> None:
-        self._layout, self._division, self._group = model.layout, division, group
-        self.cuts: dict[str, Cut] = {}
+    def __init__(self, model: CausalLM, layer: nn.Module, parallel_layout: ParallelLayout, group: Group) -> None:
+        self._layout, self._parallel_layout, self._group = model.layout, parallel_layout, group
+        self.shards: dict[str, Shard] = {}
         """By the tensors' names in the layer."""
         attention = layer.get_submodule(self._layout.attention)
         heads: Heads = attention.heads  # type: ignore[assignment]
         self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
         of_attention = {module for module in attention.modules() if isinstance(module, Linear)}
-        if division.whole_experts:
+        if parallel_layout.whole_experts:
             self._divide_experts(layer)
-        in_experts = _in_whole_experts(layer) if division.whole_experts else set()
+        in_experts = _in_whole_experts(layer) if parallel_layout.whole_experts else set()
         for name, module in list(layer.named_modules()):
             is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
             if isinstance(module, Linear) and not is_whole:
                 self._divide(name, module, module in of_attention)
-        own = share_heads(*self._num_heads, division.tp, division.tp_rank)
+        own = shard_heads(*self._num_heads, parallel_layout.tp, parallel_layout.tp_rank)
         self._divide_scales(attention, own)
         attention.heads = replace(  # type: ignore[assignment]
             heads,
@@ -191,59 +195,62 @@ class _DividedLayer:
 
     def _divide(self, name: str, layer: Linear, of_attention: bool) -> None:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
-        tp, units = self._division.tp, self._layout.units.get(last, (Unit.CHANNEL,))
+        tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
-            given = share_inputs(inputs, self._num_heads if of_attention else None, tp)
-            if self._division.adds and (cuts := layer.share_inputs(given, self._division.tp_rank)) is not None:
-                layer.pieces = RowSum(self._group)
-                self.cuts |= {f"{name}.{tensor}": cut for tensor, cut in cuts.items()}
+            given = shard_inputs(inputs, self._num_heads if of_attention else None, tp)
+            if (
+                self._parallel_layout.adds
+                and (shards := layer.shard_inputs(given, self._parallel_layout.tp_rank)) is not None
+            ):
+                layer.pieces = RowParallelReduce(self._group)
+                self.shards |= {f"{name}.{tensor}": shard for tensor, shard in shards.items()}
                 return
-            widths = tuple(len(share_channels(outputs, tp, rank)) for rank in range(tp))
-            layer.pieces = RowPieces(Pieces(self._group, tuple(map(len, given))), Pieces(self._group, widths))
-        own = share_outputs(units, outputs, self._num_heads, tp, self._division.tp_rank)
-        self.cuts |= {f"{name}.{tensor}": cut for tensor, cut in layer.share(own).items()}
+            widths = tuple(len(shard_channels(outputs, tp, rank)) for rank in range(tp))
+            layer.pieces = RowParallelGather(Pieces(self._group, tuple(map(len, given))), Pieces(self._group, widths))
+        own = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
+        self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(own).items()}
 
     def _divide_experts(self, layer: nn.Module) -> None:
-        tp = self._division.tp
+        tp = self._parallel_layout.tp
         for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
-            experts.keep(OwnedExperts(self._group, tuple(share(len(experts), tp, rank) for rank in range(tp))))
+            experts.keep(ExpertParallel(self._group, tuple(shard(len(experts), tp, rank) for rank in range(tp))))
 
-    def _divide_scales(self, attention: nn.Module, own: HeadShare) -> None:
+    def _divide_scales(self, attention: nn.Module, own: HeadShard) -> None:
         """Cut the parameters of the attention module itself, which have a number for each key head, or one for all."""
         for name, parameter in attention.named_parameters(recurse=False):
             if parameter.ndim and len(parameter) == self._num_heads[1]:
-                cut = Cut(0, (own.keys,))
-                shape = cut.shape(tuple(parameter.shape))
+                shard = Shard(0, (own.keys,))
+                shape = shard.shape(tuple(parameter.shape))
                 setattr(attention, name, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
-                self.cuts[f"{self._layout.attention}.{name}"] = cut
+                self.shards[f"{self._layout.attention}.{name}"] = shard
 
 
 def _in_whole_experts(layer: nn.Module) -> set[nn.Module]:
     return {module for experts in layer.modules() if isinstance(experts, Experts) for module in experts.modules()}
 
 
-def _divide_vocabulary(model: CausalLM, division: Division, group: Group) -> dict[str, Cut]:
+def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: Group) -> dict[str, Shard]:
     """Cut the embedding and the head of the vocabulary, where the stage has them; another head is whole."""
     vocab_size, layout = model.config.vocab_size, model.layout
-    words = tuple(share_channels(vocab_size, division.tp, rank) for rank in range(division.tp))
-    embedding, head, own = model.embedding, model.head, (words[division.tp_rank],)
-    cuts: dict[str, Cut] = {}
+    words = tuple(shard_channels(vocab_size, parallel_layout.tp, rank) for rank in range(parallel_layout.tp))
+    embedding, head, own = model.embedding, model.head, (words[parallel_layout.tp_rank],)
+    shards: dict[str, Shard] = {}
     if isinstance(embedding, Embedding):
-        embedding.words = OwnedWords(group, words)
-        cuts[f"{layout.embedding}.weight"] = _share_rows(embedding, own)
+        embedding.words = VocabParallel(group, words)
+        shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, own)
     if isinstance(head, Linear):
         if head.shape[0] != vocab_size:  # labels
-            return cuts
-        cuts |= {f"{layout.head}.{tensor}": cut for tensor, cut in head.share(own).items()}
+            return shards
+        shards |= {f"{layout.head}.{tensor}": shard for tensor, shard in head.shard(own).items()}
     elif [*head.parameters()]:
-        cuts[f"{layout.head}.weight"] = _share_rows(head, own)
+        shards[f"{layout.head}.weight"] = _shard_rows(head, own)
     else:
-        return cuts
+        return shards
     model.vocabulary = Pieces(group, tuple(map(len, words)))
-    return cuts
+    return shards
 
 
-def _share_rows(module: nn.Module, own: tuple[range, ...]) -> Cut:
-    cut, weight = Cut(0, own), module.get_parameter("weight")
-    module.weight = nn.Parameter(torch.empty(cut.shape(tuple(weight.shape)), device=weight.device))
-    return cut
+def _shard_rows(module: nn.Module, own: tuple[range, ...]) -> Shard:
+    shard, weight = Shard(0, own), module.get_parameter("weight")
+    module.weight = nn.Parameter(torch.empty(shard.shape(tuple(weight.shape)), device=weight.device))
+    return shard

@@ -8,7 +8,7 @@ from typing import Any
 from conf.errors import UserError
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.heads import Head, put_label_head, read_num_labels, refuse_bidirectional, remove_head
+from models.heads import HeadKind, put_label_head, read_num_labels, refuse_bidirectional, remove_head
 
 FAMILIES = "models.families"
 
@@ -25,7 +25,7 @@ class Architecture:
     """`MODULE.CLASS` there of the CausalLM."""
     ignored_tensors: tuple[str, ...] = ()
     """Suffixes of tensors that some checkpoints hold, but this architecture computes itself."""
-    head: Head = Head.vocabulary
+    head: HeadKind = HeadKind.vocabulary
     num_labels: int | None = None
     """Labels of the checkpoint's own head; None where that is the vocabulary's."""
 
@@ -46,7 +46,7 @@ class Architecture:
         model = self.model_class(shape)
         if self.num_labels is not None:
             put_label_head(model, self.num_labels)
-        if self.head is Head.none:
+        if self.head is HeadKind.none:
             remove_head(model)
         return model
 
@@ -155,4 +155,4 @@ def find_architecture(config: ConfigReader) -> Architecture:
     is_chatglm2 = model_type == "chatglm" and config.raw("padded_vocab_size") is not None
     architecture = CHATGLM2 if is_chatglm2 else ARCHITECTURES[model_type]
     num_labels = read_num_labels(config)
-    return architecture if num_labels is None else replace(architecture, head=Head.labels, num_labels=num_labels)
+    return architecture if num_labels is None else replace(architecture, head=HeadKind.labels, num_labels=num_labels)

@@ -1,7 +1,7 @@
 """Stages 3 to 5 of an engine: load the planned model's weights, bring together layers that are computed in one call, build the engine.
 
-`pipelines/opening.py` and `pipelines/planning.py` are the stages before. No weight is read before a GPU's memory is known to hold all of
-them.
+`pipelines/model_source.py` and `pipelines/planning.py` are the stages before. No weight is read before a GPU's memory is known to
+hold all of them.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from conf.speculation import BESIDE_AUTO, Speculate
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
 from models.exported.model import ExportedLM
-from models.linear_layers import bring_together
+from models.linear_layers import fuse_layers
 from models.weights import initialise_randomly, load_weights
 from pipelines.drafting import PlannedRun
 from pipelines.engine import Engine
 from pipelines.engine.adapters import Adapters
+from pipelines.engine.executor import Executor
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.proposers.mtp import MtpProposer
-from pipelines.engine.runner import Runner
 from pipelines.kept_prefixes import open_kept, place_kept
 from pipelines.memory import check_memory, step_bytes, weight_bytes
 from pipelines.packed_cache import load_packed
@@ -37,7 +37,7 @@ from quantization.plan import NO_FLOATS_BEFORE_INTEGERS
 from quantization.smoothing_record import read_folds, smoothed_by
 
 if TYPE_CHECKING:
-    from pipelines.ranks.leader import Leader
+    from pipelines.ranks.driver import Driver
 
 AUTO_SEQUENCES = 16  # that an automatic cache holds at least: rows may ask for beams or samples of their own
 
@@ -49,11 +49,11 @@ def assemble(
     max_num_requests: int,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     draft: PlannedRun | None = None,
-    leader: "Leader | None" = None,
+    driver: "Driver | None" = None,
 ) -> Engine:
     """Build the engine of a planned model for at most `max_num_requests` at once. `on_bytes(done, total)` follows the weights.
 
-    `draft`: the model that drafts, planned for the same device and dtype. `leader`: of the ranks that compute the model together.
+    `draft`: the model that drafts, planned for the same device and dtype. `driver`: of the ranks that compute the model together.
     Raises UserError for weights that are not the model's, and where memory is too small.
     """
     decode = run.decode.resolved(settings.decode_defaults)
@@ -64,13 +64,13 @@ def assemble(
     kept = open_kept(run, plan.source, plan.dtype)
     for its_run, each in plans:
         load_planned(its_run, each, on_bytes)
-    adapters = make_adapters(run, plan, Adapters if leader is None else leader.adapters)
+    adapters = make_adapters(run, plan, Adapters if driver is None else driver.adapters)
     for name, folder in (run.model.adapters or {}).items():
         adapters.load(name, Path(folder).expanduser(), in_use=())
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
-    caches = _make_caches(run.device, plans, num_tokens, reserved, leader)
+    caches = _make_caches(run.device, plans, num_tokens, reserved, driver)
     num_graph_sequences = num_sequences if run.device.cuda_graphs and plan.packed else 0
     engine = Engine(
         plan.model,
@@ -83,9 +83,9 @@ def assemble(
         run.device.max_batched_tokens,
         num_graph_sequences=num_graph_sequences,
         decode_threads=run.device.decode_threads,
-        undrafted=_undrafted(run, plan, draft),
+        unavailable_proposers=_unavailable_proposers(run, plan, draft),
         adapters=adapters,
-        make_runner=Runner if leader is None else leader.runner,
+        make_executor=Executor if driver is None else driver.executor,
     )
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)
@@ -99,10 +99,10 @@ def _place_proposers(
     """Give the speculator its proposers with weights: the model that drafts, and the model's own layer that predicts ahead."""
     limits = engine.block_size, engine.scheduler.max_batched_tokens
     if draft:
-        runner = engine.runner.beside(draft[1].model, caches[1], num_graph_sequences)
-        engine.speculator.proposers[Speculate.model] = ModelProposer(runner, *limits, engine.vocab_size)
+        executor = engine.executor.beside(draft[1].model, caches[1], num_graph_sequences)
+        engine.speculator.proposers[Speculate.model] = ModelProposer(executor, *limits, engine.vocab_size)
     if plan.model.config.predicts_ahead:
-        engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.runner, *limits)
+        engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.executor, *limits)
 
 
 def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters] = Adapters) -> Adapters:
@@ -114,7 +114,7 @@ def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters]
     )
 
 
-def _undrafted(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
+def _unavailable_proposers(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
     """Return who cannot draft the engine's tokens, and why."""
     reasons = {}
     if draft is None:
@@ -162,7 +162,7 @@ def load_planned(
     else:
         read()
     if plan.packed:
-        bring_together(model, device)
+        fuse_layers(model, device)
 
 
 def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_sharing: int) -> int:
@@ -179,7 +179,7 @@ def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_sharing: in
 
 
 def _make_caches(
-    config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int, leader: "Leader | None"
+    config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int, driver: "Driver | None"
 ) -> list[KVCache]:
     """Allocate the KV cache of each model, all of as many blocks, beside `reserved` bytes for a step.
 
@@ -192,10 +192,10 @@ def _make_caches(
     layers = [(plan.model.attention_heads, cache_formats(run, plan)) for run, plan in plans]
     heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
     sizes = wanted_blocks, block_size, config.kv_cache_memory, free
-    ranks = (leader.place.size, leader.place.num_sharing) if leader else ()
+    ranks = (driver.context.size, driver.context.num_sharing) if driver else ()
     num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, *ranks)
-    if leader:
-        num_blocks = leader.fewest_blocks(num_blocks)
+    if driver:
+        num_blocks = driver.fewest_blocks(num_blocks)
     return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
 
 

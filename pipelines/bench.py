@@ -201,19 +201,19 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
     """Return the bytes of weights, keys and values, and the share of the bandwidth at which a step reads them, or why it is unknown."""
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
-    kv_bytes = engine.runner.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
+    kv_bytes = engine.executor.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
     steps = rounds[-1].step_s  # just before the bandwidth is measured: others on the machine change it within seconds
     bandwidth = memory_bandwidth(engine.device)
     share, unknown = None, "there was no step in which every row got a token"
     if steps:
-        read_bytes = engine.runner.step_weight_bytes(bench.batch_size) + kv_bytes
+        read_bytes = engine.executor.step_weight_bytes(bench.batch_size) + kv_bytes
         cache = cache_bytes(engine.device)
         share, unknown = share_of_bandwidth(read_bytes, statistics.median(steps), bandwidth, cache)
     if share is not None and share < LOW_SHARE:
         text = "the decode step reaches %.0f %% of the memory bandwidth: %s"
         log.warning(text, 100 * share, LOW_CAUSES[engine.device.type])
     return {
-        "weight_bytes": engine.runner.weight_bytes,
+        "weight_bytes": engine.executor.weight_bytes,
         "kv_bytes": kv_bytes,
         "memory_bandwidth_bytes_per_s": bandwidth,
         "decode_share_of_bandwidth": share,

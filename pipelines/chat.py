@@ -10,7 +10,7 @@ from typing import Protocol
 from conf.errors import UserError
 from conf.schema import RunConfig, Task
 from conf.serving import ChatConfig, ServeConfig
-from conf.terminal import visible, visible_line
+from conf.terminal import escape_control_chars, escape_line
 from models.tokenizers import Message
 from pipelines import report
 from pipelines.endpoint import Endpoint
@@ -89,7 +89,7 @@ class Conversation:
         elif name == "/help":
             print(HELP)
         else:
-            print(visible_line(f"{name} is no command: /help lists them, and //{line[1:]} says it to the model"))
+            print(escape_line(f"{name} is no command: /help lists them, and //{line[1:]} says it to the model"))
         return True
 
     def say(self, text: str) -> None:
@@ -99,7 +99,7 @@ class Conversation:
 
         def print_piece(piece: str) -> None:
             pieces.append(piece)
-            print(visible(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+            print(escape_control_chars(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
         try:
             with interruption() as signals:
@@ -109,7 +109,7 @@ class Conversation:
                 raise
             answer = "".join(pieces)
         except UserError as error:
-            print(visible_line(f"error: {error}"))
+            print(escape_line(f"error: {error}"))
             return
         print()
         self._turns += [turn, {"role": "assistant", "content": answer}]
@@ -123,7 +123,7 @@ def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
     endpoint = _endpoint(run, run.chat.url) if run.chat.url else None
     if endpoint is not None:
-        print(visible_line(f"{run.chat.url}: {endpoint.model}; the run's own model is not loaded"), file=sys.stderr)
+        print(escape_line(f"{run.chat.url}: {endpoint.model}; the run's own model is not loaded"), file=sys.stderr)
     if run.chat.web:
         report.write_run(output_dir, dump(run, output_dir), {})
         _show_page(run, endpoint, output_dir)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from conf.schema import RunConfig
 from conf.tasks import PredictConfig
 
@@ -32,10 +32,12 @@ def compose_run(
         raise UserError(f"overrides={overrides!r} is one text: give a list of texts")
     for group, choice in choices.items():
         if choice not in options(group):
-            raise UserError(f"{group}={choice} does not exist: {there_are(options(group), choice)}")
+            raise UserError(f"{group}={choice} does not exist: {list_known_names(options(group), choice)}")
     path = None if str(model) in options("model") else str(model)
     if path is not None and "/" not in path and not Path(path).exists():
-        raise UserError(f"model={path} is neither a folder or file nor an option: {there_are(options('model'), path)}")
+        raise UserError(
+            f"model={path} is neither a folder or file nor an option: {list_known_names(options('model'), path)}"
+        )
     names = [f"{group}={choice}" for group, choice in choices.items()] + ([] if path else [f"model={model}"])
     names += [] if dtype is None else [f"model.dtype={str(dtype).removeprefix('torch.')}"]
     paths = {"model.path": path, "model.tokenizer": _tokenizer_path(tokenizer)}

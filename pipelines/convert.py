@@ -19,11 +19,11 @@ from models.formats.base import WeightFile
 from models.formats.lora import merge_lora
 from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import entries_of
-from models.outline import open_model
+from models.meta_model import open_model
 from models.weights import DTYPES, CastFile, match_tensors
 from pipelines import report
 from pipelines.convert_formats import writer_of
-from pipelines.opening import ModelSource, open_source
+from pipelines.model_source import ModelSource, resolve_model
 from pipelines.output_folder import complete_folder, refuse_existing
 from pipelines.planning import plan_model
 
@@ -34,7 +34,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     if run.convert.output is None:
         raise UserError("convert.output is missing: give the folder to make")
     start = time.perf_counter()
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     checkpoint = source.checkpoint
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
     _refuse_overlap(target, checkpoint.path, output_dir)

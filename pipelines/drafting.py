@@ -8,9 +8,9 @@ from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
 from conf.schema import DType, ModelConfig, RunConfig
 from conf.speculation import Speculate
 from conf.tasks import PredictConfig
-from models.outline import open_model
+from models.meta_model import open_model
 from models.tokenizers import Tokenizer
-from pipelines.opening import ModelSource, open_source
+from pipelines.model_source import ModelSource, resolve_model
 from pipelines.planning import ModelPlan, plan_model
 from pipelines.request_settings import RequestSettings
 
@@ -40,7 +40,7 @@ def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> 
         keep_packed=run.model.keep_packed,
     )
     try:
-        source = open_source(model)
+        source = resolve_model(model)
         _compare(source, target.source, settings)
         quant = QuantConfig(kv_cache=target.static_cache or run.quant.kv_cache)
         alone = replace(

@@ -15,18 +15,18 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from conf.pooling import PoolingMode
 from conf.schema import RunConfig
 from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
-from models.heads import Head
+from models.heads import HeadKind
 from models.tokenizers import Tokenizer
 from models.tokenizers.truncation import truncated
 from pipelines import report
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.journal import dumps
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.pooled import PooledJob, PooledPrompt, PooledRows, Pooler, print_results, run_pooled
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow
@@ -38,7 +38,7 @@ NAME = re.compile(r"[\w-]+")  # of an instruction; texts that stand before a pro
 class Embedder(Pooler):
     """Rows to vectors, by `embed` of the run."""
 
-    head = Head.none
+    head = HeadKind.none
 
     def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
         super().__init__(run, source, engine)
@@ -69,7 +69,7 @@ class Embedder(Pooler):
 
     @property
     def num_values(self) -> int:
-        outputs: int = self.engine.runner.model.head.shape[0]  # type: ignore[index, assignment]
+        outputs: int = self.engine.executor.model.head.shape[0]  # type: ignore[index, assignment]
         return outputs
 
     def encode(self, row: PromptRow) -> PooledPrompt:
@@ -111,7 +111,7 @@ def _instruction(given: str | None, files: EmbeddingFiles) -> str:
     if given in files.prompts:
         return files.prompts[given]
     if NAME.fullmatch(given):
-        known = there_are(list(files.prompts), given) if files.prompts else "the checkpoint has none"
+        known = list_known_names(list(files.prompts), given) if files.prompts else "the checkpoint has none"
         raise UserError(f"embed.instruction={given} is the name of no prompt: {known}; a text has a space or a colon")
     return given
 
@@ -131,7 +131,7 @@ class EmbedJob(PooledJob):
     """Rows in, a line of rows.jsonl and a row of embeddings.npy out."""
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
-        folder, size = self.journal.folder, self.runner.loaded.num_values
+        folder, size = self.journal.folder, self.executor.loaded.num_values
         missing = torch.full((size,), torch.nan).numpy().astype("<f4").tobytes()  # of a row with an error
         vectors = (base64.b64decode(r["vector"]) if "vector" in r else missing for r in records())
         report.write_atomically(folder / "embeddings.npy", _npy((self.totals["num_prompts"], size), vectors))

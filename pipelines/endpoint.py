@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig
-from conf.errors import UserError, shortened, there_are
+from conf.errors import UserError, list_known_names, shortened
 from models.tokenizers import Message
 from pipelines.event_lines import EventLines
 from pipelines.interrupt import Interruption
@@ -60,7 +60,7 @@ class Endpoint:
         if not self.models:
             raise UserError(f"chat.url={url} lists no model: give the address of a server that has one")
         if model is not None and model not in self.models:
-            raise UserError(f"chat.model={model} is none of the server's: {there_are(self.models, model)}")
+            raise UserError(f"chat.model={model} is none of the server's: {list_known_names(self.models, model)}")
         self.model = model or self.models[0]
 
     def answer(self, messages: list[Message], say: Callable[[str], None], signals: Interruption) -> str:

@@ -74,7 +74,7 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         "start_s": report.START_S,
         "load_s": load_s,
         "evaluate_s": time.perf_counter() - start,
-        "weight_bytes": engine.runner.weight_bytes,
+        "weight_bytes": engine.executor.weight_bytes,
         "peak_memory_bytes": report.peak_memory_of(engine),
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})

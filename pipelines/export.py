@@ -17,7 +17,6 @@ from kernels.collectives.nodes import Recordable
 from models.adapters import adaptable_layers
 from models.batch import KVCache
 from models.causal_lm import CausalLM
-from models.cuts import Division
 from models.exported.description import (
     ADAPTED_GRAPH,
     EXPORT,
@@ -33,7 +32,8 @@ from models.exported.trace import Traced, trace
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import save_tensors
-from models.layers.adaptable import Adaptable
+from models.layers.lora_target import LoRATarget
+from models.sharding import ParallelLayout
 from models.tokenizers import load_tokenizer
 from models.tokenizers.runner_form import RUNNER_TOKENIZER
 from pipelines import report
@@ -43,10 +43,10 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
 from pipelines.fingerprint import plain_quant, sha256_of
 from pipelines.loading import calibrated
-from pipelines.opening import moved, open_source
+from pipelines.model_source import moved, resolve_model
 from pipelines.output_folder import complete_folder, refuse_existing
-from pipelines.planning import ModelPlan, divide_plan, plan_model
-from pipelines.ranks.threads import ThreadPlace, run_ranks
+from pipelines.planning import ModelPlan, plan_model, shard_plan
+from pipelines.ranks.threads import ThreadRankContext, run_ranks
 from pipelines.request_settings import read_request_settings
 from quantization.smoothing_record import copy_folds
 
@@ -54,10 +54,10 @@ NOT_TAKEN, AS_IT_IS = "task=export does not take this model", "run it as it is"
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ShardExport:
     """A model, or a rank's part, with the cache and the results of the steps that prove its graph."""
 
-    division: Division
+    parallel_layout: ParallelLayout
     model: CausalLM
     cache: KVCache
     results: Results
@@ -83,7 +83,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     device = prepare_device(run.device)
     if device.type != "cpu":
         raise UserError("task=export packs weights for a CPU: give device=cpu")
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     if source.artefact is not None:
         raise UserError(f"{run.model.path} is exported already: give the model that it was made of")
     quant = plain_quant(run.quant)
@@ -94,7 +94,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     parts = _parts(run, plan, steps)
     with complete_folder(target, overwrite, "export") as folder:
         for part in parts:
-            _write(part, part_folder(folder, part.division), quant, settings.eos_token_ids)
+            _write(part, part_folder(folder, part.parallel_layout), quant, settings.eos_token_ids)
         if len(parts) > 1:
             description = describe_division(folder, run.export.tp, run.export.pp)
             (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
@@ -174,7 +174,7 @@ def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
     return replace(run, model=model, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 
-def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_Part]:
+def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_ShardExport]:
     """Return the loaded model, or the part of each rank, after the steps. Raises UserError where these give other bits than one process."""
     tp, pp = run.export.tp, run.export.pp
     if tp * pp == 1:
@@ -183,8 +183,8 @@ def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_Part]:
     def planned() -> ModelPlan:
         return plan_model(run, plan.source, plan.device, packed=True)
 
-    def part(place: ThreadPlace) -> _Part:
-        own = divide_plan(planned(), place.division, Recordable(place.group), place.neighbours)
+    def part(context: ThreadRankContext) -> _ShardExport:
+        own = shard_plan(planned(), context.parallel_layout, Recordable(context.group), context.neighbours)
         return _loaded(run, own, steps)
 
     expected = _loaded(run, planned(), steps).results.outputs
@@ -196,15 +196,15 @@ def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_Part]:
     return parts
 
 
-def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> _Part:
+def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> _ShardExport:
     load_planned(run, plan)
     formats, sizes = cache_formats(run, plan), (NUM_BLOCKS, BLOCK_SIZE)
     cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
     results = steps.results(plan.model, cache)  # which also makes what a model computes once
-    return _Part(plan.division, plan.model, cache, results)
+    return _ShardExport(plan.parallel_layout, plan.model, cache, results)
 
 
-def _write(part: _Part, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
+def _write(part: _ShardExport, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
     """Write graphs, weights and export.json. Raises UserError for a model that is no graph."""
     model, cache, names = part.model, part.cache, dict[object, str]()
     traced = [_traced(model, cache, names, layers) for layers in (None, [*adaptable_layers(model).values()])]
@@ -214,7 +214,9 @@ def _write(part: _Part, folder: Path, quant: dict[str, Any], eos: frozenset[int]
     for each, file in zip(traced, (GRAPH, ADAPTED_GRAPH), strict=True):
         torch.export.save(each.program, folder / file)
     sha256 = {file: sha256_of(folder / file) for file in (GRAPH, ADAPTED_GRAPH)}
-    description = describe(model, cache, weights, quant, eos, part.results.outputs[0].shape[1], sha256, part.division)
+    description = describe(
+        model, cache, weights, quant, eos, part.results.outputs[0].shape[1], sha256, part.parallel_layout
+    )
     (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
 
 
@@ -232,7 +234,7 @@ def _write_runner_tokenizer(folder: Path) -> str | None:
     return form.get("refused")
 
 
-def _traced(model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[Adaptable] | None) -> Traced:
+def _traced(model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[LoRATarget] | None) -> Traced:
     """Trace the model. Raises UserError for one that asks for values, which a graph does not have."""
     try:
         return trace(model, cache, names, adapted)
@@ -241,14 +243,14 @@ def _traced(model: CausalLM, cache: KVCache, names: dict[object, str], adapted: 
         raise UserError(f"{NOT_TAKEN} ({type(error).__name__}: {reason}): {AS_IT_IS}") from error
 
 
-def _proved(folder: Path, parts: list[_Part], steps: Steps) -> list[ExportedLM]:
+def _proved(folder: Path, parts: list[_ShardExport], steps: Steps) -> list[ExportedLM]:
     """Return the models of the files. Raises UserError where one cannot be computed, and where one bit differs."""
-    tp, pp = parts[0].division.tp, parts[0].division.pp
+    tp, pp = parts[0].parallel_layout.tp, parts[0].parallel_layout.pp
 
-    def found(place: ThreadPlace) -> tuple[ExportedLM, Results]:
-        rank = place.division.rank
-        own, group = part_folder(folder, place.division), place.group if len(parts) > 1 else None
-        exported = ExportedLM(read_description(folder, rank), own, True, group, place.neighbours)
+    def found(context: ThreadRankContext) -> tuple[ExportedLM, Results]:
+        rank = context.parallel_layout.rank
+        own, group = part_folder(folder, context.parallel_layout), context.group if len(parts) > 1 else None
+        exported = ExportedLM(read_description(folder, rank), own, True, group, context.neighbours)
         exported.load()
         return exported, steps.results(exported, parts[rank].cache)
 

@@ -13,7 +13,7 @@ from models.adapters import adaptable_layers
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.exported.graph import INPUTS
-from models.layers.adaptable import Adaptable
+from models.layers.lora_target import LoRATarget
 from pipelines.engine.batch import whole_batch
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
@@ -67,7 +67,7 @@ class Steps:
             found.stored.extend(part.clone() for part in cache.tensors)
         return found
 
-    def _table(self, name: str, layer: Adaptable, dtype: torch.dtype) -> AdapterTable:
+    def _table(self, name: str, layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
         """Return the two adapters of a layer, or of a rank's part."""
         (outputs, inputs), factors = layer.shape, self.factors[name]
         table = AdapterTable.empty(2, max(len(a) for a, _ in factors), inputs, outputs, dtype, torch.device("cpu"))

@@ -21,7 +21,7 @@ from models.tokenizers.template_files import OTHERS
 from pipelines.data_files import expanded
 from pipelines.engine import Engine
 from pipelines.journal import Fingerprint, dumps
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.quantize.calibration_data import calibration_file
 from pipelines.ranks.launch import degrees, joined
 from pipelines.report import REPOSITORY

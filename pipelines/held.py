@@ -10,11 +10,11 @@ from conf.schema import ModelConfig, RunConfig, Weights
 from models.formats import open_tokenizer
 from models.formats.hub import find_checkpoint
 from models.formats.in_memory import name_of, open_in_memory
-from models.heads import Head
+from models.heads import HeadKind
 from models.tokenizers import Tokenizer
 from models.tokenizers.in_memory import tokenizer_in_memory
 from pipelines.composing import compose_run
-from pipelines.opening import ModelSource, OpenModel, open_source, source_of
+from pipelines.model_source import ModelSource, OpenModel, resolve_model, source_of
 
 
 def is_held(given: Any) -> bool:
@@ -73,12 +73,12 @@ def _refuse_files(run: RunConfig, model: Any) -> None:
             raise UserError(f"{setting} is of a model's files, and {type(model).__name__} is in memory: {saved}")
 
 
-def _open(run: RunConfig, model: Any, tokenizer: Any, head: Head | None) -> ModelSource:
+def _open(run: RunConfig, model: Any, tokenizer: Any, head: HeadKind | None) -> ModelSource:
     if is_held(model):
         checkpoint = open_in_memory(model, partial(_own_tokenizer, run.model))
         source = source_of(run.model, checkpoint, head)
     else:
-        source = open_source(run.model, head)
+        source = resolve_model(run.model, head)
     if not is_held(tokenizer):
         return source
     if not isinstance(tokenizer, Tokenizer):

@@ -19,7 +19,7 @@ from pipelines.interrupt import Interrupted, Interruption, RankLost, interruptio
 from pipelines.journal import ANEW, Journal, named_folder
 from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
 from pipelines.replicas.cluster import rows_on_ray
-from pipelines.rows import EngineRows, Record, Row, RowRunner
+from pipelines.rows import EngineRows, Record, Row, RowExecutor
 
 ANSWER = "answer"  # of a record: the answer to a line of an OpenAI batch
 PRINTED = 8  # rows that are shown at the end; all are in the files
@@ -44,7 +44,7 @@ def open_prompts(config: PredictConfig) -> Prompts:
 
 
 @contextmanager
-def row_runner(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iterator[RowRunner]:
+def row_executor(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iterator[RowExecutor]:
     """Load what runs the rows of a job, which ends with the block. Raises UserError as `EngineRows.load` and `rows_on_ray` do."""
     if run.parallel.mode is ParallelMode.ray:
         with rows_on_ray(kind, run) as replicas:
@@ -55,15 +55,15 @@ def row_runner(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iter
     yield rows
 
 
-class Job(ABC):
+class RowJob(ABC):
     """Rows in, results into the journal as they finish. A bad row becomes an error and does not stop the others.
 
     It holds no rows. A task says which files and metrics its rows become.
     """
 
-    def __init__(self, runner: RowRunner, journal: Journal, max_errors: int | None) -> None:
+    def __init__(self, executor: RowExecutor, journal: Journal, max_errors: int | None) -> None:
         """`max_errors`: as `predict.max_errors`."""
-        self.runner = runner
+        self.executor = executor
         self.journal = journal
         self._max_errors = max_errors
         self._num_errors, self._first_error = 0, ""
@@ -75,7 +75,7 @@ class Job(ABC):
     @property
     def num_tokens(self) -> int:
         """How many tokens this process has done, for the speed that is shown."""
-        return self.runner.num_generated_tokens
+        return self.executor.num_generated_tokens
 
     @abstractmethod
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Job(ABC):
         rows = self._undone(signals.checked(prompts))
         with (
             report.progress_bar() as progress,
-            closing(self.runner.steps(lambda: next(rows, None), self.journal.seed)) as steps,
+            closing(self.executor.steps(lambda: next(rows, None), self.journal.seed)) as steps,
         ):
             for records in steps:
                 for record in records:

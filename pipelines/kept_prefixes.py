@@ -21,7 +21,7 @@ from pipelines.engine import Engine
 from pipelines.engine.block_manager import extend_hashes
 from pipelines.fingerprint import code_digest, file_fingerprint, plain_quant
 from pipelines.journal import Fingerprint
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 
 TOKENS = "tokens"
 UNSHARED = "is not possible with this model, whose prompts cannot share their beginnings"
@@ -129,7 +129,7 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
             if not content.float().isfinite().all():  # fp8 has no such question
                 what = f"{file.path}: {name} holds NaN or infinite numbers"
                 raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
-            engine.runner.write_blocks(name, content[places], table)
+            engine.executor.write_blocks(name, content[places], table)
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
@@ -151,7 +151,7 @@ def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dic
 
 def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
-    stored, model = engine.runner.cache_tensors, engine.runner.model
+    stored, model = engine.executor.cache_tensors, engine.executor.model
     own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
     # Layers of other stages are checked by the form of the first.
     first, others = f"layers.{model.own_layers.start}.", range(model.own_layers.stop, model.config.num_hidden_layers)

@@ -40,7 +40,7 @@ def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
 
         function = _function_of(run.task)
     if run.parallel.mode is ParallelMode.auto:
-        from pipelines.plan_division import planned
+        from pipelines.parallel_planner import planned
 
         chosen = planned(run)
         if chosen is None:

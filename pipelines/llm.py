@@ -23,7 +23,7 @@ from pipelines.engine import Engine, Output, Request
 from pipelines.engine.request import TokenLogprobs
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.pooled_pipeline import EmbeddingPipeline
 from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.prompts import PromptRow, parse_row
@@ -146,7 +146,7 @@ class LLM:
 
         Raises UserError for an argument or value that is not taken, and for whatever is wrong with the model.
         """
-        runner = _runner(runner, task)
+        runner = _executor(runner, task)
         settings, texts = run_settings(arguments)
         name = str(dtype).removeprefix("torch.")
         name = DTYPES.get(name, name)
@@ -335,7 +335,7 @@ def _row(index: int, prompt: Any) -> PromptRow:
     return row
 
 
-def _runner(runner: str, task: str) -> str:
+def _executor(runner: str, task: str) -> str:
     """Return the runner. Raises UserError for a value that is not allowed, and for two that contradict each other."""
     if runner not in ("auto", "generate", "pooling"):
         raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
@@ -349,7 +349,7 @@ def _runner(runner: str, task: str) -> str:
 
 def _check_quantization(name: str, run: RunConfig) -> None:
     """Raise UserError for a quantisation that is not the checkpoint's."""
-    checkpoint = open_source(run.model).checkpoint
+    checkpoint = resolve_model(run.model).checkpoint
     config = checkpoint.config.raw("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None
     if checkpoint.path.suffix == ".gguf":

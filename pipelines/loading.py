@@ -9,12 +9,12 @@ from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
 from conf.schema import ParallelMode, RunConfig
 from conf.speculation import Speculate
-from models.heads import Head
+from models.heads import HeadKind
 from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.drafting import plan_draft, predicting_ahead
 from pipelines.engine import Engine
-from pipelines.opening import ModelSource, OpenModel, moved, open_source
+from pipelines.model_source import ModelSource, OpenModel, moved, resolve_model
 from pipelines.planning import plan_model
 from pipelines.report import NO_PROGRESS, ProgressSink
 from pipelines.request_settings import RequestSettings, read_request_settings
@@ -26,17 +26,17 @@ def load_engine(
     run: RunConfig,
     max_num_requests: int,
     progress: ProgressSink = NO_PROGRESS,
-    head: Head | None = Head.vocabulary,
+    head: HeadKind | None = HeadKind.vocabulary,
     open_model: OpenModel | None = None,
 ) -> Engine:
-    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once. `head`: as for `open_source`.
+    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once. `head`: as for `resolve_model`.
 
     `open_model` is called in its place, if it is given.
 
-    Raises UserError as `prepare_device`, `open_source` and `load_engine_on` do.
+    Raises UserError as `prepare_device`, `resolve_model` and `load_engine_on` do.
     """
     device = prepare_device(run.device)
-    source = open_model(head) if open_model else open_source(run.model, head)
+    source = open_model(head) if open_model else resolve_model(run.model, head)
     return load_engine_on(device, run, source, max_num_requests, progress)
 
 
@@ -79,17 +79,17 @@ def _load_with_ranks(
     progress: ProgressSink,
 ) -> Engine:
     """Return the engine of rank 0, whose other ranks end with it."""
-    from pipelines.ranks.leader import lead  # here, because other runs have one process
+    from pipelines.ranks.driver import start_driver  # here, because other runs have one process
 
     whole = plan_model(run, source, device, packed=True)
-    leader = lead(run, whole)
+    driver = start_driver(run, whole)
     try:
         draft = plan_draft(run, whole, settings)  # which rank 0 has alone, and whole
-        plan = leader.part(whole)
+        plan = driver.part(whole)
         source.warn_of_unread_keys()
-        return assemble(run, plan, settings, max_num_requests, progress.loaded, draft, leader)
+        return assemble(run, plan, settings, max_num_requests, progress.loaded, draft, driver)
     except BaseException:
-        leader.close()
+        driver.close()
         raise
 
 
@@ -100,7 +100,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
             unused = "calibrate and quantize.format are not used by a model that is quantised already"
             raise UserError(f"{unused}: leave them out, or give the float model")
     elif run.quant.needs_calibration:
-        if source.architecture.head is not Head.vocabulary:
+        if source.architecture.head is not HeadKind.vocabulary:
             what = f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
             remedy = (
                 "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
@@ -115,5 +115,5 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
         if run.quant.activations is Activations.auto:  # which is not in the model's files, either
             quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
-        source = open_source(run.model)
+        source = resolve_model(run.model)
     return run, source

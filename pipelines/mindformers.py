@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pipelines.text_pipeline as ours
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from models.formats import open_tokenizer
 from pipelines.pooled_pipeline import PooledPipeline
 from pipelines.streamers import TextIteratorStreamer, TextStreamer
@@ -85,7 +85,7 @@ def build_context(config: Mapping[str, Any]) -> None:
     target = context.pop("device_target", None)
     if target not in (None, "Ascend", *DEVICES):
         raise UserError(
-            f"context.device_target={target!r} does not exist: {there_are([*DEVICES, 'Ascend'], str(target))}"
+            f"context.device_target={target!r} does not exist: {list_known_names([*DEVICES, 'Ascend'], str(target))}"
         )
     if target == "Ascend":
         log.warning("context.device_target=Ascend is not here: what runs is a GPU if there is one, else the CPU")
@@ -198,7 +198,7 @@ def pipeline(
     from conf.compose import options  # here, so that an engine can be built where Hydra is not installed
 
     if model.checkpoint and model.name not in options("model") and not Path(model.name).exists():
-        raise UserError(f"model {model.name} does not exist: {there_are(options('model'), model.name)}")
+        raise UserError(f"model {model.name} does not exist: {list_known_names(options('model'), model.name)}")
     return ours.pipeline(
         task,
         model.checkpoint or model.name,

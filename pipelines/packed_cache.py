@@ -15,10 +15,10 @@ import torch
 from conf.errors import UserError
 from conf.schema import RunConfig
 from kernels import build
-from models.cuts import Division
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
+from models.sharding import ParallelLayout
 from pipelines.fingerprint import code_digest, file_fingerprint
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.output_folder import kept_folder
 from pipelines.planning import ModelPlan
 
@@ -59,8 +59,8 @@ def _place(run: RunConfig, plan: ModelPlan) -> Path:
     what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
     if plan.model.config.predicts_ahead:
         what["predicts_ahead"] = True
-    if plan.division != Division():
-        what["division"] = plan.division
+    if plan.parallel_layout != ParallelLayout():
+        what["division"] = plan.parallel_layout
     names = model.name, run.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
     return kept_folder("packed") / f"{'-'.join(names)}.safetensors"
 

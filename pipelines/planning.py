@@ -19,19 +19,19 @@ from conf.quantization import (
 from conf.schema import DType, ParallelMode, RunConfig
 from kernels.collectives import NO_NEIGHBOURS, Group, Neighbours
 from models.causal_lm import CausalLM
-from models.cuts import Cut, Division
 from models.exported.description import Description, part_folder, read_description
 from models.exported.model import ExportedLM
 from models.formats.base import CodedWeights, WeightFile
 from models.formats.sliced import sliced_files
-from models.heads import Head
+from models.heads import HeadKind
 from models.linear_layers import pack_layers
-from models.outline import open_model
-from models.parallel import check_division, divide
+from models.meta_model import open_model
+from models.parallel import check_division, shard_model
+from models.sharding import ParallelLayout, Shard
 from models.weights import DTYPES, match_tensors, stored_dtype
 from pipelines.fingerprint import plain_quant
 from pipelines.memory import max_layer_values
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from quantization.kv_scales import ZERO_POINTS, place_kv_scales
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredQuantization
@@ -59,11 +59,11 @@ class ModelPlan:
     """The format of a KV cache whose scales are among the files' tensors."""
     max_layer_values: int
     """Values of one token, as `memory.max_layer_values` counts them."""
-    division: Division = Division()
+    parallel_layout: ParallelLayout = ParallelLayout()
     """The part of the model that it is; by default the whole."""
     whole_files: tuple[WeightFile, ...] = ()
     """The checkpoint's weights where `files` gives a part of them."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shards: Mapping[str, Shard] = field(default_factory=dict)
     """How the part's tensors are cut, by name. Others are whole."""
 
 
@@ -93,7 +93,7 @@ def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, d
     folder = source.checkpoint.path
     if device.type != "cpu":
         raise UserError(f"device={device.type} does not run {folder}, which is packed for a CPU: give device=cpu")
-    mode, made_for = run.parallel.mode, artefact.division
+    mode, made_for = run.parallel.mode, artefact.parallel_layout
     if artefact.part is None and mode is not ParallelMode.single:
         raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
     if artefact.part is not None and not mode.divides:
@@ -101,41 +101,46 @@ def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, d
     given = replace(run.quant, activations=run.quant.activations.of_model)
     if given != QuantConfig() and plain_quant(given) != artefact.quant:
         raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
-    model = ExportedLM(artefact, part_folder(folder, made_for), source.architecture.head is not Head.none).eval()
+    model = ExportedLM(artefact, part_folder(folder, made_for), source.architecture.head is not HeadKind.none).eval()
     if run.quant.activations is Activations.auto:
         model.quantized = quantized_if_many
     return ModelPlan(source, model, [], (), artefact.dtype, device, True, None, 0)
 
 
-def _ranks_of(division: Division) -> str:
+def _ranks_of(parallel_layout: ParallelLayout) -> str:
     """Return the end of an error: for which ranks a model was exported, and what runs it."""
-    tp, pp = division.tp, division.pp
+    tp, pp = parallel_layout.tp, parallel_layout.pp
     mode = "tp" if pp == 1 else "pp" if tp == 1 else "tp_pp"
     given = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)
     return f"which was exported for tp={tp} and pp={pp}: give parallel={mode} {given}"
 
 
-def divide_plan(plan: ModelPlan, division: Division, group: Group, neighbours: Neighbours = NO_NEIGHBOURS) -> ModelPlan:
+def shard_plan(
+    plan: ModelPlan, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours = NO_NEIGHBOURS
+) -> ModelPlan:
     """Return the plan of one rank's part. `plan` is of the whole model, which becomes the part.
 
-    Raises UserError where the files are not those of the whole model, and as `divide` does.
+    Raises UserError where the files are not those of the whole model, and as `shard_model` does.
     """
-    if division == Division():
+    if parallel_layout == ParallelLayout():
         return plan
-    check_plan(plan, division)
+    check_plan(plan, parallel_layout)
     if isinstance(plan.model, ExportedLM):
         whole, folder = plan.model, plan.source.checkpoint.path
-        own, has_head = read_description(folder, division.rank), plan.source.architecture.head is not Head.none
-        model = ExportedLM(own, part_folder(folder, division), has_head, group, neighbours).eval()
+        own, has_head = (
+            read_description(folder, parallel_layout.rank),
+            plan.source.architecture.head is not HeadKind.none,
+        )
+        model = ExportedLM(own, part_folder(folder, parallel_layout), has_head, group, neighbours).eval()
         model.quantized = whole.quantized
-        return replace(plan, model=model, division=division)
+        return replace(plan, model=model, parallel_layout=parallel_layout)
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
-    cuts = divide(plan.model, division, group, plan.dtype, neighbours)
-    files = sliced_files(plan.files, matched, plan.model, cuts, division)
-    return replace(plan, files=files, division=division, whole_files=tuple(plan.files), cuts=cuts)
+    shards = shard_model(plan.model, parallel_layout, group, plan.dtype, neighbours)
+    files = sliced_files(plan.files, matched, plan.model, shards, parallel_layout)
+    return replace(plan, files=files, parallel_layout=parallel_layout, whole_files=tuple(plan.files), shards=shards)
 
 
-def check_plan(plan: ModelPlan, division: Division) -> None:
+def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
     """Raise UserError where a whole model cannot be divided so, or was exported for another division: before ranks are started."""
     artefact = plan.source.artefact
     if artefact is None:
@@ -143,13 +148,15 @@ def check_plan(plan: ModelPlan, division: Division) -> None:
             raise UserError(
                 "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
             )
-        check_division(plan.model, division, plan.dtype)
+        check_division(plan.model, parallel_layout, plan.dtype)
         return
-    folder, made_for = plan.source.checkpoint.path, artefact.division
-    if (division.tp, division.pp) != (made_for.tp, made_for.pp):
-        raise UserError(f"tp={division.tp} and pp={division.pp} do not run {folder}, {_ranks_of(made_for)}")
-    if division.adds or division.whole_experts:
-        given = "parallel.sum=reduce" if division.adds else "parallel.experts=whole"
+    folder, made_for = plan.source.checkpoint.path, artefact.parallel_layout
+    if (parallel_layout.tp, parallel_layout.pp) != (made_for.tp, made_for.pp):
+        raise UserError(
+            f"tp={parallel_layout.tp} and pp={parallel_layout.pp} do not run {folder}, {_ranks_of(made_for)}"
+        )
+    if parallel_layout.adds or parallel_layout.whole_experts:
+        given = "parallel.sum=reduce" if parallel_layout.adds else "parallel.experts=whole"
         raise UserError(f"{given} contradicts {folder}, which was exported for ranks that join pieces: leave it out")
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
-from conf.terminal import visible, visible_line
-from models.heads import Head
+from conf.terminal import escape_control_chars, escape_line
+from models.heads import HeadKind
 from pipelines import report
 from pipelines.device import prepare_device
 from pipelines.engine import Engine, Output, Request
@@ -21,12 +21,12 @@ from pipelines.engine.faults import row_error
 from pipelines.engine.request import Pooling
 from pipelines.engine.request_factory import check_pooled
 from pipelines.fingerprint import fingerprint
-from pipelines.job import Finished, Job, open_prompts, row_runner
+from pipelines.job import Finished, RowJob, open_prompts, row_executor
 from pipelines.journal import open_journal
 from pipelines.loading import load_engine_on
-from pipelines.opening import ModelSource, OpenModel, open_source
+from pipelines.model_source import ModelSource, OpenModel, resolve_model
 from pipelines.prompts import PromptRow, Prompts
-from pipelines.rows import Asked, EngineRows, Loaded, Record, Row
+from pipelines.rows import EngineRows, Loaded, Record, Row, RowRequest
 
 
 class PooledPrompt(NamedTuple):
@@ -40,8 +40,8 @@ class PooledPrompt(NamedTuple):
 class Pooler(ABC):
     """Makes a request of a row, and numbers of its output."""
 
-    head: ClassVar[Head | None]
-    """The head that it needs of a model, as for `open_source`."""
+    head: ClassVar[HeadKind | None]
+    """The head that it needs of a model, as for `resolve_model`."""
 
     def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
         """Raises UserError for settings that this checkpoint does not go with."""
@@ -98,7 +98,7 @@ def open_pooler(
     """
     check_pooled(run.decode)
     device = prepare_device(run.device)
-    source = open_model(make.head) if open_model else open_source(run.model, make.head)
+    source = open_model(make.head) if open_model else resolve_model(run.model, make.head)
     return source, make(run, source, load_engine_on(device, run, source, run.predict.batch_size, progress))
 
 
@@ -119,17 +119,17 @@ class PooledRows(EngineRows):
         source, pooler = open_pooler(cls.pooler, run, progress)
         parts = fingerprint(run, source, pooler.engine)
         parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
-        loaded = Loaded(run.decode, parts, pooler.engine.runner.weight_bytes, pooler.num_values)
+        loaded = Loaded(run.decode, parts, pooler.engine.executor.weight_bytes, pooler.num_values)
         return cls(run, pooler, loaded)
 
-    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
         request, num_truncated = self._pooler.request(row, self._decode)
-        return Asked(request, num_truncated=num_truncated)
+        return RowRequest(request, num_truncated=num_truncated)
 
-    def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
+    def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
         result = {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}
-        if asked.num_truncated:
-            result["num_truncated_tokens"] = asked.num_truncated
+        if row_request.num_truncated:
+            result["num_truncated_tokens"] = row_request.num_truncated
         return self.with_values(result, self._pooler.values(output))
 
     @staticmethod
@@ -143,7 +143,7 @@ class PooledRows(EngineRows):
         return {"row": result}
 
 
-class PooledJob(Job):
+class PooledJob(RowJob):
     """Rows in, numbers out."""
 
     @property
@@ -153,14 +153,14 @@ class PooledJob(Job):
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
         return {
             **self.base_metrics(prompts),
-            "num_values": self.runner.loaded.num_values,
+            "num_values": self.executor.loaded.num_values,
             "num_truncated_rows": self.totals["num_truncated_rows"],
             "start_s": report.START_S,
             "load_s": load_s,
             "run_s": run_s,
             "prompt_tokens_per_s": self.num_tokens / run_s,
-            "weight_bytes": self.runner.loaded.weight_bytes,
-            "peak_memory_bytes": self.runner.counts().peak_memory_bytes,
+            "weight_bytes": self.executor.loaded.weight_bytes,
+            "peak_memory_bytes": self.executor.counts().peak_memory_bytes,
         }
 
 
@@ -173,11 +173,11 @@ def run_pooled(
     """
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
-    with row_runner(kind, run, prompts) as runner:
+    with row_executor(kind, run, prompts) as executor:
         load_s = time.perf_counter() - start
-        parts = {"input": prompts.sha256, **runner.loaded.fingerprint}
+        parts = {"input": prompts.sha256, **executor.loaded.fingerprint}
         with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
-            job = make_job(runner, journal, run.predict.max_errors)
+            job = make_job(executor, journal, run.predict.max_errors)
             return job.complete(prompts, dump(run, journal.folder), load_s), journal.folder
 
 
@@ -186,7 +186,7 @@ def print_results(lines: list[str], finished: Finished, folder: Path) -> None:
     metrics = finished.metrics
     for row, line in zip(finished.first, lines, strict=True):
         text = f"error: {row['error']}" if row["error"] else line
-        print(visible_line(f"[{row['index']}] {text}"))
+        print(escape_line(f"[{row['index']}] {text}"))
     if metrics["num_prompts"] > len(lines):
         print(f"... and {metrics['num_prompts'] - len(lines)} more")
     if metrics["num_truncated_rows"]:
@@ -194,7 +194,7 @@ def print_results(lines: list[str], finished: Finished, folder: Path) -> None:
             f"rows of which the end was left out, by the checkpoint's max_seq_length: {metrics['num_truncated_rows']}"
         )
     if metrics["unused_fields"]:
-        print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
+        print(escape_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     print()
     report.print_table(
         [
@@ -209,4 +209,4 @@ def print_results(lines: list[str], finished: Finished, folder: Path) -> None:
             ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
         ]
     )
-    print(visible(f"output: {folder}"))
+    print(escape_control_chars(f"output: {folder}"))

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from conf.pooling import PoolingMode
 from conf.schema import RunConfig
 from pipelines.embed import Embedder
 from pipelines.engine import Request
 from pipelines.memory import explained_out_of_memory
-from pipelines.opening import OpenModel
+from pipelines.model_source import OpenModel
 from pipelines.pooled import Pooler, open_pooler
 from pipelines.prompts import rows_from_python
 from pipelines.score import Scorer
@@ -80,7 +80,7 @@ class PooledPipeline:
         own = {field.name for field in fields(section)}
         for name, value in arguments.items():
             if name not in own | set(OF_ROWS):
-                raise UserError(f"argument {name} does not exist: {there_are(sorted(own | set(OF_ROWS)), name)}")
+                raise UserError(f"argument {name} does not exist: {list_known_names(sorted(own | set(OF_ROWS)), name)}")
             if type(value) not in KINDS[name]:
                 kinds = " or ".join(kind.__name__.removesuffix("Type") for kind in KINDS[name])
                 raise UserError(f"{name}={value!r} is of type {type(value).__name__}, not {kinds}")
@@ -88,7 +88,9 @@ class PooledPipeline:
         if "pooling" in values:
             modes = list(PoolingMode.__members__)
             if values["pooling"] not in modes:
-                raise UserError(f"pooling={values['pooling']} does not exist: {there_are(modes, values['pooling'])}")
+                raise UserError(
+                    f"pooling={values['pooling']} does not exist: {list_known_names(modes, values['pooling'])}"
+                )
             values["pooling"] = PoolingMode[values["pooling"]]
         predict = replace(run.predict, **{name: value for name, value in values.items() if name in OF_ROWS})
         section = replace(section, **{name: value for name, value in values.items() if name in own})

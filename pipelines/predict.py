@@ -12,7 +12,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.tasks import OutputForm, PredictConfig
-from conf.terminal import visible, visible_line
+from conf.terminal import escape_control_chars, escape_line
 from models.formats.hub import find_checkpoint
 from pipelines import report
 from pipelines.data_files import expanded, names_a_file
@@ -22,14 +22,14 @@ from pipelines.engine.faults import belongs_to_request, row_error
 from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
-from pipelines.job import ANSWER, Job, open_prompts, row_runner
+from pipelines.job import ANSWER, RowJob, open_prompts, row_executor
 from pipelines.journal import NAME as JOURNAL
 from pipelines.journal import Fingerprint, Journal, dumps, named_folder, open_journal
 from pipelines.loading import load_engine_on
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow, Prompts
-from pipelines.rows import Asked, EngineRows, Loaded, Record, Row, RowRunner
+from pipelines.rows import EngineRows, Loaded, Record, Row, RowExecutor, RowRequest
 from pipelines.run_log import FILE
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _check_output_file(run.predict, output_dir)
     start = time.perf_counter()
     loaded, parts = _exported(run, output_dir) if run.predict.export else (run, {})
-    with row_runner(PredictRows, loaded, prompts) as runner:
+    with row_executor(PredictRows, loaded, prompts) as executor:
         load_s = time.perf_counter() - start
-        parts = {"input": prompts.sha256, **runner.loaded.fingerprint, **parts}
+        parts = {"input": prompts.sha256, **executor.loaded.fingerprint, **parts}
         with closing(open_journal(run.predict.resume, output_dir, parts)) as journal:
-            run = replace(run, decode=replace(runner.loaded.decode, seed=journal.seed))
-            job = PredictJob(runner, journal, run.predict)
+            run = replace(run, decode=replace(executor.loaded.decode, seed=journal.seed))
+            job = PredictJob(executor, journal, run.predict)
             finished = job.complete(prompts, dump(run, journal.folder), load_s)
     first, metrics = finished.first, finished.metrics
     _print(first, metrics, journal.folder)
     for name in filter(None, (run.predict.output_file, run.predict.export and str(journal.folder / EXPORTED))):
-        print(visible_line(f"also: {name}"))
+        print(escape_line(f"also: {name}"))
     if metrics["num_errors"] == metrics["num_prompts"]:
         raise UserError(f"none of the {metrics['num_prompts']} rows could be predicted; the first: {first[0]['error']}")
 
@@ -105,7 +105,7 @@ class PredictRows(EngineRows):
     def load(
         cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
     ) -> "PredictRows":
-        device, source = prepare_device(run.device), open_source(run.model)
+        device, source = prepare_device(run.device), resolve_model(run.model)
         engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
         run = replace(run, decode=engine.requests.resolve(run.decode))
         engine.requests.check(run.decode)
@@ -119,7 +119,7 @@ class PredictRows(EngineRows):
             max_tokens=settings.max_prompt_tokens,
         )
         _check_new_tokens(run.decode, engine.context, encoder, rows)
-        loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.runner.weight_bytes)
+        loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
 
         def open_batch(seed: int | None) -> "BatchAnswers":
             from pipelines.batches.answers import BatchAnswers  # here, because other rows need no pydantic
@@ -128,7 +128,7 @@ class PredictRows(EngineRows):
 
         return cls(engine, loaded, encoder, run.predict, open_batch)
 
-    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
         if row.batch is not None:
             if self._defaults.max_prompt_tokens is not None:
                 raise UserError(
@@ -141,16 +141,16 @@ class PredictRows(EngineRows):
         prefix = self._defaults.prefix if row.prefix is None else row.prefix
         adapter = self._defaults.adapter if row.adapter is None else row.adapter
         request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
-        return Asked(request, prompt.text, num_truncated=prompt.num_truncated)
+        return RowRequest(request, prompt.text, num_truncated=prompt.num_truncated)
 
     def _decode_of(self, row: PromptRow, seed: int | None) -> DecodeConfig:
         """Return the run's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
         decode = self.loaded.decode.replaced(row.decode)
         return decode if row.decode.get("seed") is not None else replace(decode, seed=seed)
 
-    def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
-        answer = {ANSWER: asked.answer(output)} if asked.answer else {}
-        return {"row": _prediction(row, asked, output), **_source(row), **answer}
+    def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
+        answer = {ANSWER: row_request.answer(output)} if row_request.answer else {}
+        return {"row": _prediction(row, row_request, output), **_source(row), **answer}
 
     @staticmethod
     def failed(row: PromptRow, error: BaseException) -> Record:
@@ -162,15 +162,15 @@ class PredictRows(EngineRows):
         return {"row": prediction, ANSWER: refusal(row, error)}
 
 
-class PredictJob(Job):
+class PredictJob(RowJob):
     """Prompts in, predictions out."""
 
-    def __init__(self, runner: RowRunner, journal: Journal, settings: PredictConfig) -> None:
-        super().__init__(runner, journal, settings.max_errors)
+    def __init__(self, executor: RowExecutor, journal: Journal, settings: PredictConfig) -> None:
+        super().__init__(executor, journal, settings.max_errors)
         self._output_file, self._output_form = settings.output_file, settings.output_form
 
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
-        totals, counts = self.totals, self.runner.counts()
+        totals, counts = self.totals, self.executor.counts()
         return {
             **self.base_metrics(prompts),
             "unused_fields": self._unused_fields(prompts),
@@ -182,7 +182,7 @@ class PredictJob(Job):
             "generate_s": run_s,
             "tokens_per_s": (totals["num_generated_tokens"] - self.resumed["num_generated_tokens"]) / run_s,
             **report.draft_metrics(counts.drafts),
-            "weight_bytes": self.runner.loaded.weight_bytes,
+            "weight_bytes": self.executor.loaded.weight_bytes,
             "peak_memory_bytes": counts.peak_memory_bytes,
         }
 
@@ -206,18 +206,18 @@ class PredictJob(Job):
                 report.write_atomically(folder / name, (f"{dumps(each)}\n" for each in wanted))
 
 
-def _prediction(row: PromptRow, asked: Asked, output: Output) -> Row:
-    params = asked.request.params
+def _prediction(row: PromptRow, row_request: RowRequest, output: Output) -> Row:
+    params = row_request.request.params
     completions = [_completion(completion) for completion in output.completions]
     first = dict(completions[0])
     logprobs = {"logprobs": first.pop("logprobs")} if "logprobs" in first else {}
     return {
         "index": row.index,
         "id": row.id,
-        "prompt": asked.prompt,
+        "prompt": row_request.prompt,
         **first,
         "num_prompt_tokens": output.num_prompt_tokens,
-        **({"num_truncated_tokens": asked.num_truncated} if asked.num_truncated else {}),
+        **({"num_truncated_tokens": row_request.num_truncated} if row_request.num_truncated else {}),
         "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
         **({"seed": params.seed} if params.samples else {}),
         **logprobs,
@@ -314,18 +314,18 @@ def _texts(row: Row) -> dict[str, list[str]]:
 
 def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:
     for row in rows:
-        print(visible(f"[{row['index']}] {row['prompt'] or ''}"))
+        print(escape_control_chars(f"[{row['index']}] {row['prompt'] or ''}"))
         if row["error"]:
-            print(visible_line(f" -> error: {row['error']}"))
+            print(escape_line(f" -> error: {row['error']}"))
             continue
         for one in row.get("completions", [row]):
-            print(visible(f" -> {one['text'] if one['text'] is not None else one['token_ids']}"))
+            print(escape_control_chars(f" -> {one['text'] if one['text'] is not None else one['token_ids']}"))
     if metrics["num_prompts"] > len(rows):
         print(f"... and {metrics['num_prompts'] - len(rows)} more")
     if metrics["num_truncated_rows"]:
         print(f"rows of which tokens were left out, by predict.max_prompt_tokens: {metrics['num_truncated_rows']}")
     if metrics["unused_fields"]:
-        print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
+        print(escape_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     print()
     report.print_table(
         [

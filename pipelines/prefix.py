@@ -13,14 +13,14 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
-from conf.terminal import visible_line
+from conf.terminal import escape_line
 from pipelines import report
 from pipelines.device import prepare_device
 from pipelines.engine import Engine, Request
 from pipelines.engine.scheduler import root_hash_of
 from pipelines.kept_prefixes import UNSHARED, KeptRow, identity, save_kept
 from pipelines.loading import calibrated, load_engine_on
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import GIVE, PromptRow, read_prompts
 
@@ -37,7 +37,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     prompts, start = read_prompts(run.prefix.data), time.perf_counter()
     with report.progress_bar() as progress:
         device = prepare_device(run.device)
-        made, source = calibrated(run, open_source(run.model), progress)
+        made, source = calibrated(run, resolve_model(run.model), progress)
         engine = load_engine_on(device, made, source, 1, progress)
         if not engine.requests.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
@@ -61,7 +61,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         "start_s": report.START_S,
         "load_s": load_s,
         "prefix_s": time.perf_counter() - start,
-        "weight_bytes": engine.runner.weight_bytes,
+        "weight_bytes": engine.executor.weight_bytes,
         "peak_memory_bytes": report.peak_memory_bytes(engine.device),
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
@@ -89,7 +89,7 @@ class _Kept:
         self._engine = engine
         self.rows: list[KeptRow] = []
         self._token_ids: list[int] = []
-        self._stored: dict[str, list[Tensor]] = {name: [] for name in engine.runner.cache_tensors}
+        self._stored: dict[str, list[Tensor]] = {name: [] for name in engine.executor.cache_tensors}
         self._known: set[bytes] = set()  # hashes of the blocks that are kept
         self._num_prompts = self._num_prompt_tokens = 0
 
@@ -120,7 +120,7 @@ class _Kept:
             return
         blocks = [*prefix.blocks[:num_full], *engine.scheduler.block_manager.find_prefix(hashes[num_full:])]
         assert len(blocks) == num_blocks
-        for name, (tensor, _) in engine.runner.cache_tensors.items():
+        for name, (tensor, _) in engine.executor.cache_tensors.items():
             self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]
@@ -134,7 +134,7 @@ class _Kept:
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
     if metrics["unused_fields"]:
-        print(visible_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
+        print(escape_line(f"fields of the rows that are not used: {', '.join(metrics['unused_fields'])}"))
     report.print_table(
         [
             ("prompts", f"{metrics['num_kept_prompts']} kept of {metrics['num_prompts']}"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from conf.schema import RunConfig
-from conf.terminal import visible_line
+from conf.terminal import escape_line
 from pipelines.run_log import log_in
 
 # rich is imported where something is shown, torch where it is asked: the server's HTTP process runs without them.
@@ -127,7 +127,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 def peak_memory_of(engine: "Engine") -> int:
     """Return the peak bytes of an engine's process, or with ranks the sum of what each of them needed at most."""
-    return peak_memory_bytes(engine.device) + engine.runner.peak_memory_of_others
+    return peak_memory_bytes(engine.device) + engine.executor.peak_memory_of_others
 
 
 def _version(name: str) -> str | None:
@@ -285,7 +285,7 @@ def print_table(rows: list[tuple[str, str]]) -> None:
     """Print a short table on standard output."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {visible_line(value)}")
+        print(f"{name:<{width}}  {escape_line(value)}")
 
 
 def print_columns(table: dict[str, list[str]]) -> None:
@@ -302,5 +302,5 @@ def print_columns(table: dict[str, list[str]]) -> None:
         numbers = all(re.fullmatch(r"-?[\d.,]*(e-?\d+)?", cell) for cell in cells)
         shown.add_column(heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
     for row in zip(*table.values(), strict=True):
-        shown.add_row(*map(visible_line, row))
+        shown.add_row(*map(escape_line, row))
     console.print(shown)

@@ -11,7 +11,7 @@ from models.formats.hub import find_tokenizer
 from models.tokenizers import Tokenizer
 from pipelines.engine.request import ContextLimit
 from pipelines.generation_config import decode_defaults, eos_token_ids
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowRequest:
     """The request that a row makes to the engine."""
 
     request: Request
@@ -56,7 +56,7 @@ class Asked:
     """Tokens of the row's text that are not in the request."""
 
 
-class RowRunner(Protocol):
+class RowExecutor(Protocol):
     """Runs rows, in any order."""
 
     @property
@@ -92,11 +92,11 @@ class EngineRows(ABC):
         """
 
     @abstractmethod
-    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
         """Return the request of a row. What it raises becomes the row's error."""
 
     @abstractmethod
-    def record(self, row: PromptRow, asked: Asked, output: Output) -> Record:
+    def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
         """Return what the journal keeps of a row that has finished: its `row`, and what else the job's files need."""
 
     @staticmethod
@@ -115,30 +115,34 @@ class EngineRows(ABC):
         return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
-        """Yield after each step the records of the rows that it finished, as a `RowRunner` does."""
-        taken: dict[int, tuple[PromptRow, Asked | None]] = {}
+        """Yield after each step the records of the rows that it finished, as a `RowExecutor` does."""
+        taken: dict[int, tuple[PromptRow, RowRequest | None]] = {}
 
         def next_request() -> Request | Output | None:
             row = next_row()
             if row is None:
                 return None
             try:
-                asked = self.ask(row, seed)
+                row_request = self.ask(row, seed)
             except BaseException as error:
                 taken[row.index] = row, None
                 return Output(row.index, [], 0, 0, error=error)
-            taken[row.index] = row, asked
-            return asked.request
+            taken[row.index] = row, row_request
+            return row_request.request
 
         with closing(self.engine.steps(next_request)) as steps:
             for outputs in steps:
                 yield [self._record(*taken.pop(output.request_id), output) for output in outputs]
 
-    def _record(self, row: PromptRow, asked: Asked | None, output: Output) -> Record:
+    def _record(self, row: PromptRow, row_request: RowRequest | None, output: Output) -> Record:
         if output.error is not None:
             return failed_record(row, self.failed(row, output.error))
-        assert asked is not None
-        return {"digest": row.digest, "num_cached_tokens": output.num_cached_tokens, **self.record(row, asked, output)}
+        assert row_request is not None
+        return {
+            "digest": row.digest,
+            "num_cached_tokens": output.num_cached_tokens,
+            **self.record(row, row_request, output),
+        }
 
 
 def failed_record(row: PromptRow, failed: Record) -> Record:

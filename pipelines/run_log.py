@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.terminal import VisibleFormatter
+from conf.terminal import EscapingFormatter
 
 FILE, ENGINE_FILE = "run.log", "run.engine.log"
 
@@ -25,7 +25,7 @@ class RunLog(logging.Handler):
 
     def __init__(self, file: str = FILE) -> None:
         super().__init__(logging.WARNING)
-        self.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s: %(message)s"))
+        self.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s: %(message)s"))
         self._file = file
         self._folder: Path | None = None
         self._waiting: dict[str, list[str]] = {}

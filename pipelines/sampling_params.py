@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from conf.decoding import DecodeConfig
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 
 DEFAULT_MAX_TOKENS = 16
 GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json_object"}
@@ -54,7 +54,7 @@ class StructuredOutputsParams:
             setattr(self, name, settings.pop(name, None))
         for name, value in settings.items():
             if value:
-                raise UserError(f"structured_outputs has no {name} here: {there_are(names, name)}")
+                raise UserError(f"structured_outputs has no {name} here: {list_known_names(names, name)}")
 
 
 @dataclass(init=False)
@@ -105,7 +105,7 @@ class SamplingParams:
             if name in OF_ITSELF:
                 continue
             if name not in OTHERS:
-                raise UserError(f"SamplingParams has no {name} here: {there_are(names, name)}")
+                raise UserError(f"SamplingParams has no {name} here: {list_known_names(names, name)}")
             taken, why = OTHERS[name]
             if not any(value == each for each in taken) and not (name == "best_of" and value == self.n):
                 raise UserError(f"SamplingParams: {name}={value!r} is not taken: leave it out; {why}")

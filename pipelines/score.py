@@ -13,7 +13,7 @@ from pipelines import report
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.journal import dumps
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.pooled import PooledJob, PooledPrompt, PooledRows, Pooler, print_results, run_pooled
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow

@@ -128,7 +128,7 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
     logs, greedy = [], []
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
-        logits = engine.runner.logits(hidden[rows]).float()  # [R, V]
+        logits = engine.executor.logits(hidden[rows]).float()  # [R, V]
         logs.append(logits.log_softmax(-1).gather(-1, targets[rows, None])[:, 0])
         greedy.append(logits.argmax(-1) == targets[rows])
     counts = [window.num_scored for window in windows]
@@ -154,7 +154,7 @@ def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) ->
     targets = _targets(windows, hidden[0].device)  # [R]
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
-        logits = [engine.runner.logits(h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
+        logits = [engine.executor.logits(h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
         own, *expected = [each.log_softmax(-1) for each in logits]  # float32 [R, V]
         scores.num_tokens += len(own)
         scores.nll -= own.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()

@@ -68,13 +68,13 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
 def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor) -> None:
     """Store keys and values [L, 2, P, G, D] in the cache's format, as they are. Among ranks the warning is of what the first one stores."""
     places = range(keys_and_values.shape[2])
-    engine.runner.store(
+    engine.executor.store(
         keys_and_values, [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
     )
     saturated = []
-    runner = engine.runner
-    own_layers = runner.own_layers(keys_and_values)
-    for cache, heads, both in zip(runner.cache.layers, runner.model.attention_heads, own_layers, strict=True):
+    executor = engine.executor
+    own_layers = executor.own_layers(keys_and_values)
+    for cache, heads, both in zip(executor.cache.layers, executor.model.attention_heads, own_layers, strict=True):
         own = heads.own_keys(both, axis=2)
         saturated += [_saturated(paged, each) for paged, each in zip(cache, own, strict=True)]
     if share := sum(saturated) / len(saturated):
@@ -92,7 +92,7 @@ def _saturated(paged: PagedVectors, vectors: Tensor) -> float:
 @torch.inference_mode()
 def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
     """Run embeddings [P, E] through the model, in the place of those of tokens, and keep their keys and values."""
-    model = engine.runner.model
+    model = engine.executor.model
     tokens = [0] * len(embeddings)
     batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
-    engine.runner.hidden_from(batch, embeddings)
+    engine.executor.hidden_from(batch, embeddings)

@@ -5,7 +5,7 @@ import sys
 from typing import Any, Protocol, Self, TextIO
 
 from conf.errors import UserError
-from conf.terminal import visible
+from conf.terminal import escape_control_chars
 
 
 class Streamer(Protocol):
@@ -58,7 +58,7 @@ class TextStreamer:
         if row == self._current:
             stream = self._file or sys.stdout
             is_terminal = getattr(stream, "isatty", lambda: False)()  # a writer of the caller's own may have none
-            print(visible(text) if is_terminal else text, end="", file=stream, flush=True)
+            print(escape_control_chars(text) if is_terminal else text, end="", file=stream, flush=True)
         else:
             self._waiting[row] += text
 

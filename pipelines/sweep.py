@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from conf.signals import reader_may_leave
-from conf.terminal import visible
+from conf.terminal import escape_control_chars
 from pipelines import report
 
 Value = str | int | float | None
@@ -55,7 +55,7 @@ LABEL = 60  # most characters of a job's label in the picture
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """A row. `metrics` are flat: a percentile is `time_to_first_token_s.p50`."""
 
     name: str
@@ -98,10 +98,10 @@ def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) 
     except (UserError, OSError) as caught:
         error = " ".join(str(caught).split())
     except Exception as caught:
-        print(visible(traceback.format_exc()), end="", file=sys.stderr)
+        print(escape_control_chars(traceback.format_exc()), end="", file=sys.stderr)
         error = " ".join(f"{type(caught).__name__}: {caught}".split())
     if error:
-        print(visible(f"error: {error}"), file=sys.stderr)
+        print(escape_control_chars(f"error: {error}"), file=sys.stderr)
     record(error)
 
 
@@ -115,7 +115,9 @@ def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[f
     wanted = [names] if isinstance(names, str) else list(names)
     numbers = {name: value for name, value in job.metrics.items() if not isinstance(value, str)}
     if unknown := [name for name in wanted if name not in numbers]:
-        raise UserError(f"sweep.objective={unknown[0]} is no metric of the job: {there_are(numbers, unknown[0])}")
+        raise UserError(
+            f"sweep.objective={unknown[0]} is no metric of the job: {list_known_names(numbers, unknown[0])}"
+        )
     values = [float(value) for name in wanted if (value := numbers[name]) is not None]
     if len(values) < len(wanted):
         return None
@@ -156,7 +158,7 @@ def _record(file: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _read_job(folder: Path, name: str) -> Job:
+def _read_job(folder: Path, name: str) -> SweepJob:
     job = _record(folder / RECORD)
     pairs = [override.partition("=") for override in job["overrides"]]
     metrics: dict[str, Value] = {}
@@ -164,12 +166,12 @@ def _read_job(folder: Path, name: str) -> Job:
     if job["error"] is None and (file := folder / "metrics.json").exists():
         metrics = dict(_flat(json.loads(file.read_text(encoding="utf-8"))))
     error = job["error"] and _writable(job["error"])
-    return Job(name, {key: _writable(_unquoted(value)) for key, _, value in pairs}, metrics, error)
+    return SweepJob(name, {key: _writable(_unquoted(value)) for key, _, value in pairs}, metrics, error)
 
 
-def _joined(jobs: list[Job]) -> list[Job]:
+def _joined(jobs: list[SweepJob]) -> list[SweepJob]:
     """Return a row for each group of jobs that differ in their task alone."""
-    groups: dict[frozenset[tuple[str, str]], list[Job]] = {}
+    groups: dict[frozenset[tuple[str, str]], list[SweepJob]] = {}
     for job in jobs:
         groups.setdefault(frozenset((key, v) for key, v in job.overrides.items() if key != TASK), []).append(job)
     rows = []
@@ -179,7 +181,7 @@ def _joined(jobs: list[Job]) -> list[Job]:
     return rows
 
 
-def _side_by_side(group: list[Job]) -> Job:
+def _side_by_side(group: list[SweepJob]) -> SweepJob:
     """Return the row of jobs that differ in their task alone.
 
     A metric that several tasks measured stays as it is where they agree, else it has the task before its name. The largest peak of memory
@@ -196,7 +198,7 @@ def _side_by_side(group: list[Job]) -> Job:
     errors = [f"{job.overrides.get(TASK)}: {job.error}" for job in group if job.error]
     tasks = " + ".join(str(job.overrides.get(TASK)) for job in group)
     name = " + ".join(job.name for job in group)
-    return Job(name, group[0].overrides | {TASK: tasks}, metrics, "; ".join(errors) or None)
+    return SweepJob(name, group[0].overrides | {TASK: tasks}, metrics, "; ".join(errors) or None)
 
 
 def _flat(metrics: dict[str, object], prefix: str = "") -> Iterator[tuple[str, Value]]:
@@ -221,31 +223,31 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _varied(jobs: list[Job]) -> list[str]:
+def _varied(jobs: list[SweepJob]) -> list[str]:
     """Return the overrides that tell the jobs apart; where nothing does, as in a sweep of one job, all of them."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1] or keys
 
 
-def _table(jobs: list[Job], keys: list[str], metrics: Table) -> Table:
+def _table(jobs: list[SweepJob], keys: list[str], metrics: Table) -> Table:
     table = {"job": [job.name for job in jobs]} | {key: [job.overrides.get(key, "") for job in jobs] for key in keys}
     errors = {"error": [job.error or "" for job in jobs]} if any(job.error for job in jobs) else {}
     return table | metrics | errors
 
 
-def _all_metrics(jobs: list[Job]) -> Table:
+def _all_metrics(jobs: list[SweepJob]) -> Table:
     """Return all metrics as they were measured, in the units of their names."""
     names = dict.fromkeys(name for job in jobs for name in job.metrics)
     return {name: ["" if (v := job.metrics.get(name)) is None else str(v) for job in jobs] for name in names}
 
 
-def _main_metrics(jobs: list[Job]) -> Table:
+def _main_metrics(jobs: list[SweepJob]) -> Table:
     """Return the main metrics for people.
 
     They have three digits, or all that stand before the point. The perplexity, in whose third digit schemes differ, has five.
     """
 
-    def shown(job: Job, metric: str) -> str:
+    def shown(job: SweepJob, metric: str) -> str:
         value = _scaled(job, metric)
         if value is None:
             return "-"
@@ -268,7 +270,7 @@ def _heading(metric: str) -> str:
     return f"{name} ({unit})" if unit else name
 
 
-def _scaled(job: Job, metric: str) -> float | None:
+def _scaled(job: SweepJob, metric: str) -> float | None:
     value = job.metrics.get(metric)
     factor = 1 if metric.startswith(PER_TASK) else MAIN[metric][2]
     return value * factor if isinstance(value, int | float) else None
@@ -289,7 +291,7 @@ def _markdown(table: Table) -> str:
     return "".join([line(table), line("---" for _ in table), *map(line, rows)])
 
 
-def _picture(jobs: list[Job], keys: list[str]) -> bytes | None:
+def _picture(jobs: list[SweepJob], keys: list[str]) -> bytes | None:
     """Return a PNG: quality over the bytes of the weights, speed over memory, and over quality where that was measured too.
 
     None where no job has both values of a point.
@@ -323,12 +325,12 @@ def _picture(jobs: list[Job], keys: list[str]) -> bytes | None:
     return file.getvalue()
 
 
-def _point(job: Job, x: str, y: str) -> tuple[float, float] | None:
+def _point(job: SweepJob, x: str, y: str) -> tuple[float, float] | None:
     values = _scaled(job, x), _scaled(job, y)
     return None if values[0] is None or values[1] is None else (values[0], values[1])
 
 
-def _label(i: int, job: Job, keys: list[str]) -> str:
+def _label(i: int, job: SweepJob, keys: list[str]) -> str:
     """Return a job's label: a line of at most LABEL characters, all of which the picture's font has."""
     from matplotlib.font_manager import findfont, get_font
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 from conf.decoding import NEUTRAL, DecodeConfig
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from conf.schema import RunConfig
 from pipelines.composing import compose_run
 from pipelines.engine import Engine, Output, Request
@@ -17,7 +17,7 @@ from pipelines.engine.request import Sink, TokenLogprobs
 from pipelines.held import compose_held, is_held
 from pipelines.loading import load_engine
 from pipelines.memory import explained_out_of_memory
-from pipelines.opening import OpenModel
+from pipelines.model_source import OpenModel
 from pipelines.pooled_pipeline import EmbeddingPipeline, PooledPipeline, ScorePipeline
 from pipelines.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.prompts import PromptRow, rows_from_python
@@ -115,7 +115,7 @@ class TextGenerationPipeline:
             "device": engine.device.type,
             "quant": quant.scheme.name,
             "kv_cache": quant.kv_cache.name,
-            "weights": f"{engine.runner.weight_bytes / 1e6:,.1f} MB",
+            "weights": f"{engine.executor.weight_bytes / 1e6:,.1f} MB",
             "context": engine.context.num_tokens,
             "batch_size": engine.max_num_requests,
         }
@@ -337,7 +337,7 @@ OTHER_ARGUMENTS = (
 def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in arguments if name not in DECODE_ARGUMENTS + OTHER_ARGUMENTS]:
         names = DECODE_ARGUMENTS + OTHER_ARGUMENTS
-        raise UserError(f"argument {unknown[0]} does not exist: {there_are(names, unknown[0])}")
+        raise UserError(f"argument {unknown[0]} does not exist: {list_known_names(names, unknown[0])}")
     for name in ("do_sample", "return_full_text", "add_special_tokens"):
         if not isinstance(arguments.get(name, True), bool):
             raise UserError(f"{name}={arguments[name]!r} is not allowed: give True or False")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 
 log = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ def run_settings(arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str
             _answer(name, value, ANSWERS[name])
         else:
             known = [*OWN, *SETTINGS, *CHOICES, "tensor_parallel_size", "pipeline_parallel_size", "revision"]
-            raise UserError(f"argument {name} does not exist: {there_are([*known, 'speculative_config'], name)}")
+            raise UserError(f"argument {name} does not exist: {list_known_names([*known, 'speculative_config'], name)}")
     return overrides, texts
 
 
@@ -324,7 +324,9 @@ def _drafts(config: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     overrides = [f"decode.speculate={DRAFTING[method]}"]
     for name, value in given.items():
         if name not in keys:
-            raise UserError(f"speculative_config: {name} is not taken with {method}: {there_are(list(keys), name)}")
+            raise UserError(
+                f"speculative_config: {name} is not taken with {method}: {list_known_names(list(keys), name)}"
+            )
         overrides.append(f"decode.speculation.{keys[name]}={value}")
     drafts = DRAFTING[method] == "model"
     return overrides, {"decode.speculation.model_path": str(path)} if drafts and path else {}

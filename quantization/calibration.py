@@ -20,7 +20,7 @@ from models.causal_lm import CausalLM, Stream
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod
 from models.layers.norm import ResidualStream
-from models.layers.pieces import RowSum
+from models.layers.tensor_parallel import RowParallelReduce
 from models.linear_layers import packed_method
 from quantization.activations import ActivationRange, best_static_scale
 from quantization.codes import CodeKind
@@ -300,7 +300,7 @@ class _Observing:
             if id(x) not in self._leaders:
                 self._leaders[id(x)] = name, x
                 pieces = module.pieces
-                assert not isinstance(pieces, RowSum)  # whose sums no other division gives
+                assert not isinstance(pieces, RowParallelReduce)  # whose sums no other division gives
                 whole = x if pieces is None else pieces.observed(x)
                 if not self._collects:
                     return

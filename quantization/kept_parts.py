@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from models.causal_lm import CausalLM
-from models.cuts import Cut
 from models.formats.sliced import part_of
 from models.linear_layers import LinearSpec, linear_layer
+from models.sharding import Shard
 from models.weights import place_tensor
 from quantization.layouts.base import StoredWeight, WritableLayout
-from quantization.layouts.shared import SharedLayout
+from quantization.layouts.sharded import ShardedLayout
 from quantization.plan import place_quantized
-from quantization.quantizer import LinearReport, Part
+from quantization.quantizer import LinearReport, QuantizedLayer
 from quantization.scheme import LinearScheme
 
 LayoutOf = Callable[[LinearSpec, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
@@ -30,7 +30,7 @@ class KeptPart:
 
 
 def part_tensors(
-    part: Part, model: CausalLM, stored: Mapping[str, StoredWeight], layout_of: LayoutOf
+    part: QuantizedLayer, model: CausalLM, stored: Mapping[str, StoredWeight], layout_of: LayoutOf
 ) -> dict[str, Tensor]:
     """Return the tensors of a part whose weights are chosen, in a model that has floats there."""
     coded = tuple(f"{name}." for name in part.schemes)
@@ -50,9 +50,13 @@ def part_tensors(
 
 
 def place_part(
-    part: Part, model: CausalLM, tensors: Mapping[str, Tensor], cuts: Mapping[str, Cut], layout_of: LayoutOf
+    part: QuantizedLayer,
+    model: CausalLM,
+    tensors: Mapping[str, Tensor],
+    shards: Mapping[str, Shard],
+    layout_of: LayoutOf,
 ) -> None:
-    """Put a part, whole, into a model that has floats there. A rank's model takes its own outputs; `cuts`: as `divide` returns them.
+    """Put a part, whole, into a model that has floats there. A rank's model takes its own outputs; `shards`: as `divide` returns them.
 
     Raises UserError for impossible values.
     """
@@ -67,9 +71,9 @@ def place_part(
         if layer.outputs is None:
             place_quantized(layer, scheme, layout.read(own))
         else:
-            shared = SharedLayout(layout, layer.outputs)
-            own |= {n: part_of(own[n], cut) for n, cut in shared.cuts().items()}
+            shared = ShardedLayout(layout, layer.outputs)
+            own |= {n: part_of(own[n], shard) for n, shard in shared.shards().items()}
             place_quantized(layer, scheme, shared.read(own))
     for name, tensor in rest.items():
-        own_part = part_of(tensor, cuts[name]) if name in cuts else tensor
+        own_part = part_of(tensor, shards[name]) if name in shards else tensor
         place_tensor(model, name, own_part.to(device, copy=True))

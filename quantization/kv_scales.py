@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from conf.quantization import KVCacheFormat
 from kernels.kv_format import FLOAT8_MAX, INT8_MAX, STATIC_FORMATS, KVFormat, Unquantised
 from models.causal_lm import CausalLM
-from models.cuts import Cut
 from models.layers.attention import Heads
+from models.sharding import Shard
 from models.weights import assign
 from quantization.codes import scale_of
 from quantization.layouts.checks import positive
@@ -40,18 +40,18 @@ def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[i
 
 def choose_kv_scales(
     model: CausalLM, layer: int, absmax: tuple[Tensor, Tensor], format: KVCacheFormat
-) -> dict[str, Cut]:
+) -> dict[str, Shard]:
     """Set a layer's scales to map the largest magnitudes of its keys and of its values, [G] each, to the largest code.
 
     Returns by the names of the scales which of the whole layer's they are.
     """
-    module, cuts = f"{model.layout.layers}.{layer}.{model.layout.attention}", {}
+    module, shards = f"{model.layout.layers}.{layer}.{model.layout.attention}", {}
     for own, largest in zip((KEY, VALUE), absmax, strict=True):
         name = f"{module}.{own}"
         if (heads := _scales(model).get(name)) is not None:
             assign(model, name, scale_of(largest, LARGEST_CODES[format]).reshape(-1, 1, 1))
-            cuts[name] = Cut(0, (range(heads.first_key, heads.first_key + heads.num_key_value_heads),))
-    return cuts
+            shards[name] = Shard(0, (range(heads.first_key, heads.first_key + heads.num_key_value_heads),))
+    return shards
 
 
 def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFormat, KVFormat]]:

@@ -26,12 +26,12 @@ from kernels.linear import (
 )
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows, quantize_rows
 from kernels.take_channels import take_channels
-from models.cuts import Cut
 from models.layers.linear_method import LinearMethod, Weight, take
+from models.sharding import Shard
 from quantization.codes import CodeKind
 from quantization.layouts.base import StoredWeight, WeightLayout, may_be_permuted
 from quantization.layouts.floats import FloatLayout
-from quantization.layouts.shared import InputsLayout, SharedLayout
+from quantization.layouts.sharded import InputsLayout, ShardedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
 
@@ -113,12 +113,12 @@ class CodedMethod(LinearMethod):
         method._shape = weight.num_outputs, self._shape[1]
         return method
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[CodedMethod, dict[str, Cut]]":
-        method, layout = copy.copy(self), SharedLayout(self._layout, outputs)
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[CodedMethod, dict[str, Shard]]":
+        method, layout = copy.copy(self), ShardedLayout(self._layout, outputs)
         method._layout, method._shape = layout, layout.shape
-        return method, layout.cuts()
+        return method, layout.shards()
 
-    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[CodedMethod, dict[str, Cut]] | None":
+    def shard_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[CodedMethod, dict[str, Shard]] | None":
         """Return None also where a group, a block or a scale of a row's activations would be cut, and for inputs in another order."""
         weights, size = self.scheme.weights, self.scheme.weights.group_size or 1
         has_row_scales = self.scheme.activations not in (Activations.none, Activations.static)
@@ -245,11 +245,11 @@ class Dequantized:
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         return self.layout.read(tensors).weight.dequantize()
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[Dequantized, dict[str, Cut]]":
-        layout = SharedLayout(self.layout, outputs)
-        return Dequantized(layout, layout.shape), layout.cuts()
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[Dequantized, dict[str, Shard]]":
+        layout = ShardedLayout(self.layout, outputs)
+        return Dequantized(layout, layout.shape), layout.shards()
 
-    def share_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Cut]]":
+    def shard_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Shard]]":
         return DequantizedInputs(self, inputs), {}
 
 
@@ -271,8 +271,8 @@ class DequantizedInputs:
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         return self.whole.read(tensors)[:, self.inputs.start : self.inputs.stop]
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[DequantizedInputs, dict[str, Cut]]":
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[DequantizedInputs, dict[str, Shard]]":
         raise ValueError("a matrix is shared once")
 
-    def share_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Cut]]":
+    def shard_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Shard]]":
         raise ValueError("a matrix is shared once")

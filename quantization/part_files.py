@@ -19,7 +19,7 @@ from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import save_tensors
 from quantization.kept_parts import KeptPart
-from quantization.quantizer import LinearReport, Part
+from quantization.quantizer import LinearReport, QuantizedLayer
 from quantization.smoothing_record import add_folds
 
 INDEX = "model.safetensors.index.json"
@@ -46,13 +46,13 @@ class PartFiles:
             (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
         return cls(folder)
 
-    def path_of(self, part: Part) -> Path:
+    def path_of(self, part: QuantizedLayer) -> Path:
         return self.folder / f"model-{part.index:05}.safetensors"
 
-    def has(self, part: Part) -> bool:
+    def has(self, part: QuantizedLayer) -> bool:
         return (self.path_of(part)).is_file()
 
-    def write(self, part: Part, kept: KeptPart) -> None:
+    def write(self, part: QuantizedLayer, kept: KeptPart) -> None:
         """Keep a part that is quantised."""
         if kept.folds is not None:
             add_folds(self.folder, kept.folds)  # first: a part that has its file is complete
@@ -63,7 +63,7 @@ class PartFiles:
         """Write what is in no part: embeddings, the last norm, a head that stays as it is."""
         save_tensors(self.folder / REST, tensors, {})
 
-    def read(self, part: Part) -> KeptPart:
+    def read(self, part: QuantizedLayer) -> KeptPart:
         """Return a part that was kept. Raises UserError if its file is damaged."""
         path = self.path_of(part)
         try:

@@ -33,7 +33,7 @@ REPORTED = 128  # tokens, and outputs of a layer, that the errors of a report ar
 
 
 @dataclass(frozen=True)
-class Part:
+class QuantizedLayer:
     """A decoder layer, or the head: what is quantised, stored and read back in one go."""
 
     index: int
@@ -66,16 +66,17 @@ class LinearReport:
     """None also where no token reached the layer."""
 
 
-def parts_of(model: CausalLM, schemes: dict[str, LinearScheme], pruned: Sequence[str] = ()) -> list[Part]:
+def parts_of(model: CausalLM, schemes: dict[str, LinearScheme], pruned: Sequence[str] = ()) -> list[QuantizedLayer]:
     """Return every decoder layer, then the head where it has a scheme. Raises UserError for linear layers that are in none of these.
 
     pruned: names of linear layers within decoder layers; those of further layers than the model has are left out.
     """
     prefixes = [f"{model.layout.layers}.{i}." for i in range(model.config.num_hidden_layers)]
     parts = [
-        Part(i, prefix, {}, [name for name in pruned if name.startswith(prefix)]) for i, prefix in enumerate(prefixes)
+        QuantizedLayer(i, prefix, {}, [name for name in pruned if name.startswith(prefix)])
+        for i, prefix in enumerate(prefixes)
     ]
-    head = Part(len(parts), "", {}, [])
+    head = QuantizedLayer(len(parts), "", {}, [])
     for name, scheme in schemes.items():
         part = next((part for part in parts if name.startswith(part.prefix)), None)
         if part is None and model.get_submodule(name) is not model.head:
@@ -83,7 +84,7 @@ def parts_of(model: CausalLM, schemes: dict[str, LinearScheme], pruned: Sequence
                 f"{name} lies outside of the layers, where calibration does not reach: give quant.skip=[{name}]"
             )
         (part or head).schemes[name] = scheme
-    return parts + [Part(head.index, f"{name}.", head.schemes, []) for name in head.schemes]
+    return parts + [QuantizedLayer(head.index, f"{name}.", head.schemes, []) for name in head.schemes]
 
 
 def num_zeros(model: CausalLM, reports: Iterable[LinearReport]) -> int:
@@ -115,16 +116,16 @@ class Quantizer:
         """`model` has whole layers in floats."""
         self._model, self._config, self._calibrator = model, config, calibrator
 
-    def observe_unpruned(self, part: Part) -> list[ActivationStats]:
+    def observe_unpruned(self, part: QuantizedLayer) -> list[ActivationStats]:
         """Return the statistics of the inputs of the part's layers that are going to be pruned, as the calibrator does."""
         return self._calibrator.observe([name.removeprefix(part.prefix) for name in part.pruned])
 
-    def prune(self, part: Part, groups: list[ActivationStats]) -> dict[str, LinearReport]:
+    def prune(self, part: QuantizedLayer, groups: list[ActivationStats]) -> dict[str, LinearReport]:
         """Set weights of the part's layers, whose inputs were observed, to 0. Returns reports by full name. Raises UserError."""
         inputs = {part.prefix + name: group for group in groups for name in group.linears}
         return {name: self._prune_layer(name, inputs.get(name)) for name in part.pruned}
 
-    def observe(self, part: Part) -> list[ActivationStats]:
+    def observe(self, part: QuantizedLayer) -> list[ActivationStats]:
         """Return the statistics of the inputs of the part's linear layers, as the calibrator does."""
         with_hessian = self._config.method is QuantMethod.gptq
         names = [name.removeprefix(part.prefix) for name in part.schemes]
@@ -133,7 +134,7 @@ class Quantizer:
         return self._calibrator.observe(names, with_hessian)
 
     def quantize(
-        self, part: Part, groups: list[ActivationStats], pruned: Mapping[str, LinearReport]
+        self, part: QuantizedLayer, groups: list[ActivationStats], pruned: Mapping[str, LinearReport]
     ) -> tuple[dict[str, StoredWeight], list[LinearReport], dict[str, Fold] | None]:
         """Choose the codes of the part's linear layers, whose inputs were observed. What is folded is folded into the model.
 
@@ -179,7 +180,7 @@ class Quantizer:
         return LinearReport(name, FLOAT, None, None, "", _share_of_zeros(weight), error)
 
     def _smooth(
-        self, part: Part, weights: Weights, groups: list[ActivationStats], schemes: dict[str, LinearScheme]
+        self, part: QuantizedLayer, weights: Weights, groups: list[ActivationStats], schemes: dict[str, LinearScheme]
     ) -> tuple[dict[str, str], dict[str, Fold]]:
         if self._config.method not in SMOOTHING:
             return {}, {}

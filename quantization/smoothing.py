@@ -121,7 +121,7 @@ class Smoother:
     def _producer(self, consumer: str, scales: Tensor) -> str | None:
         """Return the name of the layer whose output channels are the consumer's inputs, as many as scales [I]; None where there is none."""
         parent, _, own = consumer.rpartition(".")
-        producer = f"{parent}.{self._layout.producers.get(own)}".strip(".")
+        producer = f"{parent}.{self._layout.scale_fold_targets.get(own)}".strip(".")
         return producer if producer in self._weights and self._weights[producer].shape[0] == len(scales) else None
 
     def _divide_outputs(self, producer: str, scales: Tensor) -> None:

@@ -20,8 +20,8 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
-from models.layers.absent import is_absent
-from models.layers.adaptable import Adaptable
+from models.layers.lora_target import LoRATarget
+from models.layers.missing import is_missing
 
 SMOOTHED_BY = "smoothed_by"
 SMOOTHING = (QuantMethod.awq, QuantMethod.smoothquant)
@@ -88,11 +88,11 @@ def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
     if not path.is_file():
         return None
     modules = dict(model.named_modules())
-    shapes = {name: module.whole_shape for name, module in modules.items() if isinstance(module, Adaptable)}
+    shapes = {name: module.whole_shape for name, module in modules.items() if isinstance(module, LoRATarget)}
     found: dict[str, dict[str, Tensor]] = {}
     for key, scales in SafetensorsFile(path).read_whole()[0].items():
         layer, _, own = key.rpartition(".")
-        if is_absent(layer, modules):
+        if is_missing(layer, modules):
             continue
         outputs, inputs = shapes.get(layer, (0, 0))
         if scales.shape != ({INPUTS: inputs, OUTPUTS: outputs}.get(own),) or layer not in shapes:

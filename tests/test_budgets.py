@@ -14,7 +14,7 @@ FILES = [REPOSITORY / "run.py", *(file for top in TOPS for file in sorted((REPOS
 SOURCES = sorted(
     file for top in ("kernels", "runner") for kind in ("*.cpp", "*.h") for file in (REPOSITORY / top).rglob(kind)
 )
-FILE, TEST_FILE, FUNCTION, TRITON_KERNEL, SERVER, RUNNER, README = 400, 600, 50, 120, 3000, 1800, 150  # lines
+FILE, TEST_FILE, FUNCTION, TRITON_KERNEL, SERVER, RUNNER, README = 500, 600, 50, 120, 3000, 1800, 150  # lines
 README_LINE = 120  # characters
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.all_finite import reference
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 
 __all__ = ["all_finite"]
 
@@ -16,7 +16,7 @@ def all_finite(cpp: Library, x: Tensor) -> Tensor:
     """Return which rows of x [R, C] hold no NaN and no infinity, bool [R]."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or x.ndim != 2 or not x.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     x = x.contiguous()
     out = torch.empty(x.shape[0], dtype=torch.bool)
     cpp.all_finite(x.data_ptr(), dtype, *x.shape, out.data_ptr())

@@ -22,7 +22,7 @@ from kernels.capture import repeated
 from kernels.collectives import RankFailed, check_piece, check_rows
 
 LOOK_S = 0.2  # between two looks at whether another rank has failed
-MEET_S = 120.0  # for all ranks to be there
+RENDEZVOUS_S = 120.0  # for all ranks to be there
 ASK_S = 0.02  # between two looks at who is there
 CONNECT = timedelta(seconds=30)  # for ranks that are there to reach each other
 STEP = timedelta(days=30)  # a long step is no failure: whoever watches over the ranks says when one is lost
@@ -110,12 +110,12 @@ class TorchGroup(ABC):
         Raises RankFailed where this rank is told to end or does, and TimeoutError where one has not come.
         """
         ranks.set(f"here {self.rank}", b"")
-        end = time.monotonic() + MEET_S
+        end = time.monotonic() + RENDEZVOUS_S
         while not ranks.check([f"here {rank}" for rank in range(self.size)]):
             if self._aborted.wait(ASK_S) or not threading.main_thread().is_alive():
                 raise RankFailed
             if time.monotonic() > end:
-                raise TimeoutError(f"not all were there within {MEET_S:g} s")
+                raise TimeoutError(f"not all were there within {RENDEZVOUS_S:g} s")
 
     def _gather(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
         own = _padded(self._near(x), max(widths))

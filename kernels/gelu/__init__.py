@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.gelu import reference
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 
 __all__ = ["gelu", "gelu_tanh"]
 
@@ -30,7 +30,7 @@ def _activate(cpp: Library, x: Tensor, up: Tensor | None, is_tanh: bool) -> Tens
     dtype = DTYPES.get(x.dtype)
     alike = up is None or (up.is_cpu and up.shape == x.shape and up.dtype == x.dtype)
     if dtype is None or x.ndim != 2 or not x.is_cpu or not alike:
-        raise Misfit
+        raise UnsupportedArguments
     x = x if x.stride(1) == 1 else x.contiguous()
     up = up if up is None or up.stride(1) == 1 else up.contiguous()
     out = torch.empty(*x.shape, dtype=x.dtype)

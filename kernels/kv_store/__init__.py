@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.build import Library
 from kernels.kv_format import PARTS, Int4, PagedVectors
 from kernels.kv_store import reference
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.rope import angles_fit
 
 __all__ = ["kv_store", "rope_and_store"]
@@ -28,7 +28,7 @@ def kv_store(
     keys, values = key_cache.view, value_cache.view
     fit = _fit(key, key_cache, slots) and _fit(value, value_cache, slots)
     if keys is None or values is None or not fit:
-        raise Misfit
+        raise UnsupportedArguments
     key, value, slots = _heads_together(key), _heads_together(value), slots.contiguous()
     cpp.kv_store(
         *(key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
@@ -66,7 +66,7 @@ def rope_and_store(
     fit = fit and query.dtype == key.dtype and (len(query), query.shape[2]) == (len(key), key.shape[2])
     fit = fit and all(norm is None or norm.shape == key.shape[2:] and norm.dtype == key.dtype for norm in norms)
     if keys is None or values is None or not fit:
-        raise Misfit
+        raise UnsupportedArguments
     query, key, value = (_heads_together(vectors) for vectors in (query, key, value))
     cos, sin, slots = cos.contiguous(), sin.contiguous(), slots.contiguous()
     weights = [None if norm is None else norm.contiguous() for norm in norms]

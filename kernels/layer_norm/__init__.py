@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.layer_norm import reference
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import CodesArguments, code_arguments
 
 __all__ = ["layer_norm", "layer_norm_quantize"]
@@ -43,14 +43,14 @@ def layer_norm_quantize(
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise Misfit for other shapes and dtypes than those that C++ reads."""
+    """Raise UnsupportedArguments for other shapes and dtypes than those that C++ reads."""
     given = [each for each in (weight, bias) if each is not None]
     if (
         x.dtype not in DTYPES
         or not x.is_cpu
         or any((y.shape, y.dtype, y.is_cpu) != (x.shape[-1:], x.dtype, True) for y in given)
     ):
-        raise Misfit
+        raise UnsupportedArguments
 
 
 def _normalise(

@@ -190,7 +190,7 @@ class BlockWeight:
             scales.permute(2, 0, 4, 1, 3).flatten(3, 4).flatten(1, 2)[:, :count],
         )
 
-    def cut(self, outputs: slice) -> "BlockWeight":
+    def slice_outputs(self, outputs: slice) -> "BlockWeight":
         """Return the weight of some outputs: a copy."""
         first, last, _ = outputs.indices(self.num_outputs)
         memory = _pack_rows(self.unpack().rows(first, last))

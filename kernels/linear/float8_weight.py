@@ -76,7 +76,7 @@ class Float8Weight:
         groups = tiles.transpose(1, 2).reshape(-1, self.num_groups)[: self.num_outputs]
         return plain.contiguous().view(torch.float8_e4m3fn), groups.contiguous()
 
-    def cut(self, outputs: slice) -> "Float8Weight":
+    def slice_outputs(self, outputs: slice) -> "Float8Weight":
         """Return the weight of some outputs: a copy."""
         codes, scales = self.unpack()
         return pack(codes[outputs], scales[outputs])

@@ -65,7 +65,7 @@ class FloatWeight:
         rows = tiles.transpose(1, 2).reshape(len(tiles) * TILE, -1)
         return rows[: self.num_outputs, : self.num_inputs].contiguous()
 
-    def cut(self, outputs: slice) -> "FloatWeight":
+    def slice_outputs(self, outputs: slice) -> "FloatWeight":
         """Return the weight of some outputs: a copy."""
         return pack(self.unpack()[outputs])
 

@@ -69,7 +69,7 @@ class GPUWeight:
         zeros = None if self.zero_points is None else self.zero_points[number]
         return GPUWeight(self.codes[number], scales, zeros, self.num_inputs, self.chunk)
 
-    def cut(self, outputs: slice) -> "GPUWeight":
+    def slice_outputs(self, outputs: slice) -> "GPUWeight":
         """Return the weight of some outputs, of blocks whole ones: a view, whose groups of scales and zero points lie apart."""
         of_scales = slice(outputs.start // BLOCK, -(-outputs.stop // BLOCK)) if self.has_blocks else outputs
         scales = None if self.scales is None else self.scales[:, of_scales]

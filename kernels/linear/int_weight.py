@@ -88,7 +88,7 @@ class IntWeight:
         """Return what `pack` was given: codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None."""
         return self.unpack_tiles(0, self.num_tiles)
 
-    def cut(self, outputs: slice) -> "IntWeight":
+    def slice_outputs(self, outputs: slice) -> "IntWeight":
         """Return the weight of some outputs: a copy."""
         codes, scales, zero_points = self.unpack()
         zero_points = None if zero_points is None else zero_points[outputs]

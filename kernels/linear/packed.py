@@ -16,7 +16,7 @@ from kernels.linear.block_weight import BlockWeight
 from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import CODES, IntWeight
-from kernels.operator import Misfit, Parts, operator
+from kernels.operator import Parts, UnsupportedArguments, operator
 from kernels.quantize_rows import QuantizedActivations, Rows
 from kernels.swiglu import swiglu
 
@@ -171,7 +171,7 @@ def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], bias
     Raises ValueError if shapes or dtypes do not belong together, for weights of several formats, and for more than MAX_TOGETHER.
     """
     if not x.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     outs = []
     arguments: list[int | None] = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -213,7 +213,7 @@ def matmul_swiglu(
     Raises ValueError as `matmul_together` does, and if gate and up have different numbers of outputs.
     """
     if not x.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     out, (x, rows) = torch.empty(len(x), gate.num_outputs, dtype=x.dtype), _rows(x, gate)
     cpp.matmul_swiglu(
         *(*rows, *x.shape, *_format_numbers(gate)),
@@ -269,7 +269,7 @@ def grouped_matmul(
     Raises ValueError as they do.
     """
     if not x.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     first = weights.first
     starts, out = starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
     x, rows = _rows(x, first)
@@ -306,7 +306,7 @@ def matmul_per_head(cpp: Library, x: Tensor, weights: WeightGroup) -> Tensor:
     """
     first = weights.first
     if not x.is_cpu or not isinstance(first, FloatWeight):
-        raise Misfit
+        raise UnsupportedArguments
     x = x.transpose(0, 1).contiguous()  # [H, M, K]
     out = torch.empty(*x.shape[:2], first.num_outputs, dtype=x.dtype)
     cpp.matmul_per_head(

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.linear import reference
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 
 
 def _empty(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -22,7 +22,7 @@ def _empty(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 def linear(cpp: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
     if x.ndim != 2 or not _fit(x, weight, bias):
-        raise Misfit
+        raise UnsupportedArguments
     return _multiply(cpp, x[None], weight[None], bias)[0]
 
 
@@ -30,7 +30,7 @@ def linear(cpp: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def linear_per_head(cpp: Library, x: Tensor, weight: Tensor) -> Tensor:
     """Return every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N], each as by `linear`."""
     if x.ndim != 3 or not _fit(x, weight, None):
-        raise Misfit
+        raise UnsupportedArguments
     return _multiply(cpp, x.transpose(0, 1), weight, None).transpose(0, 1)
 
 

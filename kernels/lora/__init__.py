@@ -10,7 +10,7 @@ from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.lora import reference
 from kernels.lora.table import AdapterTable
-from kernels.operator import Misfit, Parts, operator
+from kernels.operator import Parts, UnsupportedArguments, operator
 
 __all__ = ["AdapterTable", "lora_add"]
 
@@ -29,7 +29,7 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
     """
     dtype = DTYPES.get(y.dtype)
     if dtype is None or not _fit(y, x, table, slots) or y.stride(1) != 1:
-        raise Misfit
+        raise UnsupportedArguments
     x, slots = x if x.stride(1) == 1 else x.contiguous(), slots.contiguous()
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
     hidden = torch.empty(num_rows, table.max_rank)

@@ -5,7 +5,7 @@ from torch import Tensor, int32
 from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.mask_logits import reference
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 
 __all__ = ["mask_logits"]
 
@@ -26,7 +26,7 @@ def mask_logits(cpp: Library, logits: Tensor, bitmask: Tensor) -> None:
     """
     dtype = DTYPES.get(logits.dtype)
     if dtype is None or not logits.is_cpu or logits.stride(1) != 1:
-        raise Misfit
+        raise UnsupportedArguments
     bitmask = bitmask.contiguous()
     cpp.mask_logits(logits.data_ptr(), dtype, bitmask.data_ptr(), *logits.shape, logits.stride(0))
     return

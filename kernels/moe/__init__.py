@@ -7,7 +7,7 @@ from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.linear.gpu_weight import GPUWeight
 from kernels.moe import reference
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import ActivationFormat
 
 __all__ = ["combine_rows", "group_rows", "mixture", "route", "route_corrected"]
@@ -23,7 +23,7 @@ def route(cpp: Library, logits: Tensor, num_chosen: int, renormalise: bool) -> t
     """Choose each token's experts, as `reference.route` does. Raises ValueError unless 1 <= K <= N."""
     dtype = DTYPES.get(logits.dtype)
     if dtype is None or not logits.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     logits = logits.contiguous()
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen)
@@ -76,7 +76,7 @@ def route_corrected(
     Raises ValueError for other shapes and dtypes, and for more experts or groups than there are.
     """
     if not (logits.is_cpu and correction.is_cpu):
-        raise Misfit
+        raise UnsupportedArguments
     logits, correction = logits.contiguous(), correction.contiguous()
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen)
@@ -97,7 +97,7 @@ def _empty_groups(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, 
 def group_rows(cpp: Library, x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Put every token's row once for each of its experts, in the order of experts, as `reference.group_rows` does."""
     if not x.is_cpu or (x.ndim, chosen.ndim, chosen.dtype) != (2, 2, torch.int64) or len(chosen) != len(x):
-        raise Misfit
+        raise UnsupportedArguments
     x, chosen = x.contiguous(), chosen.contiguous()
     num_tokens, num_chosen = chosen.shape
     rows = torch.empty(num_tokens * num_chosen, x.shape[1], dtype=x.dtype)
@@ -120,7 +120,7 @@ def combine_rows(cpp: Library, parts: Tensor, weights: Tensor, places: Tensor) -
     are_known = (weights.dtype, places.dtype) == (torch.float32, torch.int64) and weights.shape == places.shape
     are_known = are_known and parts.ndim == places.ndim == 2
     if dtype is None or not parts.is_cpu or not are_known:
-        raise Misfit
+        raise UnsupportedArguments
     parts, weights, places = parts.contiguous(), weights.contiguous(), places.contiguous()
     out = torch.empty(len(places), parts.shape[1], dtype=parts.dtype)
     cpp.combine_rows(

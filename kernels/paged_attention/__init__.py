@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.kv_format import PARTS, PagedVectors
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.paged_attention import reference
 
 __all__ = ["paged_attention"]
@@ -46,7 +46,7 @@ def paged_attention(
     keys, values = key_cache.view, value_cache.view
     fit = _fit(query, key_cache, value_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
     if keys is None or values is None or not fit:
-        raise Misfit
+        raise UnsupportedArguments
     query, block_tables = query.contiguous(), block_tables.contiguous()
     query_starts, context_lengths = query_starts.contiguous(), context_lengths.contiguous()
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()

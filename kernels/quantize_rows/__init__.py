@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import reference
 from kernels.quantize_rows.rows import ActivationFormat, QuantizedActivations, Rows
 
@@ -39,7 +39,7 @@ def quantize_rows(
     """Return codes and scales of x [M, K], as `reference.quantize_rows` does. A row's bits depend on that row alone."""
     x_dtype = DTYPES.get(x.dtype)
     if x_dtype is None or not x.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     x = x.contiguous()
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
     cpp.quantize_rows(x.data_ptr(), x_dtype, *arguments, *x.shape)
@@ -51,14 +51,14 @@ def code_arguments(
 ) -> tuple[Tensor, Tensor, CodesArguments]:
     """Return room for codes [M, K] and scales [M, G] of rows x, and the arguments by which C++ fills it.
 
-    Raises Misfit where it does not.
+    Raises UnsupportedArguments where it does not.
     """
     num_rows, num_inputs = x.shape
     size = max(1, min(group_size or num_inputs, num_inputs))
     is_odd = size < num_inputs and size % LANES != 0
     is_static = static_scales is not None
     if is_odd or dtype not in (torch.int8, torch.float8_e4m3fn) or (is_static and not _fits(static_scales, num_rows)):
-        raise Misfit
+        raise UnsupportedArguments
     codes, scales = torch.empty(x.shape, dtype=dtype), torch.empty(num_rows, -(-num_inputs // size))
     chosen = (None, 0) if static_scales is None else (static_scales.data_ptr(), int(static_scales.numel() > 1))
     return codes, scales, (codes.data_ptr(), scales.data_ptr(), dtype == torch.float8_e4m3fn, size, *chosen)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import CodesArguments, code_arguments
 from kernels.rms_norm import reference
 
@@ -19,7 +19,7 @@ __all__ = ["add_rms_norm", "add_rms_norm_quantize", "rms_norm", "rms_norm_quanti
 def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
     """Return the norm of x [T, D], as `reference.rms_norm` does. A row's bits depend on that row alone."""
     if not _fit(x, weight):
-        raise Misfit
+        raise UnsupportedArguments
     out = torch.empty(*x.shape, dtype=x.dtype)
     _normalise(cpp, x, None, weight, eps, weight_offset, out=out)
     return out
@@ -29,7 +29,7 @@ def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float, weight_offset:
 def add_rms_norm(cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual and that sum, to the bit `rms_norm` of torch's sum. A row's bits depend on that row of both alone."""
     if not _fit(x, weight, residual):
-        raise Misfit
+        raise UnsupportedArguments
     out, total = (torch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
     _normalise(cpp, x, residual, weight, eps, out=out, total=total)
     return out, total
@@ -48,7 +48,7 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `rms_norm`."""
     if not _fit(x, weight):
-        raise Misfit
+        raise UnsupportedArguments
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
     _normalise(cpp, x, None, weight, eps, weight_offset, codes=arguments)
     return codes, scales
@@ -67,7 +67,7 @@ def add_rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norm of x + residual as codes and scales, and that sum, on a CPU to the bit `quantize_rows` of `add_rms_norm`."""
     if not _fit(x, weight, residual):
-        raise Misfit
+        raise UnsupportedArguments
     total = torch.empty(x.shape, dtype=x.dtype)
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
     _normalise(cpp, x, residual, weight, eps, total=total, codes=arguments)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.rope import reference
 
 __all__ = ["rope", "rope_angles"]
@@ -19,7 +19,7 @@ def rope(cpp: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = 
     """Return x [T, H, D] turned, as `reference.rope` does, but in float32 and rounded once. A token's heads that lie apart are copied."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not angles_fit(x, cos, sin):
-        raise Misfit
+        raise UnsupportedArguments
     num_tokens, num_heads, channels = x.shape
     token_stride, head_stride, channel_stride = x.stride()
     if channel_stride != 1 or head_stride != channels:
@@ -47,7 +47,7 @@ def rope_angles(
     number = DTYPES.get(dtype)
     are_known = (positions.dtype, frequencies.dtype) == (torch.int64, torch.float32)
     if number is None or not positions.is_cpu or not are_known or positions.ndim != 1 or frequencies.ndim != 1:
-        raise Misfit
+        raise UnsupportedArguments
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
     num_tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(num_tokens, half, dtype=dtype) for _ in range(2))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.sampling import reference
 
 __all__ = ["draw", "most_likely"]
@@ -25,7 +25,7 @@ def most_likely(cpp: Library, logits: Tensor) -> Tensor:
     """
     dtype = DTYPES.get(logits.dtype)
     if dtype is None or logits.ndim != 2 or not logits.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     logits = logits.contiguous()
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
     cpp.most_likely(logits.data_ptr(), dtype, tokens.data_ptr(), *logits.shape)
@@ -43,7 +43,7 @@ def _check_draw(logits: Tensor, settings: Tensor) -> None:
 def draw(cpp: Library, logits: Tensor, settings: Tensor) -> Tensor:
     """Draw a token int64 [R] of each row, on a CPU the one that `reference.draw` draws. Raises ValueError for other shapes and dtypes."""
     if not logits.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     logits, settings = logits.contiguous(), settings.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64)
     cpp.draw(logits.data_ptr(), settings.data_ptr(), tokens.data_ptr(), *logits.shape)

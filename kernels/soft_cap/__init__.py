@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.soft_cap import reference
 
 __all__ = ["soft_cap"]
@@ -19,7 +19,7 @@ def soft_cap(cpp: Library, x: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(x / cap), as `reference.soft_cap` does. Every number is computed alike, wherever it stands."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu:
-        raise Misfit
+        raise UnsupportedArguments
     x = x.contiguous()
     out = torch.empty(*x.shape, dtype=x.dtype)
     cpp.soft_cap(x.data_ptr(), cap, out.data_ptr(), dtype, x.numel())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.build import Library
 from kernels.dtypes import DTYPES
-from kernels.operator import Misfit, operator
+from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import quantize_rows
 from kernels.swiglu import reference
 
@@ -21,7 +21,7 @@ def swiglu(cpp: Library, gate: Tensor, up: Tensor) -> Tensor:
     dtype = DTYPES.get(gate.dtype)
     alike = gate.ndim == 2 and gate.is_cpu and up.is_cpu and up.shape == gate.shape and up.dtype == gate.dtype
     if dtype is None or not alike:
-        raise Misfit
+        raise UnsupportedArguments
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
     num_rows, channels = gate.shape
     out = torch.empty(num_rows, channels, dtype=gate.dtype)

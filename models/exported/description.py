@@ -22,13 +22,13 @@ from models.adapters import adaptable_layers
 from models.batch import KVCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.cuts import Division
 from models.exported.functions import schemas
-from models.exported.part import Part, describe_part, read_part
-from models.layers.absent import Absent
+from models.exported.shard import ExportedShard, describe_part, read_part
 from models.layers.attention import Heads
 from models.layers.linear import tied_weight
+from models.layers.missing import MissingLayer
 from models.layers.moe import Experts
+from models.sharding import ParallelLayout
 from models.weights import DTYPES
 
 EXPORT, GRAPH, ADAPTED_GRAPH, WEIGHTS = "export.json", "graph.pt2", "adapted.pt2", "weights.safetensors"
@@ -59,7 +59,7 @@ class ExportedShape(ModelShape):
         return self.length_dependent
 
     @property
-    def key_border(self) -> int | None:
+    def long_rope_threshold(self) -> int | None:
         return self.border
 
     @property
@@ -117,12 +117,12 @@ class Description:
     """Of the graphs' files, by name."""
     prompt_marks: list[list[int]]
     """As `CausalLM.prompt_marks`."""
-    part: Part | None
+    part: ExportedShard | None
     """Which part of a divided model it is; None: it is whole."""
 
     @property
-    def division(self) -> Division:
-        return Division() if self.part is None else self.part.division
+    def parallel_layout(self) -> ParallelLayout:
+        return ParallelLayout() if self.part is None else self.part.parallel_layout
 
     def vectors(self, weights: dict[str, Tensor]) -> list[PagedVectors]:
         """Return keys and values of each layer in turn, without blocks, from the weights by name. Raises KeyError or ValueError."""
@@ -138,14 +138,14 @@ class Description:
         return own if self.part is None else self.part.place(own)
 
 
-def part_folder(folder: Path, division: Division) -> Path:
+def part_folder(folder: Path, parallel_layout: ParallelLayout) -> Path:
     """Return the folder of a rank's part of an artefact."""
-    return folder if division.tp * division.pp == 1 else folder / f"rank_{division.rank}"
+    return folder if parallel_layout.tp * parallel_layout.pp == 1 else folder / f"rank_{parallel_layout.rank}"
 
 
 def describe_division(folder: Path, tp: int, pp: int) -> dict[str, Any]:
     """Return the content of export.json of a folder that has those of all ranks."""
-    files = [part_folder(Path(), Division(tp, pp, rank % tp, rank // tp)) / EXPORT for rank in range(tp * pp)]
+    files = [part_folder(Path(), ParallelLayout(tp, pp, rank % tp, rank // tp)) / EXPORT for rank in range(tp * pp)]
     return {"tp": tp, "pp": pp, "sha256": {str(file): _sha256(folder / file) for file in files}}
 
 
@@ -157,7 +157,7 @@ def describe(
     eos: frozenset[int],
     hidden_size: int,
     sha256: dict[str, str],
-    division: Division,
+    parallel_layout: ParallelLayout,
 ) -> dict[str, Any]:
     """Return the content of export.json for a traced model, or a rank's part.
 
@@ -168,7 +168,10 @@ def describe(
     scales = {weight.data_ptr(): name for name, weight in own.items()}
     mixtures = [each for each in model.modules() if isinstance(each, Experts)]
     of_mixtures = [asdict(Mixture(_bytes(each), len(each), each.num_experts_per_tok)) for each in mixtures]
-    is_divided, has_embedding = division.tp * division.pp > 1, not isinstance(model.embedding, Absent)
+    is_divided, has_embedding = (
+        parallel_layout.tp * parallel_layout.pp > 1,
+        not isinstance(model.embedding, MissingLayer),
+    )
     embeddings = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
     unread = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(model.head))
     return {
@@ -180,7 +183,7 @@ def describe(
         "context_length": shape.context_length,
         "needs_whole_prompt": shape.needs_whole_prompt,
         "keys_depend_on_length": shape.keys_depend_on_length,
-        "key_border": shape.key_border,
+        "key_border": shape.long_rope_threshold,
         "has_windows": shape.has_windows,
         "prefix_stops_scaling": shape.prefix_stops_scaling,
         "dtype": str(cache.dtype).removeprefix("torch."),
@@ -198,7 +201,7 @@ def describe(
         "head": model.layout.head,
         "sha256": sha256,
         "prompt_marks": [[*ids] for ids in model.prompt_marks],
-    } | ({"part": describe_part(model, division)} if is_divided else {})
+    } | ({"part": describe_part(model, parallel_layout)} if is_divided else {})
 
 
 def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
@@ -245,16 +248,16 @@ def read_description(folder: Path, rank: int = 0) -> Description:
     if reader.raw("tp") is None:
         return _read(folder, reader)
     tp, pp, sha256 = reader.count("tp"), reader.count("pp"), reader.require("sha256", dict)
-    division = Division(tp, pp, rank % tp, rank // tp)
-    own = part_folder(folder, division)
+    parallel_layout = ParallelLayout(tp, pp, rank % tp, rank // tp)
+    own = part_folder(folder, parallel_layout)
     try:
         if _sha256(own / EXPORT) != sha256.get(str((own / EXPORT).relative_to(folder))):
             raise UserError(f"{own / EXPORT} is damaged (its sha256 is another one than {EXPORT} says): {REMEDY}")
     except OSError as error:
         raise UserError(f"{own / EXPORT} is damaged ({error.strerror}): {REMEDY}") from error
     description = _read(own, ConfigReader.from_folder(own, EXPORT))
-    if description.division != division:
-        raise UserError(f"{own / EXPORT} is damaged (it is of {description.division}): {REMEDY}")
+    if description.parallel_layout != parallel_layout:
+        raise UserError(f"{own / EXPORT} is damaged (it is of {description.parallel_layout}): {REMEDY}")
     return description
 
 

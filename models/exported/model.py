@@ -20,12 +20,12 @@ from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
 from models.exported.graph import ADAPTED_INPUTS, INPUTS, STREAM, DamagedGraphError, Graph
-from models.exported.part import Part
 from models.exported.reader import build_graph, read_graph
+from models.exported.shard import ExportedShard
 from models.heads import NoHead
-from models.layers.absent import Absent
-from models.layers.adaptable import Adaptable
 from models.layers.attention import Heads
+from models.layers.lora_target import LoRATarget
+from models.layers.missing import MissingLayer
 from models.layers.module import Module
 from models.layers.named_parts import register
 
@@ -73,7 +73,7 @@ class ExportedLM(CausalLM):
         self.description, self.folder = description, folder
         self.kv_formats: list[tuple[KVFormat, KVFormat]] = []
         """Of each layer's keys and values, after `load`."""
-        self._linears = {name: Adaptable(shape) for name, shape in description.linears.items()}
+        self._linears = {name: LoRATarget(shape) for name, shape in description.linears.items()}
         part, names = description.part, [*self._linears]
         try:
             for name in names if has_head else filter(description.head.__ne__, names):
@@ -83,14 +83,14 @@ class ExportedLM(CausalLM):
         except (KeyError, ValueError, AttributeError) as error:
             self._refuse(error)
 
-    def _become(self, part: Part, neighbours: Neighbours) -> None:
+    def _become(self, part: ExportedShard, neighbours: Neighbours) -> None:
         """Be a rank's part."""
         self.own_layers = part.own_layers
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():
             self._linears[name].keep(outputs)
         for name in part.absent:
-            register(self, name, Absent())
+            register(self, name, MissingLayer())
 
     def load(self) -> None:
         """Map the weights and read the graph. Raises UserError for files that are missing, damaged or hostile."""
@@ -120,9 +120,9 @@ class ExportedLM(CausalLM):
         """That of steps with adapters, read when it is needed. Raises UserError as `load` does."""
         return self._read(ADAPTED_GRAPH, ADAPTED_INPUTS, self.description.adapted_weights, [*self._linears.values()])
 
-    def _read(self, file: str, fields: tuple[str, ...], names: list[str], adapted: list[Adaptable]) -> Graph:
+    def _read(self, file: str, fields: tuple[str, ...], names: list[str], adapted: list[LoRATarget]) -> Graph:
         weights, part = {name: self._weights[name] for name in names}, self.description.part
-        fields += () if part is None or part.division.stage == 0 else (STREAM,)
+        fields += () if part is None or part.parallel_layout.stage == 0 else (STREAM,)
         try:
             sides = self.description.vectors(self._weights)
             graph = read_graph(self.folder / file, self.description.sha256[file])

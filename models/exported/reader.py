@@ -29,7 +29,7 @@ from kernels.operator import Parts, Schema
 from kernels.quantize_rows import Rows
 from models.exported.functions import ONLY_CHECKS, PLACES, collectives_of, function_of
 from models.exported.graph import Call, DamagedGraphError, Given, Graph
-from models.layers.adaptable import Adaptable
+from models.layers.lora_target import LoRATarget
 
 MAX_BYTES = 2**28  # of a graph: one of 128 layers takes 10 MB
 DTYPES = {
@@ -118,7 +118,7 @@ def build_graph(
     sides: Sequence[PagedVectors],
     weights: Mapping[str, Tensor],
     embed: Callable[..., Tensor],
-    adapted: Sequence[Adaptable] = (),
+    adapted: Sequence[LoRATarget] = (),
     group: Group | None = None,
     quantized: Callable[[Tensor, int], Rows] | None = None,
 ) -> Graph:
@@ -144,7 +144,7 @@ class _Builder:
         sides: Sequence[PagedVectors],
         weights: Mapping[str, Tensor],
         embed: Callable[..., Tensor],
-        adapted: Sequence[Adaptable],
+        adapted: Sequence[LoRATarget],
         group: Group | None,
         quantized: Callable[[Tensor, int], Rows] | None,
     ) -> None:

@@ -21,7 +21,7 @@ from kernels.lora import AdapterTable
 from models.batch import Batch, BatchShape, KVCache
 from models.causal_lm import CausalLM
 from models.exported.graph import ADAPTED_INPUTS, ADAPTERS, INPUTS, STREAM
-from models.layers.adaptable import Adaptable
+from models.layers.lora_target import LoRATarget
 
 TRACED = BatchShape(num_tokens=7, num_sequences=3, table_width=2, num_prompt_features=0, num_outputs=5)
 """The sizes of a step that is traced: all above 1 and unlike each other, because torch takes 0, 1 and equal sizes for constants."""
@@ -82,7 +82,7 @@ class FieldsBatch(Batch):
 class Step(nn.Module):
     """A model's hidden states and logits. The cache's tensors and those of adapters are inputs; its formats are constants."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, adapted: Sequence[Adaptable]) -> None:
+    def __init__(self, model: CausalLM, cache: KVCache, adapted: Sequence[LoRATarget]) -> None:
         super().__init__()
         self.model, self.cache, self._adapted = model, cache, tuple(adapted)
 
@@ -106,7 +106,7 @@ class Step(nn.Module):
                 layer.adapters = None
 
 
-def _table(layer: Adaptable, dtype: torch.dtype) -> AdapterTable:
+def _table(layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
     outputs, inputs = layer.shape
     return AdapterTable.empty(NUM_SLOTS, RANK, inputs, outputs, dtype, torch.device("cpu"))
 
@@ -117,7 +117,7 @@ def _with(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
 
 @torch.no_grad()
 def trace(
-    model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[Adaptable] | None = None
+    model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[LoRATarget] | None = None
 ) -> Traced:
     """Trace the model over caches like this one, with any numbers of tokens, sequences, output rows, blocks and slots.
 

@@ -147,7 +147,7 @@ class Baichuan(PreNormLM):
             "input_layernorm": ("self_attn.W_pack",),
             "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
         },
-        producers={"down_proj": "up_proj"},
+        scale_fold_targets={"down_proj": "up_proj"},
         units={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )
 

@@ -179,7 +179,7 @@ class ChatGLM(CausalLM):
         final_norm="transformer.final_layernorm",
         attention="attention",
         norm_readers={},  # the residual is the normed one
-        producers={},
+        scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},
     )

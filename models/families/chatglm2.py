@@ -124,7 +124,7 @@ class ChatGLM2(PreNormLM):
             "input_layernorm": ("self_attention.query_key_value",),
             "post_attention_layernorm": ("mlp.dense_h_to_4h",),
         },
-        producers={},
+        scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={
             "query_key_value": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.decoder import NeighbourAttention, UnturnedAttention, WindowedConfig, read_decoder_config
+from models.decoder import InterleavedRopeAttention, NoPEAttention, WindowedConfig, read_decoder_config
 from models.families.gemma2 import read_patterned_windows
 from models.families.granite import ScaledHead
 from models.layers.embedding import Embedding
@@ -66,7 +66,7 @@ class DecoderLayer(Module):
 
     def __init__(self, c: Cohere2Config, window: int | None) -> None:
         super().__init__()
-        attention = UnturnedAttention if window is None else NeighbourAttention
+        attention = NoPEAttention if window is None else InterleavedRopeAttention
         self.input_layernorm = LayerNorm(c.hidden_size, c.rms_norm_eps, bias=False)
         self.self_attn = attention(c, window, c.attention_bias, c.attention_bias)
         self.mlp = MLP(c.hidden_size, c.intermediate_size)

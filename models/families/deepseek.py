@@ -330,7 +330,7 @@ class Deepseek(PreNormLM):
             "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
             "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
         },
-        producers={"down_proj": "up_proj"},
+        scale_fold_targets={"down_proj": "up_proj"},
         replicated=("q_a_proj", "kv_a_proj_with_mqa", "eh_proj"),
         units=dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), (Unit.QUERY_HEAD,)),
     )

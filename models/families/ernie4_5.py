@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention, read_decoder_config
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, InterleavedRopeAttention, read_decoder_config
 from models.layers.mlp import MLP
 from models.layers.rotary import read_rotary_config
 
@@ -32,7 +32,7 @@ class Ernie45(DecoderLM):
         layers = (
             DecoderLayer(
                 c,
-                NeighbourAttention(c, None, c.use_bias, c.use_bias),
+                InterleavedRopeAttention(c, None, c.use_bias, c.use_bias),
                 MLP(c.hidden_size, c.intermediate_size, c.use_bias),
             )
             for _ in range(c.num_hidden_layers)

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from kernels.moe import route_corrected
 from models.batch import Batch
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, InterleavedRopeAttention
 from models.families.ernie4_5 import read_ernie_config
 from models.layers.mlp import MLP
 from models.layers.module import Module
@@ -96,7 +96,7 @@ class Ernie45Moe(DecoderLM):
 
     def __init__(self, c: Ernie45MoeConfig) -> None:
         layers = (
-            DecoderLayer(c, NeighbourAttention(c), MoE(c) if sparse else MLP(c.hidden_size, c.intermediate_size))
+            DecoderLayer(c, InterleavedRopeAttention(c), MoE(c) if sparse else MLP(c.hidden_size, c.intermediate_size))
             for sparse in c.layer_kinds
         )
         super().__init__(c, layers)

@@ -140,7 +140,7 @@ class Falcon(CausalLM):
         layers="transformer.h",
         final_norm="transformer.ln_f",
         attention="self_attention",
-        producers={},
+        scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
     )
 

@@ -6,7 +6,7 @@ The first channels of a head are turned, half of them by default, in pairs of ne
 from dataclasses import dataclass
 
 from models.config import ConfigReader
-from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, NeighbourAttention
+from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, InterleavedRopeAttention
 from models.layers.mlp import FusedMLP
 from models.layers.rotary import read_rotary_config
 from models.layout import HEADS, ModelLayout, Unit
@@ -44,7 +44,7 @@ def read_config(config: ConfigReader) -> GlmConfig:
 class GlmLayer(DecoderLayer):
     def __init__(self, c: GlmConfig) -> None:
         super().__init__(
-            c, NeighbourAttention(c, qkv_bias=c.attention_bias), FusedMLP(c.hidden_size, c.intermediate_size)
+            c, InterleavedRopeAttention(c, qkv_bias=c.attention_bias), FusedMLP(c.hidden_size, c.intermediate_size)
         )
 
 
@@ -54,7 +54,7 @@ class Glm(DecoderLM):
             "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "post_attention_layernorm": ("mlp.gate_up_proj",),
         },
-        producers={"o_proj": "v_proj"},
+        scale_fold_targets={"o_proj": "v_proj"},
         units={**HEADS, "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)},
     )
 

@@ -123,7 +123,7 @@ class GPT2(CausalLM):
         attention="attn",
         norms=("ln_1", "ln_2"),
         norm_readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
-        producers={},
+        scale_fold_targets={},
         row_parallel=("c_proj",),
         replicated=("wpe",),
         units={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},

@@ -133,7 +133,7 @@ class GPTNeoX(CausalLM):
             "input_layernorm": ("attention.query_key_value",),
             "post_attention_layernorm": ("mlp.dense_h_to_4h",),
         },
-        producers={},
+        scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},
     )

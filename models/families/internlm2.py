@@ -64,7 +64,7 @@ class InternLM2(DecoderLM):
             "attention_norm": ("attention.wqkv",),
             "ffn_norm": ("feed_forward.w1", "feed_forward.w3"),
         },
-        producers={"w2": "w3"},
+        scale_fold_targets={"w2": "w3"},
         row_parallel=("wo", "w2"),
         units={"wqkv": (Unit.KEY_VALUE_HEAD,)},
     )

@@ -107,7 +107,7 @@ class MoE(Module):
 
 class MiniMaxM2(DecoderLM):
     layout = ModelLayout(
-        producers={"w2": "w3", "o_proj": "v_proj"},
+        scale_fold_targets={"w2": "w3", "o_proj": "v_proj"},
         row_parallel=("o_proj", "w2"),
         replicated=("q_proj", "k_proj"),
     )

@@ -49,7 +49,7 @@ class MixtralLayer(DecoderLayer):
 
 class Mixtral(DecoderLM):
     layout = ModelLayout(
-        producers={"w2": "w3", "o_proj": "v_proj"}, row_parallel=("o_proj", "w2"), replicated=("gate",)
+        scale_fold_targets={"w2": "w3", "o_proj": "v_proj"}, row_parallel=("o_proj", "w2"), replicated=("gate",)
     )
 
     def __init__(self, c: MixtralConfig) -> None:

@@ -144,7 +144,7 @@ class OPT(CausalLM):
             "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "final_layer_norm": ("fc1",),
         },
-        producers={},
+        scale_fold_targets={},
         row_parallel=("out_proj", "fc2"),
         replicated=("embed_positions", "project_in", "project_out"),
     )

@@ -111,7 +111,7 @@ class Phi(CausalLM):
         final_norm="model.final_layernorm",
         norms=("input_layernorm",),
         norm_readers={},  # the feed-forward reads other rows of it in the last layer
-        producers={},
+        scale_fold_targets={},
         row_parallel=("dense", "fc2"),
     )
 

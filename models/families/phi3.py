@@ -49,7 +49,7 @@ class Phi3Config(PreNormShape):
         return self.max_position_embeddings
 
     @property
-    def key_border(self) -> int | None:
+    def long_rope_threshold(self) -> int | None:
         return self.rotary.original_length if self.rotary.short_factor != self.rotary.long_factor else None
 
     @property
@@ -136,8 +136,8 @@ class LongRope:
         """positions and prompt_lengths [T] int64; returns cos and sin [T, R/2] in dtype.
 
         All tokens of a text that is longer than the original length turn by the long factors, those of others by the short ones. The
-        engine computes a sequence again when it grows past that length (`key_border`), as transformers' generate() does. So a rotation
-        depends neither on how a prompt was cut into steps nor on its batch mates.
+        engine computes a sequence again when it grows past that length (`long_rope_threshold`), as transformers' generate() does. So a
+        rotation depends neither on how a prompt was cut into steps nor on its batch mates.
         """
         is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
         long, short = self._long.on(positions.device), self._short.on(positions.device)
@@ -167,7 +167,7 @@ class Attention(Module):
 class Phi3(PreNormLM):
     layout = ModelLayout(
         norm_readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
-        producers={},
+        scale_fold_targets={},
         units={
             "qkv_proj": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),
             "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL),

@@ -165,7 +165,7 @@ class Qwen(PreNormLM):
         attention="attn",
         norms=("ln_1", "ln_2"),
         norm_readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.w2", "mlp.w1")},
-        producers={"c_proj": "w1"},
+        scale_fold_targets={"c_proj": "w1"},
         row_parallel=("c_proj",),
         units={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.decoder import Attention, DecoderLayer, DecoderLM, UnturnedAttention, WindowedConfig
+from models.decoder import Attention, DecoderLayer, DecoderLM, NoPEAttention, WindowedConfig
 from models.families import llama
 from models.families.llama import LlamaConfig
 from models.layers.mlp import MLP
@@ -46,7 +46,7 @@ class SmolLM3(DecoderLM):
         layers = (
             DecoderLayer(
                 c,
-                (Attention if turns else UnturnedAttention)(c, window, c.attention_bias, c.attention_bias),
+                (Attention if turns else NoPEAttention)(c, window, c.attention_bias, c.attention_bias),
                 MLP(c.hidden_size, c.intermediate_size, c.mlp_bias),
             )
             for turns, window in zip(c.turns, c.windows, strict=True)

@@ -95,7 +95,7 @@ class Starcoder2(CausalLM):
             "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "post_attention_layernorm": ("mlp.c_fc",),
         },
-        producers={"o_proj": "v_proj"},
+        scale_fold_targets={"o_proj": "v_proj"},
         row_parallel=("o_proj", "c_proj"),
     )
 

@@ -97,7 +97,7 @@ class TeleChat(DecoderLM):
             "input_layernorm": ("self_attention.query", "self_attention.key_value"),
             "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
         },
-        producers={"down_proj": "up_proj"},
+        scale_fold_targets={"down_proj": "up_proj"},
         row_parallel=("dense", "down_proj"),
         units={"query": (Unit.QUERY_HEAD,), "key_value": (Unit.KEY_VALUE_HEAD,)},
     )

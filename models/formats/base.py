@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ConfigReader
-from models.cuts import Cut
+from models.sharding import Shard
 from models.tokenizers import Tokenizer
 
 CODE_GROUP = 32  # values of a row that share a scale in CodedWeights
@@ -20,7 +20,7 @@ class ExpectedTensor:
     """The shape and kind that a model expects of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
-    cuts: tuple[int, ...] = ()
+    shard_axes: tuple[int, ...] = ()
     """The dimensions along which tensor parallelism may have cut it; none where its slices cannot be put together one after the other."""
 
 
@@ -43,7 +43,7 @@ class WeightFile(Protocol):
 class RangedFile(WeightFile, Protocol):
     """A file that reads a part of a tensor without the rest."""
 
-    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+    def read_ranges(self, name: str, shard: Shard) -> Tensor:
         """Return a part of a tensor, in memory of its own."""
 
 

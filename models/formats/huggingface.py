@@ -13,12 +13,12 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
-from models.cuts import Cut
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
 from models.formats.bitmask import unmasked, unmasked_config
 from models.formats.joined_experts import split_experts
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.formats.wrapper import is_wrapper, text_config, text_files
+from models.sharding import Shard
 from models.tokenizers import Tokenizer, load_tokenizer
 
 CONFIG = "config.json"
@@ -78,11 +78,11 @@ class SafetensorsFile:
             with safe_open(self.path, framework="pt") as file:
                 yield name, file.get_tensor(name)
 
-    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+    def read_ranges(self, name: str, shard: Shard) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
-            tensor, before = file.get_slice(name), (slice(None),) * cut.axis
-            parts = [tensor[(*before, slice(each.start, each.stop))] for each in cut.ranges]
-            return torch.cat(parts, cut.axis)
+            tensor, before = file.get_slice(name), (slice(None),) * shard.axis
+            parts = [tensor[(*before, slice(each.start, each.stop))] for each in shard.ranges]
+            return torch.cat(parts, shard.axis)
 
     def read_whole(self) -> tuple[dict[str, Tensor], bytes]:
         """Return all tensors of a small file, in memory of their own, and its content. Raises UserError where it has changed meanwhile."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from models.cuts import Cut
 from models.formats.base import ExpectedTensors, RangedFile, WeightFile
+from models.sharding import Shard
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """Ends of the names of [N, 2F, E], gates before ups, and of [N, E, F]. Files of the hub hold inputs first: [N, E, 2F] and [N, F, E]."""
@@ -51,14 +51,14 @@ class SplitFile:
             else:
                 yield from self._file.read([name])
 
-    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+    def read_ranges(self, name: str, shard: Shard) -> Tensor:
         if name not in self._matrices:
-            return self._file.read_ranges(name, cut)
+            return self._file.read_ranges(name, shard)
         whole = self._read(self._matrices[name])
-        return torch.cat([whole.narrow(cut.axis, each.start, len(each)) for each in cut.ranges], cut.axis)
+        return torch.cat([whole.narrow(shard.axis, each.start, len(each)) for each in shard.ranges], shard.axis)
 
     def _read(self, matrix: _Matrix) -> Tensor:
-        expert = self._file.read_ranges(matrix.joined, Cut(0, (range(matrix.expert, matrix.expert + 1),)))[0]
+        expert = self._file.read_ranges(matrix.joined, Shard(0, (range(matrix.expert, matrix.expert + 1),)))[0]
         whole = expert.T if matrix.is_transposed else expert
         own = whole.narrow(0, matrix.first, matrix.shape[0])
         return own.clone(memory_format=torch.contiguous_format)  # else it would keep its neighbours, too

@@ -16,7 +16,7 @@ from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensor, ExpectedTensors, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG, SafetensorsFile, weight_names
 from models.formats.paddle_config import config_file, paddle_prefix, read_paddle_config
-from models.formats.paddle_names import Names, Part
+from models.formats.paddle_names import Names, TensorPart
 from models.formats.paddle_pickle import PdparamsFile
 from models.formats.paddle_scales import CodedFile, read_scales
 from models.formats.paddle_smooth import SmoothedFile
@@ -110,7 +110,7 @@ class PartsFile:
         self._file = file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._sources: dict[str, tuple[str, bool, Part]] = {}
+        self._sources: dict[str, tuple[str, bool, TensorPart]] = {}
         for source, stored in file.shapes.items():
             is_transposed = names.is_transposed(source, stored)
             shape = stored[::-1] if is_transposed else stored
@@ -174,11 +174,11 @@ def _expected_parts(names: Names, expected: ExpectedTensors) -> dict[str, Expect
     """Return what the ranks' parts make up, with weights of linear layers as [outputs, inputs]."""
     parts_expected = {}
     for name, tensor in expected.items():
-        shape, cuts = tensor.shape, tensor.cuts
+        shape, shard_axes = tensor.shape, tensor.shard_axes
         if names.keeps_transposed(name, shape):
-            shape, cuts = shape[::-1], tuple(1 - cut for cut in cuts)
+            shape, shard_axes = shape[::-1], tuple(1 - cut for cut in shard_axes)
         parts = names.parts_of(name)
         for part, count in parts.items():
             rows = (shape[0] * count // sum(parts.values()),) if shape else ()
-            parts_expected[part] = ExpectedTensor((*rows, *shape[1:]), cuts if len(parts) == 1 else (0,))
+            parts_expected[part] = ExpectedTensor((*rows, *shape[1:]), shard_axes if len(parts) == 1 else (0,))
     return parts_expected

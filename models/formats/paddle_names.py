@@ -78,7 +78,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A module's part of a stored tensor."""
 
     name: str
@@ -124,11 +124,11 @@ class Names:
         """Return whether a tensor of the model's own checkpoints is [inputs, outputs]."""
         return self.stays_transposed and _is_linear(name, shape) and name != HEAD
 
-    def parts(self, source: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, source: str, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         """Yield the modules' parts of a tensor of this shape. Raises ValueError where these do not make it up."""
-        yield from self._divide(Part(self.ours(source)), shape)
+        yield from self._divide(TensorPart(self.ours(source)), shape)
 
-    def _divide(self, part: Part, shape: tuple[int, ...]) -> Iterator[Part]:
+    def _divide(self, part: TensorPart, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         prefix, leaf = _split(part.name)
         parent, module = _split(prefix)
         fused = self.fused.get(module)
@@ -144,7 +144,7 @@ class Names:
         start = 0
         for name, count in fused.parts.items():
             share = Share(groups, units, start, start + count)
-            divided = Part(f"{parent}.{name}.{leaf}", (*part.shares, share), fused.axis)
+            divided = TensorPart(f"{parent}.{name}.{leaf}", (*part.shares, share), fused.axis)
             yield from self._divide(divided, (share.of(size), *shape[1:]))
             start += count
 

@@ -2,7 +2,7 @@
 
 The axes are Megatron's (arXiv 1909.08053): linear layers are cut along their outputs, those that write into the residual stream along
 their inputs, embeddings and heads along the vocabulary; all else is whole on every rank. Our own division is another one
-(`models/cuts.py`).
+(`models/sharding.py`).
 """
 
 from torch import nn
@@ -21,10 +21,10 @@ def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
         axis, sections = split_axis(model, name), model.layout.units.get(path.rpartition(".")[2], ())
-        cuts: tuple[int, ...] = () if axis is None or len(sections) > 1 else (axis,)
-        if cuts and isinstance(model.get_submodule(path), nn.Embedding):
-            cuts = 0, 1
-        expected[name] = ExpectedTensor(tuple(parameter.shape), cuts)
+        shards: tuple[int, ...] = () if axis is None or len(sections) > 1 else (axis,)
+        if shards and isinstance(model.get_submodule(path), nn.Embedding):
+            shards = 0, 1
+        expected[name] = ExpectedTensor(tuple(parameter.shape), shards)
     return expected
 
 

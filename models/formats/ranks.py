@@ -142,7 +142,7 @@ def _match(name: str, files: list[WeightFile], expected: ExpectedTensor) -> Piec
     if not differing:
         return Pieces(files, None, 1)
     dim = differing[0]
-    if len(differing) > 1 or dim not in expected.cuts or shape[dim] < 1 or whole[dim] % shape[dim]:
+    if len(differing) > 1 or dim not in expected.shard_axes or shape[dim] < 1 or whole[dim] % shape[dim]:
         return None
     count = whole[dim] // shape[dim]
     return None if len(files) % count else Pieces(files, dim, count)

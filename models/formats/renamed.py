@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from models.cuts import Cut
 from models.formats.base import RangedFile, WeightFile
+from models.sharding import Shard
 
 
 class RenamedFile:
@@ -31,8 +31,8 @@ class RangedRenamedFile(RenamedFile):
         super().__init__(file, names)
         self._ranged = file
 
-    def read_ranges(self, name: str, cut: Cut) -> Tensor:
-        return self._ranged.read_ranges(self._names[name], cut)
+    def read_ranges(self, name: str, shard: Shard) -> Tensor:
+        return self._ranged.read_ranges(self._names[name], shard)
 
 
 def renamed(file: WeightFile, names: Mapping[str, str]) -> WeightFile:

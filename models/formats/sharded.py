@@ -25,9 +25,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
-from models.cuts import Cut, Division
 from models.formats.base import Checkpoint
 from models.formats.huggingface import GENERATION_CONFIG, SafetensorsFile
+from models.sharding import ParallelLayout, Shard
 from models.tokenizers import load_tokenizer
 
 LAYOUT = "layout.json"
@@ -98,39 +98,39 @@ class ShardedFile:
             if unlisted := next((name for name in opened.shapes if (file, name) not in listed), None):
                 raise UserError(f"{opened.path} holds {unlisted}, which {LAYOUT} does not list there")
 
-    def of_rank(self, division: Division) -> "ShardedFile":
+    def of_rank(self, parallel_layout: ParallelLayout) -> "ShardedFile":
         """Return this for a rank, which reads what its own file has from there. In another division it has no file of its own."""
         own = copy(self)
-        if (division.tp, division.pp) == (self._tp, self._pp):
-            own._nearest = rank_file(division.stage, division.tp_rank)
+        if (parallel_layout.tp, parallel_layout.pp) == (self._tp, self._pp):
+            own._nearest = rank_file(parallel_layout.stage, parallel_layout.tp_rank)
         return own
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             if shape := self.shapes[name]:
                 axis = self._axes[name] or 0
-                yield name, self.read_ranges(name, Cut(axis, (range(shape[axis]),)))
+                yield name, self.read_ranges(name, Shard(axis, (range(shape[axis]),)))
             else:
                 files = self._pieces[name][0].files
                 file = self._nearest if self._nearest in files else files[0]
                 yield name, next(self._files[file].read([name]))[1].clone()
 
-    def read_ranges(self, name: str, cut: Cut) -> Tensor:
+    def read_ranges(self, name: str, shard: Shard) -> Tensor:
         shape, axis = self.shapes[name], self._axes[name]
-        axis = cut.axis if axis is None else axis
-        wanted = cut.ranges if axis == cut.axis else (range(shape[axis]),)
-        part, at = torch.empty(cut.shape(shape), dtype=self.dtypes[name]), 0
+        axis = shard.axis if axis is None else axis
+        wanted = shard.ranges if axis == shard.axis else (range(shape[axis]),)
+        part, at = torch.empty(shard.shape(shape), dtype=self.dtypes[name]), 0
         for span in (span for each in wanted for span in self._spans(name, each)):
             (_, piece) = next(self._files[span.file].read([name]))  # a view: pages come where it is copied
             source = piece.narrow(axis, span.start, len(span.indices))
             target = part.narrow(axis, at, len(span.indices))
             at += len(span.indices)
-            if axis == cut.axis:
+            if axis == shard.axis:
                 target.copy_(source)
                 continue
             start = 0
-            for each in cut.ranges:
-                target.narrow(cut.axis, start, len(each)).copy_(source.narrow(cut.axis, each.start, len(each)))
+            for each in shard.ranges:
+                target.narrow(shard.axis, start, len(each)).copy_(source.narrow(shard.axis, each.start, len(each)))
                 start += len(each)
         return part
 
@@ -168,7 +168,7 @@ class ShardedFile:
         dtype = entry.require("dtype", str)
         for piece in read:
             whole = tuple(shape)
-            held = whole if axis is None or piece.ranges is None else Cut(axis, piece.ranges).shape(whole)
+            held = whole if axis is None or piece.ranges is None else Shard(axis, piece.ranges).shape(whole)
             for file in piece.files:
                 self._check(name, self._open(name, file), held, dtype)
         self.shapes[name], self._axes[name], self._pieces[name] = tuple(shape), axis, read

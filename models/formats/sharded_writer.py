@@ -13,15 +13,15 @@ from torch import Tensor
 
 from kernels.collectives import Alone
 from models.causal_lm import CausalLM
-from models.cuts import Cut, Division
 from models.formats.base import WeightFile
 from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of, entries_of, read_in_order
 from models.formats.sharded import LAYOUT, VERSION, rank_file
 from models.formats.sliced import part_of
-from models.parallel import divide
+from models.parallel import shard_model
+from models.sharding import ParallelLayout, Shard
 from models.weights import expected_shapes
 
-Shares: TypeAlias = list[list[dict[str, Cut | None]]]
+Shares: TypeAlias = list[list[dict[str, Shard | None]]]
 """By stage and rank the tensors of a file, and how each is cut; None: it is whole."""
 
 
@@ -30,15 +30,16 @@ def divide_tensors(model: CausalLM, names: Mapping[str, str | None], tp: int, pp
 
     `model`: on the meta device, which stays whole, with the layers that the checkpoint holds. `names`: the model's names by those of the
     checkpoint; what no rank reads has None, and goes to the first. `dtype`: of the model, by whose bytes stages are made.
-    Raises UserError as `divide` does.
+    Raises UserError as `shard_model` does.
     """
     of_stages = []
     for stage in range(pp):
-        divide(part := deepcopy(model), Division(1, pp, 0, stage), Alone(), dtype)
+        shard_model(part := deepcopy(model), ParallelLayout(1, pp, 0, stage), Alone(), dtype)
         of_stages.append(expected_shapes(part).keys())
-    of_ranks = [divide(deepcopy(model), Division(tp, 1, rank), Alone(), dtype) for rank in range(tp)]
+    of_ranks = [shard_model(deepcopy(model), ParallelLayout(tp, 1, rank), Alone(), dtype) for rank in range(tp)]
     shares: Shares = [
-        [{name: cuts.get(own) for name, own in names.items() if own in held} for cuts in of_ranks] for held in of_stages
+        [{name: shards.get(own) for name, own in names.items() if own in held} for shards in of_ranks]
+        for held in of_stages
     ]
     shares[0][0] |= {name: None for name in names if not any(name in ranks[0] for ranks in shares)}
     return shares
@@ -75,25 +76,25 @@ def write_sharded(
     return sha256
 
 
-def _parts(entries: list[Entry], share: Mapping[str, Cut | None]) -> list[Entry]:
+def _parts(entries: list[Entry], share: Mapping[str, Shard | None]) -> list[Entry]:
     """Return what a rank's file has of each tensor, in the order of `entries`."""
     owned = [(entry, share[entry.name]) for entry in entries if entry.name in share]
-    return [Entry(each.name, each.dtype, cut.shape(each.shape) if cut else each.shape) for each, cut in owned]
+    return [Entry(each.name, each.dtype, shard.shape(each.shape) if shard else each.shape) for each, shard in owned]
 
 
 def _write(
     tensor: Tensor,
     name: str,
-    ranks: list[tuple[SafetensorsWriter, dict[str, Cut | None]]],
+    ranks: list[tuple[SafetensorsWriter, dict[str, Shard | None]]],
     tensors: dict[str, dict[str, Any]],
 ) -> None:
     """Write a tensor's pieces into the files of a stage, and add them to its entry in layout.json."""
     owners = [(writer, share[name]) for writer, share in ranks if name in share]
     dtype, axis = str(tensor.dtype).removeprefix("torch."), owners[0][1].axis if owners[0][1] else None
     entry = tensors.setdefault(name, {"shape": [*tensor.shape], "dtype": dtype, "axis": axis, "pieces": []})
-    for writer, cut in owners:
-        writer.write(content := content_of(tensor if cut is None else part_of(tensor, cut)))
-        ranges = None if cut is None else [[each.start, each.stop] for each in cut.ranges]
+    for writer, shard in owners:
+        writer.write(content := content_of(tensor if shard is None else part_of(tensor, shard)))
+        ranges = None if shard is None else [[each.start, each.stop] for each in shard.ranges]
         piece = next((piece for piece in entry["pieces"] if piece["ranges"] == ranges), None)
         if piece is None:
             piece = {"ranges": ranges, "files": [], "sha256": hashlib.sha256(content).hexdigest()}

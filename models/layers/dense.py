@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from kernels.linear import FloatWeight, GPUWeight, linear, matmul, pack
 from kernels.linear.gpu_weight import of_floats
 from kernels.quantize_rows import Rows
-from models.cuts import Cut, count
 from models.layers.linear_method import LinearMethod, Weight, take
+from models.sharding import Shard, count
 
 
 class StoredMatrix(Protocol):
@@ -35,10 +35,10 @@ class StoredMatrix(Protocol):
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return the matrix [O, I]. Raises UserError for impossible values."""
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[StoredMatrix, dict[str, Cut]]":
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[StoredMatrix, dict[str, Shard]]":
         """Return the matrix of some rows, and how the tensors are cut, as `LinearMethod.share` does."""
 
-    def share_inputs(self, inputs: range) -> "tuple[StoredMatrix, dict[str, Cut]]":
+    def shard_inputs(self, inputs: range) -> "tuple[StoredMatrix, dict[str, Shard]]":
         """Return the same for some columns."""
 
 
@@ -56,13 +56,13 @@ class StoredFloats:
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
         return tensors["weight"].T if self.is_transposed else tensors["weight"]
 
-    def share(self, outputs: tuple[range, ...]) -> tuple["StoredFloats", dict[str, Cut]]:
+    def shard(self, outputs: tuple[range, ...]) -> tuple["StoredFloats", dict[str, Shard]]:
         shape = count(outputs), self.shape[1]
-        return StoredFloats(shape, self.is_transposed), {"weight": Cut(int(self.is_transposed), outputs)}
+        return StoredFloats(shape, self.is_transposed), {"weight": Shard(int(self.is_transposed), outputs)}
 
-    def share_inputs(self, inputs: range) -> tuple["StoredFloats", dict[str, Cut]]:
+    def shard_inputs(self, inputs: range) -> tuple["StoredFloats", dict[str, Shard]]:
         shape = self.shape[0], len(inputs)
-        return StoredFloats(shape, self.is_transposed), {"weight": Cut(int(not self.is_transposed), (inputs,))}
+        return StoredFloats(shape, self.is_transposed), {"weight": Shard(int(not self.is_transposed), (inputs,))}
 
 
 class DenseMethod(LinearMethod):
@@ -110,21 +110,21 @@ class DenseMethod(LinearMethod):
         parameter = nn.Parameter(matrix.T if self.is_transposed else matrix, requires_grad=False)
         return DenseMethod(StoredFloats((outputs, inputs), self.is_transposed), self.is_transposed, parameter)
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[DenseMethod, dict[str, Cut]]":
-        stored, cuts = self.stored.share(outputs)
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[DenseMethod, dict[str, Shard]]":
+        stored, shards = self.stored.shard(outputs)
         parameter = self._parameter
         if parameter is not None:
-            shape = Cut(int(self.is_transposed), outputs).shape(tuple(parameter.shape))
+            shape = Shard(int(self.is_transposed), outputs).shape(tuple(parameter.shape))
             parameter = nn.Parameter(parameter.new_empty(shape))
-        return DenseMethod(stored, self.is_transposed, parameter), cuts
+        return DenseMethod(stored, self.is_transposed, parameter), shards
 
-    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[DenseMethod, dict[str, Cut]]":
-        stored, cuts = self.stored.share_inputs(ranges[rank])
+    def shard_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[DenseMethod, dict[str, Shard]]":
+        stored, shards = self.stored.shard_inputs(ranges[rank])
         parameter = self._parameter
         if parameter is not None:
             shape = stored.shape[::-1] if self.is_transposed else stored.shape
             parameter = nn.Parameter(parameter.new_empty(shape))
-        return DenseMethod(stored, self.is_transposed, parameter), cuts
+        return DenseMethod(stored, self.is_transposed, parameter), shards
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
@@ -181,13 +181,13 @@ class PackedDenseMethod(LinearMethod):
         method._weight = weight
         return method
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[PackedDenseMethod, dict[str, Cut]]":
-        stored, cuts = self.stored.share(outputs)
-        return PackedDenseMethod(stored), cuts
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[PackedDenseMethod, dict[str, Shard]]":
+        stored, shards = self.stored.shard(outputs)
+        return PackedDenseMethod(stored), shards
 
-    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[PackedDenseMethod, dict[str, Cut]]":
-        stored, cuts = self.stored.share_inputs(ranges[rank])
-        return PackedDenseMethod(stored), cuts
+    def shard_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[PackedDenseMethod, dict[str, Shard]]":
+        stored, shards = self.stored.shard_inputs(ranges[rank])
+        return PackedDenseMethod(stored), shards
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         return matmul(x, self.weight, bias)
@@ -230,7 +230,7 @@ class TiedMethod(LinearMethod):
         outputs, inputs = weight.shape
         return DenseMethod(StoredFloats((outputs, inputs)), parameter=nn.Parameter(weight, requires_grad=False))
 
-    def share(self, outputs: tuple[range, ...]) -> "tuple[TiedMethod, dict[str, Cut]]":
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[TiedMethod, dict[str, Shard]]":
         """Return the method itself: the embedding is shared by itself, in the same ranges."""
         return self, {}
 

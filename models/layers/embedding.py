@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 
 from models.layers.module import Module
-from models.layers.pieces import OwnedWords
+from models.layers.tensor_parallel import VocabParallel
 
 
 class Embedding(nn.Embedding, Module):
-    words: OwnedWords | None = None
+    words: VocabParallel | None = None
     """Whose words are whose, where each rank has the vectors of some."""
 
     def reset_parameters(self) -> None:

@@ -13,22 +13,22 @@ from kernels.lora import lora_add
 from kernels.quantize_rows import ActivationFormat
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
-from models.cuts import Cut
-from models.layers.adaptable import Adaptable
 from models.layers.dense import DenseMethod, StoredFloats, TiedMethod
 from models.layers.linear_method import LinearMethod, are_alike, quantized_activations, share_input_scale, take
+from models.layers.lora_target import LoRATarget
 from models.layers.module import Module
-from models.layers.pieces import RowPieces, RowSum
+from models.layers.tensor_parallel import RowParallelGather, RowParallelReduce
+from models.sharding import Shard
 
 
-class Linear(Adaptable):
+class Linear(LoRATarget):
     """y = x W^T + bias. The layer's `method` holds the weight W [O, I] and multiplies by it; until it is loaded it may be replaced."""
 
     weight: nn.Parameter
     """[O, I], or [I, O] where it is transposed. A layer has it while its method is a `DenseMethod`."""
     bias: nn.Parameter | None
     """[O]"""
-    pieces: RowPieces | RowSum | None = None
+    pieces: RowParallelGather | RowParallelReduce | None = None
     """What ranks exchange before and after the product, where each has some of the inputs."""
 
     def __init__(
@@ -86,23 +86,23 @@ class Linear(Adaptable):
         """The axis of `weight` along which outputs lie."""
         return int(self.is_transposed)
 
-    def share(self, outputs: tuple[range, ...]) -> dict[str, Cut]:
+    def shard(self, outputs: tuple[range, ...]) -> dict[str, Shard]:
         """Keep some outputs, before anything is loaded. Returns how the checkpoint's tensors are cut, by their names within the layer."""
-        self.method, cuts = self._method.share(outputs)
+        self.method, shards = self._method.shard(outputs)
         self.keep(outputs)
         if self.bias is not None:
             self.bias = nn.Parameter(self.bias.new_empty(self.shape[0]))
-            cuts["bias"] = Cut(0, outputs)
-        return cuts
+            shards["bias"] = Shard(0, outputs)
+        return shards
 
-    def share_inputs(self, ranges: Sequence[range], rank: int) -> dict[str, Cut] | None:
-        """Keep a rank's inputs, of `ranges` by rank, as `share` keeps outputs. None, and all is kept, where `LinearMethod` says so."""
-        shared = self._method.share_inputs(ranges, rank)
+    def shard_inputs(self, ranges: Sequence[range], rank: int) -> dict[str, Shard] | None:
+        """Keep a rank's inputs, of `ranges` by rank, as `shard` keeps outputs. None, and all is kept, where `LinearMethod` says so."""
+        shared = self._method.shard_inputs(ranges, rank)
         if shared is None:
             return None
-        self.method, cuts = shared
+        self.method, shards = shared
         self.keep_inputs(ranges[rank])
-        return cuts
+        return shards
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         """Load the weight as `LinearMethod.load` does."""
@@ -192,7 +192,7 @@ class MergedLinear(Module):
         start = 0
         for layer in self.layers:
             outputs = slice(start, start + layer.shape[0])
-            layer.method = self._whole.cut(outputs)
+            layer.method = self._whole.slice_outputs(outputs)
             if self._whole_bias is not None:
                 layer.bias = nn.Parameter(self._whole_bias[outputs], requires_grad=False)
             self._outputs.append(outputs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.linear import GPUWeight, PackedWeight
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows
-from models.cuts import Cut
+from models.sharding import Shard
 
 Weight: TypeAlias = Tensor | PackedWeight | GPUWeight
 
@@ -66,17 +66,17 @@ class LinearMethod(ABC):
         """Return x [R, I] times the weight transposed, plus bias [O]: [R, O]."""
 
     @abstractmethod
-    def share(self, outputs: tuple[range, ...]) -> "tuple[LinearMethod, dict[str, Cut]]":
+    def shard(self, outputs: tuple[range, ...]) -> "tuple[LinearMethod, dict[str, Shard]]":
         """Return the method of some outputs, and how the checkpoint's tensors are cut that it loads, by name; others it loads whole.
 
         Only before `load`, and for a method that was not shared yet.
         """
 
-    def share_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[LinearMethod, dict[str, Cut]] | None":
-        """Return what `share` does for a rank's inputs, of `ranges` by rank. None: products of such parts do not add up to the whole."""
+    def shard_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[LinearMethod, dict[str, Shard]] | None":
+        """Return what `shard` does for a rank's inputs, of `ranges` by rank. None: products of such parts do not add up to the whole."""
         return None
 
-    def cut(self, outputs: slice) -> "LinearMethod":
+    def slice_outputs(self, outputs: slice) -> "LinearMethod":
         """Return the method of a range of outputs of a loaded one."""
         return self.with_weight(_cut(self.weight, outputs))
 
@@ -104,7 +104,7 @@ class LinearMethod(ABC):
 
 def _cut(weight: Weight, outputs: slice) -> Weight:
     """Return the weight of a range of outputs: a view, or of a packed weight a copy."""
-    return weight[outputs] if isinstance(weight, Tensor) else weight.cut(outputs)
+    return weight[outputs] if isinstance(weight, Tensor) else weight.slice_outputs(outputs)
 
 
 def are_alike(methods: Sequence[LinearMethod]) -> bool:

@@ -16,13 +16,13 @@ from kernels.linear.gpu_weight import GPUWeight, stack
 from kernels.moe import combine_rows, group_rows, mixture, route
 from models.batch import Batch
 from models.config import ConfigReader
-from models.layers.absent import Absent
 from models.layers.linear import Linear
 from models.layers.linear_method import LinearMethod, are_alike, share_input_scale
+from models.layers.missing import MissingLayer
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.per_head import PerHead
-from models.layers.pieces import OwnedExperts, RowPieces, RowSum
+from models.layers.tensor_parallel import ExpertParallel, RowParallelGather, RowParallelReduce
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Experts(nn.ModuleList):
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
         self._merged: MergedExperts | StackedExperts | None = None
-        self._owned: OwnedExperts | None = None
+        self._owned: ExpertParallel | None = None
 
-    def keep(self, owned: OwnedExperts) -> None:
+    def keep(self, owned: ExpertParallel) -> None:
         """Keep this rank's experts, before anything is loaded."""
         self._owned = owned
         for number in range(len(self)):
             if number not in owned.own:
-                self[number] = Absent()
+                self[number] = MissingLayer()
 
     @property
     def _own(self) -> range:
@@ -133,7 +133,7 @@ class MergedExperts:
         ups: list[LinearMethod],
         downs: list[LinearMethod],
         num_experts: int,
-        pieces: RowPieces | RowSum | None = None,
+        pieces: RowParallelGather | RowParallelReduce | None = None,
     ) -> None:
         """`num_experts`: of the layer, also where these are some. `pieces` are those of each of `downs`."""
         self._gate, self._down, self._count, self._pieces = gates[0], downs[0], num_experts, pieces

@@ -336,7 +336,7 @@ class LineErrors(AnswerShape):
     data: list[dict[str, Any]]
 
 
-class Batch(AnswerShape):
+class BatchAnswer(AnswerShape):
     """A batch. Times are seconds since 1970, None for what has not come."""
 
     id: str
@@ -364,4 +364,4 @@ class Batch(AnswerShape):
 
 
 class Batches(Page):
-    data: list[Batch]
+    data: list[BatchAnswer]

@@ -15,7 +15,7 @@ LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
 
 
 @dataclass
-class Said:
+class ChoiceText:
     """Words of a choice, and why it ended where it has."""
 
     text: str = ""
@@ -24,7 +24,7 @@ class Said:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, more: "Said") -> None:
+    def add(self, more: "ChoiceText") -> None:
         """Take the words that follow."""
         self.text += more.text
         self.token_ids += more.token_ids

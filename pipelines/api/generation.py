@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.tokenizers.base import Tokenizer
-from pipelines.api.answers import AnswerInfo, Event, Said, TokenTexts, usage
+from pipelines.api.answers import AnswerInfo, ChoiceText, Event, TokenTexts, usage
 from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import ChatRequest, CompletionRequest, Sampling
-from pipelines.api.resumption import Place, read_place
+from pipelines.api.resumption import StreamCursor, read_cursor
 from pipelines.api.settings import decode_settings, field_of, refusal
 from pipelines.engine_process.frames import Delta, Done, Ready
 
@@ -18,7 +18,7 @@ SEED_BITS = 53  # of a drawn seed, which JavaScript's numbers can hold
 
 
 @dataclass(frozen=True)
-class Head:
+class RequestContext:
     """The properties of a request that its body does not hold."""
 
     id: str
@@ -35,20 +35,20 @@ class Choice:
     """One continuation of a prompt: how much it has said, and how much of it a resuming client has."""
 
     def __init__(self, had: tuple[int, int]) -> None:
-        """had: numbers of tokens and characters, as in Place."""
+        """had: numbers of tokens and characters, as in StreamCursor."""
         self.num_tokens = 0
         self.num_chars = 0
         self.is_new = had == (0, 0)
         self._tokens_had, self._chars_had = had
 
-    def divide(self, delta: Delta) -> tuple[Said, Said]:
+    def divide(self, delta: Delta) -> tuple[ChoiceText, ChoiceText]:
         """Return the part of a delta that the client has, and the rest."""
         tokens = max(0, self._tokens_had - self.num_tokens)
         chars = max(0, self._chars_had - self.num_chars)
         self.num_tokens += len(delta.token_ids)
         self.num_chars += len(delta.text)
-        known = Said(delta.text[:chars], delta.token_ids[:tokens], delta.logprobs[:tokens])
-        rest = Said(delta.text[chars:], delta.token_ids[tokens:], delta.logprobs[tokens:])
+        known = ChoiceText(delta.text[:chars], delta.token_ids[:tokens], delta.logprobs[:tokens])
+        rest = ChoiceText(delta.text[chars:], delta.token_ids[tokens:], delta.logprobs[tokens:])
         rest.finish_reason, rest.stop_reason = delta.finish_reason, delta.stop_reason
         return known, rest
 
@@ -61,7 +61,7 @@ class Generation:
         request: Sampling,
         prompts: list[list[int]],
         served: Ready,
-        head: Head,
+        context: RequestContext,
         tokenizer: Tokenizer | None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -74,21 +74,21 @@ class Generation:
         """By prompt: what the engine counted, at the end."""
         self.num_generated = 0
         """Tokens that were written so far."""
-        decode = decode_settings(request, served.decode, head.key) | dict(settings or {})
+        decode = decode_settings(request, served.decode, context.key) | dict(settings or {})
         merged = served.decode | decode
         self.num_samples = max(merged.get("n") or 1, merged.get("num_return_sequences") or 1)
         self.texts = TokenTexts(tokenizer, bool(merged.get("skip_special_tokens", True)))
         num_choices = len(prompts) * self.num_samples
-        place = None
-        if head.last_event_id:
-            place = read_place(head.last_event_id, served.fingerprint, num_choices, decode.get("seed"))
-        decode["seed"] = place.seed if place else _seed(served, decode)
-        self.choices = [Choice(had) for had in (place.had if place else [(0, 0)] * num_choices)]
+        cursor = None
+        if context.last_event_id:
+            cursor = read_cursor(context.last_event_id, served.fingerprint, num_choices, decode.get("seed"))
+        decode["seed"] = cursor.seed if cursor else _seed(served, decode)
+        self.choices = [Choice(had) for had in (cursor.had if cursor else [(0, 0)] * num_choices)]
         kind = "text_completion"
         if isinstance(request, ChatRequest):
             kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        self.info = AnswerInfo(head.id, kind, int(time.time()), head.model, decode["seed"], served.fingerprint)
-        self._sends_ids = head.last_event_id is not None and served.fingerprint is not None
+        self.info = AnswerInfo(context.id, kind, int(time.time()), context.model, decode["seed"], served.fingerprint)
+        self._sends_ids = context.last_event_id is not None and served.fingerprint is not None
         self.settings = [self._fitted(served, decode, len(prompt)) for prompt in prompts]
         """Of DecodeConfig, for each prompt."""
 
@@ -113,7 +113,7 @@ class Generation:
         """Return the error of what the engine refused."""
         return refusal(message, self.request)
 
-    def take(self, prompt: int, delta: Delta) -> tuple[int, Said, Said]:
+    def take(self, prompt: int, delta: Delta) -> tuple[int, ChoiceText, ChoiceText]:
         """Count what the engine says. Returns the number of the choice, the part that the client has, and the rest."""
         index = prompt * self.num_samples + delta.sample
         self.num_generated += len(delta.token_ids)
@@ -135,7 +135,7 @@ class Generation:
         if not self._sends_ids:
             return Event(data)
         had = tuple((choice.num_tokens, choice.num_chars) for choice in self.choices)
-        return Event(data, str(Place(self.info.system_fingerprint or "", self.info.seed, had)))
+        return Event(data, str(StreamCursor(self.info.system_fingerprint or "", self.info.seed, had)))
 
     @property
     def wants_usage(self) -> bool:

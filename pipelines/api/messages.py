@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from pipelines.api.answers import Event, Said
+from pipelines.api.answers import ChoiceText, Event
 from pipelines.api.errors import ANTHROPIC, SCHEMA_OF_TOOL, ApiError, bad_request
 from pipelines.api.parsing import check_request
 from pipelines.api.requests import MAX_TOKENS, Body, CacheControl, ChatRequest, Json, Name, Parts, Shape, StopText, TopP
@@ -235,7 +235,7 @@ class MessageWriter:
         """Field of the block that has begun."""
         self._ending: dict[str, Any] = {}
 
-    def body(self, said: list[Said]) -> dict[str, Any]:
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
         """Return the whole message."""
         chat = self._chat.body(said)
         (choice,) = chat["choices"]
@@ -256,7 +256,7 @@ class MessageWriter:
         usage = {"input_tokens": len(self._chat.generation.prompts[0]), "output_tokens": 0}
         return [_event("message_start", message=self._message([]) | {"usage": usage})]
 
-    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
         """Return the events that the next words make."""
         events: list[Event] = []
         for chunk in self._chat.read(index, known, rest):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from pipelines.api.answers import Event, Said
+from pipelines.api.answers import ChoiceText, Event
 from pipelines.api.errors import SCHEMA_OF_TOOL, ApiError, bad_request
 from pipelines.api.parsing import check_request
 from pipelines.api.requests import MAX_TOKENS, Body, ChatRequest, Json, Name, Parts, Shape
@@ -217,10 +217,10 @@ class ResponseWriter:
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] | None = None
 
-    def body(self, said: list[Said]) -> dict[str, Any]:
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
         """Return the whole response."""
         self.begin()
-        self.read(0, Said(), said[0])
+        self.read(0, ChoiceText(), said[0])
         self.end()
         return self._response(self._status)
 
@@ -229,7 +229,7 @@ class ResponseWriter:
         kinds = ("response.created", "response.in_progress")
         return _named([self._event(kind, response=self._response("in_progress")) for kind in kinds])
 
-    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
         """Return the events that the next words make."""
         return _named([event for chunk in self._chat.read(index, known, rest) for event in self._read(chunk)])
 

@@ -12,7 +12,7 @@ PLACE = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamCursor:
     """The end of what a client has of a stream. As a text it is the id of an event: `fingerprint.seed.tokens:characters-...`."""
 
     fingerprint: str
@@ -24,7 +24,7 @@ class Place:
         return f"{self.fingerprint}.{self.seed}.{'-'.join(f'{tokens}:{chars}' for tokens, chars in self.had)}"
 
 
-def read_place(text: str, fingerprint: str | None, num_choices: int, seed: int | None) -> Place:
+def read_cursor(text: str, fingerprint: str | None, num_choices: int, seed: int | None) -> StreamCursor:
     """Return the place that a client names.
 
     fingerprint: the server's. seed: the request's own, if it gives one.
@@ -35,10 +35,12 @@ def read_place(text: str, fingerprint: str | None, num_choices: int, seed: int |
     if found is None or int(found["seed"]) >= 2**64:
         raise bad_request(f"{HEADER} is no id of an event of this server: send an empty one to get ids", HEADER)
     pairs = (pair.split(":") for pair in found["had"].split("-"))
-    place = Place(found["fingerprint"], int(found["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs))
-    if place.fingerprint != fingerprint:
-        message = f"the stream came from {place.fingerprint}, and this server is {fingerprint}: send the request anew"
+    cursor = StreamCursor(
+        found["fingerprint"], int(found["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs)
+    )
+    if cursor.fingerprint != fingerprint:
+        message = f"the stream came from {cursor.fingerprint}, and this server is {fingerprint}: send the request anew"
         raise ApiError(412, message, param=HEADER, code="fingerprint_mismatch")
-    if len(place.had) != num_choices or seed not in (None, place.seed):
+    if len(cursor.had) != num_choices or seed not in (None, cursor.seed):
         raise bad_request(f"{HEADER} is of another request: send the same body", HEADER)
-    return place
+    return cursor

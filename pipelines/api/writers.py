@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from pipelines.api.answers import (
     DONE,
+    ChoiceText,
     CompletionLogprobs,
     Event,
-    Said,
     TokenTexts,
     api_finish_reason,
     api_stop_reason,
@@ -25,7 +25,7 @@ from pipelines.engine_process.frames import Logprob
 class Writer(Protocol):
     """Writes one answer: as a body, or as events."""
 
-    def body(self, said: list[Said]) -> dict[str, Any]:
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
         """Return the whole answer. said: all that each choice says."""
         ...
 
@@ -33,7 +33,7 @@ class Writer(Protocol):
         """Return the first events, before the engine has said anything."""
         ...
 
-    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
         """Return the events that the next words of a choice make. known: those of them that the client has."""
         ...
 
@@ -60,7 +60,7 @@ class ChatWriter:
         self._has_reasoning = [False] * len(choices)
         self._has_tool_calls = [False] * len(choices)
 
-    def body(self, said: list[Said]) -> dict[str, Any]:
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(said)]
         generation, more = self.generation, dict[str, Any]()
@@ -76,7 +76,7 @@ class ChatWriter:
         new = [index for index, choice in enumerate(self.generation.choices) if choice.is_new]
         return [self.generation.event([self._chunk(index, first, None)]) for index in new]
 
-    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
         """Return the chunks of the pieces, the last one with the log probabilities, then that of the end."""
         self._pieces(index, known)
         pieces = self._pieces(index, rest)
@@ -107,7 +107,7 @@ class ChatWriter:
         counts = [num_reasoning_tokens(self.generation.texts, ids, self._make_reader()) for ids in reasoning]
         return self.generation.usage(sum(counts))
 
-    def _choice(self, index: int, said: Said) -> dict[str, Any]:
+    def _choice(self, index: int, said: ChoiceText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         for piece in self._pieces(index, said):
             for name, value in piece.items():
@@ -124,14 +124,14 @@ class ChatWriter:
             body["token_ids"] = said.token_ids
         return body | _ending(said, self._has_tool_calls[index])
 
-    def _chunk(self, index: int, piece: dict[str, Any], said: Said | None) -> dict[str, Any]:
+    def _chunk(self, index: int, piece: dict[str, Any], said: ChoiceText | None) -> dict[str, Any]:
         logprobs = self._logprobs(said.logprobs) if said and said.logprobs else None
         body = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None}
         if said is not None and self._request.return_token_ids:
             body["token_ids"] = said.token_ids
         return body
 
-    def _pieces(self, index: int, said: Said) -> list[dict[str, Any]]:
+    def _pieces(self, index: int, said: ChoiceText) -> list[dict[str, Any]]:
         """Return what more words add to the message."""
         reader = self._readers[index]
         self._token_ids[index] += said.token_ids
@@ -156,7 +156,7 @@ class CompletionWriter:
         self._request = request
         self._logprobs = [CompletionLogprobs(generation.texts, request.logprobs or 0) for _ in generation.choices]
 
-    def body(self, said: list[Said]) -> dict[str, Any]:
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self._choice(index, self._wanted(each)) for index, each in enumerate(said)]
         return self.generation.info.body(choices, usage=self.generation.usage())
@@ -165,9 +165,9 @@ class CompletionWriter:
         """Return a chunk with the prompt for each choice of which the client has nothing, where it is echoed."""
         choices = self.generation.choices if self._request.echo else []
         new = [index for index, choice in enumerate(choices) if choice.is_new]
-        return [self.generation.event([self._chunk(index, Said(self._echoed(index)))]) for index in new]
+        return [self.generation.event([self._chunk(index, ChoiceText(self._echoed(index)))]) for index in new]
 
-    def read(self, index: int, known: Said, rest: Said) -> list[Event]:
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
         """Return a chunk of the new words."""
         rest = self._wanted(rest)
         self._logprobs[index].read(known.logprobs)
@@ -184,14 +184,14 @@ class CompletionWriter:
         """Return the error as a chunk."""
         return Event(error.body())
 
-    def _wanted(self, said: Said) -> Said:
+    def _wanted(self, said: ChoiceText) -> ChoiceText:
         """Return what is told of the engine's words: nothing but the end with max_tokens=0, for which it writes one token."""
         if self._request.max_tokens != 0:
             return said
         self.generation.num_generated = 0
-        return Said(finish_reason=said.finish_reason and "length")
+        return ChoiceText(finish_reason=said.finish_reason and "length")
 
-    def _choice(self, index: int, said: Said) -> dict[str, Any]:
+    def _choice(self, index: int, said: ChoiceText) -> dict[str, Any]:
         request, prompt = self._request, index // self.generation.num_samples
         token_ids, done = self.generation.prompts[prompt], self.generation.dones[prompt]
         echoed = self._echoed(index)
@@ -209,7 +209,7 @@ class CompletionWriter:
             body |= {"prompt_token_ids": token_ids, "token_ids": said.token_ids}
         return body
 
-    def _chunk(self, index: int, said: Said) -> dict[str, Any]:
+    def _chunk(self, index: int, said: ChoiceText) -> dict[str, Any]:
         logprobs = self._logprobs[index].read(said.logprobs) if said.logprobs else None
         body = {"index": index, "text": said.text, "logprobs": logprobs, **_ending(said)}
         if self._request.return_token_ids:
@@ -224,7 +224,7 @@ class CompletionWriter:
         return prompt if isinstance(prompt, str) else self.generation.texts.joined(prompt)
 
 
-def _ending(said: Said, has_tool_calls: bool = False) -> dict[str, Any]:
+def _ending(said: ChoiceText, has_tool_calls: bool = False) -> dict[str, Any]:
     """Return why a choice ended; null where it goes on."""
     if said.finish_reason is None:
         return {"finish_reason": None, "stop_reason": None}

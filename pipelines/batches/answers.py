@@ -10,7 +10,7 @@ from pipelines.api.batch_lines import BatchRequest, RefusedLine, row_of
 from pipelines.api.batches import answer_line
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import SERVER_ERROR, ApiError, bad_request
-from pipelines.api.generation import Generation, Head
+from pipelines.api.generation import Generation, RequestContext
 from pipelines.api.named import named
 from pipelines.api.requests import ChatRequest
 from pipelines.api.writers import ChatWriter, CompletionWriter, Writer
@@ -18,10 +18,10 @@ from pipelines.engine import Engine, Output, Request
 from pipelines.engine_process.frames import Done
 from pipelines.engine_process.loading import described
 from pipelines.engine_process.process import told_error, told_logprobs, whole_delta
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow
-from pipelines.rows import Asked, Row
+from pipelines.rows import Row, RowRequest
 
 
 class BatchAnswers:
@@ -34,7 +34,7 @@ class BatchAnswers:
         self._served = described(run, source, engine)
         self._chat = Chat(engine.tokenizer, run.serve)
 
-    def ask(self, row: PromptRow) -> Asked:
+    def ask(self, row: PromptRow) -> RowRequest:
         """Return what a line asks of the engine. Raises RefusedLine where it cannot be run."""
         assert row.batch is not None
         try:
@@ -49,19 +49,19 @@ class BatchAnswers:
         except UserError as error:
             raise RefusedLine(bad_request(str(error), None), str(error)) from error
 
-    def _asked(self, row: PromptRow, body: BatchRequest) -> Asked:
+    def _asked(self, row: PromptRow, body: BatchRequest) -> RowRequest:
         tokenizer, own = self._engine.tokenizer, self._run.predict
-        asked = named(self._run.model, body.model)
-        adapter, prefix = asked.adapter or own.adapter, asked.prefix or own.prefix
+        row_request = named(self._run.model, body.model)
+        adapter, prefix = row_request.adapter or own.adapter, row_request.prefix or own.prefix
         served = self._served.after(prefix)
         if isinstance(body, ChatRequest):
-            head = Head(f"chatcmpl-{_id(row)}", body.model)
+            head = RequestContext(f"chatcmpl-{_id(row)}", body.model)
             prompt = self._chat.prompt(body, served.context_length)
             text: str | None = prompt.text
             generation = Generation(body, [prompt.token_ids], served, head, tokenizer, prompt.settings)
             writer: Writer = ChatWriter(generation, body, prompt.reader)
         else:
-            head, encoded = Head(f"cmpl-{_id(row)}", body.model), self._encoder.encode(row)
+            head, encoded = RequestContext(f"cmpl-{_id(row)}", body.model), self._encoder.encode(row)
             text = encoded.text
             generation = Generation(body, [encoded.token_ids], served, head, tokenizer)
             writer = CompletionWriter(generation, body)
@@ -70,7 +70,7 @@ class BatchAnswers:
             request = self._engine.request(row.index, generation.prompts[0], decode, prefix=prefix, adapter=adapter)
         except UserError as error:
             raise generation.refused(str(error)) from error
-        return Asked(request, text, partial(_answer, row, request, generation, writer))
+        return RowRequest(request, text, partial(_answer, row, request, generation, writer))
 
 
 def _answer(row: PromptRow, request: Request, generation: Generation, writer: Writer, output: Output) -> Row:

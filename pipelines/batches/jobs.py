@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 
 
 @dataclass
-class Batch:
+class BatchJob:
     """A batch and how far it is. Times are seconds since 1970."""
 
     id: str
@@ -100,7 +100,7 @@ class Batch:
         }
 
 
-Send = Callable[[Batch, dict[str, Any]], Awaitable[Reply]]
+Send = Callable[[BatchJob, dict[str, Any]], Awaitable[Reply]]
 """Asks the server for the answer to a line's body."""
 
 
@@ -150,7 +150,7 @@ class BatchJobs:
         await asyncio.to_thread(self._disk.shutdown)
         os.close(self._lock)
 
-    async def create(self, owner: str | None, request: BatchRequest) -> Batch:
+    async def create(self, owner: str | None, request: BatchRequest) -> BatchJob:
         """Begin a batch, which is kept when this returns. Raises ApiError (400, 404), and OSError."""
         file = self.files.get(owner, request.input_file_id)
         if file.purpose != "batch":
@@ -161,7 +161,9 @@ class BatchJobs:
         now = int(self._clock())
         after = request.output_expires_after
         kept_s = after.seconds if after else KEPT_S
-        batch = Batch(new_id("batch_"), owner, file.id, request.endpoint, now, now + WINDOW_S, request.metadata, kept_s)
+        batch = BatchJob(
+            new_id("batch_"), owner, file.id, request.endpoint, now, now + WINDOW_S, request.metadata, kept_s
+        )
         self._batches[batch.id] = batch
         try:
             await self._on_disk(self._save, batch)
@@ -171,18 +173,18 @@ class BatchJobs:
         self._begin(batch)
         return batch
 
-    def get(self, owner: str | None, id: str) -> Batch:
+    def get(self, owner: str | None, id: str) -> BatchJob:
         """Return a batch of a key. Raises ApiError (404) for another key's, too."""
         batch = self._batches.get(id)
         if batch is None or batch.owner != owner:
             raise missing("batch", id)
         return batch
 
-    def of(self, owner: str | None) -> list[Batch]:
+    def of(self, owner: str | None) -> list[BatchJob]:
         """Return the batches of a key, in the order in which they came."""
         return [batch for batch in self._batches.values() if batch.owner == owner]
 
-    async def cancel(self, owner: str | None, id: str) -> Batch:
+    async def cancel(self, owner: str | None, id: str) -> BatchJob:
         """End a batch: what is done is written to its files. Raises ApiError (400, 404), and OSError."""
         batch = self.get(owner, id)
         if batch.status in (*ENDED, "finalizing"):
@@ -203,24 +205,24 @@ class BatchJobs:
     def _used(self) -> set[str]:
         return {batch.input_file_id for batch in self._batches.values() if batch.status not in ENDED}
 
-    def _enter(self, batch: Batch, status: str) -> None:
+    def _enter(self, batch: BatchJob, status: str) -> None:
         """Let a batch come to a status now."""
         batch.status = status
         batch.times[status] = int(self._clock())
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: BatchJob) -> None:
         self._tasks[batch.id] = task = asyncio.create_task(self._run(batch))
         task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _on_disk(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
 
-    def _save(self, batch: Batch) -> None:
+    def _save(self, batch: BatchJob) -> None:
         folder = self._folder / batch.id
         folder.mkdir(mode=0o700, exist_ok=True)
         write_atomically(folder / "batch.json", [json.dumps(asdict(batch))])
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: BatchJob) -> None:
         """Do a batch to its end, also where it is cancelled or the disk fails."""
         while batch.status not in ENDED:
             try:
@@ -234,7 +236,7 @@ class BatchJobs:
                 log.error("%s goes on in %g s: %s", batch.id, RETRY_S, error, exc_info=not is_known)
                 await asyncio.sleep(RETRY_S)
 
-    async def _advance(self, batch: Batch) -> None:
+    async def _advance(self, batch: BatchJob) -> None:
         """Do what a batch's status asks for. Raises OSError and UserError for a disk that fails."""
         path = self.files.path(batch.input_file_id)
         if batch.status == "validating":
@@ -264,7 +266,7 @@ class BatchJobs:
         finally:
             self._disk.submit(_close, journal)  # after whatever is done to it now
 
-    async def _run_lines(self, batch: Batch, journal: Journal, path: Path) -> None:
+    async def _run_lines(self, batch: BatchJob, journal: Journal, path: Path) -> None:
         """Run the lines that the journal does not have. Raises OSError and UserError for a disk that fails."""
         lines = _undone(path, journal)
         try:
@@ -276,14 +278,14 @@ class BatchJobs:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def _run_line(self, batch: Batch, journal: Journal, line: InputLine) -> None:
+    async def _run_line(self, batch: BatchJob, journal: Journal, line: InputLine) -> None:
         reply = await self._reply(batch, line.body)
         row = answer_line(_line_id(batch, line), line.custom_id, reply.status, reply.request_id, reply.body)
         await self._on_disk(_append, journal, line, row)
         name = "completed" if reply.status == 200 else "failed"
         batch.counts[name] = batch.counts.get(name, 0) + 1
 
-    async def _reply(self, batch: Batch, body: dict[str, Any]) -> Reply:
+    async def _reply(self, batch: BatchJob, body: dict[str, Any]) -> Reply:
         """Return the answer to a line. One whose engine ended asks again, and alone if it ran then."""
         assert self.send
         is_suspect = False
@@ -295,7 +297,7 @@ class BatchJobs:
             is_suspect |= reply.code == "engine_gone"
             await asyncio.sleep(PAUSE_S)
 
-    def _write_files(self, batch: Batch, journal: Journal, path: Path, end: str) -> None:
+    def _write_files(self, batch: BatchJob, journal: Journal, path: Path, end: str) -> None:
         """Write the output and error files and then the batch's end. What was not run has an error. Raises OSError and UserError."""
         for line in _undone(path, journal):
             _append(journal, line, error_line(_line_id(batch, line), line.custom_id, f"batch_{end}", UNDONE[end]))
@@ -332,9 +334,9 @@ class BatchJobs:
             await asyncio.sleep(SWEEP_S)
 
 
-def _read(path: Path) -> Batch:
+def _read(path: Path) -> BatchJob:
     try:
-        return Batch(**json.loads(path.read_bytes()))
+        return BatchJob(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is no description of a batch ({error}): delete its folder") from error
 
@@ -370,5 +372,5 @@ def _outcome(record: dict[str, Any]) -> str:
     return "completed" if response is not None and response["status_code"] == 200 else "failed"
 
 
-def _line_id(batch: Batch, line: InputLine) -> str:
+def _line_id(batch: BatchJob, line: InputLine) -> str:
     return f"batch_req_{batch.id.removeprefix('batch_')}_{line.index}"

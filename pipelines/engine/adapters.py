@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import UserError, shortened, there_are
+from conf.errors import UserError, list_known_names, shortened
 from models.adapters import Adapter, AdapterTables, Fold, read_adapter
 from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
@@ -54,7 +54,11 @@ class Adapters:
         """Return the adapter of this name. Raises UserError that lists the known ones."""
         if name in self._ids:
             return self._ids[name]
-        known = there_are(list(self._ids), name) if self._ids else "there are none: give model.adapters={NAME: FOLDER}"
+        known = (
+            list_known_names(list(self._ids), name)
+            if self._ids
+            else "there are none: give model.adapters={NAME: FOLDER}"
+        )
         raise UserError(f"adapter {shortened(repr(name))} does not exist: {known}")
 
     def give(self, request: Request, name: str) -> Request:

@@ -57,7 +57,7 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
         positions += range(prefix.first_position + start, prefix.first_position + after)
         places = range(prefix.num_tokens + start, prefix.num_tokens + after)
         slots += [table[p // block_size] * block_size + p % block_size for p in places]
-        length = len(sequence.token_ids) if sequence.is_past_border else sequence.num_prompt_tokens
+        length = len(sequence.token_ids) if sequence.is_past_threshold else sequence.num_prompt_tokens
         prompt_lengths += [0 if prefix.num_tokens else length] * len(new_token_ids)
         adapter_slots += [adapter_slot] * len(new_token_ids)
         context_lengths.append(prefix.num_tokens + after)

@@ -25,13 +25,13 @@ def extend_hashes(
         hashes.append(hashlib.sha256((hashes[-1] if hashes else root) + block).digest())
 
 
-def root_hash(salt: str | None, is_past_border: bool, prefix: str = "", adapter: str = "") -> bytes:
+def root_hash(salt: str | None, is_past_threshold: bool, prefix: str = "", adapter: str = "") -> bytes:
     """Return what the first hash of a sequence's blocks begins with. Sequences that differ in one of these arguments share no blocks.
 
     `prefix` and `adapter` are digests: another one under the same name does not find the blocks of the last.
     """
     # The words in front are no token ids, so that no salt can pass for a block of tokens.
-    parts = [b"past border:"] if is_past_border else []
+    parts = [b"past border:"] if is_past_threshold else []
     parts += [b"prefix:" + prefix.encode()] if prefix else []
     parts += [b"adapter:" + adapter.encode()] if adapter else []
     parts += [] if salt is None else [b"salt:" + salt.encode("utf-8", "surrogatepass")]

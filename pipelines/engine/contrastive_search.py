@@ -38,14 +38,14 @@ class ContrastiveSearch:
         if self._probabilities is not None:
             sequence.token_ids.pop()
         sequence.block_hashes.clear()
-        sequence.first_wanted = 0
+        sequence.first_output_position = 0
         self._begin()
         return sequence
 
     def recompute(self, group: SequenceGroup) -> None:
         """Observe the hidden states before the candidates again. The candidates stay."""
         self._context = None
-        group.sequences[0].first_wanted = 0
+        group.sequences[0].first_output_position = 0
 
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         directions = normalize(torch.cat(self._observed).float(), dim=-1)

@@ -23,6 +23,7 @@ from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.choices import Choices, choose_tokens
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
 from pipelines.engine.pooling import PromptPooling
@@ -37,7 +38,6 @@ from pipelines.engine.request import (
     Sink,
 )
 from pipelines.engine.request_factory import RequestFactory
-from pipelines.engine.runner import Runner
 from pipelines.engine.sampler import choose
 from pipelines.engine.scheduler import Scheduler, StepPlan
 from pipelines.engine.speculation import Speculator
@@ -45,7 +45,9 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
-LANE_STEPS = 4  # among which a lane divides a budget of prompts: other stages wait in its first and its last one
+MICROBATCH_STEPS = (
+    4  # among which a microbatch divides a budget of prompts: other stages wait in its first and its last one
+)
 
 
 class Engine:
@@ -67,15 +69,15 @@ class Engine:
         max_batched_tokens: int,
         num_graph_sequences: int = 0,
         decode_threads: int | None = None,
-        undrafted: Mapping[Speculate, str] | None = None,
+        unavailable_proposers: Mapping[Speculate, str] | None = None,
         adapters: Adapters | None = None,
-        make_runner: Callable[[CausalLM, KVCache, int, int, int | None], Runner] = Runner,
+        make_executor: Callable[[CausalLM, KVCache, int, int, int | None], Executor] = Executor,
     ) -> None:
         """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing.
 
         `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph, where there is a GPU.
-        `decode_threads`: threads of decode steps on a CPU, if not all. `undrafted`: who cannot draft, and why. `adapters`: those of the
-        model that rows may name. `make_runner`: Runner, or what takes the same and runs the model with other ranks.
+        `decode_threads`: threads of decode steps on a CPU, if not all. `unavailable_proposers`: why each cannot draft. `adapters`: those
+        of the model that rows may name. `make_executor`: Executor, or what takes the same and runs the model with other ranks.
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
@@ -89,14 +91,14 @@ class Engine:
             *(self.num_blocks, self.block_size, max_batched_tokens),
             shares_prefixes=not (shape.keys_depend_on_length or shape.needs_whole_prompt),
             needs_whole_prompt=shape.needs_whole_prompt,
-            key_border=shape.key_border,
-            undrafted=undrafted or {},
+            long_rope_threshold=shape.long_rope_threshold,
+            unavailable_proposers=unavailable_proposers or {},
         )
         blocks = BlockManager(self.num_blocks, self.block_size)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
-        limits = max_num_requests, max_batched_tokens, shape.needs_whole_prompt, shape.key_border
+        limits = max_num_requests, max_batched_tokens, shape.needs_whole_prompt, shape.long_rope_threshold
         self.scheduler = Scheduler(blocks, *limits, self.adapters.slots)
-        self._make_runner = make_runner
+        self._make_executor = make_executor
         self.looks_ahead = self.device.type == "cuda"
         """Whether a step is launched before the tokens of the one before it are known, where that is possible."""
         self.num_generated_tokens = 0  # by all requests so far
@@ -108,15 +110,17 @@ class Engine:
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
         """From now on compute with this model and this cache, of as many blocks as the last one. Steps that were captured are dropped."""
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
-        self.runner = self._make_runner(model, cache, num_graph_sequences, width, self._decode_threads)
+        self.executor = self._make_executor(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # the next step, which runs before its input tokens are known here
-        self._lanes: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()  # steps under way, of different groups
+        self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = (
+            deque()
+        )  # steps under way, of different groups
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""
         if self.adapters.load(name, Path(folder), self.scheduler.adapters_in_use):
-            self.run_over(self.runner.model, self.runner.cache, self._num_graph_sequences)
+            self.run_over(self.executor.model, self.executor.cache, self._num_graph_sequences)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Raises UserError for an unknown name, and while a request uses it."""
@@ -160,7 +164,7 @@ class Engine:
     def _with_adapter(self, request: Request, adapter: str | None) -> Request:
         if adapter is not None:
             request = self.adapters.give(request, adapter)
-        self.runner.prompt_features(request.prompt_token_ids)
+        self.executor.prompt_features(request.prompt_token_ids)
         return request
 
     def pin(self, blocks: list[int]) -> None:
@@ -224,9 +228,9 @@ class Engine:
         self.adapters.check(request.adapter)
         params, pooling = request.params, request.pooling
         origin = Sequence.begin(request, self._detokenizer(request))
-        origin.prompt_features = self.runner.prompt_features(request.prompt_token_ids)
+        origin.prompt_features = self.executor.prompt_features(request.prompt_token_ids)
         if params.prompt_logprobs is not None or params.penalty_alpha > 0 or pooling in (Pooling.mean, Pooling.cls):
-            origin.first_wanted = 0
+            origin.first_output_position = 0
         search: Search | None = None
         if params.num_beams > 1:
             search = BeamSearch(params, origin.detokenizer)
@@ -245,7 +249,7 @@ class Engine:
         `max_tokens`: the step's budget, as for `Scheduler.plan`.
         """
         step, self._launched = self._launched, None
-        if step is None or not step.is_wanted():
+        if step is None or not step.has_live_sequences():
             step = self._next_step(max_tokens)
             verify(step, self._fail)
         ahead = self._launch_ahead(step)
@@ -258,21 +262,21 @@ class Engine:
         self._launched = ahead or step.confirmed()
 
     def _next_step(self, max_tokens: int | None) -> LaunchedStep:
-        """Begin a step in every lane that is free, and return the one that was begun first. Drafts have one lane."""
-        lanes, runner = self._lanes, self.runner
-        num_lanes = 1 if self.speculator.is_wanted(self.scheduler.running) else runner.num_lanes
-        if num_lanes > 1:
-            share = self.scheduler.max_batched_tokens // (num_lanes * LANE_STEPS)
+        """Begin a step in every microbatch that is free, and return the one that was begun first. Drafts have one microbatch."""
+        microbatches, executor = self._microbatches, self.executor
+        num_microbatches = 1 if self.speculator.wants_drafts(self.scheduler.running) else executor.num_microbatches
+        if num_microbatches > 1:
+            share = self.scheduler.max_batched_tokens // (num_microbatches * MICROBATCH_STEPS)
             max_tokens = share if max_tokens is None else min(max_tokens, share)
-        while len(lanes) < num_lanes:
-            plan = self.scheduler.plan(max_tokens, [plan for plan, _ in lanes], num_lanes)
-            runner.copy_blocks(plan.copies)
-            if num_lanes == 1:
+        while len(microbatches) < num_microbatches:
+            plan = self.scheduler.plan(max_tokens, [plan for plan, _ in microbatches], num_microbatches)
+            executor.copy_blocks(plan.copies)
+            if num_microbatches == 1:
                 return self._launch(self.speculator.extend(plan, max_tokens))
             if not plan.scheduled:
                 break
-            lanes.append((plan, runner.begin(build_batch(plan, self.block_size))))
-        plan, outputs = lanes.popleft()
+            microbatches.append((plan, executor.begin(build_batch(plan, self.block_size))))
+        plan, outputs = microbatches.popleft()
         return LaunchedStep(plan, outputs())
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
@@ -280,10 +284,10 @@ class Engine:
         batch = build_batch(plan, self.block_size)
         if self.speculator.reads_hidden(plan):
             whole = build_batch(plan, self.block_size, all_outputs=True)
-            outputs, hidden = self.runner.execute_whole(batch, whole)
+            outputs, hidden = self.executor.execute_whole(batch, whole)
             self.speculator.observe(plan, hidden)
             return LaunchedStep(plan, outputs)
-        outputs = self.runner.execute(batch, last_tokens)
+        outputs = self.executor.execute(batch, last_tokens)
         if not self.looks_ahead or not can_choose_ahead(plan):
             return LaunchedStep(plan, outputs)
         contexts = [item.sequence for item in plan.scheduled]
@@ -291,7 +295,7 @@ class Engine:
 
     def _launch_ahead(self, step: LaunchedStep) -> LaunchedStep | None:
         """Begin the step after this one with the tokens that the device chooses, if it can be planned without knowing them."""
-        if step.tokens is None or not step.is_wanted_whole():
+        if step.tokens is None or not step.all_sequences_live():
             return None
         plan = self.scheduler.plan_ahead(step.plan)
         return plan and self._launch(plan, step.tokens.clamp(0, self.vocab_size - 1))
@@ -369,8 +373,8 @@ class Engine:
         blocks = self.scheduler.block_manager
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
-            features = [self.runner.prompt_features(prompt) for prompt in prompts]
-            return self.runner.hidden(whole_batch(prompts, num_outputs, tables, features, self.block_size))
+            features = [self.executor.prompt_features(prompt) for prompt in prompts]
+            return self.executor.hidden(whole_batch(prompts, num_outputs, tables, features, self.block_size))
         finally:
             for table in tables:
                 blocks.free(table)

@@ -53,11 +53,11 @@ class LaunchedStep:
         self.given |= {(item.sequence, before + i): token for i, token in enumerate(tokens)}
         self.plan.scheduled[index] = item._replace(drafts=item.drafts[: len(tokens) - 1])
 
-    def is_wanted(self) -> bool:
+    def has_live_sequences(self) -> bool:
         """Return whether a sequence of the plan has not ended since."""
         return any(item.sequence in item.group.sequences for item in self.plan.scheduled)
 
-    def is_wanted_whole(self) -> bool:
+    def all_sequences_live(self) -> bool:
         """Return whether no sequence of the plan has ended since."""
         return all(item.sequence in item.group.sequences for item in self.plan.scheduled)
 

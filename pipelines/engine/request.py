@@ -191,13 +191,13 @@ class Sequence(SamplingContext):
     """Features of the prompt that the model reads in every step."""
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
-    first_wanted: int | None = None
+    first_output_position: int | None = None
     """Position of the first token whose output (logits and hidden state) is wanted; None: only the last token's is."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the first full blocks, as far as anybody needed them."""
-    is_past_border: bool = False
-    """Whether its keys are those of a text that is longer than the model's `key_border`."""
+    is_past_threshold: bool = False
+    """Whether its keys are those of a text that is longer than the model's `long_rope_threshold`."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """Its new text, in pieces."""

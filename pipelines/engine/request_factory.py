@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from conf.decoding import NEUTRAL, DecodeConfig, warn_once
-from conf.errors import UserError, shortened, there_are
+from conf.errors import UserError, list_known_names, shortened
 from conf.speculation import DraftOrder, Speculate
 from models.tokenizers.base import Tokenizer
 from pipelines.engine.guide import Guides
@@ -44,11 +44,11 @@ class RequestFactory:
     """Whether the same tokens have the same keys in any prompt that begins with them."""
     needs_whole_prompt: bool = False
     """Whether a prompt must be computed in one step."""
-    key_border: int | None = None
+    long_rope_threshold: int | None = None
     """Number of tokens past which all keys of a text are computed otherwise."""
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """By the names that requests give."""
-    undrafted: Mapping[Speculate, str] = field(default_factory=dict)
+    unavailable_proposers: Mapping[Speculate, str] = field(default_factory=dict)
     """Who cannot draft here, and why."""
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class RequestFactory:
         if name is None:
             return NO_PREFIX
         if name not in self.prefixes:
-            known = there_are(self.prefixes, name) if self.prefixes else "give model.prefixes={NAME: PATH}"
+            known = list_known_names(self.prefixes, name) if self.prefixes else "give model.prefixes={NAME: PATH}"
             raise UserError(f"prefix {shortened(repr(name))} does not exist: {known}")
         return self.prefixes[name]
 
@@ -150,7 +150,7 @@ class RequestFactory:
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that no prompt could be run with."""
         check_max_length(decode, self.context)
-        if reason := self.undrafted.get(decode.speculate):
+        if reason := self.unavailable_proposers.get(decode.speculate):
             raise UserError(f"decode.speculate={decode.speculate.name} {reason}")
         self._check_ids("stop token id", decode.stop_token_ids)
         self._check_ids("allowed token id", decode.allowed_token_ids)
@@ -181,7 +181,7 @@ class RequestFactory:
     def _check_size(self, params: SamplingParams, num_prompt_tokens: int, num_prefix_tokens: int) -> None:
         """Raise UserError for a request that could never run, because the pool or a step is too small for it."""
         num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
-        own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, self.key_border, num_prefix_tokens)
+        own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, self.long_rope_threshold, num_prefix_tokens)
         if own_blocks > self.num_blocks:
             what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = self.num_blocks * self.block_size
@@ -202,7 +202,7 @@ def max_blocks(
     params: SamplingParams,
     num_prompt_tokens: int,
     block_size: int,
-    key_border: int | None = None,
+    long_rope_threshold: int | None = None,
     num_prefix_tokens: int = 0,
 ) -> int:
     """Return how many blocks a request may own at most: one that needs more than there are could wait for ever.
@@ -212,7 +212,7 @@ def max_blocks(
     num_tokens = num_prefix_tokens + num_prompt_tokens + params.max_new_tokens
     # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
     num_shared = (num_tokens - 1 if params.penalty_alpha else num_prefix_tokens + num_prompt_tokens) // block_size
-    if key_border is not None and num_prompt_tokens <= key_border < num_tokens:
+    if long_rope_threshold is not None and num_prompt_tokens <= long_rope_threshold < num_tokens:
         num_shared = 0  # each is computed again by itself
     num_blocks = num_shared + params.num_sequences * (-(-num_tokens // block_size) - num_shared)
     return num_blocks - num_prefix_tokens // block_size

@@ -44,20 +44,20 @@ class Scheduler:
         max_num_requests: int,
         max_batched_tokens: int,
         whole_prompts: bool = False,
-        key_border: int | None = None,
+        long_rope_threshold: int | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
         """`max_batched_tokens`: budget of a step, unless its caller gives a smaller one.
 
-        `whole_prompts`: admit a request only to a step that all of its tokens fit in. `key_border`: the model's. `adapters`: what a
-        request that has an adapter needs.
+        `whole_prompts`: admit a request only to a step that all of its tokens fit in. `long_rope_threshold`: the model's. `adapters`: what
+        a request that has an adapter needs.
         """
         self._adapters = adapters
         self.block_manager = block_manager
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
         self._whole_prompts = whole_prompts
-        self._key_border = key_border
+        self._long_rope_threshold = long_rope_threshold
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
         self._reserved: list[Sequence] = []  # which have blocks for drafts
@@ -73,24 +73,26 @@ class Scheduler:
         """Adapters of the requests that run or wait."""
         return {group.request.adapter for group in (*self.running, *self.waiting)}
 
-    def plan(self, max_tokens: int | None = None, under_way: Iterable[StepPlan] = (), num_lanes: int = 1) -> StepPlan:
-        """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` where that is less.
+    def plan(
+        self, max_tokens: int | None = None, in_flight: Iterable[StepPlan] = (), num_microbatches: int = 1
+    ) -> StepPlan:
+        """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` if that is less.
 
-        It is more than `max_tokens` where more sequences run, or where prompts cannot be cut. Of the groups that no plan of `under_way`
-        has, it takes an even share for one of `num_lanes`; none may be left.
+        The step is larger if more sequences run, or if prompts cannot be split. It considers only groups that are not in flight, and takes
+        1/num_microbatches of the running ones, possibly none.
         """
-        busy = {item.group for plan in under_way for item in plan.scheduled}
+        busy = {item.group for plan in in_flight for item in plan.scheduled}
         idle = [group for group in self.running if group not in busy]
         copies: list[tuple[int, int]] = []
         while self._reserved:
             self._drop_reserved(self._reserved.pop())
         for group in idle:
-            self._recompute_past_border(group)
+            self._recompute_past_threshold(group)
         if self._grow(idle, bool(busy), copies):
             while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0], copies):
                 self.running.append(self.waiting.popleft())
                 idle.append(self.running[-1])
-        groups = idle[: -(-len(self.running) // num_lanes)]
+        groups = idle[: -(-len(self.running) // num_microbatches)]
         sequences = [sequence for group in groups for sequence in group.sequences]
         num_new_tokens = self._share_budget(sequences, max_tokens)
         ready = []
@@ -118,7 +120,7 @@ class Scheduler:
         missing = {s: self._num_missing_of(s, 1) for s in sequences}
         if (
             self.waiting
-            or any(self._is_past_border(len(s.token_ids) + 1) and not s.is_past_border for s in sequences)
+            or any(self._is_past_threshold(len(s.token_ids) + 1) and not s.is_past_threshold for s in sequences)
             or any(s.num_output_tokens + 1 >= s.params.max_new_tokens for s in sequences)
             or sum(missing.values()) > self.block_manager.num_free_blocks
         ):
@@ -132,7 +134,7 @@ class Scheduler:
         """Give each of the plan's sequences the blocks for as many drafts as it wants and there is place for; returns how many.
 
         Drafts take what is left of the step's budget and of the blocks that hold nothing: nobody gives way and nothing cached is evicted.
-        `plan` takes back what is not used. A draft is on the same side of the model's `key_border` as its sequence.
+        `plan` takes back what is not used. A draft is on the same side of the model's `long_rope_threshold` as its sequence.
         """
         blocks, budget = self.block_manager, self._budget(max_tokens, len(plan.scheduled))
         budget -= sum(item.num_new_tokens for item in plan.scheduled)
@@ -142,8 +144,8 @@ class Scheduler:
             most = min(most, budget, sequence.params.max_new_tokens - sequence.num_output_tokens - 1)
             num_slots = (len(sequence.block_table) + blocks.num_empty_blocks) * blocks.block_size
             most = min(most, num_slots - sequence.prefix.num_tokens - num_tokens)
-            if self._key_border is not None and not sequence.is_past_border:
-                most = min(most, self._key_border - num_tokens)
+            if self._long_rope_threshold is not None and not sequence.is_past_threshold:
+                most = min(most, self._long_rope_threshold - num_tokens)
             most = max(0, most)
             if (missing := self._num_missing_of(sequence, most)) > 0:
                 sequence.block_table += blocks.allocate(missing)
@@ -170,8 +172,9 @@ class Scheduler:
                 self._extend_hashes(sequence, full)
                 for i in range(before, full):
                     blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
-            if sequence.first_wanted is not None:
-                sequence.first_wanted = sequence.num_computed_tokens if sequence.num_uncomputed_tokens else None
+            if sequence.first_output_position is not None:
+                is_whole = not sequence.num_uncomputed_tokens
+                sequence.first_output_position = None if is_whole else sequence.num_computed_tokens
 
     def branch(self, group: SequenceGroup, continuations: list[Continuation]) -> None:
         """Continue the group with these: a sequence that several follow is forked, one that none follows ends here."""
@@ -261,10 +264,10 @@ class Scheduler:
                     self._allocate(sequence, copies)
         return enough
 
-    def _recompute_past_border(self, group: SequenceGroup) -> None:
+    def _recompute_past_threshold(self, group: SequenceGroup) -> None:
         """Drop what is computed of a group whose sequences, which are equally long, have just grown past the border."""
         first = group.sequences[0]
-        if first.is_past_border or not self._is_past_border(len(first.token_ids)):
+        if first.is_past_threshold or not self._is_past_threshold(len(first.token_ids)):
             return
         for sequence in group.sequences:
             self._release(sequence)
@@ -274,13 +277,13 @@ class Scheduler:
 
     def _place_at_border(self, sequence: Sequence) -> None:
         """Record on which side of the border a sequence will be computed, of which nothing is computed yet."""
-        is_past_border = self._is_past_border(len(sequence.token_ids))
-        if is_past_border != sequence.is_past_border:
+        is_past_threshold = self._is_past_threshold(len(sequence.token_ids))
+        if is_past_threshold != sequence.is_past_threshold:
             sequence.block_hashes.clear()
-        sequence.is_past_border = is_past_border
+        sequence.is_past_threshold = is_past_threshold
 
-    def _is_past_border(self, num_tokens: int) -> bool:
-        return self._key_border is not None and num_tokens > self._key_border
+    def _is_past_threshold(self, num_tokens: int) -> bool:
+        return self._long_rope_threshold is not None and num_tokens > self._long_rope_threshold
 
     def _admit(self, group: SequenceGroup, copies: list[tuple[int, int]]) -> bool:
         """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it.
@@ -302,7 +305,7 @@ class Scheduler:
         """Begin a sequence with its prefix's blocks, and with what the cache knows of its tokens."""
         blocks, prefix, found = self.block_manager, sequence.prefix, list[int]()
         num_full = prefix.num_tokens // blocks.block_size
-        if sequence.params.prefix_cache and sequence.first_wanted is None:
+        if sequence.params.prefix_cache and sequence.first_output_position is None:
             # At least one token is computed again, because its logits are wanted.
             num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // blocks.block_size
             self._extend_hashes(sequence, num_blocks)
@@ -390,10 +393,10 @@ def root_hash_of(sequence: Sequence) -> bytes:
     """Return the `root_hash` of a sequence's blocks."""
     params, adapter = sequence.params, sequence.request.adapter
     digest = "" if adapter is None else adapter.digest
-    return root_hash(params.cache_salt, sequence.is_past_border, sequence.prefix.digest, digest)
+    return root_hash(params.cache_salt, sequence.is_past_threshold, sequence.prefix.digest, digest)
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:
     after = sequence.num_computed_tokens + num_new_tokens
-    first = len(sequence.token_ids) - 1 if sequence.first_wanted is None else sequence.first_wanted
+    first = len(sequence.token_ids) - 1 if sequence.first_output_position is None else sequence.first_output_position
     return max(0, after - max(first, sequence.num_computed_tokens))

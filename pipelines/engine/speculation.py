@@ -64,7 +64,7 @@ class Speculator:
             self._settled.num_accepted_tokens + sum(drafted.num_accepted for drafted in self._drafted),
         )
 
-    def is_wanted(self, groups: list[SequenceGroup]) -> bool:
+    def wants_drafts(self, groups: list[SequenceGroup]) -> bool:
         """Return whether a group asks for drafts."""
         return any(group.request.params.speculate is not Speculate.none for group in groups)
 

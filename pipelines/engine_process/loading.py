@@ -10,7 +10,7 @@ from conf.quantization import Activations
 from conf.schema import RunConfig, Weights
 from models.formats.hub import find_checkpoint
 from models.formats.sentence_transformers import read_embedding_files
-from models.heads import Head
+from models.heads import HeadKind
 from pipelines.device import prepare_device
 from pipelines.embed import Embedder
 from pipelines.engine import Engine
@@ -20,7 +20,7 @@ from pipelines.engine_process.frames import Ready
 from pipelines.fingerprint import model_fingerprint, plain, replay_fingerprint, template_fingerprint
 from pipelines.loading import load_engine_on
 from pipelines.memory import explained_out_of_memory
-from pipelines.opening import ModelSource, open_source
+from pipelines.model_source import ModelSource, resolve_model
 from pipelines.report import NoProgress, ProgressSink, progress_bar
 
 
@@ -68,7 +68,7 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
     embeds = read_embedding_files(path).pooling is not None
     with explained_out_of_memory(), progress_bar() as progress:
         device = prepare_device(run.device)
-        source = open_source(model, Head.none if embeds else Head.vocabulary)
+        source = resolve_model(model, HeadKind.none if embeds else HeadKind.vocabulary)
         engine = load_engine_on(device, run, source, run.serve.batch_size, _WhileWanted(channel, progress))
     embedder, decode = None, run.decode
     if embeds:

@@ -23,7 +23,7 @@ from pipelines.request_settings import RequestSettings
 from quantization.calibration import NUM_SAMPLES
 from quantization.file_layout import FileLayout
 from quantization.part_files import REST, PartFiles
-from quantization.quantizer import Part, parts_of
+from quantization.quantizer import QuantizedLayer, parts_of
 from quantization.scheme import LinearScheme
 
 START_S = 3.0  # imports, and the texts' tokens
@@ -73,13 +73,13 @@ def expected_seconds(
     if len(parts) > len(layers):
         seconds += num_tokens * costs[-1].per_token + head_share * costs[-1].fixed
     if run.task is Task.quantize:
-        num_texts, depth = len(data.held_out), len(layers) / engine.runner.model.config.num_hidden_layers
+        num_texts, depth = len(data.held_out), len(layers) / engine.executor.model.config.num_hidden_layers
         predictions = (depth * cost.layers + head_share * cost.head for cost in (before, after))
         seconds += REPORT_S + num_texts * sum(predictions)
     return seconds + time.perf_counter() - start
 
 
-def _kinds(plan: ModelPlan, parts: list[Part]) -> list[int]:
+def _kinds(plan: ModelPlan, parts: list[QuantizedLayer]) -> list[int]:
     """Return for each decoder layer the first that has parameters of the same names and shapes."""
     shapes = [(name, parameter.shape) for name, parameter in plan.model.named_parameters()]
     own = [
@@ -89,7 +89,7 @@ def _kinds(plan: ModelPlan, parts: list[Part]) -> list[int]:
     return list(map(own.index, own))
 
 
-def _schemes(parts: list[Part], kinds: list[int]) -> dict[str, LinearScheme]:
+def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearScheme]:
     """Return the schemes of the first layers, each as the last of its kind has them, and the head's."""
     last = {kind: parts[index] for index, kind in enumerate(kinds)}
     schemes = {name: scheme for head in parts[len(kinds) :] for name, scheme in head.schemes.items()}
@@ -130,7 +130,7 @@ def _measure(
     """Quantise and keep all parts of a small model."""
     costs, num_tokens = [], sum(map(len, samples))
     batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
-    share = Share(run.quant, layout, engine.runner.model, batches, cache)
+    share = Share(run.quant, layout, engine.executor.model, batches, cache)
     for part in share.parts:
         start, growing = time.perf_counter(), -share.calibrator.batch_seconds
         chosen = share.choose(part)
@@ -144,9 +144,9 @@ def _measure(
 
 
 def _seconds_to_keep_rest(engine: Engine, files: PartFiles) -> float:
-    start, layers = time.perf_counter(), f"{engine.runner.model.layout.layers}."
+    start, layers = time.perf_counter(), f"{engine.executor.model.layout.layers}."
     files.write_rest(
-        {name: tensor.data for name, tensor in engine.runner.model.named_parameters() if not name.startswith(layers)}
+        {name: tensor.data for name, tensor in engine.executor.model.named_parameters() if not name.startswith(layers)}
     )
     sha256_of(files.folder / REST)
     return time.perf_counter() - start
@@ -157,7 +157,7 @@ def _predict(engine: Engine, text: list[int]) -> PredictionCost:
     start = time.perf_counter()
     hidden = engine.hidden_states([text], [len(text)])
     middle = time.perf_counter()
-    engine.runner.logits(hidden).float().log_softmax(-1)
+    engine.executor.logits(hidden).float().log_softmax(-1)
     return PredictionCost(middle - start, time.perf_counter() - middle)
 
 

@@ -10,7 +10,7 @@ from conf.schema import RunConfig
 from models.formats.hub import find_tokenizer
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint, plain_quant
 from pipelines.journal import dumps
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.output_folder import kept_folder
 from quantization.smoothing_record import FOLDS, SMOOTHING
 

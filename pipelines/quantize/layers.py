@@ -36,7 +36,7 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
 
 def calibration_cache(engine: Engine) -> KVCache:
     """Return the engine's cache for one layer: a batch is one step, so that layers need not remember."""
-    return KVCache(engine.runner.cache.layers[:1])
+    return KVCache(engine.executor.cache.layers[:1])
 
 
 def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
@@ -54,8 +54,8 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]
 
     def batch(prompts: list[list[int]]) -> Batch:
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
-        features = [engine.runner.prompt_features(prompt) for prompt in prompts]
-        return engine.runner.on_device(
+        features = [engine.executor.prompt_features(prompt) for prompt in prompts]
+        return engine.executor.on_device(
             whole_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
         )
 

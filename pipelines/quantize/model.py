@@ -9,7 +9,7 @@ from conf.schema import RunConfig
 from pipelines import report
 from pipelines.assembly import assemble
 from pipelines.engine import Engine
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.output_folder import complete_folder
 from pipelines.planning import plan_model, without_quantization
 from pipelines.quantize.job import job_of
@@ -42,7 +42,7 @@ def make_model(
         if not run.parallel.mode.divides:
             engine = assemble(float_run, ready.plan, settings, 1, progress.loaded)
             batches, cache = calibration_batches(engine, ready.data.samples), calibration_cache(engine)
-            share = Share(run.quant, ready.layout, engine.runner.model, batches, cache)
+            share = Share(run.quant, ready.layout, engine.executor.model, batches, cache)
             return _make(run, engine, share, ready, target, progress, with_report)
         return _make_with_ranks(run, float_run, settings, ready, target, progress, with_report)
 
@@ -57,19 +57,19 @@ def _make_with_ranks(
     with_report: bool,
 ) -> dict[str, Any]:
     """Do what `make_model` does, with ranks that end with it."""
-    from pipelines.quantize.ranks import LeadingShare  # here, because other runs have one process
-    from pipelines.ranks.leader import lead
+    from pipelines.quantize.ranks import DriverShare  # here, because other runs have one process
+    from pipelines.ranks.driver import start_driver
 
     whole = ready.plan
-    leader = lead(float_run, whole)
+    driver = start_driver(float_run, whole)
     try:
-        plan = leader.part(plan_model(float_run, whole.source, whole.device, packed=False))
-        engine = assemble(float_run, plan, settings, 1, progress.loaded, leader=leader)
+        plan = driver.part(plan_model(float_run, whole.source, whole.device, packed=False))
+        engine = assemble(float_run, plan, settings, 1, progress.loaded, driver=driver)
         batches, cache = calibration_batches(engine, ready.data.samples), calibration_cache(engine)
-        share = LeadingShare(run, ready.layout, plan, whole, batches, cache, leader.workers)
+        share = DriverShare(run, ready.layout, plan, whole, batches, cache, driver.workers)
         return _make(run, engine, share, ready, target, progress, with_report)
     finally:
-        leader.close()
+        driver.close()
 
 
 def _make(
@@ -81,9 +81,9 @@ def _make(
     progress: report.ProgressSink,
     with_report: bool,
 ) -> dict[str, Any]:
-    model, source, layout, data = engine.runner.model, ready.plan.source, ready.layout, ready.data
+    model, source, layout, data = engine.executor.model, ready.plan.source, ready.layout, ready.data
     whole = ready.plan.model
-    bytes_before, num_weights = engine.runner.weight_bytes, sum(parameter.numel() for parameter in whole.parameters())
+    bytes_before, num_weights = engine.executor.weight_bytes, sum(parameter.numel() for parameter in whole.parameters())
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         files = PartFiles.begin(folder, job_of(run, source))
         files.write_rest(share.rest())  # before predictions, which may normalise a head in place
@@ -92,15 +92,15 @@ def _make(
         metrics: dict[str, Any] = {
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
-            "weight_bytes": engine.runner.weight_bytes,
-            "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.runner.peak_memory_of_others,
+            "weight_bytes": engine.executor.weight_bytes,
+            "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.executor.peak_memory_of_others,
         }
         zeros = num_zeros(whole, reports) / num_weights
         if layout.pruned:
             metrics["sparsity"] = zeros
         if before is not None:
             if run.quant.has_static_kv_cache:
-                engine.run_over(model, share.static_cache(engine.runner.cache))
+                engine.run_over(model, share.static_cache(engine.executor.cache))
             metrics |= before.compared_with(engine)
             write_report(folder, run, data.source, reports, metrics)
         sparsity = sparsity_config(whole, run.quant.sparsity, layout.pruned, zeros)

@@ -8,12 +8,12 @@ from pathlib import Path
 from conf.schema import RunConfig
 from models.linear_layers import linear_specs
 from pipelines.device import prepare_device
-from pipelines.opening import ModelSource
+from pipelines.model_source import ModelSource
 from pipelines.planning import ModelPlan, check_plan, plan_model, without_quantization
 from pipelines.quantize.calibration_data import CalibrationData, read_calibration_data
 from pipelines.quantize.estimate import expected_seconds
 from pipelines.ranks.launch import degrees, joined
-from pipelines.ranks.place import division_of
+from pipelines.ranks.rank_context import layout_of
 from pipelines.report import print_table
 from pipelines.request_settings import RequestSettings, read_request_settings
 from quantization.file_layout import FileLayout, file_layout
@@ -42,7 +42,7 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
     data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
     if run.parallel.mode.divides:
         tp, pp = degrees(run, joined(os.environ))
-        check_plan(plan, division_of(0, tp, pp, run.parallel))
+        check_plan(plan, layout_of(0, tp, pp, run.parallel))
     if device.type != "cpu" or run.parallel.mode.divides:
         where = "on a CPU" if device.type != "cpu" else "for one process"
         return Preflight(plan, layout, data, f"a time that is only known {where}")

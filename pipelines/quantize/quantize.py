@@ -14,10 +14,10 @@ from typing import Any
 
 from conf.errors import UserError, check
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
-from conf.schema import ExpertDivision, ParallelConfig, RunConfig, Sum
+from conf.schema import ExpertPlacement, ParallelConfig, RunConfig, Sum
 from models.formats.manifest import MANIFEST
 from pipelines import report
-from pipelines.opening import ModelSource, open_source
+from pipelines.model_source import ModelSource, resolve_model
 from pipelines.output_folder import kept_folder, only_maker, refuse_existing
 from pipelines.quantize.job import default_target
 from pipelines.quantize.model import make_model
@@ -40,7 +40,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     wanted = f"none {later}, or quant.kv_cache_scales=static"
     check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
     check(activations is activations.of_model, "quant.activations", activations.name, f"none {later}")
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     if source.is_quantized:
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
     run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=_for_format(run))
@@ -87,7 +87,7 @@ def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
     """Return how a run is divided while it calibrates. A launcher's ranks, which have one model, wait for one process."""
     if joined(os.environ) is not None:
         return ParallelConfig()
-    return replace(parallel, sum=Sum.gather, experts=ExpertDivision.split)
+    return replace(parallel, sum=Sum.gather, experts=ExpertPlacement.split)
 
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:

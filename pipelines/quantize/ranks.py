@@ -15,14 +15,14 @@ from pipelines.planning import ModelPlan, plan_model, without_quantization
 from pipelines.quantize.share import Share
 from pipelines.ranks.control import Workers
 from pipelines.ranks.messages import Channel, Header
-from pipelines.ranks.place import Place
+from pipelines.ranks.rank_context import RankContext
 from pipelines.ranks.tensors import described, numbers_of, read
 from quantization.file_layout import FileLayout, file_layout
 from quantization.kept_parts import KeptPart
-from quantization.quantizer import LinearReport, Part
+from quantization.quantizer import LinearReport, QuantizedLayer
 
 
-class LeadingShare(Share):
+class DriverShare(Share):
     """Rank 0's share of a quantisation, which the other ranks do with it. Its results are those of the part's stage."""
 
     def __init__(
@@ -38,11 +38,11 @@ class LeadingShare(Share):
         """`plan` is of rank 0's part, `whole` of the undivided model, which is on the meta device. Raises RankLost, as all methods do."""
         header = {"op": "quantize", "step": "begin", "run": plain(asdict(run)), "shapes": [b.shape for b in batches]}
         workers.tell(header, numbers_of(batch.numbers for batch in batches))
-        group, division = workers.place.group, workers.place.division
-        self._workers, self._tp = workers, division.tp
-        self._stages = stage_layers(whole.model, division.pp, whole.dtype)
+        group, parallel_layout = workers.context.group, workers.context.parallel_layout
+        self._workers, self._tp = workers, parallel_layout.tp
+        self._stages = stage_layers(whole.model, parallel_layout.pp, whole.dtype)
         self._reached = 0  # the stage that has the streams
-        super().__init__(run.quant, layout, plan.model, batches, cache, whole.model, plan.cuts, group)
+        super().__init__(run.quant, layout, plan.model, batches, cache, whole.model, plan.shards, group)
 
     def rest(self) -> dict[str, Tensor]:
         last = len(self._stages) - 1
@@ -53,25 +53,25 @@ class LeadingShare(Share):
             found |= self._answer(last).tensors
         return {name: found[name] for name, _ in self._whole.named_parameters() if name in found}
 
-    def choose(self, part: Part) -> KeptPart | None:
+    def choose(self, part: QuantizedLayer) -> KeptPart | None:
         stage = self._begin("choose", part)
-        return self._answer(stage) if stage else self._workers.meanwhile(lambda: super(LeadingShare, self).choose(part))
+        return self._answer(stage) if stage else self._workers.meanwhile(lambda: super(DriverShare, self).choose(part))
 
-    def pass_over(self, part: Part) -> None:
+    def pass_over(self, part: QuantizedLayer) -> None:
         if not self._begin("pass_over", part):
-            self._workers.meanwhile(lambda: super(LeadingShare, self).pass_over(part))
+            self._workers.meanwhile(lambda: super(DriverShare, self).pass_over(part))
 
-    def place(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def place(self, part: QuantizedLayer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stage = self._begin("place", part, KeptPart(dict(tensors), []))
         if stage:
             return self._answer(stage).tensors
-        return self._workers.meanwhile(lambda: super(LeadingShare, self).place(part, tensors))
+        return self._workers.meanwhile(lambda: super(DriverShare, self).place(part, tensors))
 
     def static_cache(self, cache: KVCache) -> KVCache:
         self._workers.tell({"op": "quantize", "step": "static_cache"})
         return super().static_cache(cache)
 
-    def _begin(self, step: str, part: Part, given: KeptPart | None = None) -> int:
+    def _begin(self, step: str, part: QuantizedLayer, given: KeptPart | None = None) -> int:
         """Let the part's stage begin a step, and return its number. Before its first one it gets the streams of the stage before."""
         last = self._stages[-1].stop - 1
         stage = next(i for i, layers in enumerate(self._stages) if min(part.index, last) in layers)
@@ -92,24 +92,30 @@ class LeadingShare(Share):
         return kept_of(*self._workers.answer_of(stage * self._tp))
 
 
-class FollowingShare:
+class WorkerShare:
     """Another rank's share, which it does as rank 0 says."""
 
     def __init__(
-        self, channel: Channel, place: Place, plan: ModelPlan, batches: list[Batch], cache: KVCache, header: Header
+        self,
+        channel: Channel,
+        context: RankContext,
+        plan: ModelPlan,
+        batches: list[Batch],
+        cache: KVCache,
+        header: Header,
     ) -> None:
         """`plan` is of the rank's part. `header`: of rank 0's first message. Raises UserError as `plan_model` does."""
-        self._channel, self._place = channel, place
+        self._channel, self._context = channel, context
         run = from_json(header["run"])
         whole = plan_model(without_quantization(run), plan.source, plan.device, packed=False).model
         layout = file_layout(whole, run.quant, run.quantize.format)
-        self._share = Share(run.quant, layout, plan.model, batches, cache, whole, plan.cuts, place.group)
+        self._share = Share(run.quant, layout, plan.model, batches, cache, whole, plan.shards, context.group)
 
     def follow(self, header: Header, content: bytearray) -> None:
         """Do a step. The first rank of a stage tells rank 0 what it gives."""
         result = self._step(header, content)
-        self._place.check()
-        if result is not None and self._place.division.tp_rank == 0:
+        self._context.check()
+        if result is not None and self._context.parallel_layout.tp_rank == 0:
             self._channel.send(*message_of(result))
 
     def static_cache(self, cache: KVCache) -> KVCache:

@@ -52,7 +52,7 @@ class Predictions:
         """Return log probabilities [R, V] float32."""
         seen, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
         hidden = engine.hidden_states([seen], [num_outputs])
-        rows = [engine.runner.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
+        rows = [engine.executor.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
         return torch.cat(rows)
 
 

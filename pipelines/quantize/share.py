@@ -15,16 +15,16 @@ from kernels.collectives import Alone, Group
 from kernels.kv_format import KVFormat, Unquantised
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.cuts import Cut
 from models.joined import given_by_first, joined_by_first
 from models.layers.linear import tied_weight
+from models.sharding import Shard
 from models.weights import place_tensor, refuse_damaged
 from pipelines.engine.kv_cache import allocate_kv_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.file_layout import FileLayout
 from quantization.kept_parts import KeptPart, part_tensors, place_part
 from quantization.kv_scales import choose_kv_scales, static_kv_formats
-from quantization.quantizer import LinearReport, Part, Quantizer, is_sequential, parts_of
+from quantization.quantizer import LinearReport, QuantizedLayer, Quantizer, is_sequential, parts_of
 from quantization.smoothing_record import fold_tensors
 
 
@@ -39,16 +39,16 @@ class Share:
         batches: list[Batch],
         cache: KVCache,
         whole: CausalLM | None = None,
-        cuts: Mapping[str, Cut] | None = None,
+        shards: Mapping[str, Shard] | None = None,
         group: Group | None = None,
     ) -> None:
         """`model` has float weights, `cache` of one layer room for each of the batches, of which the first is the probe.
 
-        Of a rank `whole` is the undivided model on the meta device, `cuts` tell its part, and `group` joins it to those of its stage.
+        Of a rank `whole` is the undivided model on the meta device, `shards` tell its part, and `group` joins it to those of its stage.
         Raises UserError for weights that are not finite.
         """
         refuse_damaged(model)
-        self._config, self._layout, self._model, self._cuts = config, layout, model, cuts or {}
+        self._config, self._layout, self._model, self._shards = config, layout, model, shards or {}
         self._whole, self._group = whole or model, group or Alone()
         self.parts = parts_of(self._whole, layout.schemes, layout.pruned)
         self.is_tied = tied_weight(self._whole.head) is not None and len(self.parts) == len(self._whole.layers)
@@ -60,7 +60,7 @@ class Share:
         )
         self._quantizer = Quantizer(self._whole, config, self.calibrator)
 
-    def has(self, part: Part) -> bool:
+    def has(self, part: QuantizedLayer) -> bool:
         """Return whether the part is of this rank's stage."""
         num_layers = len(self._whole.layers)
         return min(part.index, num_layers - 1) in self._model.own_layers
@@ -70,7 +70,7 @@ class Share:
         prefixes = tuple(part.prefix for part in self.parts)
         return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
 
-    def choose(self, part: Part) -> KeptPart | None:
+    def choose(self, part: QuantizedLayer) -> KeptPart | None:
         """Prune the part, observe its inputs, and choose its codes on the first rank. Returns None on the others. Raises UserError."""
         self._arrive(part)
         pruned = self._prune(part) if part.pruned else {}
@@ -86,20 +86,22 @@ class Share:
             tensors = part_tensors(part, self._whole, stored, self._layout.layout_of)
         return KeptPart(tensors, reports, None if folds is None else fold_tensors(folds))
 
-    def pass_over(self, part: Part) -> None:
+    def pass_over(self, part: QuantizedLayer) -> None:
         """Do what `choose` does of a part that an earlier run has kept."""
         self._arrive(part)
         if part.index < len(self._whole.layers):
             self.calibrator.observe()
 
-    def place(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def place(self, part: QuantizedLayer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put a part, whole, in the place of the floats, and go on. Returns the static scales of its cache, whole on the first rank."""
-        place_part(part, self._model, tensors, self._cuts, self._layout.layout_of)
+        place_part(part, self._model, tensors, self._shards, self._layout.layout_of)
         absmax = self.calibrator.advance() if part.index < len(self._whole.layers) else None
         if absmax is None:
             return {}
-        cuts = choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
-        return {n: joined_by_first(self._model.get_parameter(n).data, cut, self._group) for n, cut in cuts.items()}
+        shards = choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
+        return {
+            n: joined_by_first(self._model.get_parameter(n).data, shard, self._group) for n, shard in shards.items()
+        }
 
     def leave(self) -> None:
         """Give the next stage what its layers begin with."""
@@ -111,11 +113,11 @@ class Share:
         formats, device = static_kv_formats(self._model, self._config.kv_cache), cache.tensors[0].device
         return allocate_kv_cache(self._model.attention_heads, num_blocks, block_size, formats, cache.dtype, device)
 
-    def _arrive(self, part: Part) -> None:
+    def _arrive(self, part: QuantizedLayer) -> None:
         if part.index == self._model.own_layers.start > 0:
             self.calibrator.receive()
 
-    def _prune(self, part: Part) -> dict[str, LinearReport]:
+    def _prune(self, part: QuantizedLayer) -> dict[str, LinearReport]:
         """Prune the part in the ranks' models, on the inputs that its floats give. Returns reports on the first rank."""
         groups = self._quantizer.observe_unpruned(part)
         names = [f"{name}.weight" for name in part.pruned]
@@ -124,7 +126,7 @@ class Share:
             if self._whole is not self._model:
                 for name in names:
                     own, whole = (model.get_parameter(name).data for model in (self._model, self._whole))
-                    place_tensor(self._model, name, given_by_first(whole, own, self._cuts.get(name), self._group))
+                    place_tensor(self._model, name, given_by_first(whole, own, self._shards.get(name), self._group))
         self._group.check()  # where the first rank has failed, the others go on with anything until here
         return reports
 
@@ -143,7 +145,7 @@ class Share:
     def _joined(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the parameters of these names that the stage has, whole on the first rank."""
         own = dict(self._model.named_parameters())
-        return {n: joined_by_first(own[n].data, self._cuts.get(n), self._group) for n in names if n in own}
+        return {n: joined_by_first(own[n].data, self._shards.get(n), self._group) for n in names if n in own}
 
 
 def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from conf.terminal import visible
+from conf.terminal import escape_control_chars
 from kernels.collectives import RankFailed
 from pipelines.interrupt import RankLost
 from pipelines.ranks.messages import Channel, Gone, Header, Message, Silent, readable
-from pipelines.ranks.place import Place
+from pipelines.ranks.rank_context import RankContext
 from pipelines.run_log import log_of_rank
 
 T = TypeVar("T")
@@ -71,9 +71,9 @@ class Worker:
 class Workers:
     """The other ranks of a run, and the thread that watches over them."""
 
-    def __init__(self, workers: list[Worker], place: Place, heartbeat_s: float) -> None:
+    def __init__(self, workers: list[Worker], context: RankContext, heartbeat_s: float) -> None:
         """`heartbeat_s`: how long a rank may be silent."""
-        self.place = place
+        self.context = context
         self._workers = workers
         self._heartbeat_s = heartbeat_s
         self._silence = f"has been silent for {heartbeat_s:g} s"
@@ -123,7 +123,7 @@ class Workers:
     def check(self) -> None:
         """Raise RankLost where a rank is lost."""
         try:
-            self.place.check()
+            self.context.check()
         except RankFailed:
             end = time.monotonic() + GRACE_S
             while self._lost is None and time.monotonic() < end:  # a rank that fails aborts first, and then says why
@@ -134,13 +134,13 @@ class Workers:
 
     def abort(self) -> None:
         """End the step that the other ranks are in: what they compute does not count."""
-        self.place.abort()
+        self.context.abort()
 
     def close(self) -> None:
         """End the other ranks."""
         if not self._closed.is_set():
             self._closed.set()
-            self.place.abort()
+            self.context.abort()
             for worker in self._workers:
                 worker.end()
             self._all_ended.set()
@@ -166,7 +166,7 @@ class Workers:
     def _see_to_the_end(self) -> None:
         """End this process by force where it does not end by itself."""
         if not self._closed.wait(GRACE_S):
-            print(visible(f"error: {self._lost}"), file=sys.stderr, flush=True)
+            print(escape_control_chars(f"error: {self._lost}"), file=sys.stderr, flush=True)
             for worker in self._workers:
                 if worker.process is not None:
                     worker.process.kill()
@@ -198,6 +198,6 @@ class Workers:
 
     def _lose(self, why: str) -> None:
         self._lost = self._lost or why
-        self.place.abort()
+        self.context.abort()
         for worker in self._workers:
             worker.channel.close()  # so that no message waits for a rank that does not read

@@ -54,20 +54,22 @@ def joined(environment: Mapping[str, str]) -> Joined | None:
     by_torchrun = TORCHRUN in environment
     launcher, mark = ("torchrun", TORCHRUN) if by_torchrun else ("srun", SRUN)
     try:
-        place = _of_torchrun(environment) if by_torchrun else _of_srun(environment)
-        if place.size == 1:
+        launched = _of_torchrun(environment) if by_torchrun else _of_srun(environment)
+        if launched.size == 1:
             return None
-        if place.rank not in range(place.size) or place.local_rank not in range(place.num_local):
-            raise ValueError(f"rank {place.rank} of {place.size}, rank {place.local_rank} of {place.num_local} here")
+        if launched.rank not in range(launched.size) or launched.local_rank not in range(launched.num_local):
+            raise ValueError(
+                f"rank {launched.rank} of {launched.size}, rank {launched.local_rank} of {launched.num_local} here"
+            )
     except (KeyError, ValueError, IndexError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         wrong = f"{mark} is set, but other variables of {launcher} are not as it sets them ({what})"
         raise UserError(f"{wrong}: start it by {launcher}, or unset {mark}") from error
-    if place.num_local == place.size:
-        return replace(place, address=None)
-    if place.address is not None and place.address[1] > MOST_PORT:
+    if launched.num_local == launched.size:
+        return replace(launched, address=None)
+    if launched.address is not None and launched.address[1] > MOST_PORT:
         raise UserError(f"--master-port={MOST_PORT} of torchrun has no next port, where ranks meet: give a smaller one")
-    return place
+    return launched
 
 
 def leave_launcher(environment: MutableMapping[str, str]) -> None:
@@ -108,7 +110,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
-def backend_of(run: RunConfig, place: Joined | None, tp: int, num_gpus: int) -> Backend:
+def backend_of(run: RunConfig, launched: Joined | None, tp: int, num_gpus: int) -> Backend:
     """Return how ranks exchange numbers, which is never `auto`. `num_gpus`: of this machine; 0: ranks compute on CPUs.
 
     Raises UserError for what the device has not, for shared memory among several machines, and where ranks of several machines share layers
@@ -118,9 +120,9 @@ def backend_of(run: RunConfig, place: Joined | None, tp: int, num_gpus: int) -> 
     if backend is (Backend.shared_memory if num_gpus else Backend.nccl):
         of, here = ("CPUs", "cuda") if num_gpus else ("GPUs", "cpu")
         raise UserError(f"parallel.backend={backend.name} is of {of}, but this run has device={here}: leave it out")
-    if place is None or place.address is None:
+    if launched is None or launched.address is None:
         return fast if backend is Backend.auto else backend
-    where = f"{place.launcher} started {place.size} ranks on several machines"
+    where = f"{launched.launcher} started {launched.size} ranks on several machines"
     if backend is Backend.shared_memory:
         raise UserError(f"parallel.backend=shared_memory is of one machine, but {where}: leave it out")
     over = fast if num_gpus else Backend.gloo
@@ -150,12 +152,12 @@ def gpu_of(local_rank: int, num_gpus: int, visible: str | None) -> str:
     return names[local_rank % len(names)]
 
 
-def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
+def degrees(run: RunConfig, launched: Joined | None) -> tuple[int, int]:
     """Return tp and pp of the run.
 
     Raises UserError where a launcher has started another number of processes than tp * pp, and where it has started a server.
     """
-    parallel, started = run.parallel, place.size if place else None
+    parallel, started = run.parallel, launched.size if launched else None
     tp, pp = 1, 1
     match parallel.mode:
         case ParallelMode.tp:
@@ -164,16 +166,16 @@ def degrees(run: RunConfig, place: Joined | None) -> tuple[int, int]:
             pp = parallel.pp or started or FEWEST
         case ParallelMode.tp_pp:
             tp, pp = parallel.tp or FEWEST, parallel.pp or FEWEST
-    if place is not None and place.size != tp * pp:
+    if launched is not None and launched.size != tp * pp:
         numbers = [f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1]
-        fitting = "tp" if place.address is None else "pp"
+        fitting = "tp" if launched.address is None else "pp"
         raise UserError(
-            f"{place.launcher} started {place.size} processes, but {' '.join(numbers) or f'parallel={parallel.mode.name}'} has "
-            f"{tp * pp}: give parallel={fitting} parallel.{fitting}={place.size}, or start {tp * pp}"
+            f"{launched.launcher} started {launched.size} processes, but {' '.join(numbers) or f'parallel={parallel.mode.name}'} has "
+            f"{tp * pp}: give parallel={fitting} parallel.{fitting}={launched.size}, or start {tp * pp}"
         )
-    if place is not None and (run.task is Task.serve or run.chat.web):
-        what = f"the server loads its model again where a rank is lost, which {place.launcher} cannot start again"
-        raise UserError(f"{what}: run it without {place.launcher}, and it starts its ranks itself")
+    if launched is not None and (run.task is Task.serve or run.chat.web):
+        what = f"the server loads its model again where a rank is lost, which {launched.launcher} cannot start again"
+        raise UserError(f"{what}: run it without {launched.launcher}, and it starts its ranks itself")
     return tp, pp
 
 

@@ -6,42 +6,42 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kernels.collectives import Neighbours, RankFailed, Threads
-from models.cuts import Division
+from models.sharding import ParallelLayout
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ThreadPlace:
+class ThreadRankContext:
     """A rank in one of several stages."""
 
-    division: Division
+    parallel_layout: ParallelLayout
     group: Threads
     neighbours: Neighbours
 
 
-def run_ranks(tp: int, pp: int, work: Callable[[ThreadPlace], T]) -> list[T]:
+def run_ranks(tp: int, pp: int, work: Callable[[ThreadRankContext], T]) -> list[T]:
     """Return what `work` returns to each rank of all stages. Raises the error of the rank that failed first."""
     stages = [Threads.of(tp) for _ in range(pp)]
     borders = [[Threads.of(2) for _ in range(tp)] for _ in range(pp - 1)]
     everyone = [group for stage in stages for group in stage]
     everyone += [group for border in borders for pair in border for group in pair]
 
-    def place_of(stage: int, rank: int) -> ThreadPlace:
+    def resources_of(stage: int, rank: int) -> ThreadRankContext:
         before = borders[stage - 1][rank][0] if stage else None
         after = borders[stage][rank][1] if stage < pp - 1 else None
-        return ThreadPlace(Division(tp, pp, rank, stage), stages[stage][rank], Neighbours(before, after))
+        return ThreadRankContext(ParallelLayout(tp, pp, rank, stage), stages[stage][rank], Neighbours(before, after))
 
-    def of(place: ThreadPlace) -> T:
+    def of(context: ThreadRankContext) -> T:
         try:
-            return work(place)
+            return work(context)
         except BaseException:
             for group in everyone:
                 group.fail()
             raise
 
     with ThreadPoolExecutor(tp * pp) as threads:
-        futures = [threads.submit(of, place_of(stage, rank)) for stage in range(pp) for rank in range(tp)]
+        futures = [threads.submit(of, resources_of(stage, rank)) for stage in range(pp) for rank in range(tp)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, RankFailed)), errors[0])

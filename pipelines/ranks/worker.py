@@ -15,10 +15,10 @@ import traceback
 from contextlib import suppress
 
 from conf.errors import UserError
-from conf.terminal import visible
+from conf.terminal import escape_control_chars
 from pipelines.ranks.launch import Joined, gpu_of, joined
-from pipelines.ranks.meeting import join, listen
 from pipelines.ranks.messages import Channel, Gone, readable
+from pipelines.ranks.rendezvous import join, listen
 
 BEAT_S = 1.0
 LATE_S = 10.0  # for rank 0 to say what this rank loads
@@ -39,46 +39,48 @@ def followed() -> bool:
 
     Rank 0 listens from here on: so those that have come end with it, whatever ends it, also a mistyped setting.
     """
-    place = joined(os.environ)
-    if place is None:
+    launched = joined(os.environ)
+    if launched is None:
         return False
-    if place.rank == 0:
-        listen(place)
+    if launched.rank == 0:
+        listen(launched)
         return False
-    follow(join(place), place)
+    follow(join(launched), launched)
     return True
 
 
-def follow(channel: Channel, place: Joined | None = None) -> None:
-    """Do what rank 0 says until it closes the channel. `place`: where a launcher has started this process; None: rank 0 has."""
+def follow(channel: Channel, launched: Joined | None = None) -> None:
+    """Do what rank 0 says until it closes the channel. `launched`: where a launcher has started this process; None: rank 0 has."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a launcher sends them to all: rank 0 answers
         signal.signal(number, signal.SIG_IGN)
     has_begun, has_ended = threading.Event(), threading.Event()
     threading.Thread(target=_beat, args=(channel, has_begun, has_ended), daemon=True).start()
     with suppress(Gone):
-        if place is not None and not readable([channel], LATE_S):
+        if launched is not None and not readable([channel], LATE_S):
             what = "it finds, downloads or calibrates the model first"
             print(
-                f"rank {place.rank} waits for rank 0, which has not begun to load: {what}", file=sys.stderr, flush=True
+                f"rank {launched.rank} waits for rank 0, which has not begun to load: {what}",
+                file=sys.stderr,
+                flush=True,
             )
         start, _ = channel.receive()
         has_begun.set()
-        if place is not None:
-            start |= {"num_local": place.num_local, "local_rank": place.local_rank}
-            start["cores"] = start["cores"] or place.cores(os.sched_getaffinity(0))
+        if launched is not None:
+            start |= {"num_local": launched.num_local, "local_rank": launched.local_rank}
+            start["cores"] = start["cores"] or launched.cores(os.sched_getaffinity(0))
         try:
             os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
             if start["num_gpus"]:
                 gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(start["local_rank"], start["num_gpus"], gpus)
-            from pipelines.ranks.following import run_follower
+            from pipelines.ranks.rank_worker import run_worker
 
-            run_follower(channel, start)
+            run_worker(channel, start)
         except Exception as error:
             if isinstance(error, Gone):
                 raise
             if not isinstance(error, UserError):
-                channel.send({"log": visible(traceback.format_exc())})
+                channel.send({"log": escape_control_chars(traceback.format_exc())})
             channel.send({"error": _said(start["name"], error)})
             sys.exit(1)
     has_ended.set()
@@ -88,7 +90,7 @@ def _said(name: str, error: BaseException) -> str:
     """Return rank 0's line about an error. What nobody foresaw has its traceback printed here."""
     if isinstance(error, UserError):
         return str(error)
-    print(visible(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+    print(escape_control_chars(traceback.format_exc()), end="", file=sys.stderr, flush=True)
     return f"{name} failed: {type(error).__name__}: {error}"
 
 

@@ -11,7 +11,7 @@ from conf.schema import RunConfig
 
 if TYPE_CHECKING:  # a job needs no extra, and the server's HTTP process no torch
     from pipelines.replicas.replicas import Replicas
-    from pipelines.rows import EngineRows, RowRunner
+    from pipelines.rows import EngineRows, RowExecutor
 
 
 def replicas_of(run: RunConfig) -> "Replicas":
@@ -22,7 +22,7 @@ def replicas_of(run: RunConfig) -> "Replicas":
 
 
 @contextmanager
-def rows_on_ray(kind: "type[EngineRows]", run: RunConfig) -> "Iterator[RowRunner]":
+def rows_on_ray(kind: "type[EngineRows]", run: RunConfig) -> "Iterator[RowExecutor]":
     """Load `parallel.replicas` engines, which end with the block. `kind`: what each of them runs rows by.
 
     Raises UserError where Ray or machines for it are missing, and whatever a replica's loading does.

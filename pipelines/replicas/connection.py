@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from conf.errors import UserError, shortened
-from pipelines.replicas.places import Place
+from pipelines.replicas.resources import ResourceSpec
 
 OBJECT_STORE_BYTES = 80 << 20  # all that Ray carries here are frames; it takes no less
 REACH_S = 10.0  # for the cluster to be reached
@@ -45,7 +45,7 @@ def _connect(address: str | None) -> None:
         raise UserError(f"RAY_ADDRESS={address} cannot be reached ({why}): {remedy}") from error
 
 
-def waiting_for(place: Place) -> str:
+def waiting_for(place: ResourceSpec) -> str:
     """Return a line about replicas that have no such place yet."""
     name = "GPU" if place.num_gpus else "CPU"
     free, there = (int(each.get(name, 0)) for each in (ray.available_resources(), ray.cluster_resources()))

@@ -18,7 +18,7 @@ from pipelines.prompts import PromptRow
 from pipelines.replicas.connection import PLACE_S, connect, waiting_for
 from pipelines.replicas.dispatch import MAX_LOSSES, Dispatch
 from pipelines.replicas.messages import Failed, Load, Ready, Work, encode, read_answer, read_record, row_bytes
-from pipelines.replicas.places import Place, place_of
+from pipelines.replicas.resources import ResourceSpec, resources_of
 from pipelines.replicas.row_worker import RowWorker
 from pipelines.rows import Counts, EngineRows, Loaded, Record, Row, failed_record
 
@@ -35,7 +35,7 @@ BEATS = "beats"  # a worker's thread that answers while another computes
 class Replica:
     """A place in the cluster, and the worker that holds an engine there now."""
 
-    def __init__(self, number: int, kind: type[EngineRows], load: bytes, place: Place) -> None:
+    def __init__(self, number: int, kind: type[EngineRows], load: bytes, place: ResourceSpec) -> None:
         """`load`: the message that a worker begins with."""
         self.number = number
         self.calls: list[Any] = []  # under way, in their order
@@ -106,7 +106,7 @@ class Replica:
 
 
 class RowReplicas:
-    """Runs rows by replicas of a model, as a `RowRunner` does. A row of a lost replica is run again, by any of them."""
+    """Runs rows by replicas of a model, as a `RowExecutor` does. A row of a lost replica is run again, by any of them."""
 
     loaded: Loaded
 
@@ -260,7 +260,7 @@ def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
     """
     parallel = run.parallel
     tp, pp = parallel.tp or 1, parallel.pp or 1
-    place = place_of("parallel.replicas", parallel.replicas, run.device, *connect(), tp * pp)
+    place = resources_of("parallel.replicas", parallel.replicas, run.device, *connect(), tp * pp)
     predict = replace(run.predict, data=None, resume="none")  # the job's own affairs
     own = ParallelConfig()
     if tp * pp > 1:

@@ -19,8 +19,8 @@ from pipelines.engine_process.suspects import Suspects
 from pipelines.ranks.launch import degrees, leave_launcher
 from pipelines.replicas.connection import PLACE_S, connect, waiting_for
 from pipelines.replicas.cores import Cores
-from pipelines.replicas.places import Place, place_of
 from pipelines.replicas.replicas import Replicas
+from pipelines.replicas.resources import ResourceSpec, resources_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class RayChild:
         self._sending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, place: Place) -> "RayChild":
+    async def start(cls, place: ResourceSpec) -> "RayChild":
         """Start a worker, as soon as there is a place for it, and the process in it. Raises OSError."""
         worker = ray.remote(max_restarts=0, **asdict(place))(EngineWorker).remote()
         started = asyncio.ensure_future(worker.start.remote(place.num_own_cpus))
@@ -127,7 +127,7 @@ def on_ray(run: RunConfig) -> Replicas:
     Raises UserError where the machines have not the processors or GPUs.
     """
     num_ranks = math.prod(degrees(run, None))
-    place = place_of("serve.replicas", run.serve.replicas, run.device, *connect(), num_ranks)
+    place = resources_of("serve.replicas", run.serve.replicas, run.device, *connect(), num_ranks)
     run = replace(run, device=place.device(run.device, num_ranks))
     suspects = Suspects()
     clients = [EngineClient(run, partial(RayChild.start, place), suspects) for _ in range(run.serve.replicas)]

@@ -22,7 +22,7 @@ from pipelines.api.requests import Shape
 from pipelines.api.validation import validation_error
 from pipelines.batches.jobs import BatchJobs
 from pipelines.serve.batches import LineSender, add_batches, add_files
-from pipelines.serve.exchange import loaded
+from pipelines.serve.engine_session import loaded
 from pipelines.serve.guard import Guard, error_response
 from pipelines.serve.metrics import CONTENT_TYPE
 from pipelines.serve.openapi import describe, responses

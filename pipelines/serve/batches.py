@@ -22,7 +22,7 @@ from pipelines.api.batches import BatchPage, BatchRequest, FilePage, FileRequest
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError, bad_request, failed
 from pipelines.api.parsing import check_request, parse_request
-from pipelines.batches.jobs import Batch, BatchJobs, Reply
+from pipelines.batches.jobs import BatchJob, BatchJobs, Reply
 from pipelines.serve.openapi import responses, takes
 from pipelines.serve.records import Record
 from pipelines.serve.routes import ROUTES
@@ -91,7 +91,7 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
 def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
     """Add the routes of batches. Nobody sees another key's."""
 
-    @app.post("/v1/batches", **takes(BatchRequest, answer_shapes.Batch))
+    @app.post("/v1/batches", **takes(BatchRequest, answer_shapes.BatchAnswer))
     async def create(request: Request) -> JSONResponse:
         """Begin to ask each line of a file."""
         body = parse_request(BatchRequest, await request.body())
@@ -102,12 +102,14 @@ def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
         """List the batches, the newest first."""
         return JSONResponse(listed(jobs.of(_owner(request))[::-1], page.after, page.limit))
 
-    @app.get("/v1/batches/{batch_id}", response_model=answer_shapes.Batch, responses=responses(200, 404))
+    @app.get("/v1/batches/{batch_id}", response_model=answer_shapes.BatchAnswer, responses=responses(200, 404))
     async def batch(request: Request, batch_id: str) -> JSONResponse:
         """Describe a batch."""
         return JSONResponse(jobs.get(_owner(request), batch_id).described())
 
-    @app.post("/v1/batches/{batch_id}/cancel", response_model=answer_shapes.Batch, responses=responses(200, 404, 415))
+    @app.post(
+        "/v1/batches/{batch_id}/cancel", response_model=answer_shapes.BatchAnswer, responses=responses(200, 404, 415)
+    )
     async def cancel(request: Request, batch_id: str) -> JSONResponse:
         """End a batch before its lines have been asked."""
         return JSONResponse((await jobs.cancel(_owner(request), batch_id)).described())
@@ -174,7 +176,7 @@ class LineSender:
         self._service = service
         self._chat = chat
 
-    async def __call__(self, batch: Batch, body: dict[str, Any]) -> Reply:
+    async def __call__(self, batch: BatchJob, body: dict[str, Any]) -> Reply:
         """Return the answer to a line's body."""
         record = Record(uuid4().hex, "POST", batch.endpoint, key=batch.owner, batch=batch.id)
         self._service.began()
@@ -195,11 +197,11 @@ class LineSender:
             raise bad_request("stream=true is not allowed: lines are answered whole, leave it out", "stream")
         route = ROUTES[record.path]
         request: Any = parse_request(route.kind, json.dumps(body).encode())
-        exchange = self._service.exchange(record, request, route.prefix, None)
+        session = self._service.session(record, request, route.prefix, None)
         try:
-            answer = await route.answer(request, exchange, self._chat)
+            answer = await route.answer(request, session, self._chat)
         finally:
-            exchange.end()
+            session.end()
         if isinstance(answer, Stream):
             raise TypeError(f"{record.path} streams what was asked as a whole")
         return answer

@@ -23,7 +23,7 @@ from pipelines.api.answer_shapes import (
     Text,
     Tokens,
 )
-from pipelines.api.answers import Said
+from pipelines.api.answers import ChoiceText
 from pipelines.api.conversation import Chat
 from pipelines.api.embeddings import IN_ENGINE, EmbeddingRequest, embedding_body, embedding_refusal, encode_input
 from pipelines.api.errors import ApiError, bad_request, too_long
@@ -37,7 +37,7 @@ from pipelines.api.settings import cache_salt
 from pipelines.api.writers import ChatWriter, CompletionWriter, Writer
 from pipelines.engine_process.client import EngineRefused
 from pipelines.engine_process.frames import Submit, SubmitPooled
-from pipelines.serve.exchange import Exchange
+from pipelines.serve.engine_session import EngineSession
 from pipelines.serve.openapi import takes
 from pipelines.serve.service import EngineResponse, Result, Service, Stream, timeout_s
 from pipelines.serve.stream import written
@@ -63,41 +63,41 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-async def chat_completions(body: ChatRequest, exchange: Exchange, chat: Chat) -> Result:
+async def chat_completions(body: ChatRequest, session: EngineSession, chat: Chat) -> Result:
     """Answer a conversation."""
-    writer = await _chat(body, exchange, chat)
-    return await continued(exchange, writer.generation, writer, bool(body.stream))
+    writer = await _chat(body, session, chat)
+    return await continued(session, writer.generation, writer, bool(body.stream))
 
 
-async def completions(body: CompletionRequest, exchange: Exchange, chat: Chat) -> Result:
+async def completions(body: CompletionRequest, session: EngineSession, chat: Chat) -> Result:
     """Continue prompts."""
     special = body.add_special_tokens is not False
-    most = exchange.info.context_length
+    most = session.info.context_length
     prompts = await _each(chat, body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
-    generation = Generation(body, prompts, exchange.info, exchange.head, chat.tokenizer)
-    return await continued(exchange, generation, CompletionWriter(generation, body), bool(body.stream))
+    generation = Generation(body, prompts, session.info, session.context, chat.tokenizer)
+    return await continued(session, generation, CompletionWriter(generation, body), bool(body.stream))
 
 
-async def respond(body: ResponseRequest, exchange: Exchange, chat: Chat) -> Result:
+async def respond(body: ResponseRequest, session: EngineSession, chat: Chat) -> Result:
     """Continue a conversation that is sent as a whole, in items."""
     try:
-        writer = await _chat(body.chat(), exchange, chat, has_ids=False)
-        response = ResponseWriter(body, exchange.record.id, writer)
-        return await continued(exchange, writer.generation, response, bool(body.stream))
+        writer = await _chat(body.chat(), session, chat, has_ids=False)
+        response = ResponseWriter(body, session.record.id, writer)
+        return await continued(session, writer.generation, response, bool(body.stream))
     except ApiError as error:
         raise error.renamed(responses.NAMES) from error
 
 
-async def message(body: MessagesRequest, exchange: Exchange, chat: Chat) -> Result:
+async def message(body: MessagesRequest, session: EngineSession, chat: Chat) -> Result:
     """Answer a conversation in Anthropic's shapes."""
     try:
-        writer = await _chat(body.chat_request(), exchange, chat, has_ids=False)
-        return await continued(exchange, writer.generation, MessageWriter(writer), bool(body.stream))
+        writer = await _chat(body.chat_request(), session, chat, has_ids=False)
+        return await continued(session, writer.generation, MessageWriter(writer), bool(body.stream))
     except ApiError as error:
         raise error.renamed(messages.NAMES) from error
 
 
-async def count_tokens(body: CountTokensRequest, exchange: Exchange, chat: Chat) -> Result:
+async def count_tokens(body: CountTokensRequest, session: EngineSession, chat: Chat) -> Result:
     """Return how many tokens a conversation's prompt has, in Anthropic's shape."""
     try:
         return {"input_tokens": len((await chat.encode(body.chat_request())).token_ids)}
@@ -105,41 +105,41 @@ async def count_tokens(body: CountTokensRequest, exchange: Exchange, chat: Chat)
         raise error.renamed(messages.NAMES) from error
 
 
-async def embeddings(body: EmbeddingRequest, exchange: Exchange, chat: Chat) -> Result:
+async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:
     """Give the vectors of texts."""
-    model = exchange.info
+    model = session.info
     if not model.embeds:
         raise bad_request("this model continues texts and gives no vectors of them: ask an embedding model", "model")
     prompts = await _each(chat, body.inputs, lambda text: encode_input(model, chat.tokenizer, text))
-    salt = cache_salt(exchange.head.key, None)
+    salt = cache_salt(session.context.key, None)
     vectors: list[list[float]] = []
     for first in range(0, len(prompts), IN_ENGINE):
         part = prompts[first : first + IN_ENGINE]
-        exchange.submit([SubmitPooled(0, prompt, cache_salt=salt, **exchange.named._asdict()) for prompt in part])
+        session.submit([SubmitPooled(0, prompt, cache_salt=salt, **session.named._asdict()) for prompt in part])
         try:
-            await exchange.accepted()
+            await session.accepted()
         except EngineRefused as refused:
             raise embedding_refusal(refused.message) from refused
-        async for _ in exchange.deltas():
+        async for _ in session.deltas():
             pass
-        vectors += [done.vector or [] for _, done in sorted(exchange.dones.items())]
-    return embedding_body(body, exchange.head.model, model.fingerprint, vectors, sum(map(len, prompts)))
+        vectors += [done.vector or [] for _, done in sorted(session.dones.items())]
+    return embedding_body(body, session.context.model, model.fingerprint, vectors, sum(map(len, prompts)))
 
 
-async def tokenize(body: TokenizeRequest, exchange: Exchange, chat: Chat) -> Result:
+async def tokenize(body: TokenizeRequest, session: EngineSession, chat: Chat) -> Result:
     """Return the token ids of a prompt or of a conversation, in vLLM's shape."""
-    tokens = await _tokens(body, exchange.head.model, chat)
+    tokens = await _tokens(body, session.context.model, chat)
     texts = None
     if body.return_token_strs:
         decode = _tokenizer(chat.tokenizer, "return_token_strs").decode
         texts = await asyncio.to_thread(lambda: [decode([token], skip_special_tokens=False) for token in tokens])
-    length = exchange.info.context_length
+    length = session.info.context_length
     return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
 
 
-async def detokenize(body: DetokenizeRequest, exchange: Exchange, chat: Chat) -> Result:
+async def detokenize(body: DetokenizeRequest, session: EngineSession, chat: Chat) -> Result:
     """Return the text of token ids."""
-    tokenizer, vocab_size = _tokenizer(chat.tokenizer, "tokens"), exchange.info.vocab_size
+    tokenizer, vocab_size = _tokenizer(chat.tokenizer, "tokens"), session.info.vocab_size
     if wrong := [token for token in body.tokens if token >= min(vocab_size, tokenizer.size)]:
         raise bad_request(f"tokens has {wrong[0]}, and the vocabulary ends before it: leave it out", "tokens")
     return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}
@@ -149,7 +149,7 @@ class Route(NamedTuple):
     """A route that reads a body."""
 
     kind: type[Body]
-    answer: Callable[[Any, Exchange, Chat], Coroutine[Any, Any, Result]]
+    answer: Callable[[Any, EngineSession, Chat], Coroutine[Any, Any, Result]]
     shape: type[AnswerShape]
     """Of the answer as a whole."""
     prefix: str = ""
@@ -198,12 +198,12 @@ def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
 def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def handle(request: Request) -> Response:
         body: Any = parse_request(route.kind, await request.body())
-        exchange = service.exchange(request.state.record, body, route.prefix, request.headers.get(HEADER))
+        session = service.session(request.state.record, body, route.prefix, request.headers.get(HEADER))
         seconds = timeout_s(request.headers, service.config.request_timeout_s, bool(getattr(body, "stream", False)))
         return EngineResponse(
             service,
-            exchange,
-            route.num_sequences(body, exchange.info.decode),
+            session,
+            route.num_sequences(body, session.info.decode),
             seconds,
             lambda given: route.answer(body, given, chat),
         )
@@ -211,42 +211,42 @@ def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], 
     return handle
 
 
-async def continued(exchange: Exchange, generation: Generation, writer: Writer, is_stream: bool) -> Result:
+async def continued(session: EngineSession, generation: Generation, writer: Writer, is_stream: bool) -> Result:
     """Return the engine's answer, its events once the engine has accepted the request. Raises ApiError."""
     submits = zip(generation.prompts, generation.settings, strict=True)
-    exchange.submit([Submit(0, *submit, **exchange.named._asdict(), streams=is_stream) for submit in submits])
-    generation.dones = exchange.dones
+    session.submit([Submit(0, *submit, **session.named._asdict(), streams=is_stream) for submit in submits])
+    generation.dones = session.dones
     try:
-        await exchange.accepted()
+        await session.accepted()
     except EngineRefused as refused:
         raise generation.refused(refused.message) from refused
     if is_stream:
-        return Stream(_events(exchange, generation, writer), writer.failed)
-    said = [Said() for _ in generation.choices]
-    async for prompt, delta in exchange.deltas():
+        return Stream(_events(session, generation, writer), writer.failed)
+    said = [ChoiceText() for _ in generation.choices]
+    async for prompt, delta in session.deltas():
         index, known, rest = generation.take(prompt, delta)
         said[index].add(known)
         said[index].add(rest)
     return writer.body(said)
 
 
-async def _events(exchange: Exchange, generation: Generation, writer: Writer) -> AsyncGenerator[bytes]:
+async def _events(session: EngineSession, generation: Generation, writer: Writer) -> AsyncGenerator[bytes]:
     """Yield the events of a stream, those of a delta together."""
     if begun := writer.begin():
         yield written(begun)
-    async with aclosing(exchange.deltas()) as deltas:
+    async with aclosing(session.deltas()) as deltas:
         async for prompt, delta in deltas:
             if events := writer.read(*generation.take(prompt, delta)):
                 yield written(events)
     yield written(writer.end())
 
 
-async def _chat(body: ChatRequest, exchange: Exchange, chat: Chat, has_ids: bool = True) -> ChatWriter:
+async def _chat(body: ChatRequest, session: EngineSession, chat: Chat, has_ids: bool = True) -> ChatWriter:
     """Return what writes the answer to a conversation. Raises ApiError. has_ids: whether its streams go on from an event's id."""
-    if exchange.head.last_event_id is not None and not has_ids:
+    if session.context.last_event_id is not None and not has_ids:
         raise bad_request(f"streams of this kind have no ids to go on from: leave {HEADER} out", HEADER)
-    prompt = await chat.encode(body, exchange.info.context_length)
-    generation = Generation(body, [prompt.token_ids], exchange.info, exchange.head, chat.tokenizer, prompt.settings)
+    prompt = await chat.encode(body, session.info.context_length)
+    generation = Generation(body, [prompt.token_ids], session.info, session.context, chat.tokenizer, prompt.settings)
     return ChatWriter(generation, body, prompt.reader)
 
 

@@ -16,16 +16,16 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from conf.errors import UserError, there_are
+from conf.errors import UserError, list_known_names
 from conf.schema import RunConfig
 from pipelines.api.answers import Event
 from pipelines.api.errors import ApiError, failed
-from pipelines.api.generation import Head
+from pipelines.api.generation import RequestContext
 from pipelines.api.named import Named, named
 from pipelines.api.requests import Body
 from pipelines.engine_process.client import RemoteEngine
 from pipelines.serve.admission import Admission
-from pipelines.serve.exchange import Exchange, loaded
+from pipelines.serve.engine_session import EngineSession, loaded
 from pipelines.serve.metrics import Metrics
 from pipelines.serve.records import Record, RequestLog
 from pipelines.serve.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, written
@@ -93,17 +93,17 @@ class Service:
         """Return the adapter or the prefix that a request's `model` names, neither for the model itself. Raises ApiError (404)."""
         if model in self.model_names:
             return named(self._model, model)
-        known = there_are(self.model_names, model)
+        known = list_known_names(self.model_names, model)
         raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
 
-    def exchange(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> Exchange:
+    def session(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> EngineSession:
         """Return the engine for a request. prefix: of the answer's id. Raises ApiError (404, 503)."""
         record.model = body.model or self.model_name
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
         asked = self.named(record.model)
         loaded(self.engine)
-        head = Head(prefix + record.id, record.model, record.key, last_event_id)
-        return Exchange(self.engine, self.admission, self.metrics, record, head, asked)
+        context = RequestContext(prefix + record.id, record.model, record.key, last_event_id)
+        return EngineSession(self.engine, self.admission, self.metrics, record, context, asked)
 
 
 class EngineResponse(Response):
@@ -115,26 +115,26 @@ class EngineResponse(Response):
     def __init__(
         self,
         service: Service,
-        exchange: Exchange,
+        session: EngineSession,
         num_sequences: int,
         timeout_s: float,
-        work: Callable[[Exchange], Coroutine[Any, Any, Result]],
+        work: Callable[[EngineSession], Coroutine[Any, Any, Result]],
     ) -> None:
         super().__init__()
         self._service = service
-        self._exchange = exchange
+        self._session = session
         self._num_sequences = num_sequences
         self._timeout_s = timeout_s
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError and ClientGone before the answer has begun."""
-        service, exchange, seconds, why = self._service, self._exchange, self._timeout_s, None
+        service, session, seconds, why = self._service, self._session, self._timeout_s, None
         ends = Ends(receive, seconds, service.stopping)
         sender = Sender(send, service.config.send_timeout_s)
         try:
             with service.admission.place(self._num_sequences, seconds):
-                result = await ends.run(self._work(exchange))
+                result = await ends.run(self._work(session))
                 if isinstance(result, Stream):
                     why = await self._send_events(result, ends, sender)
             if not isinstance(result, Stream):
@@ -150,7 +150,7 @@ class EngineResponse(Response):
             why = (error.code or error.type) if error.status in (503, 504) else None
             raise
         finally:
-            exchange.end(why)
+            session.end(why)
 
     async def _send_events(self, stream: Stream, ends: Ends, sender: Sender) -> str | None:
         """Send the events, or the error that ends them. Returns why they ended early. Raises ReaderStopped."""

@@ -100,7 +100,7 @@ def main() -> None:
         plain, engine = (load_engine(run, NUM_ADAPTERS) for _ in range(2))
         with tempfile.TemporaryDirectory() as folder:
             written = [
-                write_random_adapter(Path(folder) / str(i), plain.runner.model, args.rank, i, std=0.01)
+                write_random_adapter(Path(folder) / str(i), plain.executor.model, args.rank, i, std=0.01)
                 for i in range(NUM_ADAPTERS)
             ]
             for path in written:

@@ -45,12 +45,12 @@ def streams(overrides: list[str], text: str, num_tokens: int) -> list[torch.Tens
         stream = output.total() if isinstance(output, ResidualStream) else output
         found.append(stream.double().clone())
 
-    for layer in engine.runner.model.layers:
+    for layer in engine.executor.model.layers:
         layer.register_forward_hook(keep)
     engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False)))
     plan = engine.scheduler.plan()
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
-    logits = engine.runner.execute(build_batch(all_rows, engine.block_size)).logits
+    logits = engine.executor.execute(build_batch(all_rows, engine.block_size)).logits
     return [*found, logits.double().clone()]
 
 

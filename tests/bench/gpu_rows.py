@@ -229,7 +229,7 @@ def decode_step(size: str, scheme: str, rows: int) -> Row:
         own.step()
         times.append(time.perf_counter())
     seconds = statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
-    return timed(seconds, own.runner.step_weight_bytes(rows) + rows * 192 * own.runner.kv_bytes_per_token)
+    return timed(seconds, own.executor.step_weight_bytes(rows) + rows * 192 * own.executor.kv_bytes_per_token)
 
 
 def prompt(scheme: str, num_tokens: int = 4096) -> Row:

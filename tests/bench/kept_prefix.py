@@ -22,7 +22,7 @@ from conf.schema import RunConfig
 from pipelines.engine import Engine, Output
 from pipelines.kept_prefixes import open_kept, place_kept
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.prefix import run_prefix
 
 NUM_OTHERS = 16
@@ -50,7 +50,7 @@ def first_token(engine: Engine, prompt: list[int], prefix_cache: bool) -> tuple[
 def measured(run: RunConfig, kept: Path, token_ids: list[int], rounds: int) -> dict[str, object]:
     """Measure both engines in turns; the first round, which records steps, does not count."""
     engines = {"plain": load_engine(run, 1), "kept": load_engine(run, 1)}
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     kept_run = replace(run, device=replace(run.device, kept_prefixes=[str(kept)]))
     start = time.perf_counter()
     place_kept(engines["kept"], open_kept(kept_run, source, engines["kept"].dtype))
@@ -81,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     run = compose_run_config([*args.overrides, "device.kv_cache_memory=auto"])
     generator = random.Random(0)
-    token_ids = [generator.randrange(3, open_source(run.model).shape.vocab_size) for _ in range(args.tokens)]
+    token_ids = [generator.randrange(3, resolve_model(run.model).shape.vocab_size) for _ in range(args.tokens)]
     with tempfile.TemporaryDirectory() as folder:
         kept = keep(args.overrides, token_ids, Path(folder))
         num_bytes = kept.stat().st_size

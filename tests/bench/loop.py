@@ -46,7 +46,7 @@ def main() -> None:
 
     timed(engine.scheduler, "plan", "plan")
     timed(engine_module, "build_batch", "build the batch")
-    timed(engine.runner, "execute", "forward")
+    timed(engine.executor, "execute", "forward")
     timed(engine_module, "choose_tokens", "sample")
     timed(engine.scheduler, "commit", "commit")
     timed(engine, "_accept", "detokenise")

@@ -34,7 +34,7 @@ from kernels import build
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from kernels.threads import use_cores
 from pipelines.bandwidth import memory_bandwidth
-from pipelines.plan_division import plan_division
+from pipelines.parallel_planner import plan_layouts
 from pipelines.report import environment, write_atomically
 from pipelines.topology import Topology
 
@@ -115,7 +115,7 @@ def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, 
         ["task=bench", f"model.path={model}", "device=cpu", "parallel=auto", "model.max_length=160"]
         + [f"bench.batch_size={num_rows}", *overrides]
     )
-    candidates, topology, _ = plan_division(run)
+    candidates, topology, _ = plan_layouts(run)
     names = {(1, 1): "single", (2, 1): "tp2", (1, 2): "pp2"}
     return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}, topology
 
@@ -138,7 +138,7 @@ def is_steady(found: dict[str, Any]) -> bool:
     return bool(max(speeds) <= (1 + STEADY) * min(speeds))
 
 
-def divisions(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
+def parallel_layouts(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
     """Return steady rounds by the number of rows, at most twice as many were measured, and the medians of each division in them."""
     result: dict[str, Any] = {}
     for num_rows in (1, 16):
@@ -249,7 +249,7 @@ def main() -> None:
         model, given, folder = args.model, args.overrides, Path(name)
         parts: dict[str, Callable[[], Any]] = {
             "gather": lambda: gather(args.repeats),
-            "divisions": lambda: divisions(model, given, args.rounds, folder),
+            "divisions": lambda: parallel_layouts(model, given, args.rounds, folder),
             "replicas": lambda: replicas(model, given, args.rows, args.rounds, folder),
             "kill_to_exit_s": lambda: kill(model, given, args.rounds, folder),
         }

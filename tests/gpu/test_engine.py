@@ -38,8 +38,8 @@ def test_tokens_are_the_cpus_with_graphs_and_without(scheme: str, kv_cache: str,
     write_llama(tmp_path)
     expected = tokens(engine_on("cpu", tmp_path, scheme, kv_cache))
     captured = engine_on("cuda", tmp_path, scheme, kv_cache)
-    assert captured.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
-    for layer in captured.runner.model.get_submodule("model.layers"):
+    assert captured.executor.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
+    for layer in captured.executor.model.get_submodule("model.layers"):
         assert layer.self_attn.qkv.is_merged
         assert layer.mlp.gate_up.is_merged
     assert tokens(captured) == expected
@@ -58,7 +58,7 @@ def test_activations_as_codes_run_in_graphs(scheme: str, tmp_path: Path) -> None
 def test_mixtures_run_in_graphs(scheme: str) -> None:
     """Their experts together: one after the other they could not be captured."""
     captured = engine_on("cuda", GOLDENS / "mixtral", scheme)
-    assert captured.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
+    assert captured.executor.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     assert tokens(captured) == tokens(engine_on("cuda", GOLDENS / "mixtral", scheme, cuda_graphs=False))
 
 
@@ -67,7 +67,7 @@ def test_rows_with_adapters_run_in_graphs(scheme: str, tmp_path: Path) -> None:
     """Rows of two adapters and of none beside each other, and rows of none alone, which have graphs of their own."""
     write_llama(tmp_path / "base")
     for rank, name in ((3, "fr"), (20, "de")):
-        model = engine_on("cpu", tmp_path / "base").runner.model
+        model = engine_on("cpu", tmp_path / "base").executor.model
         write_random_adapter(tmp_path / name, model, rank, seed=rank, std=0.15)
 
     def adapted(device: str, names: list[str | None], **options: Any) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_rows_with_adapters_run_in_graphs(scheme: str, tmp_path: Path) -> None:
         for name in ("fr", "de"):
             engine.load_adapter(name, tmp_path / name)
         if options.get("cuda_graphs", device == "cuda"):
-            assert engine.runner.adapted_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
+            assert engine.executor.adapted_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
         rows = enumerate(PROMPTS)
         requests = [engine.request(i, prompt, DECODE, adapter=names[i % len(names)]) for i, prompt in rows]
         outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
@@ -91,7 +91,7 @@ def test_the_pool_takes_its_share_of_what_weights_leave(tmp_path: Path) -> None:
     write_llama(tmp_path)
     total = torch.cuda.mem_get_info()[1]
     engine = engine_on("cuda", tmp_path, memory_fraction=0.05, kv_cache_memory="0.5")
-    pool = sum(tensor.nbytes for tensor in engine.runner.cache.tensors)
+    pool = sum(tensor.nbytes for tensor in engine.executor.cache.tensors)
     assert 0.02 * total < pool <= 0.025 * total
     with pytest.raises(UserError, match="device.kv_cache_memory=.* is not possible here"):
         engine_on("cuda", tmp_path, memory_fraction=0.05, kv_cache_memory=str(int(0.06 * total)))

@@ -35,10 +35,10 @@ def tokens(folder: Path, device: DeviceType, **parallel: Any) -> list[list[int]]
     )
     engine = load_engine(run, 6)
     if device is DeviceType.cuda and parallel.get("backend") is not Backend.gloo:
-        assert engine.runner.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
+        assert engine.executor.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     found = [completion.token_ids for completion in complete(engine, PROMPTS, DECODE)]
     if parallel:
-        engine.runner.leader.close()  # type: ignore[attr-defined]
+        engine.executor.driver.close()  # type: ignore[attr-defined]
     return found
 
 
@@ -67,18 +67,18 @@ def test_nccl_of_one_rank_in_a_graph() -> None:
 
 @NEEDS_HYDRA
 @pytest.mark.parametrize("division", [TP, PP], ids=["tp", "pp"])
-def test_two_ranks_of_a_gpu_give_the_cpus_tokens_over_gloo(division: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_of_a_gpu_give_the_cpus_tokens_over_gloo(parallel_layout: dict[str, Any], tmp_path: Path) -> None:
     write_llama(tmp_path)
     expected = tokens(tmp_path, DeviceType.cpu)
-    assert tokens(tmp_path, DeviceType.cuda, backend=Backend.gloo, **division) == expected
+    assert tokens(tmp_path, DeviceType.cuda, backend=Backend.gloo, **parallel_layout) == expected
 
 
 @NEEDS_HYDRA
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 @pytest.mark.parametrize("division", [TP, PP], ids=["tp", "pp"])
-def test_two_gpus_give_the_cpus_tokens_by_nccl(division: dict[str, Any], tmp_path: Path) -> None:
+def test_two_gpus_give_the_cpus_tokens_by_nccl(parallel_layout: dict[str, Any], tmp_path: Path) -> None:
     write_llama(tmp_path)
-    assert tokens(tmp_path, DeviceType.cuda, **division) == tokens(tmp_path, DeviceType.cpu)
+    assert tokens(tmp_path, DeviceType.cuda, **parallel_layout) == tokens(tmp_path, DeviceType.cpu)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="each rank has a GPU")

@@ -19,7 +19,7 @@ from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.planning import plan_model
 from pipelines.request_settings import read_request_settings
 
@@ -91,7 +91,7 @@ def engine_of(
 
 def unpacked_engine(run: RunConfig, batch_size: int) -> Engine:
     """An engine whose layers hold their weights as the checkpoint does, as calibration wants them."""
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     plan = plan_model(run, source, prepare_device(run.device), packed=False)
     return assemble(run, plan, read_request_settings(run.model, source), batch_size)
 
@@ -130,8 +130,8 @@ def all_logits(engine: Engine, prompt: list[int], prefix: str | None = None) -> 
     """Logits [T, V] at every position of a prompt, in one prefill."""
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False), prefix=prefix))
     plan = engine.scheduler.plan()
-    engine.runner.copy_blocks(plan.copies)
+    engine.executor.copy_blocks(plan.copies)
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
-    logits = engine.runner.execute(build_batch(all_rows, engine.block_size)).logits
+    logits = engine.executor.execute(build_batch(all_rows, engine.block_size)).logits
     engine.scheduler.cancel(group)
     return logits.clone()  # the next decode step may use the memory again

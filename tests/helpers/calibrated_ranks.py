@@ -11,12 +11,12 @@ from conf.schema import RunConfig
 from kernels.kv_format import Unquantised
 from pipelines.assembly import load_planned
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.opening import open_source
-from pipelines.planning import divide_plan, plan_model, without_quantization
+from pipelines.model_source import resolve_model
+from pipelines.planning import plan_model, shard_plan, without_quantization
 from pipelines.quantize.layers import calibration_batches
 from pipelines.quantize.ranks import kept_of, message_of
 from pipelines.quantize.share import Share
-from pipelines.ranks.threads import ThreadPlace
+from pipelines.ranks.threads import ThreadRankContext
 from quantization.file_layout import file_layout
 from quantization.kept_parts import KeptPart
 from quantization.quantizer import LinearReport
@@ -55,15 +55,15 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
     sizes = engine.num_blocks, engine.block_size
     chosen: dict[int, Future[KeptPart]] = defaultdict(Future)
 
-    def of_rank(place: ThreadPlace) -> Quantized:
-        source = open_source(run.model)
+    def of_rank(context: ThreadRankContext) -> Quantized:
+        source = resolve_model(run.model)
         whole, plan = (plan_model(float_run, source, CPU, packed=False) for _ in range(2))
         layout = file_layout(whole.model, run.quant, run.quantize.format)
-        plan = divide_plan(plan, place.division, place.group, place.neighbours)
+        plan = shard_plan(plan, context.parallel_layout, context.group, context.neighbours)
         load_planned(float_run, plan)
         formats = [(Unquantised(), Unquantised())]
         cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, formats, plan.dtype, CPU)
-        parted = () if tp * pp == 1 else (whole.model, plan.cuts, place.group)
+        parted = () if tp * pp == 1 else (whole.model, plan.cuts, context.group)
         share = Share(run.quant, layout, plan.model, batches, cache, *parted)
         made = Quantized(share.rest())
         for part in filter(share.has, share.parts):
@@ -72,10 +72,10 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
                 header, content = message_of(own)
                 chosen[part.index].set_result(kept_of(header, bytearray(content)))
             kept = chosen[part.index].result(LIMIT_S)
-            made.tensors |= kept.tensors | share.place(part, kept.tensors)
+            made.tensors |= kept.tensors | share.context(part, kept.tensors)
             made.folds |= kept.folds or {}
             made.reports += kept.reports
-        if place.division.stage < pp - 1:
+        if context.parallel_layout.stage < pp - 1:
             share.leave()
         return made
 

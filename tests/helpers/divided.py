@@ -10,15 +10,15 @@ from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
 from kernels.collectives import NO_NEIGHBOURS, Alone, Group, Neighbours
 from models.causal_lm import CausalLM
-from models.cuts import Division
+from models.sharding import ParallelLayout
 from pipelines.assembly import assemble
 from pipelines.device import prepare_device
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
-from pipelines.opening import open_source
-from pipelines.planning import ModelPlan, divide_plan, plan_model
-from pipelines.ranks.place import division_of
-from pipelines.ranks.threads import ThreadPlace
+from pipelines.model_source import resolve_model
+from pipelines.planning import ModelPlan, plan_model, shard_plan
+from pipelines.ranks.rank_context import layout_of
+from pipelines.ranks.threads import ThreadRankContext
 from pipelines.request_settings import read_request_settings
 from tests.helpers.rank_threads import run_ranks, run_stages
 
@@ -35,15 +35,19 @@ LAYER_KINDS = {  # what is cut in ways of its own, and a model of tests/helpers/
 
 
 def plan_of(run: RunConfig) -> ModelPlan:
-    return plan_model(run, open_source(run.model), prepare_device(run.device), packed=True)
+    return plan_model(run, resolve_model(run.model), prepare_device(run.device), packed=True)
 
 
-def rank_plan(run: RunConfig, division: Division, group: Group, neighbours: Neighbours = NO_NEIGHBOURS) -> ModelPlan:
-    return divide_plan(plan_of(run), division, group, neighbours)
+def rank_plan(
+    run: RunConfig, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours = NO_NEIGHBOURS
+) -> ModelPlan:
+    return shard_plan(plan_of(run), parallel_layout, group, neighbours)
 
 
-def rank_engine(run: RunConfig, division: Division, group: Group, neighbours: Neighbours = NO_NEIGHBOURS) -> Engine:
-    plan = rank_plan(run, division, group, neighbours)
+def rank_engine(
+    run: RunConfig, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours = NO_NEIGHBOURS
+) -> Engine:
+    plan = rank_plan(run, parallel_layout, group, neighbours)
     return assemble(run, plan, read_request_settings(run.model, plan.source), 3)
 
 
@@ -67,12 +71,12 @@ def step_of(engine: Engine, prompt: list[int]) -> Step:
     plan = engine.scheduler.plan()
     every = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     batch = build_batch(every, engine.block_size)
-    model = engine.runner.model
-    hidden = model(batch, engine.runner.cache)
+    model = engine.executor.model
+    hidden = model(batch, engine.executor.cache)
     logits = model.logits(hidden, batch)
     cached = [
         [tensor.flatten(0, 1)[batch.slots].clone() for part in layer for tensor in part.tensors]
-        for layer in engine.runner.cache.layers
+        for layer in engine.executor.cache.layers
     ]
     engine.scheduler.cancel(group)
     return Step(hidden, logits, cached, model)
@@ -80,7 +84,7 @@ def step_of(engine: Engine, prompt: list[int]) -> Step:
 
 @torch.inference_mode()
 def whole_steps(run: RunConfig, prompts: list[list[int]]) -> list[Step]:
-    engine = rank_engine(run, Division(), Alone())
+    engine = rank_engine(run, ParallelLayout(), Alone())
     return [step_of(engine, prompt) for prompt in prompts]
 
 
@@ -88,7 +92,7 @@ def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[lis
     """By rank."""
 
     def work(group: Any) -> list[Step]:
-        engine = rank_engine(run, division_of(group.rank, tp, 1, run.parallel), group)
+        engine = rank_engine(run, layout_of(group.rank, tp, 1, run.parallel), group)
         return [step_of(engine, prompt) for prompt in prompts]
 
     return run_ranks(tp, work)
@@ -97,9 +101,9 @@ def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[lis
 def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> list[list[Step]]:
     """By rank of the last stage, with the layers of all stages after each other."""
 
-    def work(place: ThreadPlace) -> list[Step]:
-        division = division_of(place.division.rank, tp, pp, run.parallel)
-        engine = rank_engine(run, division, place.group, place.neighbours)
+    def work(context: ThreadRankContext) -> list[Step]:
+        parallel_layout = layout_of(context.parallel_layout.rank, tp, pp, run.parallel)
+        engine = rank_engine(run, parallel_layout, context.group, context.neighbours)
         return [step_of(engine, prompt) for prompt in prompts]
 
     found = run_stages(tp, pp, work)

@@ -6,7 +6,7 @@ from typing import Any
 from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from pipelines.engine import Engine
-from pipelines.ranks.leader import LeadingRunner
+from pipelines.ranks.driver import DriverExecutor
 
 PROMPTS = [[1, 5, 9, 23, 40, 41, 42], [1, 7], [1, *range(30, 70)], [1, 5, 9, 23, 40, 41, 42, 3, 3]]
 
@@ -17,8 +17,8 @@ def parallel(run: RunConfig, tp: int, pp: int = 1) -> RunConfig:
 
 
 def close(engine: Engine) -> None:
-    assert isinstance(engine.runner, LeadingRunner)
-    engine.runner.leader.close()
+    assert isinstance(engine.executor, DriverExecutor)
+    engine.executor.driver.close()
 
 
 def answers(engine: Engine, decode: DecodeConfig) -> list[Any]:

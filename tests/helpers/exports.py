@@ -46,14 +46,14 @@ class Exports:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def of(self, run: RunConfig, **division: int) -> Path:
+    def of(self, run: RunConfig, **parallel_layout: int) -> Path:
         """Return the export of the run's model, which the first who asks for it makes. Who changes it takes a copy.
 
         It is made of a copy of the checkpoint, which is gone afterwards, and then moved: it needs neither.
         """
         source = Path(run.model.path)
         anywhere = replace(run, model=replace(run.model, path="anywhere"))
-        key = hashlib.sha256(repr((anywhere, division)).encode())
+        key = hashlib.sha256(repr((anywhere, parallel_layout)).encode())
         for file in sorted(source.rglob("*") if source.is_dir() else [source]):
             content = file.read_bytes() if file.is_file() else b""
             key.update(f"{file.relative_to(source)} {len(content)} ".encode() + content)
@@ -62,12 +62,12 @@ class Exports:
         with (made.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
             if not made.exists():
-                _make(run, made, division)
+                _make(run, made, parallel_layout)
         verify_manifest(made)  # no test has changed it
         return made
 
 
-def _make(run: RunConfig, made: Path, division: dict[str, int]) -> None:
+def _make(run: RunConfig, made: Path, parallel_layout: dict[str, int]) -> None:
     with TemporaryDirectory(dir=made.parent) as folder:
         source, copy = Path(run.model.path), Path(folder) / "model"
         if source.is_dir():
@@ -75,12 +75,12 @@ def _make(run: RunConfig, made: Path, division: dict[str, int]) -> None:
         else:
             copy = Path(shutil.copyfile(source, copy.with_suffix(source.suffix)))
         model = replace(run.model, path=str(copy))
-        exported(replace(run, model=model), Path(folder) / "made", **division).rename(made)
+        exported(replace(run, model=model), Path(folder) / "made", **parallel_layout).rename(made)
 
 
-def exported(run: RunConfig, folder: Path, **division: int) -> Path:
+def exported(run: RunConfig, folder: Path, **parallel_layout: int) -> Path:
     """Export the run's model into a folder of the test's own."""
-    run = replace(run, predict=PredictConfig(), task=Task.export, export=ExportConfig(str(folder), **division))
+    run = replace(run, predict=PredictConfig(), task=Task.export, export=ExportConfig(str(folder), **parallel_layout))
     run_export(run, folder.parent / "run", lambda run, output_dir: "")
     return folder
 

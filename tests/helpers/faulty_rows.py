@@ -9,7 +9,7 @@ from conf.schema import RunConfig
 from pipelines import report
 from pipelines.predict import PredictRows
 from pipelines.prompts import PromptRow
-from pipelines.rows import Asked
+from pipelines.rows import RowRequest
 
 POISON = "poison"
 
@@ -17,7 +17,7 @@ POISON = "poison"
 class PoisonRows(PredictRows):
     """A prompt that is POISON ends the process that runs it."""
 
-    def ask(self, row: PromptRow, seed: int | None) -> Asked:
+    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
         if row.prompt == POISON:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().ask(row, seed)

@@ -91,7 +91,7 @@ def make_run(folder: Path, device: DeviceType = DeviceType.cpu, **model: Any) ->
 
 def load(folder: Path, **model: Any) -> dict[str, Tensor]:
     """The parameters of the model that a run gets."""
-    return weights_of(load_engine(make_run(folder, **model), 1).runner.model)
+    return weights_of(load_engine(make_run(folder, **model), 1).executor.model)
 
 
 def assert_same(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from conf.serving import ServeConfig
 from pipelines.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswer, MessageAnswer, ResponseAnswer
 from pipelines.api.answers import DONE, Event
 from pipelines.api.conversation import Chat
-from pipelines.api.generation import Generation, Head
+from pipelines.api.generation import Generation, RequestContext
 from pipelines.api.named import Named
 from pipelines.api.parsing import check_request
 from pipelines.api.requests import Body
@@ -29,7 +29,7 @@ from pipelines.batches.jobs import BatchJobs
 from pipelines.engine_process.client import RemoteEngine
 from pipelines.engine_process.frames import Submit
 from pipelines.serve.app import add_errors, create_app
-from pipelines.serve.exchange import Exchange
+from pipelines.serve.engine_session import EngineSession
 from pipelines.serve.guard import Guard
 from pipelines.serve.records import Record
 from pipelines.serve.routes import ROUTES, continued
@@ -75,32 +75,32 @@ def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
         body = await request.json()
         is_stream, n = body.get("stream", False), body.get("n", 1)
 
-        async def work(exchange: Exchange) -> Result:
-            exchange.submit([Submit(0, body["ids"], {"n": n}, streams=is_stream)])
-            await exchange.accepted()
+        async def work(session: EngineSession) -> Result:
+            session.submit([Submit(0, body["ids"], {"n": n}, streams=is_stream)])
+            await session.accepted()
 
             async def parts() -> AsyncGenerator[bytes]:
-                async for _, delta in exchange.deltas():
+                async for _, delta in session.deltas():
                     yield written([Event(delta.text)])
                 yield written([DONE])
 
             if is_stream:
                 return Stream(parts(), lambda error: Event(error.body()))
-            return {"text": "".join([delta.text async for _, delta in exchange.deltas()])}
+            return {"text": "".join([delta.text async for _, delta in session.deltas()])}
 
         asked = check_request(Asked, {"model": body.get("model")})
-        exchange = service.exchange(request.state.record, asked, "", None)
+        session = service.session(request.state.record, asked, "", None)
         seconds = timeout_s(request.headers, service.config.request_timeout_s, is_stream)
-        return EngineResponse(service, exchange, n, seconds, work)
+        return EngineResponse(service, session, n, seconds, work)
 
     add_errors(app)
     return Guard(app, service, keys or {})
 
 
-def exchange_of(engine: RemoteEngine, last_event_id: str | None = None) -> Exchange:
+def exchange_of(engine: RemoteEngine, last_event_id: str | None = None) -> EngineSession:
     """The dealings of a request with nobody's key."""
-    service, head = service_of(engine), Head("cmpl-1", "tiny", None, last_event_id)
-    return Exchange(engine, service.admission, service.metrics, Record("1", "POST", "/"), head, Named())
+    service, head = service_of(engine), RequestContext("cmpl-1", "tiny", None, last_event_id)
+    return EngineSession(engine, service.admission, service.metrics, Record("1", "POST", "/"), head, Named())
 
 
 def parsed(content: str) -> list[Event]:
@@ -112,16 +112,16 @@ def parsed(content: str) -> list[Event]:
     return events
 
 
-async def answer_of(exchange: Exchange, generation: Generation, writer: Writer, is_stream: bool) -> Any:
+async def answer_of(session: EngineSession, generation: Generation, writer: Writer, is_stream: bool) -> Any:
     """The body, or the events."""
     try:
-        result = await continued(exchange, generation, writer, is_stream)
+        result = await continued(session, generation, writer, is_stream)
         if isinstance(result, dict):
             SHAPES[result.get("object", result.get("type"))].model_validate_json(json.dumps(result), strict=True)
             return result
         return parsed(b"".join([part async for part in result.events]).decode())
     finally:
-        exchange.end()
+        session.end()
 
 
 async def check_shape(response: httpx.Response) -> None:

@@ -47,9 +47,9 @@ def meet(patch: pytest.MonkeyPatch, meetings: Meetings) -> None:
 
 def record_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let every step call each layer."""
-    from pipelines.engine import runner
+    from pipelines.engine import executor
 
-    patch.setattr(runner, "MAX_RECORDED_TOKENS", 0)
+    patch.setattr(executor, "MAX_RECORDED_TOKENS", 0)
 
 
 def main() -> None:

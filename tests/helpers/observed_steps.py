@@ -23,21 +23,21 @@ def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
 
 def pad(engine: Engine, most: int) -> list[BatchShape]:
     """Let the engine's decode steps be padded. Returns the shapes of those that are computed from then on."""
-    runner, shapes = engine.runner, list[BatchShape]()
-    runner.decode_steps = padded(engine, most, shapes)
-    if has_adapters(runner.model):
-        runner.adapted_steps = padded(engine, most, shapes, with_adapters=True)
+    executor, shapes = engine.executor, list[BatchShape]()
+    executor.decode_steps = padded(engine, most, shapes)
+    if has_adapters(executor.model):
+        executor.adapted_steps = padded(engine, most, shapes, with_adapters=True)
     shapes.clear()
     return shapes
 
 
 def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: bool = False) -> GraphSteps:
     """Steps whose shapes are noted. The CPU's kernels see the true rows alone, the others become NaN."""
-    runner = engine.runner
+    executor = engine.executor
 
     def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
         if batch.shape.num_sequences > most:  # has no graph
-            return runner.compute(batch, token_ids)
+            return executor.compute(batch, token_ids)
         shapes.append(batch.shape)
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
@@ -50,7 +50,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
             part.copy_(getattr(batch, field)[: len(part)])
         if not count:
             rows.query_starts[1], rows.slots[0], rows.context_lengths[0] = 1, 0, 1
-        hidden, logits, finite = runner.compute(rows)
+        hidden, logits, finite = executor.compute(rows)
         padding = (0, 0, 0, len(batch.token_ids) - count)
         hidden, logits = (pad_rows(each[:count], padding, value=torch.nan) for each in (hidden, logits))
         return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
@@ -62,11 +62,11 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
 def look_ahead(engine: Engine) -> list[bool]:
     """Returns for each step that is launched whether its inputs were on the device alone."""
     engine.looks_ahead = True
-    ahead, execute = [], engine.runner.execute
+    ahead, execute = [], engine.executor.execute
 
     def observed(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         ahead.append(token_ids is not None)
         return execute(batch, token_ids)
 
-    engine.runner.execute = observed  # type: ignore[method-assign]
+    engine.executor.execute = observed  # type: ignore[method-assign]
     return ahead

@@ -44,7 +44,7 @@ def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encod
 def assert_same_model(packed: Path, floats: Path) -> None:
     """Logits, greedy tokens, and every row alone as in its batch."""
     own, expected = engine_of(packed), engine_of(floats)
-    assert own.runner.weight_bytes < expected.runner.weight_bytes
+    assert own.executor.weight_bytes < expected.executor.weight_bytes
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:
         # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.

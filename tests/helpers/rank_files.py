@@ -44,7 +44,7 @@ def cut(tensors: dict[str, Tensor], num_ranks: int, num_stages: int = 1) -> Rank
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
-    return weights_of(load_engine(run_config(folder), 1).runner.model)
+    return weights_of(load_engine(run_config(folder), 1).executor.model)
 
 
 def assert_same_model(folder: Path, whole: Path) -> None:

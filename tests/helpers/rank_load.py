@@ -11,9 +11,9 @@ from kernels import build
 from models.weights import module_bytes
 from pipelines.assembly import load_planned
 from pipelines.device import prepare_device
-from pipelines.opening import open_source
-from pipelines.planning import divide_plan, plan_model
-from pipelines.ranks.place import create_memory, division_of, shared_place
+from pipelines.model_source import resolve_model
+from pipelines.planning import plan_model, shard_plan
+from pipelines.ranks.rank_context import create_memory, layout_of, shared_memory_context
 from pipelines.report import peak_memory_bytes, reset_peak_memory
 
 
@@ -22,10 +22,12 @@ def main() -> None:
     tp, pp, rank = map(int, sys.argv[2:])
     library = build.library()
     assert library is not None
-    place = shared_place(library, create_memory(library, tp, pp), division_of(rank, tp, pp, run.parallel), spins=False)
+    place = shared_memory_context(
+        library, create_memory(library, tp, pp), layout_of(rank, tp, pp, run.parallel), spins=False
+    )
     device = prepare_device(run.device)
-    plan = plan_model(run, open_source(run.model), device, packed=True)
-    plan = divide_plan(plan, place.division, place.group, place.neighbours)
+    plan = plan_model(run, resolve_model(run.model), device, packed=True)
+    plan = shard_plan(plan, place.parallel_layout, place.group, place.neighbours)
     weight_bytes = sum(module_bytes(plan.model, plan.dtype).values())
     reset_peak_memory()
     before = peak_memory_bytes(device)

@@ -7,21 +7,21 @@ import torch
 
 from kernels.collectives import Threads
 from pipelines.ranks import threads
-from pipelines.ranks.threads import ThreadPlace
+from pipelines.ranks.threads import ThreadRankContext
 
 T = TypeVar("T")
 
 
 def run_ranks(size: int, work: Callable[[Threads], T]) -> list[T]:
     """What `work` returns to each rank. Raises the error of the rank that failed first."""
-    return run_stages(size, 1, lambda place: work(place.group))
+    return run_stages(size, 1, lambda context: work(context.group))
 
 
-def run_stages(tp: int, pp: int, work: Callable[[ThreadPlace], T]) -> list[T]:
+def run_stages(tp: int, pp: int, work: Callable[[ThreadRankContext], T]) -> list[T]:
     """What `work` returns to each rank of all stages. Raises the error of the rank that failed first."""
 
-    def of(place: ThreadPlace) -> T:
+    def of(context: ThreadRankContext) -> T:
         with torch.inference_mode():
-            return work(place)
+            return work(context)
 
     return threads.run_ranks(tp, pp, of)

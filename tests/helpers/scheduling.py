@@ -65,9 +65,9 @@ def scheduler_of(
     max_num_requests: int = 4,
     budget: int = 64,
     whole_prompts: bool = False,
-    key_border: int | None = None,
+    long_rope_threshold: int | None = None,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts, key_border)
+    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts, long_rope_threshold)
 
 
 Keys = dict[tuple[int, int], tuple[object, ...]]
@@ -195,9 +195,13 @@ def check_sides(scheduler: Scheduler, plan: StepPlan, sides: dict[int, bool]) ->
     size = scheduler.block_manager.block_size
     for item in plan.scheduled:
         sequence, num_new_tokens = item.sequence, item.num_new_tokens
-        is_past_border = scheduler._key_border is not None and len(sequence.token_ids) > scheduler._key_border
-        assert is_past_border or len(sequence.token_ids) + len(item.drafts) <= (scheduler._key_border or 10**9)
+        is_past_threshold = (
+            scheduler._long_rope_threshold is not None and len(sequence.token_ids) > scheduler._long_rope_threshold
+        )
+        assert is_past_threshold or len(sequence.token_ids) + len(item.drafts) <= (
+            scheduler._long_rope_threshold or 10**9
+        )
         before = sequence.num_computed_tokens
         after = before + num_new_tokens + len(item.drafts)
-        assert all(sides[block] == is_past_border for block in sequence.block_table[: -(-before // size)])
-        sides |= dict.fromkeys(sequence.block_table[before // size : -(-after // size)], is_past_border)
+        assert all(sides[block] == is_past_threshold for block in sequence.block_table[: -(-before // size)])
+        sides |= dict.fromkeys(sequence.block_table[before // size : -(-after // size)], is_past_threshold)

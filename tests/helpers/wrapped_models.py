@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from conf.decoding import DecodeConfig
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.oracle import NEW_TOKENS, TOLERANCE, random_prompts
 
@@ -54,7 +54,7 @@ def reference_of(model_type: str, **text: Any) -> Any:
 
 def assert_equal(folder: Path, reference: Any) -> None:
     """Logits and greedy tokens of texts, together; no key of the config unread."""
-    source = open_source(run_config(folder).model)
+    source = resolve_model(run_config(folder).model)
     assert source.checkpoint.config.unread() == []
     engine, expected_ids, prompts = engine_of(folder), [], random_prompts(96)
     for prompt in prompts:

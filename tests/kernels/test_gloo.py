@@ -102,7 +102,7 @@ def test_wrong_pieces_are_refused() -> None:
 
 
 def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_group, "MEET_S", 1.0)
+    monkeypatch.setattr(torch_group, "RENDEZVOUS_S", 1.0)
     server = serve_addresses(HOST)
     group = Gloo((HOST, server.port), "half", 0, 2, HOST, server)
     with pytest.raises(UserError) as raised:

@@ -45,7 +45,7 @@ def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
         "alpha_pattern": {"v_proj": 8},
     }
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=ALL_LINEAR, **config)
-    adapter = read_adapter(folder, engine.runner.model, torch.bfloat16, {})
+    adapter = read_adapter(folder, engine.executor.model, torch.bfloat16, {})
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(adapter.factors) == len(tensors) / 2 == 2 * len(ALL_LINEAR)
     for name, factors in adapter.factors.items():
@@ -57,7 +57,7 @@ def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
 
 def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path) -> None:
     def digest(folder: Path) -> str:
-        return read_adapter(folder, engine.runner.model, torch.float32, {}).digest
+        return read_adapter(folder, engine.executor.model, torch.float32, {}).digest
 
     one, same = (
         write_adapter(tmp_path / name, base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
@@ -75,7 +75,7 @@ def test_what_was_read_stays_when_the_file_changes(base: Path, engine: Engine, t
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
     file = folder / "adapter_model.safetensors"
     expected = load_file(file)[f"{QUERY}.lora_A.weight"].clone()
-    adapter = read_adapter(folder, engine.runner.model, torch.float32, {})
+    adapter = read_adapter(folder, engine.executor.model, torch.float32, {})
     with open(file, "r+b") as stream:
         stream.write(bytes(file.stat().st_size))
     assert adapter.factors["model.layers.0.self_attn.q_proj"].a.equal(expected)
@@ -116,7 +116,7 @@ def test_what_only_merging_can_do(
 ) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, **config)
     with pytest.raises(UserError, match=message + MERGE):
-        read_adapter(folder, engine.runner.model, torch.float32, {})
+        read_adapter(folder, engine.executor.model, torch.float32, {})
 
 
 def test_biases(tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_biases(tmp_path: Path) -> None:
         tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["q_proj"], bias="lora_only"
     )
     with pytest.raises(UserError, match=r"replaces a bias or a saved module \(.*q_proj\)" + MERGE):
-        read_adapter(folder, engine_of(tmp_path / "base").runner.model, torch.float32, {})
+        read_adapter(folder, engine_of(tmp_path / "base").executor.model, torch.float32, {})
 
 
 def test_embeddings_without_their_copy(base: Path, engine: Engine, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=["embed_tokens"])
     change_adapter(folder, {}, {"base_model.model.model.embed_tokens.base_layer.weight": None})
     with pytest.raises(UserError, match=r"adapts Embedding, which is no linear layer \(model\.embed_tokens\)" + MERGE):
-        read_adapter(folder, engine.runner.model, torch.float32, {})
+        read_adapter(folder, engine.executor.model, torch.float32, {})
 
 
 def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["lm_head"])
     change_adapter(folder, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
     with pytest.raises(UserError, match=r"adapts a head that is one with the embedding \(lm_head\)" + MERGE):
-        read_adapter(folder, engine_of(tmp_path / "tied").runner.model, torch.float32, {})
+        read_adapter(folder, engine_of(tmp_path / "tied").executor.model, torch.float32, {})
 
 
 @each(
@@ -163,9 +163,9 @@ def test_damaged_adapters(
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=4, target_modules=["q_proj"])
     change_adapter(folder, config, tensors)
     with pytest.raises(UserError, match=message):
-        read_adapter(folder, engine.runner.model, torch.float32, {})
+        read_adapter(folder, engine.executor.model, torch.float32, {})
 
 
 def test_missing_files(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere has no adapter_config\.json: give the folder of a PEFT adapter"):
-        read_adapter(tmp_path / "nowhere", engine.runner.model, torch.float32, {})
+        read_adapter(tmp_path / "nowhere", engine.executor.model, torch.float32, {})

@@ -14,9 +14,9 @@ from conf.quantization import QuantConfig
 from conf.schema import DType, ParallelConfig, ParallelMode, RunConfig, Sum
 from kernels import build as build_kernels
 from kernels.collectives import Threads
-from models.cuts import Division
 from models.layers.linear import Linear
-from models.layers.pieces import RowSum
+from models.layers.tensor_parallel import RowParallelReduce
+from models.sharding import ParallelLayout
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
@@ -51,7 +51,7 @@ def layers_that_add(ranks: list[list[Step]]) -> set[str]:
         frozenset(
             name.rpartition(".")[2]
             for name, module in steps[0].model.named_modules()
-            if isinstance(module, Linear) and isinstance(module.pieces, RowSum)
+            if isinstance(module, Linear) and isinstance(module.pieces, RowParallelReduce)
         )
         for steps in ranks
     }
@@ -109,7 +109,7 @@ def test_sums_are_float32_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
     expected = np.zeros((7, 33), np.float32)
     for part in parts:
         expected = expected + part.float().numpy()
-    for found in run_ranks(5, lambda group: RowSum(group).whole(parts[group.rank])):
+    for found in run_ranks(5, lambda group: RowParallelReduce(group).whole(parts[group.rank])):
         assert found.dtype == dtype
         assert found.equal(torch.from_numpy(expected).to(dtype))
 
@@ -205,7 +205,7 @@ def test_kept_files_are_those_of_the_sum(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_rank_reads_the_columns_of_its_inputs(tmp_path: Path) -> None:
     write_llama(tmp_path)
     run, group = adding(run_config(tmp_path), 2), Threads.of(2)[1]
-    (file,) = rank_plan(run, Division(2, 1, 1, 0, adds=True), group).files
+    (file,) = rank_plan(run, ParallelLayout(2, 1, 1, 0, adds=True), group).files
     name = "model.layers.1.mlp.down_proj.weight"  # [64, 88], of which a rank has whole steps of 16 columns
     whole = load_file(tmp_path / "model.safetensors")[name]
     assert file.shapes[name] == (64, 40)

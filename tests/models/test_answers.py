@@ -226,8 +226,8 @@ ALPHABET += [
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(ALPHABET), max_size=8), st.booleans(), st.data())
 def test_no_cutting_changes_the_parts(form: str, words: list[str], reasons: bool, data: Any) -> None:
     text = "".join(words)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
-    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    shards = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    pieces = [text[begin:end] for begin, end in zip([0, *shards], [*shards, len(text)], strict=True)]
     whole = parts_of(form, [text], reasons=reasons)
     assert parts_of(form, pieces, reasons=reasons) == whole
     assert parts_of(form, list(text), reasons=reasons) == whole

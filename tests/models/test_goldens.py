@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from conf.decoding import DecodeConfig
 from kernels import build
-from pipelines.engine import runner
+from pipelines.engine import executor
 from tests.helpers.builders import all_logits, engine_of, generate
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, TOLERANCE, WHOLE_PROMPTS, greedy, link
@@ -37,7 +37,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
     lengths = golden["batch_attention_mask"].sum(-1).tolist()
     prompts = [row[-length:].tolist() for row, length in zip(golden["batch_input_ids"], lengths, strict=True)]
     if build.library():
-        assert engine.runner.decode_steps.can_record
+        assert engine.executor.decode_steps.can_record
     expected_batch = golden["batch_greedy_ids"].tolist()
     assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
     small_blocks = engine_of(folder, allow_pickle=True, block_size=4)
@@ -45,16 +45,16 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
         request = small_blocks.request(0, prompt, DecodeConfig(max_new_tokens=len(expected), ignore_eos=True))
         (output,) = small_blocks.generate([request])
         assert output.completions[0].token_ids == expected
-        can_share = not small_blocks.sees_later_tokens and not small_blocks.runner.model.config.keys_depend_on_length
+        can_share = not small_blocks.sees_later_tokens and not small_blocks.executor.model.config.keys_depend_on_length
         assert (output.num_cached_tokens > 0) == (knows_the_prompt and can_share)
     if family in WHOLE_PROMPTS:
         return
-    monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", 1)
+    monkeypatch.setattr(executor, "PROMPTS_BEFORE_RECORDING", 1)
     chunked = engine_of(folder, allow_pickle=True, max_batched_tokens=5)
     assert greedy(chunked, [prompt], len(expected)) == [expected]
     assert greedy(chunked, prompts, len(expected_batch[0])) == expected_batch
     if build.library():
-        assert chunked.runner.prompt_steps.can_record
+        assert chunked.executor.prompt_steps.can_record
 
 
 @each("family", GOLDEN_FAMILIES, quick=QUICK)

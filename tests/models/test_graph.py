@@ -68,9 +68,9 @@ EXPORTED = [(scheme, dtype, strict) for strict in (False, True) for scheme, dtyp
 def test_an_exported_step(tmp_path: Path, scheme: str, dtype: DType, strict: bool) -> None:
     write_llama(tmp_path, intermediate_size=96, attention_bias=True)
     run = run_config(tmp_path)
-    runner = load_engine(replace(run, model=replace(run.model, dtype=dtype), quant=SCHEMES[scheme]), 2).runner
-    step = Step(runner.model, runner.cache).eval()
-    empty, stored, expected = ([torch.zeros_like(part) for part in runner.cache.tensors] for _ in range(3))
+    executor = load_engine(replace(run, model=replace(run.model, dtype=dtype), quant=SCHEMES[scheme]), 2).executor
+    step = Step(executor.model, executor.cache).eval()
+    empty, stored, expected = ([torch.zeros_like(part) for part in executor.cache.tensors] for _ in range(3))
     program = torch.export.export(step, (batch_of(3, 4, 5, 6, 7), empty), strict=strict)
     batch = batch_of(90, 20, 33, 41, 8)
     assert program.module()(batch, stored).equal(step(batch, expected))

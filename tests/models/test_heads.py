@@ -23,10 +23,10 @@ from transformers import (
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import ModelConfig
-from models.heads import Head
+from models.heads import HeadKind
 from pipelines.engine.request import Pooling
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from tests.helpers.builders import run_config
 from tests.helpers.cases import each
 from tests.helpers.oracle import random_prompts, write_model
@@ -45,7 +45,7 @@ CLASSIFIERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def outputs(folder: Path, head: Head | None, prompts: list[list[int]], pooling: Pooling) -> list[torch.Tensor]:
+def outputs(folder: Path, head: HeadKind | None, prompts: list[list[int]], pooling: Pooling) -> list[torch.Tensor]:
     engine = load_engine(run_config(folder), 3, head=head)
     requests = [engine.pooled_request(i, prompt, pooling, DecodeConfig()) for i, prompt in enumerate(prompts)]
     return [output.pooled for output in sorted(engine.generate(requests), key=lambda output: output.request_id)]
@@ -65,7 +65,7 @@ def test_labels_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 def test_without_a_head_outputs_are_hidden_states(tmp_path: Path, family: str) -> None:
     model_class, config = CLASSIFIERS[family]
     reference, prompts = write_model(tmp_path, model_class, **config), random_prompts(96)
-    for prompt, vector in zip(prompts, outputs(tmp_path, Head.none, prompts, Pooling.last), strict=True):
+    for prompt, vector in zip(prompts, outputs(tmp_path, HeadKind.none, prompts, Pooling.last), strict=True):
         with torch.inference_mode():
             expected = reference.base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
         torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
@@ -75,7 +75,7 @@ def test_a_classifier_is_refused_where_tokens_are_wanted(tmp_path: Path) -> None
     write_model(tmp_path, LlamaForSequenceClassification, num_labels=1)
     message = "is a LlamaForSequenceClassification, which scores a text and predicts no token: give task=score$"
     with pytest.raises(UserError, match=message):
-        open_source(ModelConfig(path=str(tmp_path)))
+        resolve_model(ModelConfig(path=str(tmp_path)))
 
 
 def test_labels_that_are_not_the_file_s_are_refused(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_missing_head_is_missed_by_those_who_need_it(tmp_path: Path) -> None:
     model.model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="missing: lm_head.weight"):
         load_engine(run_config(tmp_path), 1)
-    load_engine(run_config(tmp_path), 1, head=Head.none)
+    load_engine(run_config(tmp_path), 1, head=HeadKind.none)
 
 
 @each(
@@ -107,7 +107,7 @@ def test_bidirectional_models_are_refused_by_name(tmp_path: Path, config: dict[s
     write_model(tmp_path, LlamaForSequenceClassification)
     change(tmp_path, **config)
     with pytest.raises(UserError, match=message):
-        open_source(ModelConfig(path=str(tmp_path)), Head.none)
+        resolve_model(ModelConfig(path=str(tmp_path)), HeadKind.none)
 
 
 @each("kind", ["ForRewardModel", "ForProcessRewardModel", "ForTokenClassification"])
@@ -117,7 +117,7 @@ def test_other_heads_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     change(tmp_path, architectures=[f"Qwen2{kind}"])
     message = f"architectures='Qwen2{kind}' has a head that is not supported: give a reward model that is a ...ForSeq"
     with pytest.raises(UserError, match=message):
-        open_source(ModelConfig(path=str(tmp_path)), None)
+        resolve_model(ModelConfig(path=str(tmp_path)), None)
 
 
 def change(folder: Path, **config: Any) -> None:

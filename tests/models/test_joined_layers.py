@@ -41,7 +41,7 @@ def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
         found.setdefault(id(args[0]), []).append(layer)  # type: ignore[arg-type]
 
     layers = [
-        module for module in engine.runner.model.modules() if isinstance(module, Linear) and module.is_quantizable
+        module for module in engine.executor.model.modules() if isinstance(module, Linear) and module.is_quantizable
     ]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     all_logits(engine, prompt)
@@ -57,16 +57,16 @@ def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     prompt, tokens = golden["input_ids"][0].tolist(), golden["greedy_ids"][0].tolist()
     engine = unpacked(link(family, tmp_path))
-    model, shared = engine.runner.model, layers_by_input(engine, prompt)
+    model, shared = engine.executor.model, layers_by_input(engine, prompt)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    num_bytes = engine.runner.weight_bytes, engine.runner.step_weight_bytes(3)
+    num_bytes = engine.executor.weight_bytes, engine.executor.step_weight_bytes(3)
     merge_layers(model)
     assert layers_by_input(engine, prompt) == []
     merged = [set(module.layers) for module in model.modules() if isinstance(module, MergedLinear) and module.is_merged]
     assert all(set(layers) in merged for layers in shared)
     torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
     assert greedy(engine, [prompt], len(tokens)) == [tokens]
-    assert (engine.runner.weight_bytes, engine.runner.step_weight_bytes(3)) == num_bytes
+    assert (engine.executor.weight_bytes, engine.executor.step_weight_bytes(3)) == num_bytes
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -79,14 +79,14 @@ def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
     engine, prompt = unpacked(tmp_path), list(range(2, 20))
     expected = all_logits(engine, prompt)  # transformers', as tests/models/families/test_deepseek.py says
     assert layers_by_input(engine, prompt)
-    merge_layers(engine.runner.model)
+    merge_layers(engine.executor.model)
     assert layers_by_input(engine, prompt) == []
     # float32 sums in another order; the logits are of order 1 to 10
     torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
 
 
 def test_no_weight_is_there_twice(tmp_path: Path) -> None:
-    model = unpacked(link("llama3", tmp_path)).runner.model
+    model = unpacked(link("llama3", tmp_path)).executor.model
     merge_layers(model)
     merged = [module for module in model.modules() if isinstance(module, MergedLinear)]
     assert len(merged) == 2 * model.config.num_hidden_layers

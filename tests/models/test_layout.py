@@ -42,7 +42,7 @@ def readers_seen(layer: nn.Module, compute: Any) -> dict[str, set[str]]:
 
 def check_layout(folder: Path) -> None:
     engine = unpacked_engine(run_config(folder, allow_pickle=True), 3)
-    model, prompt = engine.runner.model, list(range(2, 20))
+    model, prompt = engine.executor.model, list(range(2, 20))
     connect_norms(model)
     found = set()
     for layer in model.get_submodule(model.layout.layers).children():

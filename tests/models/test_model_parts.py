@@ -40,7 +40,7 @@ def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch
     prompts = [prompt, prompt[:1] + prompt[2:]] if len(prompt) > 8 else [prompt, prompt]
     blocks = engine.scheduler.block_manager
     tables = [blocks.allocate(blocks.num_blocks_for(len(ids))) for ids in prompts]
-    features = [engine.runner.model.prompt_features(ids) for ids in prompts]
+    features = [engine.executor.model.prompt_features(ids) for ids in prompts]
     return whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
 
 
@@ -49,7 +49,7 @@ def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch
 def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
     """To the bit, also where only the sum of a stream goes on; a part without the last layer drops no rows."""
     engine = float_engine(family, tmp_path)
-    model, cache, batch = engine.runner.model, engine.runner.cache, batch_of(engine, family, (1, 2))
+    model, cache, batch = engine.executor.model, engine.executor.cache, batch_of(engine, family, (1, 2))
     whole, num_layers = model(batch, cache), model.config.num_hidden_layers
     assert len(whole) == 3
     for first in range(1, num_layers):
@@ -65,7 +65,7 @@ def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @each("family", [*GOLDEN_FAMILIES, "v3", *OTHERS])
 def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
-    model = float_engine(family, tmp_path).runner.model
+    model = float_engine(family, tmp_path).executor.model
     layout, names = model.layout, {name for name, _ in model.named_modules()}
     last_parts = {name.rpartition(".")[2] for name in names}
     outside = {layout.embedding, layout.layers, layout.head}
@@ -73,13 +73,13 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     assert outside | inside <= names
     absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "v3") else set()
     assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.units} - absent
-    assert last_parts >= {*layout.producers, *layout.producers.values()}
+    assert last_parts >= {*layout.scale_fold_targets, *layout.scale_fold_targets.values()}
     assert len(model.layers) == len(model.attention_heads) == model.config.num_hidden_layers
     norms = {name for name, module in model.layers[1].named_modules() if "Norm" in type(module).__name__}
     assert set(layout.norms) <= norms
 
 
-def share(tensor: Tensor, axis: int, rank: int, sections: list[tuple[int, int]]) -> Tensor:
+def shard(tensor: Tensor, axis: int, rank: int, sections: list[tuple[int, int]]) -> Tensor:
     """A rank's units of every section, given by the number of units and their size."""
     rows: list[int] = []
     start = 0
@@ -108,7 +108,7 @@ def cut_layer(model: CausalLM, rank: int) -> nn.Module:
         units, size = layout.units.get(path.rpartition(".")[2], (Unit.CHANNEL,)), parameter.shape[axis]
         numbers = [counts.get(unit, size // len(units)) for unit in units]
         sections = [(number, size // sum(numbers)) for number in numbers]
-        module, own = layer.get_submodule(path), share(parameter.data, axis, rank, sections)
+        module, own = layer.get_submodule(path), shard(parameter.data, axis, rank, sections)
         if isinstance(module, Linear) and leaf == "weight":
             module.method = module.method.with_weight(own.T if module.is_transposed else own)
         else:
@@ -133,13 +133,13 @@ ernie4_5 ernie4_5_moe gemma3 glm glm4 glm4_moe internlm2 ministral3 phi3 telecha
 def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
     """Each rank's inputs of row-parallel layers are its share of the whole layer's, and their outputs add up to the whole's."""
     engine = float_engine(family, tmp_path)
-    model, batch = engine.runner.model, batch_of(engine, family, (1, 1))
+    model, batch = engine.executor.model, batch_of(engine, family, (1, 1))
     stream, inputs = model.embed(batch), model.layer_inputs(batch, torch.float32)
     ranks = [cut_layer(model, rank) for rank in range(RANKS)]
     whole: dict[str, tuple[Tensor, Tensor]] = {}  # by a row-parallel layer its input and output
     for name, module in row_parallel_layers(model, model.layers[0]).items():
         module.register_forward_hook(lambda _, x, y, name=name: whole.update({name: (x[0].clone(), y.clone())}))
-    expected = model.layers[0](stream, *inputs, batch, engine.runner.cache.layers[0])
+    expected = model.layers[0](stream, *inputs, batch, engine.executor.cache.layers[0])
     sums: dict[str, Tensor] = {}
     for rank, layer in enumerate(ranks):
         for name, module in row_parallel_layers(model, layer).items():
@@ -156,7 +156,7 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
             module.register_forward_hook(reduce)
         heads = layer.get_submodule(model.layout.attention).heads
         blocks = engine.scheduler.block_manager
-        formats = [(each.format, each.format) for each in engine.runner.cache.layers[0][:1]]
+        formats = [(each.format, each.format) for each in engine.executor.cache.layers[0][:1]]
         cache = allocate_kv_cache([heads], blocks.num_blocks, blocks.block_size, formats, torch.float32, engine.device)
         own = tuple(x.chunk(RANKS)[rank] for x in inputs) if family == "bloom" else inputs  # slopes of its heads
         found = layer(stream, *own, batch, cache.layers[0])

@@ -20,10 +20,10 @@ def test_output_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
     prompts = [prompt, prompt[:1] + prompt[2:]] if len(prompt) > 8 else [prompt, prompt]
     blocks = engine.scheduler.block_manager
     tables = [blocks.allocate(blocks.num_blocks_for(len(ids))) for ids in prompts]
-    features = [engine.runner.prompt_features(ids) for ids in prompts]
+    features = [engine.executor.prompt_features(ids) for ids in prompts]
 
     def hidden(*num_outputs: int) -> torch.Tensor:
-        return engine.runner.hidden(whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size))
+        return engine.executor.hidden(whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size))
 
     first, second = map(len, prompts)
     of_first, of_second = hidden(first, second).split((first, second))

@@ -87,8 +87,8 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
     for _ in range(3):
         engine.step()
     batch = build_batch(engine.scheduler.plan(), engine.block_size)
-    expected = engine.runner.hidden(batch)
-    num_prompt_features = engine.runner.model.num_prompt_features
+    expected = engine.executor.hidden(batch)
+    num_prompt_features = engine.executor.model.num_prompt_features
     assert batch.prompt_features.shape == batch.token_ids.shape + (num_prompt_features,)
     shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_prompt_features, 4)
     padded = Batch(torch.full((shape.num_numbers,), 10**6), shape)
@@ -98,5 +98,5 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
             if getattr(module, function.__name__, None) is function:
                 monkeypatch.setattr(module, function.__name__, own)
     with NeverWaits():
-        hidden = engine.runner.hidden(padded)
+        hidden = engine.executor.hidden(padded)
     assert torch.equal(hidden[:2], expected)

@@ -14,12 +14,12 @@ from conf.schema import DType, ModelConfig, RunConfig, Weights
 from kernels import build as build_kernels
 from kernels.collectives import Threads
 from kernels.linear import FloatWeight, compressed
-from models.cuts import Division
 from models.layers.linear import Linear
+from models.sharding import ParallelLayout
 from pipelines.device import prepare_device
 from pipelines.drafting import predicting_ahead
-from pipelines.opening import open_source
-from pipelines.planning import divide_plan, plan_model
+from pipelines.model_source import resolve_model
+from pipelines.planning import plan_model, shard_plan
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
@@ -112,19 +112,19 @@ def divisions_of(name: str) -> list[tuple[int, str]]:
     return [(tp, dtype) for tp in numbers for dtype in ("float32", "bfloat16")]
 
 
-def check_divisions(name: str, divisions: list[tuple[int, str]], folder: Path) -> None:
+def check_divisions(name: str, parallel_layouts: list[tuple[int, str]], folder: Path) -> None:
     write_family(folder, name)
     run, prompts = run_config(folder, allow_pickle=True), prompts_for(name)
-    whole = {dtype: whole_steps(of_dtype(run, dtype), prompts) for dtype in {dtype for _, dtype in divisions}}
-    for tp, dtype in divisions:
+    whole = {dtype: whole_steps(of_dtype(run, dtype), prompts) for dtype in {dtype for _, dtype in parallel_layouts}}
+    for tp, dtype in parallel_layouts:
         assert_same_bits(whole[dtype], divided_steps(of_dtype(run, dtype), tp, prompts))
 
 
 @pytest.mark.parametrize("name", tiers(MODELS, quick=[*LAYER_KINDS.values()], long=MODELS))
 def test_families(name: str, tmp_path: Path) -> None:
     """Each in one division; all families together in all of them."""
-    divisions = divisions_of(name)
-    check_divisions(name, [divisions[MODELS.index(name) % len(divisions)]], tmp_path)
+    parallel_layouts = divisions_of(name)
+    check_divisions(name, [parallel_layouts[MODELS.index(name) % len(parallel_layouts)]], tmp_path)
 
 
 @pytest.mark.long
@@ -194,7 +194,7 @@ def test_a_stage_has_its_layers_alone(tmp_path: Path) -> None:
     """Under the names that they have in the whole model, and of what is outside the layers what it computes."""
     write_llama(tmp_path, num_hidden_layers=5)
     run, group = run_config(tmp_path), Threads.of(1)[0]
-    files = [set(rank_plan(run, Division(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
+    files = [set(rank_plan(run, ParallelLayout(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
     assert set.union(*files) == set(plan_of(run).files[0].shapes)
     assert sum(map(len, files)) == len(set.union(*files))
     assert "model.embed_tokens.weight" in files[0]
@@ -207,7 +207,7 @@ def test_a_stage_has_its_layers_alone(tmp_path: Path) -> None:
 def test_a_tied_embedding_is_at_both_ends(tmp_path: Path) -> None:
     write_llama(tmp_path, num_hidden_layers=3, tie_word_embeddings=True)
     run, group = run_config(tmp_path), Threads.of(1)[0]
-    files = [set(rank_plan(run, Division(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
+    files = [set(rank_plan(run, ParallelLayout(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
     assert ["model.embed_tokens.weight" in each for each in files] == [True, False, True]
 
 
@@ -227,10 +227,10 @@ def test_adapters_of_stages(tmp_path: Path) -> None:
 def test_a_layer_that_predicts_ahead_needs_one_stage(tmp_path: Path) -> None:
     NextTokenReference(tmp_path)
     run = run_config(tmp_path)
-    source = predicting_ahead(open_source(run.model))
+    source = predicting_ahead(resolve_model(run.model))
     plan = plan_model(run, source, prepare_device(run.device), packed=True)
     with pytest.raises(UserError, match="pp=2 has no layer that predicts ahead: leave decode.speculate=mtp out"):
-        divide_plan(plan, Division(1, 2), Threads.of(1)[0])
+        shard_plan(plan, ParallelLayout(1, 2), Threads.of(1)[0])
 
 
 def test_ranks_divide_the_weights(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_ranks_divide_the_weights(tmp_path: Path) -> None:
     run = run_config(tmp_path)
     whole = {name: parameter.numel() for name, parameter in plan_of(run).model.named_parameters()}
     ranks = [
-        {name: parameter.numel() for name, parameter in rank_plan(run, Division(3, 1, group.rank), group).model.named_parameters()}
+        {name: parameter.numel() for name, parameter in rank_plan(run, ParallelLayout(3, 1, group.rank), group).model.named_parameters()}
         for group in Threads.of(3)
     ]  # fmt: skip
     shared = {name for name in whole if "norm" not in name}
@@ -254,7 +254,7 @@ def test_ranks_divide_the_weights(tmp_path: Path) -> None:
 
 def test_pieces_are_joined_where_heads_and_channels_are_read(tmp_path: Path) -> None:
     write_llama(tmp_path)
-    model = rank_plan(run_config(tmp_path), Division(2), Threads.of(2)[0]).model
+    model = rank_plan(run_config(tmp_path), ParallelLayout(2), Threads.of(2)[0]).model
     joined = {
         name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, Linear) and layer.pieces
     }
@@ -264,7 +264,7 @@ def test_pieces_are_joined_where_heads_and_channels_are_read(tmp_path: Path) -> 
 def test_one_rank_is_the_whole_model(tmp_path: Path) -> None:
     write_llama(tmp_path)
     run = run_config(tmp_path)
-    plan = rank_plan(run, Division(), Threads.of(1)[0])
+    plan = rank_plan(run, ParallelLayout(), Threads.of(1)[0])
     assert plan.model.embedding.words is None
     assert [type(file) for file in plan.files] == [type(file) for file in plan_of(run).files]
 
@@ -273,10 +273,10 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     write_llama(tmp_path)
     run, group = run_config(tmp_path), Threads.of(1)[0]
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
-        rank_plan(run, Division(5), group)
+        rank_plan(run, ParallelLayout(5), group)
     with pytest.raises(UserError, match="pp=3 is more than the model's 2 layers: give at most 2"):
-        rank_plan(run, Division(1, 3), group)
+        rank_plan(run, ParallelLayout(1, 3), group)
     with pytest.raises(
         UserError, match="model.weights=random makes other weights in parts than whole: give a checkpoint"
     ):
-        rank_plan(replace(run, model=ModelConfig(str(tmp_path), weights=Weights.random)), Division(2), group)
+        rank_plan(replace(run, model=ModelConfig(str(tmp_path), weights=Weights.random)), ParallelLayout(2), group)

@@ -11,10 +11,10 @@ import torch
 from kernels.collectives import Threads
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
-from models.cuts import Division
-from models.outline import outline
-from models.parallel import divide, stage_layers
+from models.meta_model import build_meta_model
+from models.parallel import shard_model, stage_layers
 from models.registry import find_architecture
+from models.sharding import ParallelLayout
 from models.weights import module_bytes
 
 LLAMA_70B: dict[str, Any] = {
@@ -40,12 +40,12 @@ BFLOAT16 = 2  # bytes
 def build(config: dict[str, Any]) -> CausalLM:
     reader = ConfigReader(config, "config.json")
     architecture = find_architecture(reader)
-    return outline(architecture, architecture.read_config(reader), None)
+    return build_meta_model(architecture, architecture.read_config(reader), None)
 
 
-def rank_bytes(config: dict[str, Any], division: Division) -> int:
+def rank_bytes(config: dict[str, Any], parallel_layout: ParallelLayout) -> int:
     model = build(config)
-    divide(model, division, Threads.of(division.tp)[division.tp_rank], torch.bfloat16)
+    shard_model(model, parallel_layout, Threads.of(parallel_layout.tp)[parallel_layout.tp_rank], torch.bfloat16)
     return sum(module_bytes(model, torch.bfloat16).values())
 
 
@@ -54,7 +54,7 @@ def test_llama_70b_on_eight_ranks() -> None:
     e, f, v, layers, keys = 8192, 28672, 32000, 80, 8 * 128
     cut = 2 * v * e + layers * (2 * e * e + 2 * keys * e + 3 * e * f)
     norms = (2 * layers + 1) * e
-    found = [rank_bytes(LLAMA_70B, Division(8, 1, rank)) for rank in range(8)]
+    found = [rank_bytes(LLAMA_70B, ParallelLayout(8, 1, rank)) for rank in range(8)]
     assert found == [BFLOAT16 * (cut // 8 + norms)] * 8
 
 
@@ -63,7 +63,7 @@ def test_qwen2_7b_on_eight_ranks_has_its_four_keys_twice() -> None:
     once = 2 * v * e + layers * (2 * e * e + e + 3 * e * f)
     twice = layers * 2 * keys * (e + 1)  # with biases
     norms = (2 * layers + 1) * e
-    found = [rank_bytes(QWEN2_7B, Division(8, 1, rank)) for rank in range(8)]
+    found = [rank_bytes(QWEN2_7B, ParallelLayout(8, 1, rank)) for rank in range(8)]
     assert sum(found) == BFLOAT16 * (once + 2 * twice + 8 * norms)
     assert max(found) < 1.02 * min(found)  # 3 heads and 4
 
@@ -77,7 +77,7 @@ def test_deepseek_v3_on_four_stages_of_sixteen_ranks() -> None:
     whole = layers * (latents + 2 * e) + e
     routers = 4 * (layers - dense) * (x * e + x)  # float32
     found = [
-        rank_bytes(DEEPSEEK_V3, Division(16, 4, 5 * stage, stage)) for stage in range(4)
+        rank_bytes(DEEPSEEK_V3, ParallelLayout(16, 4, 5 * stage, stage)) for stage in range(4)
     ]  # all sizes are multiples of 16
     assert sum(found) == BFLOAT16 * (cut // 16 + whole) + routers
     a_layer = (BFLOAT16 * (attention + (x + 1) * 3 * e * 2048)) // 16 + 2**20 * 64

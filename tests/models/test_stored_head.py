@@ -64,12 +64,12 @@ def test_it_is_kept_in_every_layout(tmp_path: Path, caplog: pytest.LogCaptureFix
     """What is made of it has a config that ties nothing, so that it loads without a warning."""
     folder = tied(tmp_path / "source")
     expected = all_logits(engine_of(folder), PROMPT)
-    for format, division in (
+    for format, parallel_layout in (
         (CheckpointFormat.hf, {}),
         (CheckpointFormat.sharded, {"tp": 2, "pp": 2}),
         (CheckpointFormat.gguf, {}),
     ):
-        made = convert(folder, tmp_path / format.name, format=format, **division)
+        made = convert(folder, tmp_path / format.name, format=format, **parallel_layout)
         caplog.clear()
         assert torch.equal(all_logits(engine_of(made), PROMPT), expected)
         assert not caplog.messages

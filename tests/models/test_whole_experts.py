@@ -9,11 +9,11 @@ import pytest
 
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
-from conf.schema import DType, ExpertDivision, ParallelConfig, ParallelMode, RunConfig, Sum
+from conf.schema import DType, ExpertPlacement, ParallelConfig, ParallelMode, RunConfig, Sum
 from kernels.collectives import Threads
-from models.cuts import Division
-from models.layers.absent import Absent
+from models.layers.missing import MissingLayer
 from models.layers.moe import Experts
+from models.sharding import ParallelLayout
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.catalog import write_family
@@ -32,7 +32,7 @@ PROMPTS = [[*range(3, 40)], [5], [7, 3]]  # of one token, which leaves ranks wit
 
 
 def of_whole_experts(run: RunConfig, tp: int, sum: Sum = Sum.gather) -> RunConfig:
-    return replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=tp, experts=ExpertDivision.whole, sum=sum))
+    return replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=tp, experts=ExpertPlacement.whole, sum=sum))
 
 
 RANKS, DTYPES = (2, 3), ("float32", "bfloat16")
@@ -55,7 +55,7 @@ def test_families(name: str, tp: int, dtype: str, tmp_path: Path) -> None:
 def own_experts(model: Any) -> list[list[int]]:
     """The numbers of those that a rank has, of its last mixture."""
     *_, experts = (module for module in model.modules() if isinstance(module, Experts))
-    return [[number for number, expert in enumerate(experts) if not isinstance(expert, Absent)]]
+    return [[number for number, expert in enumerate(experts) if not isinstance(expert, MissingLayer)]]
 
 
 QUANTS = {
@@ -96,10 +96,10 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
     run = run_config(tmp_path)
     found = []
     for rank, group in enumerate(Threads.of(3)):
-        division = Division(3, 1, rank, 0, whole_experts=True)
-        shapes = [shape for file in rank_plan(run, division, group).files for shape in file.shapes.items()]
+        parallel_layout = ParallelLayout(3, 1, rank, 0, whole_experts=True)
+        shapes = [shape for file in rank_plan(run, parallel_layout, group).files for shape in file.shapes.items()]
         found += [(name, shape) for name, shape in shapes if "experts" in name]
-    whole = [item for file in rank_plan(run, Division(), Threads.of(1)[0]).files for item in file.shapes.items()]
+    whole = [item for file in rank_plan(run, ParallelLayout(), Threads.of(1)[0]).files for item in file.shapes.items()]
     assert sorted(found) == sorted((name, shape) for name, shape in whole if "experts" in name)
 
 
@@ -109,10 +109,10 @@ def test_what_has_too_few_experts_is_refused(tmp_path: Path) -> None:
     write_family(tmp_path / "mixture", "mixtral")
     group = Threads.of(1)[0]
     with pytest.raises(UserError) as dense:
-        rank_plan(run_config(tmp_path / "dense"), Division(2, whole_experts=True), group)
+        rank_plan(run_config(tmp_path / "dense"), ParallelLayout(2, whole_experts=True), group)
     message = "parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out"
     assert str(dense.value) == message
     with pytest.raises(UserError) as few:
-        rank_plan(run_config(tmp_path / "mixture"), Division(5, whole_experts=True), group)
+        rank_plan(run_config(tmp_path / "mixture"), ParallelLayout(5, whole_experts=True), group)
     message = "tp=5 is more than the 4 experts of a layer of this model: give parallel.experts=split, or at most tp=4"
     assert str(few.value) == message

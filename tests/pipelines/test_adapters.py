@@ -16,7 +16,7 @@ from conf.tasks import PredictConfig
 from pipelines import pipeline
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.predict import run_predict
 from tests.helpers.adapters import ALL_LINEAR, write_adapter
 from tests.helpers.builders import run_config
@@ -127,7 +127,7 @@ def test_settings_that_contradict(make_config: Any, message: str) -> None:
 
 def test_a_job_knows_the_adapters_content(chatty: Path, adapters: dict[str, str]) -> None:
     def of(run: RunConfig) -> dict[str, Any]:
-        return fingerprint(run, open_source(run.model), load_engine(run, 2))
+        return fingerprint(run, resolve_model(run.model), load_engine(run, 2))
 
     one = of(job(chatty, {"fr": adapters["fr"]}, "x"))
     assert one == of(job(chatty, {"fr": adapters["fr"]}, "x", batch_size=7))

@@ -33,13 +33,13 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     write_llama(tmp_path, eos_token_id=list(range(96)))  # every token would end a row
     engine = engine_of(tmp_path, batch_size=3, max_batched_tokens=16)
     sizes: list[tuple[int, int]] = []
-    execute = engine.runner.execute
+    execute = engine.executor.execute
 
     def observed(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         sizes.append((batch.shape.num_tokens, batch.shape.num_outputs))
         return execute(batch, token_ids)
 
-    engine.runner.execute = observed  # type: ignore[method-assign]
+    engine.executor.execute = observed  # type: ignore[method-assign]
     run_of = job(tmp_path, prompt_tokens=20, new_tokens=5, batch_size=3)
     prompts = next(bench.prompt_batches(run_of.bench, engine))
     result = bench.measure(engine, prompts, bench.decode_config(run_of))

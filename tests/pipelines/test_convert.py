@@ -97,7 +97,7 @@ def test_every_family_goes_and_comes_back(family: str, tmp_path: Path) -> None:
 def test_the_sharded_folder_loads_to_the_same_parameters(chatty: Path, tmp_path: Path) -> None:
     sharded = convert(chatty, tmp_path / "sharded", format=SHARDED, tp=2, pp=2)
     engines = [load_engine(run_config(folder, verify=folder == sharded), 3) for folder in (chatty, sharded)]
-    expected, found = (weights_of(engine.runner.model) for engine in engines)
+    expected, found = (weights_of(engine.executor.model) for engine in engines)
     assert_same(found, expected)
 
 

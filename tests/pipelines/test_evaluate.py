@@ -190,8 +190,8 @@ def test_a_text_file_is_one_text_to_the_last_character(chatty: Path, tmp_path: P
 def test_scores_take_memory_for_a_few_rows_of_logits(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(chatty)
     rows: list[int] = []
-    logits = engine.runner.logits
-    monkeypatch.setattr(engine.runner, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])
+    logits = engine.executor.logits
+    monkeypatch.setattr(engine.executor, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])
     windows = sliding_windows([i % 300 for i in range(2000)], 100, 100)
     steps: list[int] = []
     result = score(engine, windows, on_step=steps.append)

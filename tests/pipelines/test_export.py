@@ -34,8 +34,8 @@ from pipelines import export, export_steps
 from pipelines.convert import run_convert
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
-from pipelines.plan_division import plan_division
+from pipelines.model_source import resolve_model
+from pipelines.parallel_planner import plan_layouts
 from pipelines.planning import plan_model
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.cases import each
@@ -85,7 +85,7 @@ def check_alone(source: RunConfig, exports: Exports, more_bytes: int = 0, prompt
         without_families(patch)
         engine = load_engine(run, 3)
         assert answers(engine, prompts) == expected
-        assert engine.runner.weight_bytes == model.runner.weight_bytes + more_bytes
+        assert engine.executor.weight_bytes == model.executor.weight_bytes + more_bytes
         if not engine.sees_later_tokens:
             assert answers(load_engine(chunks, 3)) == expected
 
@@ -205,7 +205,7 @@ def artefact(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
-    (batch, *_) = export_steps._batches(load_engine(run_config(folder), 1).runner.model.config.vocab_size)
+    (batch, *_) = export_steps._batches(load_engine(run_config(folder), 1).executor.model.config.vocab_size)
     found = read_description(folder)
     formats = [(keys.format, values.format) for keys, values in zip(*[iter(found.vectors({}))] * 2, strict=True)]
     cache = allocate_kv_cache(found.heads, 8, 16, formats, found.dtype, torch.device("cpu"))
@@ -241,7 +241,7 @@ def test_torch_loads_the_same_archive(artefact: Path) -> None:
 
 def test_the_weights_are_mapped(artefact: Path) -> None:
     engine = load_engine(run_config(artefact), 1)
-    assert engine.runner.weight_bytes > 0
+    assert engine.executor.weight_bytes > 0
     assert str(artefact / WEIGHTS) in Path("/proc/self/maps").read_text()
 
 
@@ -333,13 +333,13 @@ def test_settings_that_contradict_it(artefact: Path, change: Callable[[RunConfig
 
 def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
     run = run_config(artefact)
-    source, divided = open_source(run.model), replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
+    source, divided = resolve_model(run.model), replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
     with pytest.raises(UserError, match="parallel=tp does not run .*, whose graph is of one process: leave it out"):
         plan_model(divided, source, torch.device("cpu"), packed=True)
     with pytest.raises(
         UserError, match="parallel=auto does not plan for .*, which is exported: give the model that it was"
     ):
-        plan_division(replace(run, parallel=ParallelConfig(ParallelMode.auto)))
+        plan_layouts(replace(run, parallel=ParallelConfig(ParallelMode.auto)))
     with pytest.raises(UserError, match="device=cuda does not run .*, which is packed for a CPU: give device=cpu"):
         plan_model(run, source, torch.device("cuda"), packed=True)
 

@@ -144,7 +144,7 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"linears": {"config": [1, 1]}}, "is damaged .*config"),
         ({"linears": {"graph": [1, 1]}}, "is damaged .*graph"),
         ({"linears": {"weight_0": [1, 1]}}, "is damaged .*weight_0"),
-        ({"key_border": -1}, "key_border=-1"),
+        ({"key_border": -1}, "long_rope_threshold=-1"),
         ({"eos_token_ids": ["a"]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
         ({"prompt_marks": [["a"]]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
         ({"prompt_marks": 3}, "export.json is damaged .'int' object is not iterable"),
@@ -230,7 +230,7 @@ def step(artefact: Path) -> Step:
 
 
 def step_of(artefact: Path) -> Step:
-    model = load_engine(run_config(artefact), 1).runner.model
+    model = load_engine(run_config(artefact), 1).executor.model
     assert isinstance(model, ExportedLM)
     batch = export_steps._adapted(export_steps._batches(model.config.vocab_size)[0])
     cache = allocate_kv_cache(model.attention_heads, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"))

@@ -18,15 +18,15 @@ from conf.schema import ModelConfig, ParallelConfig, RunConfig, Sum, Task
 from conf.tasks import ConvertConfig, ExportConfig
 from kernels import build
 from kernels.collectives import nodes
-from models.cuts import Division
 from models.exported.description import EXPORT, describe_division
 from models.exported.trace import Traced, trace
 from models.formats.manifest import verify_manifest
+from models.sharding import ParallelLayout
 from pipelines import export
 from pipelines.convert import run_convert
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from pipelines.planning import divide_plan
+from pipelines.planning import shard_plan
 from tests.helpers.adapters import outputs, write_adapter
 from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.cases import each
@@ -175,9 +175,9 @@ def test_what_the_folder_holds(folder: Path) -> None:
         (parallel(RunConfig(), 2).parallel, "tp=2 and pp=1 do not run .*, which was exported for tp=2 and pp=2: give"),
     ],
 )  # fmt: skip
-def test_another_division(division: ParallelConfig, line: str, folder: Path) -> None:
+def test_another_division(parallel_layout: ParallelConfig, line: str, folder: Path) -> None:
     with pytest.raises(UserError, match=line):
-        load_engine(replace(run_config(folder), parallel=division), 1)
+        load_engine(replace(run_config(folder), parallel=parallel_layout), 1)
 
 
 @pytest.mark.long
@@ -220,12 +220,12 @@ def test_ranks_that_give_other_bits_than_one_process(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_another_norm(plan: Any, *arguments: Any) -> Any:
-        own = divide_plan(plan, *arguments)
+        own = shard_plan(plan, *arguments)
         for norm in [layer for layer in own.model.modules() if hasattr(layer, "eps")]:
             norm.eps = 0.1
         return own
 
-    monkeypatch.setattr(export, "divide_plan", with_another_norm)
+    monkeypatch.setattr(export, "shard_plan", with_another_norm)
     with pytest.raises(UserError, match=r"with tp=2 and pp=1 \(result 0 of 20 is not that of one process\): run it as"):
         exported(run_config(checkpoint), tmp_path / "made", tp=2)
     assert [*tmp_path.iterdir()] == []
@@ -244,7 +244,7 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: in
 @each(
     "change, line",
     [
-        (lambda content: content["part"]["division"].update(tp_rank=0), "it is of Division"),
+        (lambda content: content["part"]["division"].update(tp_rank=0), "it is of ParallelLayout"),
         (lambda content: content["part"]["division"].update(tp_rank=-1), "none from 0 on"),
         (lambda content: content["part"]["division"].update(tp_rank=2), "its part is of no rank"),
         (lambda content: content["part"].update(own_layers=[0, 9]), "its part is of no rank"),
@@ -269,7 +269,7 @@ def test_a_damaged_part_is_one_line(
 def check_part(folder: Path, line: str) -> None:
     plan = plan_of(parallel(run_config(folder), 2, 2))
     with pytest.raises(UserError, match=line) as error:
-        divide_plan(plan, Division(2, 2, 1, 0), None)  # type: ignore[arg-type]
+        shard_plan(plan, ParallelLayout(2, 2, 1, 0), None)  # type: ignore[arg-type]
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
 

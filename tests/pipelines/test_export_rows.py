@@ -178,7 +178,7 @@ def test_adapters(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
 @each("family", ["gpt2", "bloom", "chatglm3", "qwen2_moe"])
 def test_adapters_of_other_families(family: str, exports: Exports, tmp_path: Path) -> None:
     run = family_model(family, tmp_path / family)
-    model = load_engine(run, 1).runner.model
+    model = load_engine(run, 1).executor.model
     adapter = write_random_adapter(tmp_path / f"{family}-adapter", model, rank=3, seed=1, std=0.2)
     rows: Rows = [(PROMPTS[0], "a"), (PROMPTS[1], None), (PROMPTS[2], "a")]
     model, artefact = (load_with(its_run, {"a": adapter}) for its_run in (run, on_export(run, exports.of(run))))

@@ -130,6 +130,6 @@ def test_steps_are_recorded(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         engine = load_engine(run_config(folder), 1)
         answers.append(generate(engine, [[3, 4, 5]], decode)[0].completions)
-        assert engine.runner.decode_steps.can_record
-        assert engine.runner.decode_steps.shapes
+        assert engine.executor.decode_steps.can_record
+        assert engine.executor.decode_steps.shapes
     assert answers[1] == answers[0]

@@ -13,14 +13,14 @@ from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, Quan
 from conf.schema import RunConfig
 from pipelines.fingerprint import common_fingerprint, fingerprint
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.prompts import read_prompts
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.gguf_files import write_twin
 
 
 def of(run: RunConfig) -> dict[str, Any]:
-    return fingerprint(run, open_source(run.model), load_engine(run, 2))
+    return fingerprint(run, resolve_model(run.model), load_engine(run, 2))
 
 
 def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_calibrated_model_is_its_texts_and_its_layout(chatty: Path, tmp_path: 
 
     def parts(**changes: Any) -> dict[str, Any]:
         given = {"calibrate": CalibrateConfig(str(texts)), **changes}
-        return fingerprint(replace(run, **given), open_source(run.model), engine)
+        return fingerprint(replace(run, **given), resolve_model(run.model), engine)
 
     before = parts()
     texts = texts.rename(tmp_path / "b.txt")

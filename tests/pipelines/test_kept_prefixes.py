@@ -97,7 +97,7 @@ def test_fields_that_nothing_reads_are_said(folder: Path, tmp_path: Path, capsys
 def test_kept_blocks_stay_while_others_come_and_go(folder: Path, tmp_path: Path) -> None:
     run = run_of(folder)
     keep(run, tmp_path / "kept")
-    per_token = load_engine(run, 1).runner.kv_bytes_per_token
+    per_token = load_engine(run, 1).executor.kv_bytes_per_token
     engine = with_kept(run, tmp_path / "kept", kv_cache_memory=str(6 * 16 * per_token))
     assert engine.requests.num_blocks == 4
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
 def test_a_set_larger_than_the_pool_is_refused(folder: Path, tmp_path: Path) -> None:
     run = run_of(folder)
     keep(run, tmp_path / "kept")
-    per_token = load_engine(run, 1).runner.kv_bytes_per_token
+    per_token = load_engine(run, 1).executor.kv_bytes_per_token
     with pytest.raises(
         UserError, match="kept needs 2 blocks of the KV cache, but 2 are free: raise device.kv_cache_memory"
     ):

@@ -14,7 +14,7 @@ from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig
 from kernels import build
 from kernels.threads import set_threads
-from pipelines import opening
+from pipelines import model_source
 from pipelines.engine.kv_cache import free_memory
 from pipelines.loading import load_engine
 from pipelines.quantize import quantize
@@ -170,7 +170,7 @@ def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp
     before = peak_memory_bytes(engine.device)
     write_llama(tmp_path, max_position_embeddings=2**20)
     pool = engine_of(tmp_path, batch_size=1)
-    assert pool.scheduler.block_manager.num_blocks * pool.block_size * pool.runner.kv_bytes_per_token > 2**31
+    assert pool.scheduler.block_manager.num_blocks * pool.block_size * pool.executor.kv_bytes_per_token > 2**31
     assert peak_memory_bytes(engine.device) - before < 2**30  # the pool's pages are not taken yet
 
 
@@ -222,8 +222,8 @@ def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(
 
 def test_what_a_model_becomes_has_its_tokenizers_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     found = "/cache/org/tok/v1"
-    monkeypatch.setattr(opening, "find_tokenizer", lambda path, hub, revision: Path("/cache") / path / revision)
+    monkeypatch.setattr(model_source, "find_tokenizer", lambda path, hub, revision: Path("/cache") / path / revision)
     given = ModelConfig("org/name", tokenizer="org/tok", revision="v1", max_length=9)
-    assert opening.moved(given, Path("/made")) == ModelConfig("/made", tokenizer=found, max_length=9)
+    assert model_source.moved(given, Path("/made")) == ModelConfig("/made", tokenizer=found, max_length=9)
     plain = ModelConfig("org/name", tokenizer="org/tok")
-    assert opening.moved(plain, Path("/made")) == ModelConfig("/made", tokenizer="org/tok")
+    assert model_source.moved(plain, Path("/made")) == ModelConfig("/made", tokenizer="org/tok")

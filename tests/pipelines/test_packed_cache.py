@@ -22,7 +22,7 @@ from kernels import build
 from models.formats.safetensors_writer import ALIGNMENT
 from pipelines.engine import Engine
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.packed_cache import load_packed
 from pipelines.planning import plan_model
 from pipelines.report import reset_peak_memory
@@ -76,8 +76,8 @@ def assert_same_bits(run: RunConfig) -> None:
     assert all_logits(again, PROMPT).equal(expected)
     decode = DecodeConfig(max_new_tokens=5, temperature=0, ignore_eos=True, logprobs=0)
     assert complete(again, [PROMPT], decode) == complete(plain, [PROMPT], decode)  # log probabilities too
-    assert again.runner.weight_bytes == plain.runner.weight_bytes
-    assert again.runner.step_weight_bytes(1) == plain.runner.step_weight_bytes(1)
+    assert again.executor.weight_bytes == plain.executor.weight_bytes
+    assert again.executor.step_weight_bytes(1) == plain.executor.step_weight_bytes(1)
 
 
 @each("family", ["llama_tied_bias", "gpt2", "mixtral", "gemma2", "chatglm2"])
@@ -140,7 +140,7 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
         engine = load()
         all_logits(engine, PROMPT)
         after = resident()
-        size = engine.runner.weight_bytes
+        size = engine.executor.weight_bytes
         assert size > 90e6
         return tuple((after[kind] - before[kind]) / size for kind in ("RssAnon", "RssFile"))  # type: ignore[return-value]
 
@@ -373,7 +373,7 @@ def test_where_nothing_can_be_kept() -> None:
     ):
         ModelConfig("x", keep_packed=True, weights=Weights.random)
     run = job(GOLDENS / "llama3")
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     plan = plan_model(run, source, torch.device("cuda"), packed=False)
     with pytest.raises(UserError, match="model.keep_packed=true is not used by device=cuda"):
         load_packed(run, plan, lambda: None)

@@ -264,7 +264,7 @@ def test_repr_says_what_runs(chatty: Path) -> None:
     pipe = pipeline(
         "text_generation", model=chatty, quant="int8", device="cpu", overrides=OVERRIDES, temperature=0.5, stop="END"
     )
-    weights = f"{pipe.engine.runner.weight_bytes / 1e6:.1f} MB"
+    weights = f"{pipe.engine.executor.weight_bytes / 1e6:.1f} MB"
     assert repr(pipe) == (
         f"TextGenerationPipeline(model={chatty}, dtype=float32, device=cpu, quant=int8, kv_cache=none, weights={weights}, "
         "context=128, batch_size=3, temperature=0.5, stop=['END'])"

@@ -15,7 +15,7 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig, Task
 from conf.tasks import OutputForm, PredictConfig, Truncation
-from conf.terminal import visible
+from conf.terminal import escape_control_chars
 from models.tokenizers import template_process
 from pipelines.engine import Engine, Output
 from pipelines.predict import run_predict
@@ -320,8 +320,8 @@ def test_control_characters_are_shown_at_the_terminal_and_kept_in_files(
     assert f" -> error: decode.{shown} does not exist" in out
     assert f"that are not used: key{shown}\\n\n" in out
     text = str(rows(tmp_path / "out")[0]["text"])
-    assert not set(visible(text)) & {"\x1b", "\x07"}
-    assert f" -> {visible(text)}\n" in out
+    assert not set(escape_control_chars(text)) & {"\x1b", "\x07"}
+    assert f" -> {escape_control_chars(text)}\n" in out
     assert not [c for c in out if c in "\x1b\x07\u202e"]
     row = rows(tmp_path / "out")[0]
     assert (row["prompt"], row["id"]) == (attack, attack)

@@ -14,7 +14,7 @@ from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import PredictConfig
 from pipelines.fingerprint import fingerprint
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.planning import without_quantization
 from pipelines.predict import run_predict
 from pipelines.prompts import parse_row
@@ -89,7 +89,7 @@ def test_python_takes_the_name(chatty: Path, prefixes: dict[str, str]) -> None:
 def test_what_a_job_is_knows_the_contents(chatty: Path, prefixes: dict[str, str], tmp_path: Path) -> None:
     def of(prefixes: dict[str, str], prefix: str | None = None) -> dict[str, Any]:
         run = job(chatty, prefixes, "Once", prefix)
-        return fingerprint(run, open_source(run.model), load_engine(run, 2))
+        return fingerprint(run, resolve_model(run.model), load_engine(run, 2))
 
     moved = tmp_path / "moved.npy"
     moved.write_bytes(Path(prefixes["a"]).read_bytes())

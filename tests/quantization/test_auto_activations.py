@@ -97,7 +97,7 @@ def test_captured_steps_of_many_rows_are_those_computed_anew(monkeypatch: pytest
     decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
     prompts = random_rows(MANY_ROWS + 1, 12)
     captured = complete(load_engine(run, len(prompts)), prompts, decode)
-    monkeypatch.setattr("pipelines.engine.runner.MAX_RECORDED_TOKENS", 0)
+    monkeypatch.setattr("pipelines.engine.executor.MAX_RECORDED_TOKENS", 0)
     assert complete(load_engine(run, len(prompts)), prompts, decode) == captured
 
 

@@ -31,7 +31,7 @@ def calibrator_of(
     engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 3)
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(3, 17, golden[-2:] if family in WHOLE_PROMPTS else ())
-    model, cache, (probe, *batches) = engine.runner.model, engine.runner.cache, calibration_batches(engine, samples)
+    model, cache, (probe, *batches) = engine.executor.model, engine.executor.cache, calibration_batches(engine, samples)
     with torch.inference_mode():
         whole = torch.cat([model(batch, cache) for batch in batches])
     calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), sequential, with_cache=True)
@@ -41,7 +41,7 @@ def calibrator_of(
 @each("family", GOLDEN_FAMILIES)
 def test_layers_in_turn_are_the_model(family: str) -> None:
     engine, calibrator, whole = calibrator_of(family)
-    for _ in engine.runner.model.layers:
+    for _ in engine.executor.model.layers:
         calibrator.advance()
     head = calibrator.observe_head(["lm_head"], with_hessian=True)
     assert head.sample.equal(whole)
@@ -56,7 +56,7 @@ def test_a_pass_that_observes_goes_on(family: str) -> None:
     """And notes what it leaves in the cache: the second way ends where the first one does."""
     engine, calibrator, whole = calibrator_of(family, sequential=False)
     _, again, _ = calibrator_of(family)
-    for _ in engine.runner.model.layers:
+    for _ in engine.executor.model.layers:
         calibrator.observe()
         observed, stepped = calibrator.advance(), again.advance()
         assert observed is not None
@@ -74,7 +74,7 @@ SHARING = {
 
 def linears_of(engine: Engine) -> tuple[list[str], str]:
     """The first layer's linear layers, by their names in it, and what their full names begin with."""
-    model = engine.runner.model
+    model = engine.executor.model
     names = list(plan(model, QUANT))
     prefix = f"{model.layout.layers}.0."
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)], prefix
@@ -96,15 +96,15 @@ def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None
     """Which give what the model gives but for roundings, to the same groups, and leave the layer as it was."""
     engine, calibrator, whole = calibrator_of(family, sequential=False, dtype=dtype)
     own, prefix = linears_of(engine)
-    methods = [linear_layer(engine.runner.model, prefix + name).method for name in own]
+    methods = [linear_layer(engine.executor.model, prefix + name).method for name in own]
     with pytest.MonkeyPatch.context() as patch:
         for method in set(map(type, methods)):  # the layers' own products may not be used
             patch.setattr(method, "apply", None)
         groups = calibrator.observe(own, with_hessian=False)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
-    assert [linear_layer(engine.runner.model, prefix + name).method for name in own] == methods
+    assert [linear_layer(engine.executor.model, prefix + name).method for name in own] == methods
     calibrator.advance()
-    for _ in engine.runner.model.layers[1:]:
+    for _ in engine.executor.model.layers[1:]:
         calibrator.observe()
         calibrator.advance()
     sample = calibrator.observe_head(["lm_head"], with_hessian=False).sample
@@ -117,11 +117,13 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""
     engine, calibrator, whole = calibrator_of(family)
     own, prefix = linears_of(engine)
-    weights = {name: float_weight(linear_layer(engine.runner.model, prefix + name)).float() for name in own}
-    schemes = plan(engine.runner.model, QUANT)
+    weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in own}
+    schemes = plan(engine.executor.model, QUANT)
     groups = calibrator.observe(own, with_hessian=False)
     before = {name: weight.clone() for name, weight in weights.items()}
-    smoother = Smoother(engine.runner.model.layers[0], engine.runner.model.layout, weights, QUANT, calibrator.output)
+    smoother = Smoother(
+        engine.executor.model.layers[0], engine.executor.model.layout, weights, QUANT, calibrator.output
+    )
     notes, _ = smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
     for name in own:  # all or nothing
         assert (name in notes) or not weights[name].equal(before[name]) or family in WHOLE_PROMPTS
@@ -131,7 +133,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
         assert normed <= notes.keys()
     elif not is_mixture:
         assert not normed & notes.keys()
-    for _ in engine.runner.model.layers:
+    for _ in engine.executor.model.layers:
         calibrator.advance()
     after = calibrator.observe_head(["lm_head"], with_hessian=False).sample
     assert (after - whole).norm() < 1e-4 * whole.norm()  # float32, a handful of roundings in one layer
@@ -140,10 +142,12 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
 def test_what_is_folded_in_is_counted_in() -> None:
     engine, calibrator, _ = calibrator_of("llama3")
     own, prefix = linears_of(engine)
-    weights = {name: float_weight(linear_layer(engine.runner.model, prefix + name)).float() for name in own}
+    weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in own}
     groups = calibrator.observe(own, with_hessian=False)
-    schemes = plan(engine.runner.model, QUANT)
-    smoother = Smoother(engine.runner.model.layers[0], engine.runner.model.layout, weights, QUANT, calibrator.output)
+    schemes = plan(engine.executor.model, QUANT)
+    smoother = Smoother(
+        engine.executor.model.layers[0], engine.executor.model.layout, weights, QUANT, calibrator.output
+    )
     smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
     for told, seen in zip(groups, calibrator.observe(own, with_hessian=False), strict=True):
         torch.testing.assert_close(told.absmax, seen.absmax)  # static scales are those of what will run

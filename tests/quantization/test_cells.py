@@ -55,7 +55,7 @@ def check_prefix_cache(alone: list[Any], beams: list[Any], engine: "Make") -> No
 
 
 def check_preemption(alone: list[Any], beams: list[Any], engine: "Make", preempted: list[SequenceGroup]) -> None:
-    bytes_per_token = engine().runner.kv_bytes_per_token
+    bytes_per_token = engine().executor.kv_bytes_per_token
     small = engine(block_size=4, kv_cache_memory=str(MOST_BLOCKS * 4 * bytes_per_token))
     assert tokens(small, PROMPTS, GREEDY) == alone
     assert preempted

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Phi3ForCausalLM
 
 from kernels.collectives import Threads
-from models.cuts import Division
 from models.formats.huggingface import SafetensorsFile
+from models.sharding import ParallelLayout
 from quantization.smoothing_record import FOLDS
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
@@ -81,7 +81,7 @@ def test_through_divisions(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(SafetensorsFile, "read", watched)
     for stage in range(2):
         for rank, group in enumerate(Threads.of(3)):
-            files = rank_plan(run_config(thirds), Division(3, 2, rank, stage), group).files
+            files = rank_plan(run_config(thirds), ParallelLayout(3, 2, rank, stage), group).files
             reads.clear()
             for file in files:
                 assert [*file.read(file.shapes)]

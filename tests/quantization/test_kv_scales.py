@@ -108,12 +108,12 @@ def test_transformers_reads_the_scales_and_gives_the_same_logits(
 def test_the_cache_of_a_reloaded_model_has_the_scales_and_no_others(source: Path, data: Path, tmp_path: Path) -> None:
     make(quantize_run(source, STATIC_FP8, tmp_path / "made", data), tmp_path / "run")
     engine, tensors = engine_of(tmp_path / "made"), tensors_in(tmp_path / "made")
-    for i, layer in enumerate(engine.runner.cache.layers):
+    for i, layer in enumerate(engine.executor.cache.layers):
         for own, cache in zip("kv", layer, strict=True):
             assert isinstance(cache.format, StaticFloat8)
             assert cache.format.scales.equal(tensors[f"model.layers.{i}.self_attn.{own}_scale"].flatten())
             assert [part.dtype for part in cache.tensors] == [torch.float8_e4m3fn]
-    assert engine.runner.kv_bytes_per_token == 2 * 2 * 2 * 16  # layers, keys and values, heads, channels
+    assert engine.executor.kv_bytes_per_token == 2 * 2 * 2 * 16  # layers, keys and values, heads, channels
     same = replace(run_config(tmp_path / "made"), quant=STATIC_FP8)
     assert all_logits(load_engine(same, 3), PROMPT).equal(all_logits(engine, PROMPT))
 
@@ -135,7 +135,7 @@ def test_latents_have_a_scale_for_keys_alone(data: Path, tmp_path: Path) -> None
     scales = {name: t for name, t in tensors_in(tmp_path / "made").items() if "self_attn.k_s" in name or "v_s" in name}
     assert scales.keys() == {f"model.layers.{i}.self_attn.k_scale" for i in range(3)}
     engine = engine_of(tmp_path / "made")
-    keys, values = engine.runner.cache.layers[0]
+    keys, values = engine.executor.cache.layers[0]
     assert (type(keys.format), type(values.format)) == (StaticInt8, Unquantised)
     assert all_logits(engine, PROMPT).equal(all_logits(made, PROMPT))
 
@@ -170,7 +170,7 @@ def test_one_scale_for_all_heads_is_read(shape: tuple[int, ...], source: Path, d
     make(quantize_run(source, STATIC_FP8, tmp_path / "made", data), tmp_path / "run")
     scale = tensors_in(tmp_path / "made")["model.layers.0.self_attn.k_scale"].amax().bfloat16()
     engine = engine_of(changed(tmp_path / "made", per_tensor(shape)))
-    keys, _ = engine.runner.cache.layers[0]
+    keys, _ = engine.executor.cache.layers[0]
     assert isinstance(keys.format, StaticFloat8)
     assert keys.format.scales.tolist() == [scale.item()] * 2
     exact = all_logits(engine_of(source), PROMPT)
@@ -244,7 +244,7 @@ def test_predicting_calibrates_once(source: Path, data: Path, tmp_path: Path, mo
         "float-none-rtn-kv_int8"
     ]
     assert all_logits(first, PROMPT).equal(all_logits(again, PROMPT))
-    assert first.runner.kv_bytes_per_token == 2 * 2 * 2 * 16
+    assert first.executor.kv_bytes_per_token == 2 * 2 * 2 * 16
 
 
 def test_other_methods_have_no_cache_scheme() -> None:

@@ -22,7 +22,7 @@ from models.layers.linear import Linear
 from pipelines.loading import load_engine
 from pipelines.quantize.quantize import run_quantize
 from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantization
-from quantization.layouts.shared import SharedLayout
+from quantization.layouts.sharded import ShardedLayout
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.cases import each
@@ -64,7 +64,7 @@ def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) 
 def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: Path) -> None:
     file, folder = write_pair(tmp_path, family, kind)
     own, expected = engine_of(file), engine_of(folder)
-    assert own.runner.weight_bytes < expected.runner.weight_bytes / 2
+    assert own.executor.weight_bytes < expected.executor.weight_bytes / 2
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:
         # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
@@ -73,7 +73,7 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
     ids = [output.token_ids for output in complete(expected, prompts, decode)]
     assert [output.token_ids for output in complete(own, prompts, decode)] == ids
     assert_rows_are_independent(own, prompts)
-    model = own.runner.model
+    model = own.executor.model
     assert is_int(model.head) == (family != "llama_tied")
     embedding = model.get_submodule("model.embed_tokens").weight
     assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
@@ -93,7 +93,7 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.
     writer.write_tensors_to_file()
     writer.close()
     with caplog.at_level("WARNING"):
-        model = engine_of(file).runner.model
+        model = engine_of(file).executor.model
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if is_int(module)}
     assert packed == {"v_proj", "up_proj"}
     assert caplog.messages == ["weights are unpacked to floats, which take more memory: 2 of Q4_1"]
@@ -127,7 +127,7 @@ def test_a_file_of_floats_is_quantised_where_an_option_says_so(tmp_path: Path) -
     file = write_twin(tmp_path, tmp_path / "twin.gguf", "F16")
     assert read_gguf_quantization(open_checkpoint(file, False).open_weights({})) is None
     engine = load_engine(replace(run_config(file), quant=QuantConfig(QuantScheme.int8)), 3)
-    assert is_int(engine.runner.model.get_submodule("model.layers.0.mlp.up_proj"))
+    assert is_int(engine.executor.model.get_submodule("model.layers.0.mlp.up_proj"))
 
 
 def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     file, floats = write_blocks(tmp_path, family)
     own, expected = engine_of(file), engine_of(floats)
     assert not caplog.messages
-    methods = {name: module.method for name, module in own.runner.model.named_modules() if isinstance(module, Linear)}
+    methods = {name: module.method for name, module in own.executor.model.named_modules() if isinstance(module, Linear)}
     blocks = {name for name, method in methods.items() if isinstance(method, BlockMethod)}
     assert {name for name in methods if "_proj" in name or "experts" in name} <= blocks
     for name in blocks:  # to the bit
         weight = methods[name].weight
         assert isinstance(weight, BlockWeight)
-        layer = expected.runner.model.get_submodule(name)
+        layer = expected.executor.model.get_submodule(name)
         assert isinstance(layer, Linear)
         other = layer.method.weight
         assert isinstance(other, Tensor | FloatWeight)
@@ -176,7 +176,7 @@ def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
 
 def test_a_share_of_blocks(tmp_path: Path) -> None:
     raw = torch.from_numpy(random_blocks("Q4_K", 40, 512, seed=3))
-    layout = SharedLayout(GGUFBlocks("Q4_K", (40, 512)), (range(3, 9), range(20, 31)))
+    layout = ShardedLayout(GGUFBlocks("Q4_K", (40, 512)), (range(3, 9), range(20, 31)))
     rows = [*range(3, 9), *range(20, 31)]
     assert layout.tensors() == {"blocks": (17, 288)}
     stored = layout.read({"blocks": raw[rows]})

@@ -150,7 +150,7 @@ def test_a_model_is_pruned_as_by_the_authors_and_loads_in_transformers(
     check_report(tmp_path, tensors)
     # a model that is only pruned is a model of floats
     int8 = load_engine(replace(run_config(tmp_path / "made"), quant=QuantConfig(INT8)), 1)
-    assert int8.runner.weight_bytes < again.runner.weight_bytes
+    assert int8.executor.weight_bytes < again.executor.weight_bytes
 
 
 def check_report(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -188,7 +188,7 @@ def test_zeros_stay_zeros_under_every_scheme(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
     assert stored is not None
-    for layer, spec in linear_specs(again.runner.model).items():
+    for layer, spec in linear_specs(again.executor.model).items():
         own = {key.removeprefix(f"{layer}."): t for key, t in tensors.items() if key.startswith(f"{layer}.")}
         weight = stored.layout(spec, {key: tuple(t.shape) for key, t in own.items()}).read(own).weight.dequantize()
         zeros = (weight == 0).double()

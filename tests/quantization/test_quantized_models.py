@@ -51,19 +51,19 @@ def test_errors_are_bounded_and_rows_are_independent(family: str, scheme: str) -
 
 @each("scheme", SCHEMES)
 def test_weight_memory_falls(scheme: str) -> None:
-    before = engine_of(GOLDENS / "llama3").runner.weight_bytes
+    before = engine_of(GOLDENS / "llama3").executor.weight_bytes
     floats = 2 * 64 * 512 * 4  # embedding; and norms, which are little
-    after = quantized("llama3", SCHEMES[scheme][0]).runner.weight_bytes
+    after = quantized("llama3", SCHEMES[scheme][0]).executor.weight_bytes
     assert after < floats / 2 + (before - floats / 2) / 2.5
 
 
 def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
     engine = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8))
     plain = quantized("llama_tied_bias", QuantConfig(QuantScheme.int8, skip=["lm_head"]))
-    assert engine.runner.step_weight_bytes(1) < plain.runner.step_weight_bytes(1)
+    assert engine.executor.step_weight_bytes(1) < plain.executor.step_weight_bytes(1)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
-        engine.runner.model.logits(hidden), plain.runner.model.logits(hidden), rtol=0, atol=0.05
+        engine.executor.model.logits(hidden), plain.executor.model.logits(hidden), rtol=0, atol=0.05
     )  # steps of 1/127 of the largest weight
 
 
@@ -72,7 +72,7 @@ def test_a_tied_head_is_quantised_beside_its_embedding() -> None:
 def test_experts_together_are_the_experts_one_by_one(family: str, scheme: str) -> None:
     engine = quantized(family, SCHEMES[scheme][0])
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
-    mixtures = [module for module in engine.runner.model.modules() if isinstance(module, Experts)]
+    mixtures = [module for module in engine.executor.model.modules() if isinstance(module, Experts)]
     called: list[torch.nn.Module] = []
     for expert in itertools.chain(*mixtures):
         expert.register_forward_pre_hook(lambda module, inputs: called.append(module))
@@ -93,12 +93,12 @@ def test_few_rows_of_each_expert_stay_floats_with_activations_auto() -> None:
 
 def test_a_step_reads_the_experts_that_it_needs() -> None:
     engine = quantized("mixtral", QuantConfig(QuantScheme.int8))
-    runner, config = engine.runner, json.loads((GOLDENS / "mixtral/config.json").read_text())
-    mixtures = [module for module in runner.model.modules() if isinstance(module, Experts)]
+    executor, config = engine.executor, json.loads((GOLDENS / "mixtral/config.json").read_text())
+    mixtures = [module for module in executor.model.modules() if isinstance(module, Experts)]
     experts = sum(parameter.nbytes for mixture in mixtures for parameter in mixture.parameters())
     idle = 1 - config["num_experts_per_tok"] / config["num_local_experts"]
-    assert runner.step_weight_bytes(1000) - runner.step_weight_bytes(1) == pytest.approx(idle * experts)
-    assert runner.step_weight_bytes(2) == pytest.approx(runner.step_weight_bytes(1000) - idle**2 * experts)
+    assert executor.step_weight_bytes(1000) - executor.step_weight_bytes(1) == pytest.approx(idle * experts)
+    assert executor.step_weight_bytes(2) == pytest.approx(executor.step_weight_bytes(1000) - idle**2 * experts)
 
 
 def test_random_weights_are_quantised_too() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.quantization import Activations
-from models.cuts import count
+from models.sharding import count
 from quantization.codes import CodeKind
 from quantization.layouts.awq import AwqWeight
 from quantization.layouts.base import StoredWeight, WeightLayout
@@ -20,7 +20,7 @@ from quantization.layouts.floats import FloatLayout
 from quantization.layouts.fp8 import Fp8Weight
 from quantization.layouts.gguf import GGUFWeight
 from quantization.layouts.gptq import GptqWeight
-from quantization.layouts.shared import SharedLayout
+from quantization.layouts.sharded import ShardedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
 from tests.helpers.cases import each
@@ -134,11 +134,11 @@ RANGES = st.lists(st.integers(0, SHAPE[0]), min_size=4, max_size=4).map(two_rang
 @given(outputs=RANGES)
 def test_any_ranges_of_outputs(name: str, outputs: tuple[range, ...]) -> None:
     layout, tensors = LAYOUTS[name]()
-    shared = SharedLayout(layout, outputs)
-    cuts = shared.cuts()
+    shared = ShardedLayout(layout, outputs)
+    shards = shared.shards()
     parts = {
-        own: torch.cat([tensor.narrow(cuts[own].axis, each.start, len(each)) for each in cuts[own].ranges], cuts[own].axis)
-        if own in cuts
+        own: torch.cat([tensor.narrow(shards[own].axis, each.start, len(each)) for each in shards[own].ranges], shards[own].axis)
+        if own in shards
         else tensor
         for own, tensor in tensors.items()
     }  # fmt: skip
@@ -149,18 +149,25 @@ def test_any_ranges_of_outputs(name: str, outputs: tuple[range, ...]) -> None:
 
 
 def test_no_more_is_read_than_the_words_and_blocks_that_hold_the_outputs() -> None:
-    cuts = {name: SharedLayout(LAYOUTS[name]()[0], (range(10, 25),)).cuts() for name in LAYOUTS}
+    shards = {name: ShardedLayout(LAYOUTS[name]()[0], (range(10, 25),)).shards() for name in LAYOUTS}
     exact, words, block = (range(10, 25),), (range(1, 4),), (range(1),)
-    assert {own: cut.ranges for own, cut in cuts["awq"].items()} == {"qweight": words, "qzeros": words, "scales": exact}
-    assert {own: cut.ranges for own, cut in cuts["fp8 blocks"].items()} == {"weight": exact, "weight_scale_inv": block}
-    assert cuts["floats, one scale"] == {}  # its scale is that of the largest number of all
-    assert "weight_shape" not in cuts["compressed int4"]
-    assert cuts["floats, Conv1D"]["weight"].axis == 1
+    assert {own: cut.ranges for own, cut in shards["awq"].items()} == {
+        "qweight": words,
+        "qzeros": words,
+        "scales": exact,
+    }
+    assert {own: cut.ranges for own, cut in shards["fp8 blocks"].items()} == {
+        "weight": exact,
+        "weight_scale_inv": block,
+    }
+    assert shards["floats, one scale"] == {}  # its scale is that of the largest number of all
+    assert "weight_shape" not in shards["compressed int4"]
+    assert shards["floats, Conv1D"]["weight"].axis == 1
 
 
 def test_a_wrong_whole_shape_is_still_seen() -> None:
     layout, tensors = LAYOUTS["compressed int4"]()
-    shared = SharedLayout(layout, (range(16),))
+    shared = ShardedLayout(layout, (range(16),))
     parts = {name: tensor if name == "weight_shape" else tensor[:16] for name, tensor in tensors.items()}
     shared.read(parts)
     with pytest.raises(UserError, match=r"weight_shape is \[80, 63\], expected \[80, 64\]"):

@@ -79,7 +79,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str], i
 def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     """Write the float model with folds in its weights, and the file of them; returns the number of its vectors."""
     engine = unpacked_engine(run_config(base), 3)
-    model = engine.runner.model
+    model = engine.executor.model
     schemes = {name: scheme for name, scheme in plan(model, quant).items() if name.startswith(model.layout.layers)}
     probe, *batches = calibration_batches(engine, random_rows(6, 16))
     calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), is_sequential(quant))

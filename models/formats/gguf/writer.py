@@ -30,7 +30,7 @@ from models.formats.gguf.tensors import STORED
 from models.formats.gguf.vocabulary import gguf_vocabulary
 from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import llama3_factors
-from models.outline import open_model
+from models.meta_model import open_model
 from models.registry import find_architecture
 from models.weights import match_tensors
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipelines.engine.batch import NewTokens, flat_batch
+from pipelines.engine.executor import Executor
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
-from pipelines.engine.runner import Runner
 
 
 class Held(NamedTuple):
@@ -36,20 +36,20 @@ class Held(NamedTuple):
 class ModelProposer(Proposer):
     """Drafts token by token, all sequences in one batch."""
 
-    def __init__(self, runner: Runner, block_size: int, max_batched_tokens: int, vocab_size: int) -> None:
-        """`runner`: of the draft model. Before a step it computes at most `max_batched_tokens` tokens beside the drafts.
+    def __init__(self, executor: Executor, block_size: int, max_batched_tokens: int, vocab_size: int) -> None:
+        """`executor`: of the draft model. Before a step it computes at most `max_batched_tokens` tokens beside the drafts.
 
         `vocab_size`: of the model that is drafted for. Tokens that only one of them has are padding, and are not drafted.
         """
-        self.runner = runner
-        self._vocab_size, self._own_vocab_size = vocab_size, runner.model.config.vocab_size
+        self.executor = executor
+        self._vocab_size, self._own_vocab_size = vocab_size, executor.model.config.vocab_size
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
         self._hashes: dict[int, bytes] = {}  # of each block that the draft model has filled: as the prefix cache's
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks of the draft model's cache."""
-        self.runner.copy_blocks(copies)
+        self.executor.copy_blocks(copies)
         for _, target in copies:
             self._hashes.pop(target, None)
 
@@ -70,7 +70,7 @@ class ModelProposer(Proposer):
 
     def _logits(self, new: list[NewTokens]) -> Tensor:
         """Compute new tokens, and return logits [R, V] of the other model's vocabulary: -inf for what this one has not."""
-        logits = self.runner.execute(flat_batch(new, self._block_size)).logits
+        logits = self.executor.execute(flat_batch(new, self._block_size)).logits
         return pad(logits, (0, self._vocab_size - self._own_vocab_size), value=-torch.inf)
 
     def _missed(self, sequences: list[Sequence]) -> list[NewTokens]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pipelines.engine.batch import NewTokens, flat_batch
+from pipelines.engine.executor import Executor
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
-from pipelines.engine.runner import Runner
 from pipelines.engine.scheduler import Scheduled
 
 MAX_WAITING = 16  # tokens of a row that wait for its next draft: for so many a CPU reads each weight once
@@ -29,12 +29,12 @@ class Seen(NamedTuple):
 class MtpProposer(Proposer):
     reads_hidden = True
 
-    def __init__(self, runner: Runner, block_size: int, max_batched_tokens: int) -> None:
-        """`runner`: of the model, which predicts ahead. The layer computes at most `max_batched_tokens` tokens at once."""
-        self._runner = runner
+    def __init__(self, executor: Executor, block_size: int, max_batched_tokens: int) -> None:
+        """`executor`: of the model, which predicts ahead. The layer computes at most `max_batched_tokens` tokens at once."""
+        self._executor = executor
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
-        runner.clear_ahead()  # rows that others drafted for leave gaps, and blocks of theirs are shared
+        executor.clear_ahead()  # rows that others drafted for leave gaps, and blocks of theirs are shared
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
         """Take the hidden states [T, E] of sequences. They wait for a draft; where too many do, the layer computes those seen before.
@@ -58,7 +58,7 @@ class MtpProposer(Proposer):
         ends = {draft.sequence: len(draft.sequence.token_ids) - 1 for draft in drafts}
         growing = [draft for draft in drafts if self._num_waiting(draft.sequence, ends[draft.sequence])]
         hidden = self._compute([(draft.sequence, ends[draft.sequence]) for draft in growing])
-        while growing and (more := grow(growing, self._runner.unchecked_logits(hidden))):
+        while growing and (more := grow(growing, self._executor.unchecked_logits(hidden))):
             growing, hidden = [growing[i] for i in more], hidden[more]
             hidden = self._predict([draft.last(position=-2) for draft in growing], hidden)
         return [draft.token_ids for draft in drafts]
@@ -82,4 +82,4 @@ class MtpProposer(Proposer):
 
     def _predict(self, new: list[NewTokens], hidden: Tensor) -> Tensor:
         """Return hidden states [S, E] of the last of each sequence's tokens, whose positions are those of the tokens before them."""
-        return self._runner.predict_ahead(hidden, flat_batch(new, self._block_size))
+        return self._executor.predict_ahead(hidden, flat_batch(new, self._block_size))

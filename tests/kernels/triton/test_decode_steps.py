@@ -52,12 +52,12 @@ def padded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
         (models.layers.linear, kernels.lora.triton.lora_add),
     ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
-    runner, sizes = engine.runner, (4, 3, 0, torch.device("cpu"))
-    runner.decode_steps = GraphSteps(runner.compute, compute_again, *sizes)
-    assert runner.decode_steps.sizes == [1, 2, 4]
-    if has_adapters(runner.model):
-        runner.adapted_steps = GraphSteps(runner.compute, compute_again, *sizes, with_adapters=True)
-        assert runner.adapted_steps.sizes == [1, 2, 4]
+    executor, sizes = engine.executor, (4, 3, 0, torch.device("cpu"))
+    executor.decode_steps = GraphSteps(executor.compute, compute_again, *sizes)
+    assert executor.decode_steps.sizes == [1, 2, 4]
+    if has_adapters(executor.model):
+        executor.adapted_steps = GraphSteps(executor.compute, compute_again, *sizes, with_adapters=True)
+        assert executor.adapted_steps.sizes == [1, 2, 4]
     return engine
 
 
@@ -80,7 +80,7 @@ def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkey
     expected = tokens(load_engine(run, 3))
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
-    for layer in engine.runner.model.get_submodule("model.layers"):
+    for layer in engine.executor.model.get_submodule("model.layers"):
         assert layer.self_attn.qkv.is_merged
         assert layer.mlp.gate_up.is_merged
     assert tokens(padded(engine, monkeypatch)) == expected
@@ -97,7 +97,7 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
     expected = tokens(load_engine(run, 3))
     monkeypatch.setattr(kernels.linear, "_on_gpu", lambda tensor: True)
     engine = load_engine(run, 3)
-    assert all(module.is_merged for module in engine.runner.model.modules() if isinstance(module, Experts))
+    assert all(module.is_merged for module in engine.executor.model.modules() if isinstance(module, Experts))
     assert tokens(padded(engine, monkeypatch)) == expected
 
 

@@ -35,7 +35,7 @@ def reader(**changes: Any) -> ConfigReader:
 def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     engine = engine_of(link(family, tmp_path))
-    model = engine.runner.model
+    model = engine.executor.model
     assert isinstance(model, Baichuan)
     assert isinstance(model.lm_head, NormHead)
     stored, num_parameters = model.lm_head.weight, len(list(model.parameters()))
@@ -49,7 +49,7 @@ def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
     assert model.lm_head.unit_rows() is stored  # no second copy
     assert len(list(model.parameters())) == num_parameters
     embedding = model.model.embed_tokens.weight
-    assert engine.runner.step_weight_bytes(1) == engine.runner.weight_bytes - embedding.nbytes
+    assert engine.executor.step_weight_bytes(1) == engine.executor.weight_bytes - embedding.nbytes
 
 
 def test_a_head_that_is_loaded_again_is_normalised_again() -> None:

@@ -68,7 +68,7 @@ def observe_plans(engine: Engine) -> list[StepPlan]:
 def hidden_states(engine: Engine, tokens: list[int]) -> Tensor:
     """[T, E] of a prompt, in one prefill that wants all of them."""
     group = engine.add(engine.request(0, tokens, DecodeConfig(max_new_tokens=1, penalty_alpha=0.5, top_k=2)))
-    hidden = engine.runner.execute(build_batch(engine.scheduler.plan(), engine.block_size)).hidden
+    hidden = engine.executor.execute(build_batch(engine.scheduler.plan(), engine.block_size)).hidden
     engine.scheduler.cancel(group)
     return hidden
 
@@ -116,7 +116,7 @@ def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) ->
     logits = []
     for dtype in (DType.float16, DType.float32):
         engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 1)
-        for name, parameter in engine.runner.model.named_parameters():
+        for name, parameter in engine.executor.model.named_parameters():
             if "query_key_value" in name:
                 parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # queries and keys: products are above 65504
         logits.append(all_logits(engine, golden["input_ids"][0].tolist()).float())
@@ -131,7 +131,7 @@ def test_a_reply_that_has_begun_goes_on_the_same(engine: Engine, golden: dict[st
 
 
 def test_marks_of_a_prompt(engine: Engine) -> None:
-    model = engine.runner.model
+    model = engine.executor.model
     assert isinstance(model, ChatGLM)
     assert model.prompt_features([9, 9, GMASK, SOP]) == (3, 2)
     assert model.prompt_features([MASK, 9, GMASK, SOP, SOP, GMASK]) == (3, 2)

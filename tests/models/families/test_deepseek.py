@@ -69,7 +69,7 @@ def test_layers_for_more_tokens_are_left_out(tmp_path: Path) -> None:
 
 def test_cache_holds_latents_only(tmp_path: Path) -> None:
     build(2).save_pretrained(tmp_path)
-    cache = engine_of(tmp_path).runner.cache
+    cache = engine_of(tmp_path).executor.cache
     assert {tensor.shape[2:] for tensor in cache.tensors} == {(1, 24 + 8), (1, 0)}
 
 
@@ -78,7 +78,7 @@ def test_the_router_stays_float32(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     run = run_config(tmp_path)
     run.model.dtype = DType.bfloat16
-    model = load_engine(run, 1).runner.model
+    model = load_engine(run, 1).executor.model
     dtypes = {name: parameter.dtype for name, parameter in weights_of(model).items()}
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
     assert kept == {f"model.layers.{i}.mlp.gate.{own}" for i in (1, 2) for own in ("e_score_correction_bias", "weight")}

@@ -50,7 +50,7 @@ def test_the_border_is_seen(folder: Path, reference: Any, engine: Engine) -> Non
     decode = DecodeConfig(max_new_tokens=32)
     crossed = [output.token_ids for output in complete(engine, CROSSING, decode)]
     stays = engine_of(folder)
-    stays.scheduler._recompute_past_border = lambda group: None  # type: ignore[method-assign]
+    stays.scheduler._recompute_past_threshold = lambda group: None  # type: ignore[method-assign]
     assert [output.token_ids for output in complete(stays, CROSSING, decode)] != crossed
 
 
@@ -134,5 +134,5 @@ def read(**changes: Any) -> phi3.Phi3Config:
 def test_older_spellings_of_longrope(kind: str) -> None:
     scaling = {"type": kind, "short_factor": SHORT, "long_factor": LONG}
     assert read(rope_scaling=scaling) == read(rope_scaling=LONGROPE)
-    assert read(rope_scaling=scaling).key_border == BORDER
-    assert read().key_border is None
+    assert read(rope_scaling=scaling).long_rope_threshold == BORDER
+    assert read().long_rope_threshold is None

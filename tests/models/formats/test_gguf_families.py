@@ -132,7 +132,7 @@ def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> No
         save_file({key: tensor.contiguous() for key, tensor in read.items()}, tmp_path / "model.safetensors")
     rounded = type(reference).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
     engine = engine_of(file)
-    first = next(module for module in engine.runner.model.modules() if isinstance(module, nn.ModuleList))[-1]
+    first = next(module for module in engine.executor.model.modules() if isinstance(module, nn.ModuleList))[-1]
     for own in PACKED[name]:
         assert isinstance(first.get_submodule(own).method, IntMethod), own
     for prompt in random_prompts(96):
@@ -227,7 +227,9 @@ def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
     build(tmp_path, name, **ROWS_OF_256[name])
     packed, floats = write_random_blocks(tmp_path)
     own, expected = engine_of(packed), engine_of(floats)
-    layers = [module for key, module in own.runner.model.named_modules() if ".1." in key and isinstance(module, Linear)]
+    layers = [
+        module for key, module in own.executor.model.named_modules() if ".1." in key and isinstance(module, Linear)
+    ]
     in_blocks = [module for module in layers if isinstance(module.method, BlockMethod)]
     assert len(in_blocks) >= len(layers) - 1 >= 3  # DeepSeek's kv_b_proj, which the file has in two, is of floats
     for prompt in random_prompts(96):

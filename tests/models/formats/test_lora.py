@@ -52,7 +52,9 @@ def merge(tmp_path: Path) -> list[WeightFile]:
 def merged_logits(tmp_path: Path) -> Tensor:
     """Logits [T, V] of the engine whose weights are the merged ones."""
     engine = unpacked_engine(run_config(tmp_path / "base"), 3)
-    load_weights(engine.runner.model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None)
+    load_weights(
+        engine.executor.model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None
+    )
     return all_logits(engine, PROMPT)
 
 

@@ -29,7 +29,7 @@ def load(folder: Path, **model: Any) -> Any:
 
 
 def parameters(folder: Path, **model: Any) -> dict[str, Tensor]:
-    return weights_of(load(folder, **model).runner.model)
+    return weights_of(load(folder, **model).executor.model)
 
 
 @each("num_shards", [1, 2])

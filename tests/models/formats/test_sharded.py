@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
-from models.cuts import Cut, Division
 from models.formats import open_checkpoint
 from models.formats.huggingface import SafetensorsFile
 from models.formats.huggingface_writer import write_huggingface
 from models.formats.sharded import LAYOUT, ShardedFile
 from models.formats.sharded_writer import Shares, write_sharded
+from models.sharding import ParallelLayout, Shard
 from tests.helpers.cases import each
 from tests.helpers.damage import MUTATIONS, mutated
 
@@ -36,13 +36,13 @@ TENSORS = {
     "shared": torch.randn(2, 3),
 }
 FIRST, LAST = ("whole", "rows", "empty", "mask", "bytes", "numbers", "shared"), ("columns", "cube", "scalar", "shared")
-CUTS: dict[str, list[Cut | None]] = {  # of two ranks: equal, unequal, in two ranges, overlapping, the same
-    "rows": [Cut(0, (range(3),)), Cut(0, (range(3, 4),))],
-    "columns": [Cut(1, (range(2),)), Cut(1, (range(2, 4),))],
-    "cube": [Cut(1, (range(1), range(3, 5))), Cut(1, (range(1, 3), range(5, 6)))],
-    "numbers": [Cut(1, (range(2),)), Cut(1, (range(1, 3),))],
-    "empty": [Cut(0, (range(0),)), Cut(0, (range(0),))],
-    "shared": [Cut(0, (range(2),)), Cut(0, (range(2),))],
+CUTS: dict[str, list[Shard | None]] = {  # of two ranks: equal, unequal, in two ranges, overlapping, the same
+    "rows": [Shard(0, (range(3),)), Shard(0, (range(3, 4),))],
+    "columns": [Shard(1, (range(2),)), Shard(1, (range(2, 4),))],
+    "cube": [Shard(1, (range(1), range(3, 5))), Shard(1, (range(1, 3), range(5, 6)))],
+    "numbers": [Shard(1, (range(2),)), Shard(1, (range(1, 3),))],
+    "empty": [Shard(0, (range(0),)), Shard(0, (range(0),))],
+    "shared": [Shard(0, (range(2),)), Shard(0, (range(2),))],
 }
 SHARES: Shares = [
     [{name: CUTS.get(name, [None] * 2)[rank] for name in names} for rank in range(2)] for names in (FIRST, LAST)
@@ -100,11 +100,11 @@ def test_a_rank_has_all_that_it_reads_as_the_library_reads_it(sharded: Path) -> 
         for rank, share in enumerate(ranks):
             found = load_file(sharded / f"rank_{stage}_{rank}.safetensors")
             assert found.keys() == share.keys()
-            for name, cut in share.items():
+            for name, shard in share.items():
                 whole = TENSORS[name]
-                wanted = [i for each in cut.ranges for i in each] if cut else None
+                wanted = [i for each in shard.ranges for i in each] if shard else None
                 index = torch.tensor(wanted or [], dtype=torch.int64)
-                assert torch.equal(found[name], whole.index_select(cut.axis, index) if cut else whole), name
+                assert torch.equal(found[name], whole.index_select(shard.axis, index) if shard else whole), name
 
 
 def test_the_index_says_where_pieces_are(sharded: Path) -> None:
@@ -143,10 +143,10 @@ def test_the_index_has_the_digest_of_each_piece(sharded: Path) -> None:
     assert num_cut == 10  # "rows", "columns", "cube" and "numbers" in two, "empty" and "shared" in one
 
 
-@each("division", [Division(), Division(2, 2, 1, 0), Division(2, 2, 0, 1), Division(4, 1, 3)])
-def test_any_ranges_are_read(sharded: Path, division: Division) -> None:
+@each("division", [ParallelLayout(), ParallelLayout(2, 2, 1, 0), ParallelLayout(2, 2, 0, 1), ParallelLayout(4, 1, 3)])
+def test_any_ranges_are_read(sharded: Path, parallel_layout: ParallelLayout) -> None:
     """Along the axis that is cut or another one, of one piece or several."""
-    file = ShardedFile(sharded).of_rank(division)
+    file = ShardedFile(sharded).of_rank(parallel_layout)
     for name, tensor in TENSORS.items():
         for axis, size in enumerate(tensor.shape):
             for ranges in (
@@ -155,22 +155,22 @@ def test_any_ranges_are_read(sharded: Path, division: Division) -> None:
                 (range(size - 1, size),) * bool(size),
             ):
                 index = torch.tensor([i for each in ranges for i in each], dtype=torch.int64)
-                assert torch.equal(file.read_ranges(name, Cut(axis, ranges)), tensor.index_select(axis, index)), name
+                assert torch.equal(file.read_ranges(name, Shard(axis, ranges)), tensor.index_select(axis, index)), name
 
 
 @each("stage, rank", [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_a_rank_of_the_same_division_reads_its_own_file_alone(
     sharded: Path, stage: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, opened, read = ShardedFile(sharded).of_rank(Division(2, 2, rank, stage)), [], SafetensorsFile.read
+    file, opened, read = ShardedFile(sharded).of_rank(ParallelLayout(2, 2, rank, stage)), [], SafetensorsFile.read
 
     def watched(self: SafetensorsFile, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         opened.append(self.path.name)
         return read(self, names)
 
     monkeypatch.setattr(SafetensorsFile, "read", watched)
-    for name, cut in SHARES[stage][rank].items():
-        assert torch.is_tensor(file.read_ranges(name, cut) if cut else next(file.read([name]))[1])
+    for name, shard in SHARES[stage][rank].items():
+        assert torch.is_tensor(file.read_ranges(name, shard) if shard else next(file.read([name]))[1])
     assert {*opened} == {f"rank_{stage}_{rank}.safetensors"}
 
 
@@ -200,7 +200,7 @@ def test_version_1_is_read(tmp_path: Path) -> None:
     file = ShardedFile(write_version_1(tmp_path))
     names = ("columns", "rows", "whole", "scalar")
     assert_same(dict(file.read(names)), {name: TENSORS[name] for name in names})
-    rows = file.of_rank(Division(2, 1, 1)).read_ranges("columns", Cut(0, (range(2, 3), range(1))))
+    rows = file.of_rank(ParallelLayout(2, 1, 1)).read_ranges("columns", Shard(0, (range(2, 3), range(1))))
     assert torch.equal(rows, TENSORS["columns"][[2, 0]])
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kernels.collectives import Threads
-from models.cuts import Cut, Division
 from models.formats.huggingface import PickleFile, SafetensorsFile
 from models.formats.sliced import SlicedFile
+from models.sharding import ParallelLayout, Shard
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.catalog import link
 from tests.helpers.divided import plan_of, rank_plan
@@ -24,9 +24,9 @@ TENSORS = {
 }
 TENSORS |= {"whole": torch.randn(3), "unknown": torch.randn(7)}
 CUTS = {
-    "rows": Cut(0, (range(2, 5),)),
-    "columns": Cut(1, (range(3), range(6, 8))),
-    "codes": Cut(0, (range(1), range(8, 9))),
+    "rows": Shard(0, (range(2, 5),)),
+    "columns": Shard(1, (range(3), range(6, 8))),
+    "codes": Shard(0, (range(1), range(8, 9))),
 }
 NEEDED = ["rows", "columns", "codes", "whole"]
 PARTS = {
@@ -91,9 +91,9 @@ def test_the_ranks_read_each_byte_once_but_what_all_have(tmp_path: Path, monkeyp
     read, read_whole = 0, SafetensorsFile.read
     read_ranges = SafetensorsFile.read_ranges
 
-    def counted(file: SafetensorsFile, name: str, cut: Cut) -> Tensor:
+    def counted(file: SafetensorsFile, name: str, shard: Shard) -> Tensor:
         nonlocal read
-        part = read_ranges(file, name, cut)
+        part = read_ranges(file, name, shard)
         read += part.nbytes
         return part
 
@@ -106,7 +106,7 @@ def test_the_ranks_read_each_byte_once_but_what_all_have(tmp_path: Path, monkeyp
     monkeypatch.setattr(SafetensorsFile, "read", uncut)
     run = run_config(tmp_path)
     for group in Threads.of(3):
-        (file,) = rank_plan(run, Division(3, 1, group.rank), group).files
+        (file,) = rank_plan(run, ParallelLayout(3, 1, group.rank), group).files
         for _ in file.read(file.shapes):
             pass
     shapes = SafetensorsFile(tmp_path / "model.safetensors").shapes
@@ -117,7 +117,7 @@ def test_names_that_lack_their_first_part(tmp_path: Path) -> None:
     """GPT-2's files say h.0 for transformer.h.0, and hold a second copy of nothing."""
     link("gpt2", tmp_path)
     run, groups = run_config(tmp_path), Threads.of(2)
-    shapes = [rank_plan(run, Division(2, 1, group.rank), group).files[0].shapes for group in groups]
+    shapes = [rank_plan(run, ParallelLayout(2, 1, group.rank), group).files[0].shapes for group in groups]
     whole = plan_of(run).files[0].shapes
     name = next(name for name in whole if name.endswith("0.attn.c_attn.weight"))
     assert [each[name] for each in shapes] == [(whole[name][0], whole[name][1] // 2)] * 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.formats.wrapper import text_config
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.request_settings import read_request_settings
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
@@ -111,7 +111,7 @@ def test_the_end_of_a_text_is_the_whole_checkpoints(tmp_path: Path) -> None:
     change(tmp_path, eos_token_id=[7, 9], text_config=inner | {"eos_token_id": 3})
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     run = run_config(tmp_path)
-    assert set(read_request_settings(run.model, open_source(run.model)).eos_token_ids) == {7, 9}
+    assert set(read_request_settings(run.model, resolve_model(run.model)).eos_token_ids) == {7, 9}
 
 
 MISTRAL3: dict[str, Any] = {"model_type": "mistral3", "text_config": {"model_type": "mistral", **TEXT}}
@@ -148,4 +148,4 @@ def test_another_text_is_refused_by_its_name(tmp_path: Path) -> None:
     config = MISTRAL3 | {"text_config": {"model_type": "brand_new", **TEXT}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="model_type='brand_new' is not supported: only "):
-        open_source(run_config(tmp_path).model)
+        resolve_model(run_config(tmp_path).model)

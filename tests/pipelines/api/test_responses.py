@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from pipelines.api.answers import AnswerInfo, Event, Said
+from pipelines.api.answers import AnswerInfo, ChoiceText, Event
 from pipelines.api.errors import ApiError
 from pipelines.api.parsing import check_request
 from pipelines.api.responses import NAMES, ResponseRequest, ResponseWriter
@@ -37,7 +37,7 @@ class ChunksOf:
 
     generation = SimpleNamespace(info=AnswerInfo("1", "chat.completion.chunk", 5, "tiny", 3, "fp"))
 
-    def read(self, index: int, known: Said, rest: Any) -> list[Event]:
+    def read(self, index: int, known: ChoiceText, rest: Any) -> list[Event]:
         return [Event(rest)]
 
     def usage_chunk(self) -> list[Event]:
@@ -47,7 +47,7 @@ class ChunksOf:
 def written(chunks: list[dict[str, Any]], **fields: Any) -> tuple[list[Any], Response]:
     """The events, read strictly, and the response at the end."""
     writer = ResponseWriter(request(**fields), "1", ChunksOf())  # type: ignore[arg-type]
-    made = [*writer.begin(), *(event for each in chunks for event in writer.read(0, Said(), each)), *writer.end()]  # type: ignore[arg-type]
+    made = [*writer.begin(), *(event for each in chunks for event in writer.read(0, ChoiceText(), each)), *writer.end()]  # type: ignore[arg-type]
     events = [event.data for event in made]
     assert [event.name for event in made] == [event["type"] for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -168,7 +168,7 @@ def test_errors_of_the_chat_have_the_names_of_responses() -> None:
 
 def test_a_response_that_fails_says_so() -> None:
     writer = ResponseWriter(request(), "1", ChunksOf())  # type: ignore[arg-type]
-    begun = [*writer.begin(), *writer.read(0, Said(), chunk(content="Hel"))]  # type: ignore[arg-type]
+    begun = [*writer.begin(), *writer.read(0, ChoiceText(), chunk(content="Hel"))]  # type: ignore[arg-type]
     last = writer.failed(ApiError(504, "the request took longer than it had", "timeout_error", code="deadline"))
     assert (last.name, last.data["sequence_number"]) == ("response.failed", len(begun))
     failed = EVENTS.validate_python(last.data).response

@@ -139,7 +139,7 @@ def test_families_as_peft(family: str, tmp_path: Path) -> None:
 def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
     """Fused matrices: the bits of a row, and the merged twin's log probabilities."""
     base = GOLDENS / family
-    model = engine_of(base, {}).runner.model
+    model = engine_of(base, {}).executor.model
     adapters = {
         name: write_random_adapter(tmp_path / name, model, rank, seed=rank, std=0.15)
         for name, rank in (("one", 4), ("two", 24))

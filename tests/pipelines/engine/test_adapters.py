@@ -64,7 +64,7 @@ def test_rows_alone_and_together(models: Path) -> None:
     engine = engine_with(models)
     alone = [outputs(engine, [row])[0] for row in rows]
     assert outputs(engine, rows) == [replace(output, request_id=i) for i, output in enumerate(alone)]
-    bytes_per_token = engine.runner.kv_bytes_per_token
+    bytes_per_token = engine.executor.kv_bytes_per_token
     for device in (
         {"max_batched_tokens": 5, "block_size": 4},
         {"block_size": 4, "kv_cache_memory": str(8 * 4 * bytes_per_token)},
@@ -97,8 +97,8 @@ def test_batches_without_adapters_have_the_shapes_of_before(models: Path) -> Non
     engine, plain = engine_with(models), engine_of(models / "base", 5)
     for each in (engine, plain):
         outputs(each, [(prompt, None) for prompt in PROMPTS])
-    assert engine.runner.decode_steps.shapes == plain.runner.decode_steps.shapes  # type: ignore[attr-defined]
-    assert all(shape.num_adapted == 0 for shape in engine.runner.decode_steps.shapes)  # type: ignore[attr-defined]
+    assert engine.executor.decode_steps.shapes == plain.executor.decode_steps.shapes  # type: ignore[attr-defined]
+    assert all(shape.num_adapted == 0 for shape in engine.executor.decode_steps.shapes)  # type: ignore[attr-defined]
 
 
 def test_beams_samples_and_searches(models: Path) -> None:
@@ -120,15 +120,15 @@ def test_recorded_steps_survive_a_load(models: Path) -> None:
     """One slot, which holds another adapter by then: the step is replayed, and reads it."""
     engine = engine_with(models, ["sixty_four", "four", "eight"], max_adapters=1)
     first = outputs(engine, [(PROMPTS[0], "sixty_four")])
-    shapes = engine.runner.decode_steps.shapes  # type: ignore[attr-defined]
+    shapes = engine.executor.decode_steps.shapes  # type: ignore[attr-defined]
     assert any(shape.num_adapted for shape in shapes)
-    runner = engine.runner
+    executor = engine.executor
     for name in ("four", "eight", "sixty_four"):
         again = outputs(engine, [(PROMPTS[0], name)])
         assert completions(again) == completions(outputs(engine_with(models, [name]), [(PROMPTS[0], name)]))
     assert again == first
-    assert engine.runner is runner
-    assert engine.runner.decode_steps.shapes == shapes  # type: ignore[attr-defined]
+    assert engine.executor is executor
+    assert engine.executor.decode_steps.shapes == shapes  # type: ignore[attr-defined]
 
 
 def test_a_larger_rank_is_loaded_later(models: Path) -> None:

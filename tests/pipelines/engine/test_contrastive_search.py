@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from pipelines.engine import Engine, runner
+from pipelines.engine import Engine, executor
 from pipelines.engine.request import SequenceGroup
 from tests.helpers.builders import all_logits, complete, engine_of, generate, write_llama
 from tests.helpers.cases import each
@@ -62,7 +62,7 @@ def test_hidden_states_of_a_prompts_chunks_outlive_the_steps_that_gave_them(
     folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of one shape are replays of one step, which overwrite its outputs."""
-    monkeypatch.setattr(runner, "DECODES_BEFORE_RECORDING", 0)
+    monkeypatch.setattr(executor, "DECODES_BEFORE_RECORDING", 0)
     decode = DecodeConfig(max_new_tokens=25, penalty_alpha=0.9, top_k=5)
     chunked = complete(engine_of(folder, max_batched_tokens=8), FOUR_PROMPTS[2:3], decode)
     assert chunked[0].token_ids == complete(engine, FOUR_PROMPTS[2:3], decode)[0].token_ids

@@ -37,9 +37,9 @@ def pieces(
 def test_every_split_of_a_text_joins_to_it(kind: Callable[[], Tokenizer], text: str) -> None:
     tokenizer = kind()
     decode, ids = decode_with(tokenizer), tokenizer.encode(text).ids
-    cuts = [cut for cut in range(1, len(ids)) if "\ufffd" not in decode(ids[:cut])]  # between characters
-    assert len(cuts) > 20
-    for cut in cuts:
+    shards = [cut for cut in range(1, len(ids)) if "\ufffd" not in decode(ids[:cut])]  # between characters
+    assert len(shards) > 20
+    for cut in shards:
         got, _ = pieces(decode, ids[:cut], ids[cut:])
         assert decode(ids[:cut]) + "".join(got) == decode(ids)
 

@@ -165,13 +165,13 @@ def test_a_row_whose_drafts_are_wrong_is_asked_for_few(chatty: Path) -> None:
     """The engine tells the budget what steps took and what became of drafts; proposers are not called where nothing is drafted."""
     engine, now, calls = engine_of(chatty, tokenizer=""), [0.0], []
     engine.speculator = Speculator(engine.scheduler, lambda: now[0])
-    execute = engine.runner.execute
+    execute = engine.executor.execute
 
     def timed(batch: Batch, *arguments: object) -> object:
         now[0] += steep(batch.shape.num_tokens)
         return execute(batch, *arguments)  # type: ignore[arg-type]
 
-    engine.runner.execute = timed  # type: ignore[method-assign, assignment]
+    engine.executor.execute = timed  # type: ignore[method-assign, assignment]
 
     class Counted(Hostile):
         def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:

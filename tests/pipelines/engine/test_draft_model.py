@@ -135,14 +135,14 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[int]]:
     """Make the function that returns the numbers of tokens of the draft model's batches, from now on."""
 
     def watch(engine: Engine) -> list[int]:
-        runner, sizes = proposer_of(engine).runner, list[int]()
-        execute = runner.execute
+        executor, sizes = proposer_of(engine).executor, list[int]()
+        execute = executor.execute
 
         def counted(batch: Batch, token_ids: torch.Tensor | None = None) -> StepOutputs:
             sizes.append(batch.shape.num_tokens)
             return execute(batch, token_ids)
 
-        monkeypatch.setattr(runner, "execute", counted)
+        monkeypatch.setattr(executor, "execute", counted)
         return sizes
 
     return watch
@@ -190,7 +190,7 @@ def test_a_long_prompt_is_computed_in_parts_that_no_step_waits_long_for(
 
 def test_logits_of_a_draft_that_are_not_finite_are_nobodys_error(folder: Path, smaller: Path) -> None:
     engine = drafting_engine(folder, smaller)
-    model = proposer_of(engine).runner.model
+    model = proposer_of(engine).executor.model
     norm: Any = model.final_norm
     norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, torch.nan), requires_grad=False)
     for decode in (GREEDY, DRAWN):
@@ -204,7 +204,7 @@ def test_a_block_is_counted_with_both_models_keys_and_values(folder: Path, small
     assert engine_of(folder, kv_cache_memory=memory).num_blocks == 60
     engine = drafting_engine(folder, smaller, kv_cache_memory=memory)
     assert engine.num_blocks == 48  # a block of the smaller model has a quarter of the bytes
-    assert proposer_of(engine).runner.cache.tensors[0].shape[:2] == engine.runner.cache.tensors[0].shape[:2]
+    assert proposer_of(engine).executor.cache.tensors[0].shape[:2] == engine.executor.cache.tensors[0].shape[:2]
 
 
 @pytest.mark.parametrize("device", ["roomy", "chunks"])

@@ -83,9 +83,9 @@ def test_eos_from_the_config_ends_the_row_unless_ignored(tmp_path: Path, engine:
 def test_finished_places_are_refilled_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, sizes = [2, 9, 2, 2, 2], []
     requests = [engine.request(i, [5 + i], DecodeConfig(max_new_tokens=n)) for i, n in enumerate(lengths)]
-    execute = engine.runner.execute
+    execute = engine.executor.execute
     monkeypatch.setattr(
-        engine.runner,
+        engine.executor,
         "execute",
         lambda batch, *rest: (sizes.append(batch.shape.num_sequences), execute(batch, *rest))[1],
     )

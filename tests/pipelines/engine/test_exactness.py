@@ -74,7 +74,7 @@ def test_what_was_left_in_the_pool_changes_no_bit(engine_of: Callable[..., Engin
     """Blocks are used again: whatever an earlier sequence left behind a later one's end, NaN and infinity too, is of no account."""
     torch.set_num_threads(THREADS)
     clean, dirty = engine_of(), engine_of()
-    for i, tensor in enumerate(dirty.runner.cache.tensors):
+    for i, tensor in enumerate(dirty.executor.cache.tensors):
         tensor.fill_((torch.nan, torch.inf)[i % 2] if tensor.dtype.is_floating_point else 99)
     assert in_order(dirty, [*range(7)], 3) == in_order(clean, [*range(7)], 3)
     beams = replace(DECODE, num_beams=3, logprobs=None)
@@ -100,7 +100,7 @@ def test_log_probabilities_are_the_same_to_the_bit_under_any_schedule(
     preempted.clear()
     alone = {i: complete(engine, [prompt], DECODE)[0] for i, prompt in enumerate(PROMPTS)}
     if "kv_cache_memory" in device:  # as much as the longest row and one more need
-        device = device | {"kv_cache_memory": str(4 * 20 * engine.runner.kv_bytes_per_token)}
+        device = device | {"kv_cache_memory": str(4 * 20 * engine.executor.kv_bytes_per_token)}
     other = engine_of(**device)
     for prefix_cache in (False, True, True):  # over a cache that knows the prompts, the last time
         decode = replace(DECODE, prefix_cache=prefix_cache)
@@ -128,7 +128,7 @@ def test_without_the_kernels_greedy_tokens_are_equal(folder: Path, monkeypatch: 
 
     first = engine()
     alone = [complete(first, [prompt], greedy)[0].token_ids for prompt in PROMPTS]
-    small = {"kv_cache_memory": str(4 * 20 * first.runner.kv_bytes_per_token)}
+    small = {"kv_cache_memory": str(4 * 20 * first.executor.kv_bytes_per_token)}
     for other in (
         first,
         *(engine(**device | (small if "kv_cache_memory" in device else {})) for device in DEVICES.values()),

@@ -143,7 +143,7 @@ def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any],
     engine.looks_ahead = looks_ahead
     expected = run(engine, {})
     assert all(DAMAGED not in c.token_ids for i in {0, 2} for c in expected[i].completions)
-    for module in engine.runner.model.modules():
+    for module in engine.executor.model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.weight.data[DAMAGED] = torch.nan
     prompts = list(PROMPTS)
@@ -227,7 +227,7 @@ def test_what_comes_before_a_damaged_token_is_sound(chatty: Path) -> None:
     expected = run(engine, {}, [PROMPTS[0], [*beginning, 77], PROMPTS[2]])[FAULTY].completions
     assert DAMAGED not in expected[0].token_ids
     engine = engine_of(chatty, tokenizer="", block_size=4)
-    for module in engine.runner.model.modules():
+    for module in engine.executor.model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.weight.data[DAMAGED] = torch.nan
     assert run(engine, {}, [PROMPTS[0], [*beginning, DAMAGED], PROMPTS[2]])[FAULTY].error

@@ -135,7 +135,7 @@ def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
             engine = engine_of(tmp_path, batch_size=5, block_size=4)
             shapes = pad(engine, 8) if is_padded else []
             if not is_padded:
-                engine.runner.decode_steps = engine.runner.compute
+                engine.executor.decode_steps = engine.executor.compute
             outputs = generate(engine, prompts, decode)
             results.append([[c.token_ids for c in output.completions] for output in outputs])
             assert not is_padded or 8 in {shape.num_sequences for shape in shapes}
@@ -186,16 +186,16 @@ def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkey
 
     def happened(engine: Engine, *batches: Batch) -> list[str]:
         for batch in batches:
-            engine.runner.execute(batch)
+            engine.executor.execute(batch)
         happened = list(ran)
         ran.clear()
         return happened
 
-    monkeypatch.setattr("pipelines.engine.runner.GraphSteps", Captured)
-    monkeypatch.setattr("pipelines.engine.runner.GraphPool", lambda: SimpleNamespace(capture=compute_again))
-    monkeypatch.setattr("pipelines.engine.runner.Runner.compute", lambda *_: ran.append("computed"))
+    monkeypatch.setattr("pipelines.engine.executor.GraphSteps", Captured)
+    monkeypatch.setattr("pipelines.engine.executor.GraphPool", lambda: SimpleNamespace(capture=compute_again))
+    monkeypatch.setattr("pipelines.engine.executor.Runner.compute", lambda *_: ran.append("computed"))
     engine = engine_of(tmp_path / "base")
-    model = engine.runner.model
+    model = engine.executor.model
     formats = [(Unquantised(), Unquantised())] * len(model.attention_heads)
     plain, prompt = batch_of([3, 4]), Batch(torch.zeros(100, dtype=torch.int64), BatchShape(5, 2, 1, 0, 2))
     adapted = Batch(torch.zeros(100, dtype=torch.int64), BatchShape(2, 2, 1, 0, 2, 2))

@@ -81,7 +81,7 @@ def check(name: str, folder: Path, kv_cache: str, preempted: list[SequenceGroup]
     assert tokens(roomy, prompts, GREEDY) == greedy
     assert tokens(roomy, prompts, BEAMS) == beams
 
-    small = engine(block_size=4, kv_cache_memory=str(MOST_BLOCKS * 4 * roomy.runner.kv_bytes_per_token))
+    small = engine(block_size=4, kv_cache_memory=str(MOST_BLOCKS * 4 * roomy.executor.kv_bytes_per_token))
     assert small.scheduler.block_manager.num_blocks == MOST_BLOCKS
     preempted.clear()
     assert tokens(small, prompts, GREEDY) == greedy
@@ -138,11 +138,11 @@ def test_the_pool_holds_what_its_bytes_say(tmp_path: Path, kv_cache: str, expect
     write_llama(tmp_path)
     engine = engine_of(tmp_path, kv_cache=kv_cache, block_size=4, kv_cache_memory="1MB")
     layers, groups = 2, 2
-    assert engine.runner.kv_bytes_per_token == layers * groups * expected
+    assert engine.executor.kv_bytes_per_token == layers * groups * expected
     num_blocks = engine.scheduler.block_manager.num_blocks
     assert num_blocks == 10**6 // (4 * layers * groups * expected)
-    stored = sum(tensor.nbytes for tensor in engine.runner.cache.tensors)
-    assert stored == num_blocks * 4 * engine.runner.kv_bytes_per_token <= 10**6
+    stored = sum(tensor.nbytes for tensor in engine.executor.cache.tensors)
+    assert stored == num_blocks * 4 * engine.executor.kv_bytes_per_token <= 10**6
     assert engine.dtype == torch.float32
 
 

@@ -126,9 +126,9 @@ def test_padded_steps_take_tokens_from_the_device(folder: Path) -> None:
 
 def test_a_step_begins_before_the_last_ones_tokens_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, events = engine_of(folder), []
-    execute, wait = engine.runner.execute, LaunchedStep.wait
+    execute, wait = engine.executor.execute, LaunchedStep.wait
     engine.looks_ahead = True
-    monkeypatch.setattr(engine.runner, "execute", lambda *args: (events.append("launch"), execute(*args))[1])
+    monkeypatch.setattr(engine.executor, "execute", lambda *args: (events.append("launch"), execute(*args))[1])
     monkeypatch.setattr(LaunchedStep, "wait", lambda step: (events.append("wait"), wait(step))[1])
     list(engine.generate([engine.request(0, [3, 4], replace(GREEDY, max_new_tokens=4))]))
     assert events == ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
@@ -191,7 +191,7 @@ def test_damaged_weights_are_found(folder: Path) -> None:
     engine = engine_of(folder)
     look_ahead(engine)
     source = engine.generate([engine.request(0, [3, 4, 5], GREEDY)], on_step=lambda: norm.weight.data.fill_(torch.inf))  # type: ignore[union-attr, operator]
-    norm = engine.runner.model.get_submodule("model.norm")
+    norm = engine.executor.model.get_submodule("model.norm")
     (output,) = source
     assert "the model's logits are not finite" in str(output.error)
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks

@@ -163,7 +163,7 @@ def test_without_drafts_the_layer_computes_many_tokens_at_once(
     """Two rows of 45 tokens and no draft: 16 of each at once, or as many as a step takes. The last ones are never needed."""
     engine = load_engine(mtp_run(folder, max_batched_tokens=budget), 3)
     monkeypatch.setattr(engine.speculator._budget, "lengths", lambda rows, most, num_tokens: [0] * len(rows))
-    model, sizes = engine.runner.model, list[int]()
+    model, sizes = engine.executor.model, list[int]()
     ahead = model.predict_ahead
 
     def counted(hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
@@ -185,7 +185,7 @@ def test_hidden_states_are_those_of_the_definition(tmp_path: Path) -> None:
     (sequence,) = engine.add(engine.request(0, token_ids, GREEDY)).sequences
     engine.scheduler.plan()
     batch = flat_batch([NewTokens(sequence, 0, behind, len(behind))], engine.block_size)
-    own = engine.runner.model.predict_ahead(hidden.float(), batch, engine.runner.cache)
+    own = engine.executor.model.predict_ahead(hidden.float(), batch, engine.executor.cache)
     # 1e-4: float32 sums in another order; normed values are of order 1
     torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=0)
 
@@ -231,9 +231,9 @@ def test_rows_with_adapters_of_the_head(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_layer_is_loaded_only_where_it_is_asked_for(folder: Path, plain: Engine) -> None:
-    ahead = load_engine(mtp_run(folder), 1).runner
-    assert (len(plain.runner.cache.layers), len(ahead.cache.layers)) == (3, 4)
-    assert plain.runner.weight_bytes < ahead.weight_bytes
+    ahead = load_engine(mtp_run(folder), 1).executor
+    assert (len(plain.executor.cache.layers), len(ahead.cache.layers)) == (3, 4)
+    assert plain.executor.weight_bytes < ahead.weight_bytes
     with pytest.raises(UserError, match=r"decode\.speculate=mtp"):
         plain.request(0, [5], drafted(GREEDY))
 

@@ -117,7 +117,7 @@ def test_the_last_token_alone_takes_what_the_prefix_cache_has(folder: Path) -> N
 
 def test_a_vector_that_is_not_finite_fails_its_own_row(folder: Path) -> None:
     engine, (good, bad) = engine_of(folder), random_prompts(96, (5, 6))
-    embedding = engine.runner.model.embedding
+    embedding = engine.executor.model.embedding
     damaged = copy.deepcopy(embedding.weight.data)
     token = next(id for id in bad if id not in good)
     damaged[token] = float("nan")

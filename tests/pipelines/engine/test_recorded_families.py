@@ -8,7 +8,7 @@ from transformers import Phi3ForCausalLM
 
 from conf.decoding import DecodeConfig
 from kernels import build
-from pipelines.engine import Engine, recorded_steps, runner
+from pipelines.engine import Engine, executor, recorded_steps
 from pipelines.engine.recorded_steps import RecordedSteps
 from tests.helpers.builders import engine_of, generate, write_llama
 from tests.helpers.catalog import DEEPSEEK, GOLDEN_FAMILIES, OTHERS, prompts_for, write_family
@@ -51,11 +51,11 @@ QUICK, LONG = [*LAYER_KINDS.values(), *SCALED], [*GOLDEN_FAMILIES, *OTHERS, *DEE
 
 @pytest.mark.parametrize("name", tiers(dict.fromkeys([*LONG, *CASES, *SCALED]), quick=QUICK, long=LONG))
 def test_steps_are_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", 1)
+    monkeypatch.setattr(executor, "PROMPTS_BEFORE_RECORDING", 1)
     prompt = write(name, tmp_path)
     engine = engine_of(tmp_path, allow_pickle=True)
     found = answers(engine, prompt)
-    for steps in (engine.runner.decode_steps, engine.runner.prompt_steps):
+    for steps in (engine.executor.decode_steps, engine.executor.prompt_steps):
         assert isinstance(steps, RecordedSteps)
         assert steps.can_record
         assert steps.shapes

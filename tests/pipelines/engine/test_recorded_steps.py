@@ -10,7 +10,7 @@ from torch import Tensor
 from conf.decoding import DecodeConfig
 from kernels import build
 from models.batch import Batch, BatchShape
-from pipelines.engine import Engine, recorded_steps, runner
+from pipelines.engine import Engine, executor, recorded_steps
 from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.steps import StepOutputs, Steps
 from pipelines.loading import load_engine
@@ -157,7 +157,7 @@ def test_an_engine_gives_the_same_bits_with_recorded_steps(
 
     recorded = engine_of()
     first = results(recorded)
-    assert recorded.runner.decode_steps.shapes  # type: ignore[attr-defined]
+    assert recorded.executor.decode_steps.shapes  # type: ignore[attr-defined]
     monkeypatch.setattr(recorded_steps, "capture", lambda compute: (None, compute()))
     assert results(engine_of()) == first
 
@@ -178,7 +178,7 @@ def test_a_replayed_prompt_has_the_bits_of_a_computed_one(
     decode = replace(EVERYTHING, prompt_logprobs=prompt_logprobs)
 
     def results(prompts_before_recording: int) -> tuple[Engine, list[object]]:
-        monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", prompts_before_recording)
+        monkeypatch.setattr(executor, "PROMPTS_BEFORE_RECORDING", prompts_before_recording)
         engine = engine_of(max_batched_tokens=max_batched_tokens)
         outputs = [generate(engine, [prompt], decode)[0] for prompt in PROMPTS]
         return engine, [(output.completions, output.prompt_logprobs) for output in outputs]
@@ -186,7 +186,7 @@ def test_a_replayed_prompt_has_the_bits_of_a_computed_one(
     computed_each_time, expected = results(100)
     recorded, got = results(1)
     assert got == expected
-    in_decode_steps = [shape.num_tokens for shape in recorded.runner.decode_steps.shapes]  # type: ignore[attr-defined]
+    in_decode_steps = [shape.num_tokens for shape in recorded.executor.decode_steps.shapes]  # type: ignore[attr-defined]
     assert bool(recorded_shapes(recorded)) == (prompt_logprobs is None)
     assert (7 in in_decode_steps) == (prompt_logprobs is not None and max_batched_tokens == 7)
     assert not recorded_shapes(computed_each_time)
@@ -196,10 +196,10 @@ def test_prompts_over_the_limit_are_computed_each_time(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is of the weights' bytes times the tokens."""
-    monkeypatch.setattr(runner, "PROMPTS_BEFORE_RECORDING", 1)
-    weight_bytes = int(engine_of().runner.step_weight_bytes(1))
+    monkeypatch.setattr(executor, "PROMPTS_BEFORE_RECORDING", 1)
+    weight_bytes = int(engine_of().executor.step_weight_bytes(1))
     for num_tokens, recorded in (len(PROMPTS[0]), [len(PROMPTS[0])]), (len(PROMPTS[0]) - 1, []):
-        monkeypatch.setattr(runner, "MAX_RECORDED_BYTES", weight_bytes * num_tokens)
+        monkeypatch.setattr(executor, "MAX_RECORDED_BYTES", weight_bytes * num_tokens)
         engine = engine_of()
         for prompt in PROMPTS:
             complete(engine, [prompt], EVERYTHING)
@@ -207,7 +207,7 @@ def test_prompts_over_the_limit_are_computed_each_time(
 
 
 def recorded_shapes(engine: Engine) -> list[BatchShape]:
-    steps = engine.runner.prompt_steps
+    steps = engine.executor.prompt_steps
     assert isinstance(steps, RecordedSteps)
     return steps.shapes
 
@@ -217,7 +217,7 @@ def test_damaged_weights_are_found_in_a_replayed_step(engine_of: Callable[..., E
     group = engine.add(engine.request(0, [3, 4, 5], DecodeConfig(max_new_tokens=8, ignore_eos=True)))
     for _ in range(4):
         engine.step()
-    norm = engine.runner.model.get_submodule("model.norm")
+    norm = engine.executor.model.get_submodule("model.norm")
     norm.weight.data.fill_(torch.inf)  # type: ignore[union-attr, operator]
     engine.step()
     assert not group.sequences
@@ -231,8 +231,10 @@ def test_decode_steps_may_have_threads_of_their_own(engine_of: Callable[..., Eng
     before, seen = library.get_threads(), []
     engine = engine_of(decode_threads=1, threads=2)
     for name in ("forward", "logits"):  # a step that is replayed calls neither
-        function = getattr(engine.runner.model, name)
-        setattr(engine.runner.model, name, lambda *args, f=function: (seen.append(library.get_threads()), f(*args))[1])
+        function = getattr(engine.executor.model, name)
+        setattr(
+            engine.executor.model, name, lambda *args, f=function: (seen.append(library.get_threads()), f(*args))[1]
+        )
     try:
         complete(engine, [[3, 4, 5]], DecodeConfig(max_new_tokens=5, ignore_eos=True))
         assert seen == [2, 2, 1, 1, 1, 1]  # a decode step is computed, recorded, replayed twice

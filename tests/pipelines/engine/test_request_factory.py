@@ -29,7 +29,7 @@ BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4
 def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> None:
     write_llama(tmp_path)
     engine = engine_of(tmp_path, block_size=4, max_batched_tokens=6, kv_cache_memory=str(11 * BLOCK_BYTES))
-    assert replace(engine.requests, undrafted={}) == FACTORY
+    assert replace(engine.requests, unavailable_proposers={}) == FACTORY
     decode = DecodeConfig(max_new_tokens=5, seed=3)
     assert engine.request(7, [5, 6], decode) == FACTORY.make(7, [5, 6], decode)
 

@@ -238,7 +238,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 20),
         pool_tokens=st.integers(30, 90),
         whole_prompts=st.booleans(),
-        key_border=st.one_of(st.none(), st.integers(1, 30)),
+        long_rope_threshold=st.one_of(st.none(), st.integers(1, 30)),
         num_prefix_tokens=st.sampled_from([0, 1, 4, 7]),
     )
     def start(
@@ -248,16 +248,18 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         spare_tokens: int,
         pool_tokens: int,
         whole_prompts: bool,
-        key_border: int | None,
+        long_rope_threshold: int | None,
         num_prefix_tokens: int,
     ) -> None:
         num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
         if whole_prompts:
-            budget, key_border = budget + 20, None  # else few prompts would fit; and no model has both
-        if whole_prompts or key_border:
+            budget, long_rope_threshold = budget + 20, None  # else few prompts would fit; and no model has both
+        if whole_prompts or long_rope_threshold:
             num_prefix_tokens = 0  # such models are refused
-        self.scheduler = scheduler_of(num_blocks, block_size, max_num_requests, budget, whole_prompts, key_border)
-        self.key_border = key_border
+        self.scheduler = scheduler_of(
+            num_blocks, block_size, max_num_requests, budget, whole_prompts, long_rope_threshold
+        )
+        self.long_rope_threshold = long_rope_threshold
         blocks = self.scheduler.block_manager
         own = blocks.allocate(blocks.num_blocks_for(num_prefix_tokens))
         blocks.pin(own)
@@ -292,7 +294,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         placed = self.placed if behind_prefix else NO_PREFIX
         group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, placed, **decode)
         blocks = self.scheduler.block_manager
-        sizes = len(prompt), blocks.block_size, self.key_border, placed.num_tokens
+        sizes = len(prompt), blocks.block_size, self.long_rope_threshold, placed.num_tokens
         if max_blocks(group.request.params, *sizes) <= blocks.num_blocks - blocks.num_pinned_blocks:
             self.num_added += 1
             self.alive.append(group)
@@ -307,7 +309,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def run(self, steps: int, max_tokens: int | None = None, num_drafts: int = 0, num_right: int = 0) -> None:
         for _ in range(steps):
             planned = step(
-                self.scheduler, self.sides if self.key_border else None, max_tokens, self.keys, num_drafts, num_right
+                self.scheduler,
+                self.sides if self.long_rope_threshold else None,
+                max_tokens,
+                self.keys,
+                num_drafts,
+                num_right,
             )
             assert sum(planned.values()) <= self.scheduler.max_batched_tokens
             assert bool(planned) == bool(self.alive)
@@ -364,22 +371,24 @@ def test_integrity_check_sees_lost_doubled_and_miscounted_blocks() -> None:
         blocks.check_integrity([mine])
 
 
-def test_lanes_share_the_rows_that_no_other_has() -> None:
+def test_microbatches_share_the_rows_that_no_other_has() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 8, 64)
     groups = [sequence(i, 3) for i in range(5)]
     for group in groups:
         scheduler.add(group)
-    first = scheduler.plan(num_lanes=2)
-    second = scheduler.plan(under_way=[first], num_lanes=2)
+    first = scheduler.plan(num_microbatches=2)
+    second = scheduler.plan(in_flight=[first], num_microbatches=2)
     assert [[item.group for item in plan.scheduled] for plan in (first, second)] == [groups[:3], groups[3:]]
-    assert scheduler.plan(under_way=[first, second], num_lanes=2).scheduled == []
+    assert scheduler.plan(in_flight=[first, second], num_microbatches=2).scheduled == []
     scheduler.commit(first)
     for group in groups[:3]:
         scheduler.cancel(group)
     scheduler.commit(second)
     for group in groups[3:]:
         group.sequences[0].token_ids.append(7)
-    assert [item.group for item in scheduler.plan(num_lanes=2).scheduled] == groups[3:4]  # even lanes, as rows end
+    assert [item.group for item in scheduler.plan(num_microbatches=2).scheduled] == groups[
+        3:4
+    ]  # even microbatches, as rows end
 
 
 def test_a_row_without_blocks_waits_for_those_under_way() -> None:
@@ -387,13 +396,13 @@ def test_a_row_without_blocks_waits_for_those_under_way() -> None:
     groups = [sequence(i, 4, prefix_cache=False) for i in range(2)]
     for group in groups:
         scheduler.add(group)
-    first = scheduler.plan(num_lanes=2)
-    second = scheduler.plan(under_way=[first], num_lanes=2)
+    first = scheduler.plan(num_microbatches=2)
+    second = scheduler.plan(in_flight=[first], num_microbatches=2)
     scheduler.commit(first)
     groups[0].sequences[0].token_ids.append(7)  # needs a block, of which there is none
-    assert scheduler.plan(under_way=[second], num_lanes=2).scheduled == []
+    assert scheduler.plan(in_flight=[second], num_microbatches=2).scheduled == []
     assert (scheduler.running, groups[0].num_preemptions) == (groups, 0)
     scheduler.commit(second)
-    assert [item.group for item in scheduler.plan(num_lanes=2).scheduled] == groups[:1]
+    assert [item.group for item in scheduler.plan(num_microbatches=2).scheduled] == groups[:1]
     assert (scheduler.running, groups[1].num_preemptions) == (groups[:1], 1)
     scheduler.check_integrity()

@@ -171,7 +171,7 @@ def test_the_engine_changes_no_token(
     alone = [[tokens_of(generate(roomy, [prompt], mode, "p"))[0] for prompt in SHARED_PROMPTS] for mode in modes]
     assert [tokens_of(generate(roomy, SHARED_PROMPTS, mode, "p")) for mode in modes] == alone
     assert tokens_of(generate(roomy, SHARED_PROMPTS, GREEDY)) != alone[0]
-    per_token = roomy.runner.kv_bytes_per_token
+    per_token = roomy.executor.kv_bytes_per_token
     small = engine_with(folder, prefixes, kv_cache, block_size=4, kv_cache_memory=str(20 * 4 * per_token))
     assert small.requests.num_blocks == 17
     assert [tokens_of(generate(small, SHARED_PROMPTS, mode, "p")) for mode in modes] == alone
@@ -251,7 +251,7 @@ def test_a_prefix_leaves_room_for_a_prompt(base: tuple[Path, Any], tmp_path: Pat
 
 def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> None:
     write_paddle(tmp_path / "p.npy", 40)
-    per_token = engine_with(base[0], {}).runner.kv_bytes_per_token
+    per_token = engine_with(base[0], {}).executor.kv_bytes_per_token
     prefixes = {"p": tmp_path / "p.npy"}
     with pytest.raises(
         UserError, match="model.prefixes.p needs 10 blocks of the KV cache, but 8 are free: raise device"

@@ -37,9 +37,9 @@ SENT = [
 
 
 @given(st.lists(st.integers(1, 40)))
-def test_frames_come_whole_out_of_any_pieces(cuts: list[int]) -> None:
+def test_frames_come_whole_out_of_any_pieces(shards: list[int]) -> None:
     content, read, reader = b"".join(map(encode, SENT)), [], FrameReader(ToEngine)
-    for cut in cuts:
+    for cut in shards:
         read += reader.read(content[:cut])
         content = content[cut:]
     assert read + list(reader.read(content)) == SENT

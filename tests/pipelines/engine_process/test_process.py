@@ -175,7 +175,7 @@ def test_what_cannot_run_is_refused(served: Served, engine: Engine, submit: Subm
 def test_a_failed_step_ends_what_ran_and_the_rest_goes_on(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, calls = engine.runner.execute, []
+    execute, calls = engine.executor.execute, []
 
     def failing(*arguments: Any) -> Any:
         calls.append(1)
@@ -183,7 +183,7 @@ def test_a_failed_step_ends_what_ran_and_the_rest_goes_on(
             raise MemoryError("no more\nmemory")
         return execute(*arguments)
 
-    monkeypatch.setattr(engine.runner, "execute", failing)
+    monkeypatch.setattr(engine.executor, "execute", failing)
     submits = [Submit(id, prompt_of(engine), {"max_new_tokens": 12}, streams=id == 2) for id in range(6)]
     script = serve(served, submits)
     errors = {frame.id: frame.error for frame in script.of(Done)}
@@ -204,7 +204,7 @@ def test_behind_what_cannot_be_mended_the_process_ends(
             raise MemoryError
         raise kind("the device is lost")
 
-    monkeypatch.setattr(engine.runner, "execute", failing)
+    monkeypatch.setattr(engine.executor, "execute", failing)
     with pytest.raises(RuntimeError):
         serve(served, [Submit(1, prompt_of(engine), {"max_new_tokens": 3})])
     leaked = list(engine.scheduler.running)
@@ -413,7 +413,7 @@ def test_many_requests_are_looked_at_between_steps_and_in_their_order(
 def test_a_panic_in_a_step_ends_what_ran_alone(served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A panic of Rust code is no Exception."""
     panic = type("PanicException", (BaseException,), {})
-    execute, calls = engine.runner.execute, []
+    execute, calls = engine.executor.execute, []
 
     def failing(*arguments: Any) -> Any:
         calls.append(1)
@@ -421,7 +421,7 @@ def test_a_panic_in_a_step_ends_what_ran_alone(served: Served, engine: Engine, m
             raise panic("index out of range")
         return execute(*arguments)
 
-    monkeypatch.setattr(engine.runner, "execute", failing)
+    monkeypatch.setattr(engine.executor, "execute", failing)
     script = serve(served, [Submit(1, prompt_of(engine), {"max_new_tokens": 9})], *([[]] * 20), [submit_of(engine, 2)])
     errors = {frame.id: frame.error for frame in script.of(Done)}
     assert errors == {1: "a step of the engine failed: the server's log says why", 2: None}

@@ -120,7 +120,7 @@ def test_what_was_chosen_is_what_is_stored_and_what_runs(
             assert own["input_scale"].item() == stored.input_scale.item() > 0
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["num_layers"] == 15
-    assert metrics["weight_bytes"] == again.runner.weight_bytes < metrics["weight_bytes_before"]
+    assert metrics["weight_bytes"] == again.executor.weight_bytes < metrics["weight_bytes_before"]
 
 
 # Not fp8: its steps are shares of a value, so there is nothing to divide between activations and weights.

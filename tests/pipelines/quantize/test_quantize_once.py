@@ -24,7 +24,7 @@ from conf.schema import Task
 from models.decoder import DecoderLayer
 from models.formats.manifest import MANIFEST
 from pipelines import report
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.output_folder import only_maker
 from pipelines.quantize import estimate as quantize_estimate
 from pipelines.quantize import quantize
@@ -44,7 +44,7 @@ DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
 from pipelines.quantize import quantize
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
 model, data, made = map(Path, json.loads(sys.argv[1]))
@@ -78,7 +78,7 @@ for i in range(3):
         logging.getLogger().addHandler(Waiting())
         quantize.make_model = die_first
         run = quantize_run(model, CALIBRATED["a8w8 dynamic smoothquant"], None, data)
-        folder = quantize.find_or_make(run, open_source(run.model), quantize.report.NO_PROGRESS)
+        folder = quantize.find_or_make(run, resolve_model(run.model), quantize.report.NO_PROGRESS)
         os.write(ended[1], b"found " if (folder / "config.json").is_file() else b"nothing ")
         os._exit(0)
 codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
@@ -112,7 +112,7 @@ def test_what_is_made_is_said_at_once(
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data)
-        folder = find_or_make(run, open_source(run.model), report.NO_PROGRESS)
+        folder = find_or_make(run, resolve_model(run.model), report.NO_PROGRESS)
     what = f"calibrating {LLAMA} by quant=a8w8 on 6 samples of at most 16 tokens: about "
     assert re.search(rf"^{re.escape(what)}[\d,]+ s; it is kept in {re.escape(str(folder))}$", caplog.messages[0])
     assert not (folder / "report.md").exists()  # which task=quantize alone makes
@@ -144,7 +144,7 @@ def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monk
     monkeypatch.setattr(quantize, "make_model", beside_a_task)
     logging.getLogger().addHandler(handler)
     try:
-        folder = find_or_make(run, open_source(run.model), report.NO_PROGRESS)
+        folder = find_or_make(run, resolve_model(run.model), report.NO_PROGRESS)
         task.join(60)
     finally:
         logging.getLogger().removeHandler(handler)
@@ -235,7 +235,7 @@ def test_the_estimate_counts_the_tokens_that_a_layer_sees(
         return forward(self, stream, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DecoderLayer, "forward", counted)
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     ready = preflight(run, source, read_request_settings(run.model, source), data.parent)
     measured = passes * NUM_TOKENS  # one of the layers, which are all alike
     layers = source.shape.num_hidden_layers
@@ -256,7 +256,7 @@ def test_layers_of_other_shapes_are_measured_apart(data: Path, tmp_path: Path, m
         return costs
 
     monkeypatch.setattr(quantize_estimate, "_measure", noted)
-    source = open_source(run.model)
+    source = resolve_model(run.model)
     preflight(run, source, read_request_settings(run.model, source), data.parent)
     assert len(costs) == 3  # two kinds of layers, and the head
 

@@ -32,14 +32,14 @@ PROMPT = list(range(5, 40))
 
 
 def has_bits_of_one_process(
-    family: str, quant_name: str, *divisions: tuple[int, int], dtype: DType = DType.float32
+    family: str, quant_name: str, *parallel_layouts: tuple[int, int], dtype: DType = DType.float32
 ) -> bool:
     run = quantize_run(GOLDENS / family, QUANTS[quant_name], None, None)
     run = replace(run, model=replace(run.model, dtype=dtype))
     golden = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     samples = random_rows(6, 16, golden[-2:] if family in WHOLE_PROMPTS else ())
     one = quantized_by(run, samples)
-    return all(quantized_by(run, samples, tp, pp) == one for tp, pp in divisions)
+    return all(quantized_by(run, samples, tp, pp) == one for tp, pp in parallel_layouts)
 
 
 def test_ranks_choose_the_codes_of_one_process() -> None:

@@ -11,17 +11,17 @@ BEGIN = """
 import fcntl, resource, socket, subprocess, sys, threading, time
 
 from kernels.collectives import NO_NEIGHBOURS, Alone
-from models.cuts import Division
+from models.sharding import ParallelLayout
 from pipelines.interrupt import RankLost
 from pipelines.ranks.control import Worker, Workers
 from pipelines.ranks.messages import LENGTHS, Channel
-from pipelines.ranks.place import Place
+from pipelines.ranks.rank_context import RankContext
 
 ours, theirs = socket.socketpair()
 heartbeat_s, process = 30.0, None
 """
 END = """
-place = Place(Division(), Alone(), NO_NEIGHBOURS, 1, ())
+place = RankContext(ParallelLayout(), Alone(), NO_NEIGHBOURS, 1, ())
 workers = Workers([Worker(1, "rank 1", Channel(ours), process)], place, heartbeat_s)
 try:
     workers.answers()

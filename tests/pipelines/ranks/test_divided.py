@@ -18,14 +18,14 @@ from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, RunConfig
 from conf.speculation import Speculate
 from kernels import build
-from pipelines import plan_division
+from pipelines import parallel_planner
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
-from pipelines.ranks import leader
+from pipelines.model_source import resolve_model
+from pipelines.ranks import driver
+from pipelines.ranks.driver import DriverExecutor
 from pipelines.ranks.launch import Rank, joined
-from pipelines.ranks.leader import LeadingRunner
 from pipelines.ranks.messages import Channel
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
 from tests.helpers.divided_engines import PROMPTS, answers, close, parallel
@@ -88,7 +88,7 @@ def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
     _, divided = engines
     decode = DecodeConfig(max_new_tokens=12)
     first = answers(divided, decode)
-    steps: Any = divided.runner.decode_steps
+    steps: Any = divided.executor.decode_steps
     assert steps.can_record
     assert steps.shapes
     assert answers(divided, decode) == first
@@ -98,8 +98,8 @@ def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
 def test_ranks_that_wait_take_no_processor_time(engines: tuple[Engine, Engine]) -> None:
     _, divided = engines
     answers(divided, DecodeConfig(max_new_tokens=4))
-    assert isinstance(divided.runner, LeadingRunner)
-    pids = [process.pid for process in divided.runner.leader.workers.processes]
+    assert isinstance(divided.executor, DriverExecutor)
+    pids = [process.pid for process in divided.executor.driver.workers.processes]
     before = [processor_s(pid) for pid in pids]
     time.sleep(IDLE_S)  # what is measured
     for pid, start in zip(pids, before, strict=True):
@@ -115,7 +115,7 @@ def processor_s(pid: int) -> float:
 def test_hidden_states_of_whole_prompts(engines: tuple[Engine, Engine]) -> None:
     alone, divided = (engine.hidden_states(PROMPTS[:2], [3, 2]) for engine in engines)
     assert divided.equal(alone)
-    assert engines[1].runner.logits(divided).equal(engines[0].runner.logits(alone))
+    assert engines[1].executor.logits(divided).equal(engines[0].executor.logits(alone))
 
 
 @pytest.mark.long
@@ -137,16 +137,16 @@ def test_quantised_models_with_a_cache_of_int8_that_is_too_small(
 
 
 def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None:
-    alone, divided = (engine.runner for engine in engines)
-    place = divided.leader.place.division  # type: ignore[attr-defined]
-    keys = max(place.tp, 2) / 2  # of which two have copies where three ranks share them
+    alone, divided = (engine.executor for engine in engines)
+    context = divided.driver.context.parallel_layout  # type: ignore[attr-defined]
+    keys = max(context.tp, 2) / 2  # of which two have copies where three ranks share them
     assert divided.kv_bytes_per_token == keys * alone.kv_bytes_per_token
     for own, whole in (
         (divided.weight_bytes, alone.weight_bytes),
         (divided.step_weight_bytes(2), alone.step_weight_bytes(2)),
     ):
         assert whole <= own < 1.3 * whole  # norms, and keys that two ranks have
-        assert own == whole or place.tp > 1
+        assert own == whole or context.tp > 1
 
 
 @pytest.mark.long
@@ -157,10 +157,10 @@ def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tied: bool, tm
     """Of parts of whole steps of 16 outputs, which need no padding."""
     write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96, head_dim=16, tie_word_embeddings=tied)
     run = parallel(run_config(tmp_path), tp, pp)
-    _, costs = plan_division._costs(run, open_source(run.model), 16, packed=True)  # noqa: SLF001
+    _, costs = parallel_planner._costs(run, resolve_model(run.model), 16, packed=True)  # noqa: SLF001
     planned = sum(costs.rank(layers, tp, rank).weight_bytes for layers in costs.stages(pp) for rank in range(tp))
     divided = load_engine(run, 3)
-    assert divided.runner.weight_bytes == planned
+    assert divided.executor.weight_bytes == planned
     close(divided)
 
 
@@ -171,14 +171,14 @@ def test_the_cache_has_the_blocks_of_the_rank_with_fewest(tmp_path: Path) -> Non
     layer_bytes = 16 * KEY_VALUE_BYTES // 2  # of a block, where KEY_VALUE_BYTES are of two layers
     device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(3 * 24 * layer_bytes))
     divided = load_engine(parallel(replace(run_config(tmp_path), device=device), 1, 3), 3)
-    assert divided.runner.model.own_layers == range(1)
+    assert divided.executor.model.own_layers == range(1)
     assert divided.scheduler.block_manager.num_blocks == 24 // 2
     close(divided)
 
 
 def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Engine]) -> None:
-    alone, divided = (engine.runner for engine in engines)
-    processes = divided.leader.workers.processes  # type: ignore[attr-defined]
+    alone, divided = (engine.executor for engine in engines)
+    processes = divided.driver.workers.processes  # type: ignore[attr-defined]
     status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes]
     peaks = [int(text.partition("VmHWM:")[2].split()[0]) * 1024 for text in status]
     # the answer itself may take a page
@@ -188,7 +188,7 @@ def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Eng
 
 def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a rank is started: of too many a machine has not the memory."""
-    monkeypatch.setattr(leader, "spawn", lambda size: pytest.fail(f"{size} ranks"))
+    monkeypatch.setattr(driver, "spawn", lambda size: pytest.fail(f"{size} ranks"))
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
         load_engine(parallel(model, 5), 3)
     with pytest.raises(UserError, match="pp=400 is more than the model's 3 layers: give at most 3"):
@@ -198,9 +198,9 @@ def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatc
 @pytest.mark.long
 def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
     divided = load_engine(parallel(model, 2), 3)
-    runner: Any = divided.runner
-    (process,) = runner.leader.workers.processes
-    del divided, runner
+    executor: Any = divided.executor
+    (process,) = executor.driver.workers.processes
+    del divided, executor
     gc.collect()
     assert process.wait(10) is not None
 
@@ -228,8 +228,8 @@ def test_a_script_that_a_launcher_has_started_several_times_is_one_line(
 
 def test_ranks_that_are_bound_keep_their_processors() -> None:
     """As Slurm binds tasks: each would have half of its own otherwise, as of those that both may use."""
-    place = joined(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    context = joined(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     with socket.socket() as stream:
         for cpus, found in (({2, 3}, [[0, 1], [2, 3]]), ({1, 2}, [None, None])):
             rank = Rank(1, 1, Channel(stream), cpus=frozenset(cpus))
-            assert leader._cores(place, [rank], {0, 1}) == found
+            assert driver._cores(context, [rank], {0, 1}) == found

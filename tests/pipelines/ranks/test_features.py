@@ -21,7 +21,7 @@ from pipelines.engine.adapters import Adapters
 from pipelines.interrupt import RankLost
 from pipelines.loading import load_engine
 from pipelines.output_folder import kept_folder
-from pipelines.ranks.leader import LeadingRunner
+from pipelines.ranks.driver import DriverExecutor
 from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write_adapter
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each
@@ -43,12 +43,12 @@ def divided(run: RunConfig, tp: int = 2, batch_size: int = 3) -> Iterator[Engine
     """With tp=1 of two stages."""
     parallel = ParallelConfig(ParallelMode.tp, tp=tp) if tp > 1 else ParallelConfig(ParallelMode.pp, pp=2)
     engine = load_engine(replace(run, parallel=parallel), batch_size)
-    assert isinstance(engine.runner, LeadingRunner)
-    leader = engine.runner.leader
+    assert isinstance(engine.executor, DriverExecutor)
+    driver = engine.executor.driver
     try:
         yield engine
     finally:
-        leader.close()
+        driver.close()
 
 
 @pytest.fixture(scope="module")

@@ -132,10 +132,10 @@ def test_srun_on_two_machines_gives_the_files_of_one_process(
 
 def stopped_while_it_listens(data: Path, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     """Rank 0 of two on two machines, which has begun to listen and no more, as if its model took long to come."""
-    place = joined(srun(0))
-    assert place is not None
-    assert place.address is not None
-    port = f":{place.address[1]:04X} "
+    context = joined(srun(0))
+    assert context is not None
+    assert context.address is not None
+    port = f":{context.address[1]:04X} "
     rank = start(data, folder, "parallel=pp", *arguments, **srun(0))
     until(lambda: any(port in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()))
     rank.send_signal(signal.SIGSTOP)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conf.decoding import DecodeConfig
-from conf.schema import ExpertDivision, ParallelConfig, ParallelMode, RunConfig, Sum
+from conf.schema import ExpertPlacement, ParallelConfig, ParallelMode, RunConfig, Sum
 from kernels import build
 from pipelines.loading import load_engine
 from tests.helpers.builders import run_config, write_llama
@@ -29,7 +29,7 @@ def answers_of(run: RunConfig, **parallel: Any) -> list[Any]:
     """Twice: the second time of recorded steps."""
     engine = load_engine(replace(run, parallel=ParallelConfig(**parallel)), 3)
     found = answers(engine, GREEDY)
-    steps: Any = engine.runner.decode_steps
+    steps: Any = engine.executor.decode_steps
     assert steps.can_record
     assert steps.shapes
     assert answers(engine, GREEDY) == found
@@ -55,7 +55,7 @@ def test_whole_experts(sum: Sum, tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
     run = run_config(tmp_path)
     alone = answers_of(run)
-    whole = answers_of(run, mode=ParallelMode.tp, tp=2, experts=ExpertDivision.whole, sum=sum)
+    whole = answers_of(run, mode=ParallelMode.tp, tp=2, experts=ExpertPlacement.whole, sum=sum)
     assert token_ids(whole) == token_ids(alone)
     assert sum is Sum.reduce or whole == alone
 

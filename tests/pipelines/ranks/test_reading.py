@@ -19,7 +19,7 @@ from conf.schema import ParallelConfig, ParallelMode
 from kernels import build
 from pipelines.fingerprint import plain
 from pipelines.loading import load_engine
-from pipelines.ranks.leader import LeadingRunner
+from pipelines.ranks.driver import DriverExecutor
 from pipelines.ranks.messages import Channel, Header
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.conversion import SHARDED, convert
@@ -124,6 +124,6 @@ def test_ranks_of_one_machine_verify_its_files_once(tmp_path: Path, monkeypatch:
     run = run_config(folder, verify=True)
     run.parallel = ParallelConfig(ParallelMode.tp, tp=2)
     engine = load_engine(run, 3)
-    assert isinstance(engine.runner, LeadingRunner)
-    engine.runner.leader.close()
+    assert isinstance(engine.executor, DriverExecutor)
+    engine.executor.driver.close()
     assert [header["run"]["model"]["verify"] for header in told if "run" in header] == [False]

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reas
 
 TP = ("parallel=tp", "parallel.tp=2")
 PP = ("parallel=pp", "parallel.pp=2")
-divisions = pytest.mark.parametrize("how", [TP, pytest.param(PP, marks=pytest.mark.matrix)], ids=["tp", "pp"])
+parallel_layouts = pytest.mark.parametrize("how", [TP, pytest.param(PP, marks=pytest.mark.matrix)], ids=["tp", "pp"])
 BODY = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 24, "logprobs": 2}
 ENDLESS = BODY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
 
@@ -65,7 +65,7 @@ def test_scores(tmp_path: Path, write: Callable[[Path], Any], rows: list[dict[st
     assert [json.loads(line)["error"] for line in scores.splitlines()] == [None, None]
 
 
-@divisions
+@parallel_layouts
 def test_a_conversation(tmp_path: Path, how: tuple[str, ...]) -> None:
     asked = ("task=chat", "decode=sampling", "decode.seed=3", "decode.max_new_tokens=20")
     (alone, _), (divided, _) = both(tmp_path, how, *asked, stdin="Who?\nAnd then?\n")
@@ -81,7 +81,7 @@ def answers(url: str) -> list[Any]:
     return [(each["choices"], each["system_fingerprint"], each["usage"]["completion_tokens"]) for each in found]
 
 
-@divisions
+@parallel_layouts
 def test_a_server_answers_alike_and_comes_back_after_the_loss_of_a_rank(tmp_path: Path, how: tuple[str, ...]) -> None:
     write_paddle(tmp_path / "story.npy", 21, num_layers=4, channels=64)
     prefixes = f"model.prefixes={{story:{tmp_path / 'story.npy'}}}"

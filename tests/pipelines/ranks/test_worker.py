@@ -9,8 +9,8 @@ import pytest
 
 from pipelines.ranks import worker
 from pipelines.ranks.launch import joined
-from pipelines.ranks.meeting import join, listen
 from pipelines.ranks.messages import Channel, Gone
+from pipelines.ranks.rendezvous import join, listen
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.launchers import SRUN
 
@@ -21,12 +21,12 @@ from pipelines.ranks import worker
 from pipelines.ranks.messages import Channel, Gone
 
 
-def run_follower(channel, start):
+def run_worker(channel, start):
     assert channel.receive()[0] == {"op": "end"}
     raise Gone
 
 
-sys.modules["pipelines.ranks.following"] = types.SimpleNamespace(run_follower=run_follower)
+sys.modules["pipelines.ranks.rank_worker"] = types.SimpleNamespace(run_worker=run_worker)
 atexit.register(time.sleep, 600)  # as where a large model is given back
 atexit.register(print, "ends", flush=True)
 worker.follow(Channel(socket.socket(fileno=int(sys.argv[1]))))

@@ -71,7 +71,7 @@ class Asker:
     def _ask(self, request: Sampling, prompts: Any, make: Any, last_event_id: str | None) -> Any:
         async def ask() -> Any:
             exchange = exchange_of(self.client, last_event_id)
-            generation = Generation(request, prompts, exchange.info, exchange.head, self.tokenizer)
+            generation = Generation(request, prompts, exchange.info, exchange.context, self.tokenizer)
             return await answer_of(exchange, generation, make(generation), bool(request.stream))
 
         return self.runner.run(asyncio.wait_for(ask(), LIMIT_S))

@@ -57,7 +57,7 @@ def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
                 await answer(client, tokenizer, input=[[5] * 300])
             request, exchange = check_request(CompletionRequest, {"model": "tiny", "prompt": "a"}), exchange_of(client)
             with pytest.raises(ApiError, match="continues none"):
-                Generation(request, [[5]], exchange.info, exchange.head, None)
+                Generation(request, [[5]], exchange.info, exchange.context, None)
             return [*bodies, many], caught.value
 
     (floats, packed, one, many), error = run_async(test())

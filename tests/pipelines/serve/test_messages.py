@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from conf.serving import ServeConfig
-from pipelines.api.answers import Event, Said
+from pipelines.api.answers import ChoiceText, Event
 from pipelines.api.conversation import Chat
 from pipelines.api.errors import ApiError
-from pipelines.api.generation import Generation, Head
+from pipelines.api.generation import Generation, RequestContext
 from pipelines.api.messages import MessagesRequest, MessageWriter
 from pipelines.api.parsing import parse_request
 from pipelines.api.requests import ChatRequest
@@ -42,7 +42,9 @@ def written(
     """The answer to a request, whose text the engine gives in tokens of seven letters; 16 tokens of the prompt were cached."""
     request = body.chat_request()
     prompt = chat.prompt(request)
-    generation = Generation(request, [prompt.token_ids], SERVED, Head("msg-1", "m"), chat.tokenizer, prompt.settings)
+    generation = Generation(
+        request, [prompt.token_ids], SERVED, RequestContext("msg-1", "m"), chat.tokenizer, prompt.settings
+    )
     generation.dones = {0: Done(1, len(prompt.token_ids), 16, 0, 0.0, 0.0, 0.0)}
     writer = MessageWriter(ChatWriter(generation, request, prompt.reader))
     deltas = [Delta(1, 0, text[i : i + 7], [5], []) for i in range(0, len(text), 7)]
@@ -51,7 +53,7 @@ def written(
     if not body.stream:
         if failure:
             raise failure
-        whole = Said()
+        whole = ChoiceText()
         for _, _, rest in taken:
             whole.add(rest)
         return writer.body([whole])

@@ -2,29 +2,29 @@
 
 from dataclasses import dataclass
 
-from conf.schema import Backend, ExpertDivision, ParallelConfig, Sum
+from conf.schema import Backend, ExpertPlacement, ParallelConfig, Sum
 from kernels import build
 from kernels.collectives import Alone, Neighbours
 from kernels.collectives.gloo import Gloo
 from kernels.collectives.nccl import Nccl
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from kernels.collectives.torch_group import TorchGroup
-from models.cuts import Division
+from models.sharding import ParallelLayout
 
 GROUPS: dict[Backend, type[TorchGroup]] = {Backend.gloo: Gloo, Backend.nccl: Nccl}
 
 
-def division_of(rank: int, tp: int, pp: int, parallel: ParallelConfig) -> Division:
+def layout_of(rank: int, tp: int, pp: int, parallel: ParallelConfig) -> ParallelLayout:
     """Return the place of a rank, and how it shares layers. Those of a stage have numbers that follow each other."""
-    adds, whole_experts = parallel.sum is Sum.reduce, parallel.experts is ExpertDivision.whole
-    return Division(tp, pp, rank % tp, rank // tp, adds, whole_experts)
+    adds, whole_experts = parallel.sum is Sum.reduce, parallel.experts is ExpertPlacement.whole
+    return ParallelLayout(tp, pp, rank % tp, rank // tp, adds, whole_experts)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """A rank's part of the model, and the groups of ranks with which it exchanges numbers."""
 
-    division: Division
+    parallel_layout: ParallelLayout
     group: SharedMemory | TorchGroup | Alone
     """Of its stage."""
     neighbours: Neighbours
@@ -36,7 +36,7 @@ class Place:
     @property
     def size(self) -> int:
         """Return the number of all ranks."""
-        return self.division.tp * self.division.pp
+        return self.parallel_layout.tp * self.parallel_layout.pp
 
     def check(self) -> None:
         """Raise RankFailed where another rank has failed."""
@@ -58,9 +58,9 @@ def create_memory(library: build.Library, tp: int, pp: int) -> int:
     return create_shared_memory(library, max(tp, 2), pp + (pp - 1) * tp)
 
 
-def shared_place(library: build.Library, fd: int, division: Division, spins: bool) -> Place:
+def shared_memory_context(library: build.Library, fd: int, parallel_layout: ParallelLayout, spins: bool) -> RankContext:
     """Return the place of a rank that maps what `create_memory` made, as all ranks do. `spins`: as for SharedMemory."""
-    tp, pp, rank, stage = division.tp, division.pp, division.tp_rank, division.stage
+    tp, pp, rank, stage = parallel_layout.tp, parallel_layout.pp, parallel_layout.tp_rank, parallel_layout.stage
     stride = library.shared_bytes(max(tp, 2))
 
     def pair(border: int, own: int) -> SharedMemory:
@@ -70,23 +70,23 @@ def shared_place(library: build.Library, fd: int, division: Division, spins: boo
     neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
     num_groups = pp + (pp - 1) * tp
     everyone = tuple(SharedMemory(library, fd, 0, 1, spins, number * stride) for number in range(num_groups))
-    return Place(division, group, neighbours, tp * pp, everyone)
+    return RankContext(parallel_layout, group, neighbours, tp * pp, everyone)
 
 
-def torch_place(
+def torch_context(
     backend: Backend,
     store: tuple[str, int],
     address: str,
-    division: Division,
+    parallel_layout: ParallelLayout,
     num_local: int,
     num_gpus: int,
     server: object = None,
-) -> Place:
+) -> RankContext:
     """Return the place of a rank that others reach at `address`. `store` and `server`: as for TorchGroup.
 
     `num_local`: ranks of this machine, which has `num_gpus`; 0: they compute on CPUs.
     """
-    tp, pp, rank, stage = division.tp, division.pp, division.tp_rank, division.stage
+    tp, pp, rank, stage = parallel_layout.tp, parallel_layout.pp, parallel_layout.tp_rank, parallel_layout.stage
     kind = GROUPS[backend]
 
     def pair(border: int, own: int) -> TorchGroup:
@@ -95,4 +95,4 @@ def torch_place(
     group = kind(store, f"stage {stage}", rank, tp, address, server) if tp > 1 else Alone()
     neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
     own = tuple(each for each in (group, *neighbours) if isinstance(each, TorchGroup))
-    return Place(division, group, neighbours, -(-num_local // max(num_gpus, 1)), own)
+    return RankContext(parallel_layout, group, neighbours, -(-num_local // max(num_gpus, 1)), own)

@@ -12,7 +12,6 @@ from torch import nn
 
 from kernels.linear.compressed import GROUP, GROUP_BYTES, is_gain
 from models.causal_lm import CausalLM
-from models.cuts import count, share, share_heads, share_inputs, share_outputs, stages
 from models.layers.attention import Heads
 from models.layers.dense import PackedDenseMethod
 from models.layers.linear import Linear, tied_weight
@@ -20,6 +19,7 @@ from models.layers.linear_method import LinearMethod
 from models.layers.moe import Experts
 from models.layout import Unit
 from models.parallel import check_experts
+from models.sharding import count, shard, shard_heads, shard_inputs, shard_outputs, stages
 from models.weights import parameter_dtype
 
 
@@ -61,16 +61,16 @@ class RowLayer:
     bias_bytes: int
     of_attention: bool
 
-    def share(self, inputs: int, heads: Heads, tp: int, rank: int) -> tuple[int, int] | None:
+    def shard(self, inputs: int, heads: Heads, tp: int, rank: int) -> tuple[int, int] | None:
         """Return the bytes of a rank's part and how many of the inputs it has. None where the layer gathers them."""
         num_heads = (heads.num_attention_heads, heads.num_key_value_heads) if self.of_attention else None
-        ranges = share_inputs(inputs, num_heads, tp)
-        shared = self.method.share_inputs(ranges, rank)
+        ranges = shard_inputs(inputs, num_heads, tp)
+        shared = self.method.shard_inputs(ranges, rank)
         return None if shared is None else (shared[0].num_bytes(self.dtype) + self.bias_bytes, len(ranges[rank]))
 
 
 @dataclass(frozen=True)
-class Part:
+class CostedTensor:
     """A linear layer with its bias, or another tensor."""
 
     num_bytes: int
@@ -93,7 +93,7 @@ class Part:
     """Whether the kernels hold it in 12 bits a number where that is a gain."""
 
 
-class DivisionCosts:
+class ParallelCosts:
     """The costs of a model's layers, of what comes before them and of what comes after them, for any number of ranks."""
 
     def __init__(
@@ -108,8 +108,8 @@ class DivisionCosts:
     ) -> None:
         """`kinds` are those of all layers: `model` has the first of each. `block_bytes`: of a layer's part of a block of the KV cache.
 
-        `adds` and `whole_experts` are those of a `Division`. `compresses`: packed bfloat16 is held as by this machine, in 12 bits where
-        that is a gain. Raises UserError for whole experts of a model without any.
+        `adds` and `whole_experts` are those of a `ParallelLayout`. `compresses`: packed bfloat16 is held as by this machine, in 12 bits
+        where that is a gain. Raises UserError for whole experts of a model without any.
         """
         if whole_experts:
             check_experts(model, 1)
@@ -124,7 +124,7 @@ class DivisionCosts:
         self._heads = {kind: model.attention_heads[index] for kind, index in firsts.items()}
         self._layers = {kind: self._parts(model.layers[index].named_modules()) for kind, index in firsts.items()}
         self._first, self._last = self._ends()
-        self._tied: Counter[Part] = Counter()
+        self._tied: Counter[CostedTensor] = Counter()
         """The embedding, where the head is loaded of it."""
         if tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.embedding is not None:
             self._tied.update(self._own_parts(model.layout.embedding, model.embedding, 0))
@@ -159,20 +159,20 @@ class DivisionCosts:
     def _layer(self, kind: Hashable, tp: int, rank: int) -> Cost:
         if (kind, tp, rank) not in self._known:
             heads = self._heads[kind]
-            own = share_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
+            own = shard_heads(heads.num_attention_heads, heads.num_key_value_heads, tp, rank)
             of_rank = replace(heads, num_attention_heads=len(own.queries), num_key_value_heads=len(own.keys))
             cost = self._sum(self._layers[kind], heads, tp, rank) + Cost(cache_bytes=self._block_bytes(of_rank))
             self._known[kind, tp, rank] = cost
         return self._known[kind, tp, rank]
 
-    def _sum(self, parts: Counter[Part], heads: Heads, tp: int, rank: int) -> Cost:
+    def _sum(self, parts: Counter[CostedTensor], heads: Heads, tp: int, rank: int) -> Cost:
         return sum((self._cost(part, heads, tp, rank) * number for part, number in parts.items()), Cost())
 
-    def _cost(self, part: Part, heads: Heads, tp: int, rank: int) -> Cost:
+    def _cost(self, part: CostedTensor, heads: Heads, tp: int, rank: int) -> Cost:
         """Return what a rank has to do with a part; of an expert's part with those of all its experts."""
         number, num_rows = part.num_experts, part.num_rows
         if number and self._whole_experts:
-            number = len(share(number, tp, rank))
+            number = len(shard(number, tp, rank))
             num_bytes, macs = part.num_bytes, part.outputs * part.inputs
             # what experts give is exchanged, and nothing within them
             gathers, gathered = (0, 0) if part.row is None else (1, part.outputs)
@@ -186,19 +186,19 @@ class DivisionCosts:
         stored, held, macs = (number * each for each in (num_bytes, held, macs))
         return Cost(stored, held, 0, held, 0, macs, 0, gathers, num_rows * gathered)
 
-    def _share(self, part: Part, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
+    def _share(self, part: CostedTensor, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
         """Return a rank's share of a part: its bytes, its products, its exchanges and how many numbers these exchange."""
-        shared = part.row.share(part.inputs, heads, tp, rank) if part.row and self._adds and tp > 1 else None
+        shared = part.row.shard(part.inputs, heads, tp, rank) if part.row and self._adds and tp > 1 else None
         if shared is not None:
             num_bytes, inputs = shared
             return num_bytes, part.outputs * inputs, 1, part.outputs * tp
         own = part.outputs
         if part.units is not None:
             num_heads = heads.num_attention_heads, heads.num_key_value_heads
-            own = count(share_outputs(part.units, part.outputs, num_heads, tp, rank))
+            own = count(shard_outputs(part.units, part.outputs, num_heads, tp, rank))
         return part.num_bytes * own // part.outputs, own * part.inputs, part.num_gathers, part.gathered
 
-    def _ends(self) -> tuple[Counter[Part], Counter[Part]]:
+    def _ends(self) -> tuple[Counter[CostedTensor], Counter[CostedTensor]]:
         """Return the parts before the layers, and those after them."""
         ends: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
         layers, is_after = self._model.layout.layers, False
@@ -208,9 +208,9 @@ class DivisionCosts:
                 ends[is_after].append((name, module))
         return self._parts(ends[0]), self._parts(ends[1])
 
-    def _parts(self, modules: Iterable[tuple[str, nn.Module]]) -> Counter[Part]:
+    def _parts(self, modules: Iterable[tuple[str, nn.Module]]) -> Counter[CostedTensor]:
         """Return the parts that these modules themselves have, and how many of each there are."""
-        found: Counter[Part] = Counter()
+        found: Counter[CostedTensor] = Counter()
         experts: dict[nn.Module, tuple[int, int]] = {}  # how many, and of each token; 0: one that is like the first
         for name, module in modules:
             if isinstance(module, Experts):
@@ -224,7 +224,7 @@ class DivisionCosts:
                 found.update(replace(part, num_rows=num_rows) for part in self._own_parts(name, module, number))
         return found
 
-    def _own_parts(self, path: str, module: nn.Module, num_experts: int) -> list[Part]:
+    def _own_parts(self, path: str, module: nn.Module, num_experts: int) -> list[CostedTensor]:
         if not isinstance(module, Linear):
             return [
                 self._tensor(module, f"{path}.{name}", parameter, num_experts)
@@ -238,24 +238,26 @@ class DivisionCosts:
         units = None if leaf in layout.replicated else layout.units.get(leaf, (Unit.CHANNEL,))
         is_compressible = isinstance(module.method, PackedDenseMethod) and dtype is torch.bfloat16
         if module is self._model.head:
-            part = Part(num_bytes, outputs, inputs, units, gathered=outputs, num_gathers=1)
+            part = CostedTensor(num_bytes, outputs, inputs, units, gathered=outputs, num_gathers=1)
         elif leaf not in layout.row_parallel:
-            part = Part(num_bytes, outputs, inputs, units, num_experts=num_experts)
+            part = CostedTensor(num_bytes, outputs, inputs, units, num_experts=num_experts)
         else:
             row = RowLayer(module.method, dtype, bias_bytes, path.startswith(f"{layout.attention}."))
-            part = Part(num_bytes, outputs, inputs, (Unit.CHANNEL,), True, num_experts, inputs + outputs, 2, row=row)
+            part = CostedTensor(
+                num_bytes, outputs, inputs, (Unit.CHANNEL,), True, num_experts, inputs + outputs, 2, row=row
+            )
         return [replace(part, is_compressible=is_compressible)]
 
-    def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> Part:
+    def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> CostedTensor:
         """Return the part that is a parameter of no linear layer."""
         size = parameter.numel() * parameter_dtype(self._model, name, self._dtype).itemsize
         if module is self._model.embedding:
             is_read = parameter is tied_weight(self._model.head)
-            return Part(size, parameter.shape[0], 0, (Unit.CHANNEL,), is_read, 0, parameter.shape[1], 1)
+            return CostedTensor(size, parameter.shape[0], 0, (Unit.CHANNEL,), is_read, 0, parameter.shape[1], 1)
         if module is self._model.head:  # of Baichuan 2, which norms its weight
             outputs, inputs = parameter.shape
-            return Part(size, outputs, inputs, (Unit.CHANNEL,), gathered=outputs, num_gathers=1)
+            return CostedTensor(size, outputs, inputs, (Unit.CHANNEL,), gathered=outputs, num_gathers=1)
         heads: Heads | None = getattr(module, "heads", None)  # whose scales of keys and values may be one for each head
         if heads is not None and parameter.ndim and len(parameter) == heads.num_key_value_heads:
-            return Part(size, len(parameter), 0, (Unit.KEY_VALUE_HEAD,))
-        return Part(size, 1, 0, None, not isinstance(module, nn.Embedding), num_experts)
+            return CostedTensor(size, len(parameter), 0, (Unit.KEY_VALUE_HEAD,))
+        return CostedTensor(size, 1, 0, None, not isinstance(module, nn.Embedding), num_experts)

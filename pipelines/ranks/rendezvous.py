@@ -13,30 +13,30 @@ from conf.errors import UserError
 from pipelines.ranks.launch import Joined, Rank
 from pipelines.ranks.messages import Channel, Gone
 
-MEET_S = 120.0  # for all ranks to be there
+RENDEZVOUS_S = 120.0  # for all ranks to be there
 LOOPBACK = "127.0.0.1"
 HELLO_S = 5.0  # for one that has come to say who it is
 LOST_S = 30  # for a machine to answer
 REMEDY = "start all of them together, where they reach each other"
 
 
-def meet(place: Joined) -> list[Rank]:
+def await_ranks(launched: Joined) -> list[Rank]:
     """Wait for the ranks that a launcher has started. Raises UserError where they do not come, and where they were met before."""
-    with listen(place) as listener:
+    with listen(launched) as listener:
         if listener.fileno() < 0:
-            what = f"the ranks that {place.launcher} started have ended with the first model of this process"
-            raise UserError(f"{what}: run each job of a sweep by itself, or without {place.launcher}")
+            what = f"the ranks that {launched.launcher} started have ended with the first model of this process"
+            raise UserError(f"{what}: run each job of a sweep by itself, or without {launched.launcher}")
         ranks: dict[int, Rank] = {}
-        end = time.monotonic() + MEET_S
-        while len(ranks) < place.size - 1:
+        end = time.monotonic() + RENDEZVOUS_S
+        while len(ranks) < launched.size - 1:
             listener.settimeout(max(end - time.monotonic(), 0.001))
             try:
                 stream, _ = listener.accept()
             except TimeoutError as error:
-                missing = sorted({*range(1, place.size)} - ranks.keys())
-                what = f"ranks {missing} of {place.launcher} have not come within {MEET_S:g} s"
+                missing = sorted({*range(1, launched.size)} - ranks.keys())
+                what = f"ranks {missing} of {launched.launcher} have not come within {RENDEZVOUS_S:g} s"
                 raise UserError(f"{what}: {REMEDY}") from error
-            rank = _welcome(place, stream)
+            rank = _welcome(launched, stream)
             if rank is None or rank.rank in ranks:
                 stream.close()
             else:
@@ -45,30 +45,32 @@ def meet(place: Joined) -> list[Rank]:
 
 
 @functools.cache
-def listen(place: Joined) -> socket.socket:
-    """Return the socket at which rank 0 waits for the others, the same at each call, until `meet` closes it. Raises UserError."""
-    if place.address is not None:
+def listen(launched: Joined) -> socket.socket:
+    """Return the socket at which rank 0 waits for the others, the same at each call, until `await_ranks` closes it. Raises UserError."""
+    if launched.address is not None:
         try:
-            return socket.create_server(("", place.address[1]), backlog=place.size)
+            return socket.create_server(("", launched.address[1]), backlog=launched.size)
         except OSError as error:
             remedy = (
-                "give another --master-port" if place.launcher == "torchrun" else "start srun again, for another port"
+                "give another --master-port"
+                if launched.launcher == "torchrun"
+                else "start srun again, for another port"
             )
-            what = f"port {place.address[1]}, where ranks meet rank 0, cannot be used"
+            what = f"port {launched.address[1]}, where ranks meet rank 0, cannot be used"
             raise UserError(f"{what}: {error}: {remedy}") from error
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(_name(place))
+        listener.bind(_name(launched))
     except OSError as error:
         listener.close()
-        raise UserError(f"{place.launcher} started two jobs of one name, {place.name}: {error}") from error
-    listener.listen(place.size)
+        raise UserError(f"{launched.launcher} started two jobs of one name, {launched.name}: {error}") from error
+    listener.listen(launched.size)
     return listener
 
 
-def _welcome(place: Joined, stream: socket.socket) -> Rank | None:
+def _welcome(launched: Joined, stream: socket.socket) -> Rank | None:
     """Return the rank that has connected; None for a stranger."""
-    if place.address is None and _user(stream) != os.getuid():
+    if launched.address is None and _user(stream) != os.getuid():
         return None
     channel = Channel(stream)
     try:
@@ -76,53 +78,53 @@ def _welcome(place: Joined, stream: socket.socket) -> Rank | None:
     except Gone:
         return None
     rank, pid, cpus = hello.get("rank"), hello.get("pid"), hello.get("cpus")
-    if hello.get("job") != place.name or not isinstance(rank, int) or not isinstance(pid, int):
+    if hello.get("job") != launched.name or not isinstance(rank, int) or not isinstance(pid, int):
         return None
     if not isinstance(cpus, list) or not all(isinstance(cpu, int) for cpu in cpus):
         return None
-    if not 0 < rank < place.size:
+    if not 0 < rank < launched.size:
         return None
-    if place.address is None:
+    if launched.address is None:
         return Rank(rank, pid, channel, cpus=frozenset(cpus))
     _watch_machine(stream)
     return Rank(rank, pid, channel, host=str(hello.get("host")), cpus=frozenset(cpus))
 
 
-def join(place: Joined) -> Channel:
+def join(launched: Joined) -> Channel:
     """Return the channel to rank 0. Raises UserError where it does not come."""
-    end = time.monotonic() + MEET_S
+    end = time.monotonic() + RENDEZVOUS_S
     while True:
         try:
-            return _greet(place, _connect(place))
+            return _greet(launched, _connect(launched))
         except (OSError, Gone) as error:
             if time.monotonic() > end:
-                where = "" if place.address is None else " at {}:{}".format(*place.address)
+                where = "" if launched.address is None else " at {}:{}".format(*launched.address)
                 reason = error.__cause__ or error
-                what = f"rank {place.rank} has not met rank 0{where} within {MEET_S:g} s"
+                what = f"rank {launched.rank} has not met rank 0{where} within {RENDEZVOUS_S:g} s"
                 raise UserError(f"{what}: {reason}: {REMEDY}") from error
             time.sleep(0.05)
 
 
-def _greet(place: Joined, stream: socket.socket) -> Channel:
+def _greet(launched: Joined, stream: socket.socket) -> Channel:
     """Say who this rank is. Raises Gone, and UserError where it is not this user's rank 0."""
-    if place.address is not None:
+    if launched.address is not None:
         _watch_machine(stream)
     elif _user(stream) != os.getuid():
-        raise UserError(f"another user has taken the name of this job, {place.name}")
+        raise UserError(f"another user has taken the name of this job, {launched.name}")
     channel = Channel(stream)
     host, cpus = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    channel.send({"rank": place.rank, "job": place.name, "pid": os.getpid(), "host": host, "cpus": cpus})
+    channel.send({"rank": launched.rank, "job": launched.name, "pid": os.getpid(), "host": host, "cpus": cpus})
     return channel
 
 
-def _connect(place: Joined) -> socket.socket:
-    if place.address is not None:
-        stream = socket.create_connection(place.address, HELLO_S)
+def _connect(launched: Joined) -> socket.socket:
+    if launched.address is not None:
+        stream = socket.create_connection(launched.address, HELLO_S)
         stream.settimeout(None)
         return stream
     stream = socket.socket(socket.AF_UNIX)
     try:
-        stream.connect(_name(place))
+        stream.connect(_name(launched))
     except OSError:
         stream.close()
         raise
@@ -148,9 +150,9 @@ def addresses(ranks: list[Rank]) -> list[str]:
     return [first, *(first if other.startswith("127.") else other for _, other in ends)]
 
 
-def _name(place: Joined) -> str:
+def _name(launched: Joined) -> str:
     """Return the name of the job's socket, which is in no folder."""
-    return f"\0quintet-{os.getuid()}-{place.name}"
+    return f"\0quintet-{os.getuid()}-{launched.name}"
 
 
 def _user(stream: socket.socket) -> int:

@@ -26,10 +26,10 @@ from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from pipelines.engine.adapter_slots import AdapterId
 from pipelines.engine.adapters import Adapters
-from pipelines.engine.runner import Runner
+from pipelines.engine.executor import Executor
 from pipelines.engine.steps import StepOutputs
 from pipelines.fingerprint import common_fingerprint, plain
-from pipelines.planning import ModelPlan, check_plan, divide_plan
+from pipelines.planning import ModelPlan, check_plan, shard_plan
 from pipelines.ranks.control import Worker, Workers
 from pipelines.ranks.launch import (
     Joined,
@@ -42,9 +42,9 @@ from pipelines.ranks.launch import (
     joined,
     spawn,
 )
-from pipelines.ranks.meeting import addresses, meet
 from pipelines.ranks.messages import Gone, Header
-from pipelines.ranks.place import Place, create_memory, division_of, shared_place, torch_place
+from pipelines.ranks.rank_context import RankContext, create_memory, layout_of, shared_memory_context, torch_context
+from pipelines.ranks.rendezvous import addresses, await_ranks
 from pipelines.ranks.tensors import described, numbers_of, read
 
 T = TypeVar("T")
@@ -57,34 +57,34 @@ class _Begun:
     outputs: StepOutputs | None = None
 
 
-class Leader:
+class Driver:
     """Rank 0's place among ranks that load and run one model."""
 
     def __init__(self, workers: Workers, cpus: set[int]) -> None:
         """`cpus`: those that the process had before."""
-        self.workers, self.place = workers, workers.place
+        self.workers, self.context = workers, workers.context
         self.begun: deque[_Begun] = deque()
         """Steps whose outputs have not come back, also those of an earlier runner."""
         self.close = weakref.finalize(self, _end, workers, cpus)
         """Ends the other ranks, at the latest when nobody knows this object any more."""
 
     def part(self, plan: ModelPlan) -> ModelPlan:
-        """Return the plan of rank 0's part. Raises UserError as `divide_plan` does."""
-        return divide_plan(plan, self.place.division, self.place.group, self.place.neighbours)
+        """Return the plan of rank 0's part. Raises UserError as `shard_plan` does."""
+        return shard_plan(plan, self.context.parallel_layout, self.context.group, self.context.neighbours)
 
     def fewest_blocks(self, own: int) -> int:
         """Return how many blocks of the KV cache all ranks have memory for. Raises RankLost where one cannot load its part."""
         return min(own, *(int(answer["num_blocks"]) for answer in self.workers.answers()))
 
-    def runner(
+    def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
-    ) -> Runner:
+    ) -> Executor:
         """Return the runner of rank 0's part."""
-        return LeadingRunner(self, model, cache, num_graph_sequences, table_width, decode_threads)
+        return DriverExecutor(self, model, cache, num_graph_sequences, table_width, decode_threads)
 
     def adapters(self, *arguments: Any) -> Adapters:
         """Return the adapters of rank 0's part, which the other ranks load, too. Takes the arguments of `Adapters`."""
-        return LeadingAdapters(self.workers, *arguments)
+        return DriverAdapters(self.workers, *arguments)
 
 
 def _end(workers: Workers, cpus: set[int]) -> None:
@@ -92,7 +92,7 @@ def _end(workers: Workers, cpus: set[int]) -> None:
     use_cores(cpus)
 
 
-def lead(run: RunConfig, whole: ModelPlan) -> Leader:
+def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
     """Begin to load the model of `run` in its other ranks, each on cores of its own. Raises UserError where they cannot be had.
 
     `whole`: the plan of the undivided model.
@@ -106,10 +106,10 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
     (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
     backend = backend_of(run, launched, tp, num_gpus)
     if launched is None:
-        check_plan(whole, division_of(0, tp, pp, run.parallel))
+        check_plan(whole, layout_of(0, tp, pp, run.parallel))
         if backend is Backend.nccl:
             check_gpus(tp * pp, num_gpus)
-    ranks = spawn(tp * pp) if launched is None else meet(launched)
+    ranks = spawn(tp * pp) if launched is None else await_ranks(launched)
     cores = _cores(launched, ranks, cpus)
     is_near = launched is None or launched.address is None  # then rank 0 has verified the files of all
     model = replace(run.model, verify=run.model.verify and not is_near)
@@ -140,7 +140,7 @@ def lead(run: RunConfig, whole: ModelPlan) -> Leader:
         torch.set_num_threads(run.device.threads or library.get_threads())
     set_threads(run.device.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
-    return Leader(Workers(workers, own, run.parallel.heartbeat_s), cpus)
+    return Driver(Workers(workers, own, run.parallel.heartbeat_s), cpus)
 
 
 def _launched() -> Joined | None:
@@ -163,7 +163,7 @@ def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[l
 
 def _begin_in_memory(
     run: RunConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
-) -> Place:
+) -> RankContext:
     """Send the ranks, which are on this machine, their first message and the memory of all. Returns rank 0's place."""
     tp, pp = starts[0]["tp"], starts[0]["pp"]
     fd = create_memory(library, tp, pp)
@@ -172,12 +172,12 @@ def _begin_in_memory(
             with suppress(Gone):  # the watcher says why
                 rank.channel.send(start | {"spins": spins})
                 rank.channel.send_file(fd)
-        return shared_place(library, fd, division_of(0, tp, pp, run.parallel), spins)
+        return shared_memory_context(library, fd, layout_of(0, tp, pp, run.parallel), spins)
     finally:
         os.close(fd)
 
 
-def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> Place:
+def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> RankContext:
     """Send the ranks their first message, and where they find each other. Returns rank 0's place."""
     own, *others = addresses(ranks)
     server = serve_addresses(own)
@@ -185,12 +185,12 @@ def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) ->
         with suppress(Gone):  # the watcher says why
             rank.channel.send(start | {"store": [own, server.port], "address": address})
     start = starts[0]
-    division = division_of(0, start["tp"], start["pp"], run.parallel)
+    parallel_layout = layout_of(0, start["tp"], start["pp"], run.parallel)
     local = start["num_local"], start["num_gpus"]
-    return torch_place(Backend[start["backend"]], (own, server.port), own, division, *local, server)
+    return torch_context(Backend[start["backend"]], (own, server.port), own, parallel_layout, *local, server)
 
 
-class LeadingAdapters(Adapters):
+class DriverAdapters(Adapters):
     """Rank 0's adapters. What is loaded, forgotten and put into a slot here is so in the other ranks."""
 
     def __init__(self, workers: Workers, *arguments: Any) -> None:
@@ -217,30 +217,30 @@ class LeadingAdapters(Adapters):
         self._workers.tell({"op": "unload_adapter", "name": name})
 
 
-class LeadingRunner(Runner):
+class DriverExecutor(Executor):
     """Computes rank 0's part of each step, while the other ranks compute theirs."""
 
     def __init__(
         self,
-        leader: Leader,
+        driver: Driver,
         model: CausalLM,
         cache: KVCache,
         num_graph_sequences: int,
         table_width: int,
         decode_threads: int | None,
     ) -> None:
-        self.leader, self._workers = leader, leader.workers
-        groups = leader.place.group, *leader.place.neighbours
+        self.driver, self._workers = driver, driver.workers
+        groups = driver.context.group, *driver.context.neighbours
         if any(isinstance(group, Gloo) for group in groups):
             num_graph_sequences = 0  # no CUDA graph holds what leaves the GPU
         sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
-        self._workers.tell({"op": "make_runner", "num_graph_sequences": num_graph_sequences, **sizes})
+        self._workers.tell({"op": "make_executor", "num_graph_sequences": num_graph_sequences, **sizes})
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
-        tp, pp = leader.place.division.tp, leader.place.division.pp
+        tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
         self._answering = tp * (pp - 1) if pp > 1 else None
         """The rank that has a step's results; None: rank 0."""
-        self.num_lanes = pp
-        self._begun = leader.begun
+        self.num_microbatches = pp
+        self._begun = driver.begun
 
     @property
     def weight_bytes(self) -> int:

@@ -42,7 +42,7 @@ def test_both_stages_are_busy_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         meet(monkeypatch, meetings)
         decode = DecodeConfig(max_new_tokens=12)
         outputs = list(engine.generate([engine.request(i, [1, 5 + i], decode) for i in range(2)]))
-        engine.runner.leader.close()  # type: ignore[attr-defined]
+        engine.executor.driver.close()  # type: ignore[attr-defined]
         second = json.loads(b"".join(iter(lambda: stream.recv(1 << 16), b"")))
     assert [len(output.completions[0].token_ids) for output in outputs] == [12, 12]
     first = meetings.intervals[1 : 1 + NUM_MEETINGS]
@@ -50,13 +50,13 @@ def test_both_stages_are_busy_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(first, second, strict=True))
 
 
-def test_prompts_of_lanes_are_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_microbatches_are_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a stage begins before another has computed all that a step may have."""
     write_llama(tmp_path)
     engine = engine_of(tmp_path, max_batched_tokens=64)
     prompts = random_prompts(96, (40, 9, 21))
     whole = generate(engine, prompts, DecodeConfig(max_new_tokens=6))
-    parts, execute = list[int](), engine.runner.execute
+    parts, execute = list[int](), engine.executor.execute
 
     def begin(batch: Batch) -> Callable[[], StepOutputs]:
         parts.append(batch.shape.num_tokens)
@@ -64,8 +64,8 @@ def test_prompts_of_lanes_are_computed_in_parts(tmp_path: Path, monkeypatch: pyt
         kept = StepOutputs(*(each.clone() for each in outputs))
         return lambda: kept
 
-    monkeypatch.setattr(engine.runner, "num_lanes", 2)
-    monkeypatch.setattr(engine.runner, "begin", begin)
+    monkeypatch.setattr(engine.executor, "num_microbatches", 2)
+    monkeypatch.setattr(engine.executor, "begin", begin)
     outputs = generate(engine, prompts, DecodeConfig(max_new_tokens=6, prefix_cache=False))
     assert [each.completions[0].token_ids for each in outputs] == [each.completions[0].token_ids for each in whole]
-    assert max(parts) == 8  # of 64 tokens, in four steps of each of two lanes
+    assert max(parts) == 8  # of 64 tokens, in four steps of each of two microbatches

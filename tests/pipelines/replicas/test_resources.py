@@ -6,11 +6,11 @@ import pytest
 
 from conf.errors import UserError
 from conf.schema import DeviceConfig, DeviceType
-from pipelines.replicas.places import place_of
+from pipelines.replicas.resources import resources_of
 
 
 def place(number: int, cpus: list[int], gpus: list[int], **device: Any) -> tuple[int, int]:
-    found = place_of("serve.replicas", number, DeviceConfig(**device), cpus, gpus)
+    found = resources_of("serve.replicas", number, DeviceConfig(**device), cpus, gpus)
     return found.num_cpus, found.num_gpus
 
 
@@ -25,16 +25,16 @@ def test_each_replica_has_its_share_of_the_machines() -> None:
     assert place(4, [2, 2], [2, 2]) == (1, 1)
     assert place(2, [8], [2], type=cpu) == (4, 0)
     ranks = DeviceConfig()
-    assert place_of("parallel.replicas", 2, ranks, [8, 5], [0, 0], num_ranks=2).num_cpus == 4
-    assert place_of("parallel.replicas", 2, ranks, [8], [0], num_ranks=3).device(ranks, 3).threads == 1
-    on_gpus = place_of("parallel.replicas", 2, ranks, [8, 5], [4, 3], num_ranks=3)
+    assert resources_of("parallel.replicas", 2, ranks, [8, 5], [0, 0], num_ranks=2).num_cpus == 4
+    assert resources_of("parallel.replicas", 2, ranks, [8], [0], num_ranks=3).device(ranks, 3).threads == 1
+    on_gpus = resources_of("parallel.replicas", 2, ranks, [8, 5], [4, 3], num_ranks=3)
     assert (on_gpus.num_cpus, on_gpus.num_gpus, str(on_gpus)) == (3, 3, "3 GPU")
     with pytest.raises(
         UserError, match="replicas=2 is more than the 4 GPUs that Ray has: give 3 for each, all on one machine"
     ):
-        place_of("parallel.replicas", 2, ranks, [8, 8], [2, 2], num_ranks=3)
+        resources_of("parallel.replicas", 2, ranks, [8, 8], [2, 2], num_ranks=3)
     with pytest.raises(UserError, match="parallel.replicas=2 need 2 of the 3 processors"):
-        place_of("parallel.replicas", 2, ranks, [3], [0], num_ranks=2)
+        resources_of("parallel.replicas", 2, ranks, [3], [0], num_ranks=2)
     refused = [
         ((3, [2], [0], {}), "serve.replicas=3 need 1 of the 2 processors that Ray has each: give fewer"),
         ((2, [4], [0], {"threads": 3}), "serve.replicas=2 need 3 of the 4 processors that Ray has each: give fewer"),

@@ -12,23 +12,23 @@ from conf.compose import from_json
 from conf.errors import UserError
 from conf.schema import Backend
 from conf.speculation import Speculate
-from conf.terminal import VisibleFormatter, log_warnings
+from conf.terminal import EscapingFormatter, log_warnings
 from kernels import build
 from kernels.collectives import RankFailed
 from models.batch import Batch, BatchShape, KVCache
-from models.heads import Head
+from models.heads import HeadKind
 from pipelines.assembly import cache_formats, load_planned, make_adapters, most_blocks
 from pipelines.device import prepare_device
 from pipelines.drafting import predicting_ahead
+from pipelines.engine.executor import Executor
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache
-from pipelines.engine.runner import Runner
 from pipelines.fingerprint import common_fingerprint
 from pipelines.journal import Fingerprint
-from pipelines.opening import open_source
-from pipelines.planning import divide_plan, plan_model
-from pipelines.quantize.ranks import FollowingShare
+from pipelines.model_source import resolve_model
+from pipelines.planning import plan_model, shard_plan
+from pipelines.quantize.ranks import WorkerShare
 from pipelines.ranks.messages import Channel, Gone, Header
-from pipelines.ranks.place import division_of, shared_place, torch_place
+from pipelines.ranks.rank_context import layout_of, shared_memory_context, torch_context
 from pipelines.ranks.tensors import described, numbers_of, read
 from pipelines.report import peak_memory_bytes
 
@@ -36,11 +36,11 @@ REASON_S = 2.0  # for rank 0 to end this rank
 
 
 @torch.inference_mode()
-def run_follower(channel: Channel, start: Header) -> None:
+def run_worker(channel: Channel, start: Header) -> None:
     """Load a rank's part of the model and do what rank 0 says. Raises Gone at the end, and whatever ends a step."""
-    follower = Follower(channel, start)
+    worker = RankWorker(channel, start)
     while True:
-        follower.step()
+        worker.step()
 
 
 class _LogOfRank0(logging.Handler):
@@ -48,7 +48,7 @@ class _LogOfRank0(logging.Handler):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.WARNING)
-        self.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s: %(message)s"))
+        self.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s: %(message)s"))
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -59,7 +59,7 @@ class _LogOfRank0(logging.Handler):
         self.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
 
 
-class Follower:
+class RankWorker:
     """A rank other than 0: its part of the model, and what rank 0 may ask of it."""
 
     def __init__(self, channel: Channel, start: Header) -> None:
@@ -82,29 +82,32 @@ class Follower:
             )
         run = from_json(start["run"])
         device = prepare_device(run.device)
-        division = division_of(start["rank"], start["tp"], start["pp"], run.parallel)
+        parallel_layout = layout_of(start["rank"], start["tp"], start["pp"], run.parallel)
         if "store" in start:
             backend, (host, port) = Backend[start["backend"]], start["store"]
             local = start["num_local"], start["num_gpus"]
-            place = torch_place(backend, (host, port), start["address"], division, *local)
+            context = torch_context(backend, (host, port), start["address"], parallel_layout, *local)
         else:
             assert library is not None
-            place = shared_place(library, channel.receive_file(), division, start["spins"])
-        self._place = place
-        self._answers = division.pp > 1 and (division.tp_rank, division.stage) == (0, division.pp - 1)
-        head = None if start["head"] is None else Head[start["head"]]
-        source = open_source(run.model, head)
+            context = shared_memory_context(library, channel.receive_file(), parallel_layout, start["spins"])
+        self._context = context
+        self._answers = parallel_layout.pp > 1 and (parallel_layout.tp_rank, parallel_layout.stage) == (
+            0,
+            parallel_layout.pp - 1,
+        )
+        head = None if start["head"] is None else HeadKind[start["head"]]
+        source = resolve_model(run.model, head)
         if "common" in start:
             self._compare(start["common"], common_fingerprint(source.checkpoint.path))
         if run.decode.speculate is Speculate.mtp:
             source = predicting_ahead(source)
         whole = plan_model(run, source, device, packed=start["packed"])
-        plan = divide_plan(whole, division, place.group, place.neighbours)
+        plan = shard_plan(whole, parallel_layout, context.group, context.neighbours)
         load_planned(run, plan)
         self._run, self._plan = run, plan
         self._adapters = make_adapters(run, plan)
         self._cache: KVCache | None = None
-        channel.send({"num_blocks": most_blocks(run, plan, place.size, place.num_sharing)})
+        channel.send({"num_blocks": most_blocks(run, plan, context.size, context.num_sharing)})
 
     def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
         """Raise UserError where this machine has another model or other code than that of rank 0."""
@@ -122,12 +125,12 @@ class Follower:
             raise Gone
         try:
             results = self._operation(header["op"])(header, content)
-            self._place.check()
+            self._context.check()
         except RankFailed:
             self._channel.wait_for_end(REASON_S)  # rank 0 knows why, unless only a connection has failed
             raise UserError(f"{self._name} has lost its connection to another rank") from None
         except BaseException:
-            self._place.abort()  # the others wait for this one
+            self._context.abort()  # the others wait for this one
             raise
         if self._answers and results is not None:
             self._channel.send({"tensors": described(results)}, numbers_of(results))
@@ -135,7 +138,7 @@ class Follower:
     def _operation(self, name: str) -> Callable[[Header, bytearray], list[Tensor] | None]:
         """Return the method for an operation of rank 0's. It returns the tensors that rank 0 wants of the last stage, or None for none."""
         return {
-            "make_runner": self._make_runner,
+            "make_executor": self._make_executor,
             "execute": self._execute,
             "execute_whole": self._execute_whole,
             "hidden": self._hidden,
@@ -153,7 +156,7 @@ class Follower:
             "quantize": self._quantize,
         }[name]
 
-    def _make_runner(self, header: Header, content: bytearray) -> None:
+    def _make_executor(self, header: Header, content: bytearray) -> None:
         """Make the runner, or a new one over the same cache where recorded steps count no more."""
         plan, config = self._plan, self._run.device
         if self._cache is None:
@@ -161,44 +164,44 @@ class Follower:
             formats = cache_formats(self._run, plan)
             self._cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
         graphs, width = header["num_graph_sequences"], header["table_width"]
-        self._runner = Runner(plan.model, self._cache, graphs, width, config.decode_threads)
+        self._executor = Executor(plan.model, self._cache, graphs, width, config.decode_threads)
 
     def _execute(self, header: Header, content: bytearray) -> list[Tensor]:
         (batch,) = _batches(header, content)
-        outputs = self._runner.execute(batch)
+        outputs = self._executor.execute(batch)
         return [outputs.hidden, outputs.logits]
 
     def _execute_whole(self, header: Header, content: bytearray) -> list[Tensor]:
         batch, whole = _batches(header, content)
-        outputs, hidden = self._runner.execute_whole(batch, whole)
+        outputs, hidden = self._executor.execute_whole(batch, whole)
         return [outputs.hidden, outputs.logits, hidden]
 
     def _hidden(self, header: Header, content: bytearray) -> list[Tensor]:
         (batch,) = _batches(header, content)
-        return [self._runner.hidden(batch)]
+        return [self._executor.hidden(batch)]
 
     def _hidden_from(self, header: Header, content: bytearray) -> list[Tensor]:
         (batch,) = _batches(header, content)
-        return [self._runner.hidden_from(batch, self._tensor(header, content))]
+        return [self._executor.hidden_from(batch, self._tensor(header, content))]
 
     def _predict_ahead(self, header: Header, content: bytearray) -> None:
         (batch,) = _batches(header, content)
-        self._runner.predict_ahead(self._tensor(header, content), batch)
+        self._executor.predict_ahead(self._tensor(header, content), batch)
 
     def _clear_ahead(self, header: Header, content: bytearray) -> None:
-        self._runner.clear_ahead()
+        self._executor.clear_ahead()
 
     def _logits(self, header: Header, content: bytearray) -> list[Tensor]:
-        return [self._runner.unchecked_logits(self._tensor(header, content))]
+        return [self._executor.unchecked_logits(self._tensor(header, content))]
 
     def _copy_blocks(self, header: Header, content: bytearray) -> None:
-        self._runner.copy_blocks(header["copies"])
+        self._executor.copy_blocks(header["copies"])
 
     def _store(self, header: Header, content: bytearray) -> None:
-        self._runner.store(self._tensor(header, content), header["slots"])
+        self._executor.store(self._tensor(header, content), header["slots"])
 
     def _write_blocks(self, header: Header, content: bytearray) -> None:
-        self._runner.write_blocks(header["name"], self._tensor(header, content), header["blocks"])
+        self._executor.write_blocks(header["name"], self._tensor(header, content), header["blocks"])
 
     def _load_adapter(self, header: Header, content: bytearray) -> None:
         name = header["name"]
@@ -222,21 +225,21 @@ class Follower:
         """Do a step of a quantisation. Its last one gives the rank a cache under the scales that were found."""
         assert self._cache is not None
         if header["step"] == "begin":
-            batches = [self._runner.on_device(batch) for batch in _batches(header, content)]
+            batches = [self._executor.on_device(batch) for batch in _batches(header, content)]
             one_layer = KVCache(self._cache.layers[:1])
-            self._share = FollowingShare(self._channel, self._place, self._plan, batches, one_layer, header)
+            self._share = WorkerShare(self._channel, self._context, self._plan, batches, one_layer, header)
         elif header["step"] == "static_cache":
             self._cache = self._share.static_cache(self._cache)
         else:
             self._share.follow(header, content)
 
     def _count(self, header: Header, content: bytearray) -> None:
-        runner = self._runner
+        executor = self._executor
         self._channel.send(
             {
-                "weight_bytes": runner.weight_bytes,
-                "step_weight_bytes": runner.step_weight_bytes(header["num_sequences"]),
-                "kv_bytes_per_token": runner.kv_bytes_per_token,
+                "weight_bytes": executor.weight_bytes,
+                "step_weight_bytes": executor.step_weight_bytes(header["num_sequences"]),
+                "kv_bytes_per_token": executor.kv_bytes_per_token,
                 "peak_memory_bytes": peak_memory_bytes(self._plan.device),
             }
         )

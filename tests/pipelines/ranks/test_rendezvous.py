@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from conf.errors import UserError
-from pipelines.ranks import meeting
+from pipelines.ranks import rendezvous
 from pipelines.ranks.launch import Joined, Rank
-from pipelines.ranks.meeting import MEET_S, _connect, addresses, join, listen, meet
 from pipelines.ranks.messages import LENGTHS, MAX_PAYLOAD_BYTES, Channel, Gone
+from pipelines.ranks.rendezvous import RENDEZVOUS_S, _connect, addresses, await_ranks, join, listen
 
 
 def test_addresses_are_those_by_which_ranks_have_come() -> None:
@@ -42,7 +42,7 @@ def places(size: int) -> list[Joined]:
 def test_strangers_at_the_port_are_no_ranks() -> None:
     first, second = places(2)
     with ThreadPoolExecutor() as threads:
-        found = threads.submit(meet, first)
+        found = threads.submit(await_ranks, first)
         for hello in (
             {"rank": 1, "job": "other", "pid": 1},
             {"rank": 0, "job": "job", "pid": 1},
@@ -62,7 +62,7 @@ def test_strangers_at_the_port_are_no_ranks() -> None:
 
 def _connect_until_open(place: Joined) -> socket.socket:
     """Connect as `join` does, which waits until rank 0 listens."""
-    end = time.monotonic() + MEET_S
+    end = time.monotonic() + RENDEZVOUS_S
     while True:
         try:
             return _connect(place)
@@ -73,7 +73,7 @@ def _connect_until_open(place: Joined) -> socket.socket:
 def test_a_second_process_of_a_rank_is_sent_away() -> None:
     first, second, third = places(3)
     with ThreadPoolExecutor() as threads:
-        found = threads.submit(meet, first)
+        found = threads.submit(await_ranks, first)
         channel, again = join(second), join(second)
         with pytest.raises(Gone):
             again.receive()
@@ -86,14 +86,14 @@ def test_a_second_process_of_a_rank_is_sent_away() -> None:
 
 @pytest.mark.parametrize("near", [False, True])
 def test_ranks_that_do_not_come_are_one_line(monkeypatch: pytest.MonkeyPatch, near: bool) -> None:
-    monkeypatch.setattr(meeting, "MEET_S", 0.0)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_S", 0.0)
     first, second, _ = places(3)
     where = " at 127.0.0.1:{}".format(*second.address[1:]) if second.address else ""
     if near:
         first, second, where = replace(first, address=None), replace(second, address=None), ""
     remedy = "start all of them together, where they reach each other"
     with pytest.raises(UserError, match=rf"^ranks \[1, 2\] of torchrun have not come within 0 s: {remedy}$"):
-        meet(first)
+        await_ranks(first)
     with pytest.raises(UserError, match=rf"^rank 1 has not met rank 0{where} within 0 s: .*refused: {remedy}$"):
         join(second)
 
@@ -105,17 +105,17 @@ def test_a_port_that_is_taken_is_one_line(launcher: str, remedy: str) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"^port {port}, where ranks meet rank 0, .* in use .*: {remedy}$"):
-            meet(Joined(launcher, 0, 2, "job", 0, 1, ("127.0.0.1", port)))
+            await_ranks(Joined(launcher, 0, 2, "job", 0, 1, ("127.0.0.1", port)))
 
 
 def test_a_rank_may_come_long_before_rank_0_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 listens, and then calibrates: nobody takes the other's connection meanwhile."""
-    monkeypatch.setattr(meeting, "MEET_S", 0.0)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_S", 0.0)
     first, second = places(2)
     listen(first)
     channel = join(second)
-    monkeypatch.setattr(meeting, "MEET_S", MEET_S)
-    (rank,) = meet(first)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_S", RENDEZVOUS_S)
+    (rank,) = await_ranks(first)
     rank.channel.send({"op": "end"})
     assert channel.receive() == ({"op": "end"}, b"")
 
@@ -124,9 +124,9 @@ def test_a_second_model_of_a_process_is_one_line() -> None:
     """As of a sweep: the ranks have ended with the first."""
     first, second = places(2)
     with ThreadPoolExecutor() as threads:
-        found = threads.submit(meet, first)
+        found = threads.submit(await_ranks, first)
         join(second)
         found.result()
     wanted = "the ranks that torchrun started have ended with the first model of this process: run each job of a sweep by itself"
     with pytest.raises(UserError, match=f"^{wanted}, or without torchrun$"):
-        meet(first)
+        await_ranks(first)

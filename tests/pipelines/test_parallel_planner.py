@@ -16,7 +16,7 @@ from conf.quantization import Activations, QuantConfig, QuantMethod, QuantScheme
 from conf.schema import (
     DeviceConfig,
     DType,
-    ExpertDivision,
+    ExpertPlacement,
     ModelConfig,
     ParallelConfig,
     ParallelMode,
@@ -33,18 +33,18 @@ from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.layers.linear import Linear
 from models.layers.moe import Experts
-from models.layers.pieces import RowPieces, RowSum
-from models.parallel import divide, stage_layers
+from models.layers.tensor_parallel import RowParallelGather, RowParallelReduce
+from models.parallel import shard_model, stage_layers
 from models.registry import find_architecture
-from pipelines import division_costs, pipeline, plan_division
-from pipelines.division_costs import DivisionCosts
+from pipelines import parallel_costs, parallel_planner, pipeline
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading import load_engine
 from pipelines.memory import weight_bytes
-from pipelines.opening import open_source
-from pipelines.plan_division import Candidate, choose, divisions
+from pipelines.model_source import resolve_model
+from pipelines.parallel_costs import ParallelCosts
+from pipelines.parallel_planner import Candidate, choose, parallel_layouts
 from pipelines.planning import plan_model
-from pipelines.ranks.place import division_of
+from pipelines.ranks.rank_context import layout_of
 from pipelines.topology import Link, Topology, find_topology, read_topology
 from tests.bench.gpu_rows import CONFIGS as GPU_CONFIGS
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
@@ -80,7 +80,7 @@ def dry_run(
 
 
 def candidates_of(config: RunConfig) -> dict[tuple[int, int, int], Candidate]:
-    found, _, _ = plan_division.plan_division(config)
+    found, _, _ = parallel_planner.parallel_planner(config)
     return {(each.tp, each.pp, each.replicas): each for each in found}
 
 
@@ -126,7 +126,7 @@ def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
     """The command may take 3 s, of which half are imports; 0.2 s are usual. Processor time, so that other work does not count."""
     config = dry_run(write_config(tmp_path / name, CONFIGS[name]), "2x8_gpus", quant=INT8)
     begin = process_time()
-    plan_division.plan_division(config)
+    parallel_planner.parallel_planner(config)
     assert process_time() - begin < 1.5
 
 
@@ -156,9 +156,9 @@ def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
     sparse = 3 * e * 2048 // 16 * (256 + 1)
     router = 256 * e + 256
     values = 61 * (attention + norms) + 3 * dense + 58 * sparse + 2 * v // 16 * e + e
-    model = plan_division._costs(  # noqa: SLF001
+    model = parallel_planner._costs(  # noqa: SLF001
         dry_run(write_config(tmp_path / "deepseek", DEEPSEEK_V3), "8_gpus"),
-        open_source(ModelConfig(path=str(tmp_path / "deepseek"), weights=Weights.random)),
+        resolve_model(ModelConfig(path=str(tmp_path / "deepseek"), weights=Weights.random)),
         64,
         packed=False,
     )[1]
@@ -169,9 +169,9 @@ def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
 @each("name", GOLDEN_FAMILIES)
 def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
     config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random))
-    source = open_source(config.model)
+    source = resolve_model(config.model)
     model = plan_model(config, source, torch.device("cpu"), packed=False).model
-    plan, costs = plan_division._costs(config, source, 16, packed=False)  # noqa: SLF001
+    plan, costs = parallel_planner._costs(config, source, 16, packed=False)  # noqa: SLF001
     cost = costs.rank(range(model.config.num_hidden_layers), 1, 0)
     assert cost.weight_bytes == weight_bytes(model, plan.dtype)
     assert cost.read_bytes + cost.expert_bytes <= cost.weight_bytes
@@ -211,8 +211,8 @@ def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
     write_llama(tmp_path, intermediate_size=96)
     for model in check_ranks(tmp_path, GROUPS, tp, 1, sum=Sum.reduce):
         rows = [(name, layer.pieces) for name, layer in model.named_modules() if isinstance(layer, Linear)]
-        assert {name.rpartition(".")[2] for name, pieces in rows if isinstance(pieces, RowPieces)} == {*joined}
-        assert any(isinstance(pieces, RowSum) for _, pieces in rows)
+        assert {name.rpartition(".")[2] for name, pieces in rows if isinstance(pieces, RowParallelGather)} == {*joined}
+        assert any(isinstance(pieces, RowParallelReduce) for _, pieces in rows)
 
 
 @each("sum", Sum)
@@ -222,17 +222,17 @@ def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
 def test_whole_experts_have_the_bytes_that_are_reckoned(
     name: str, quant: QuantConfig, tp: int, pp: int, sum: Sum
 ) -> None:
-    check_ranks(GOLDENS / name, quant, tp, pp, sum=sum, experts=ExpertDivision.whole)
+    check_ranks(GOLDENS / name, quant, tp, pp, sum=sum, experts=ExpertPlacement.whole)
 
 
 def check_ranks(
     folder: Path, quant: QuantConfig, tp: int, pp: int, packed: bool = False, **given: Any
 ) -> list[CausalLM]:
-    """What is reckoned of each rank is what it has of the model that `divide` has divided. Returns the ranks' models."""
+    """What is reckoned of each rank is what it has of the model that `shard_model` has divided. Returns the ranks' models."""
     parallel = ParallelConfig(ParallelMode.auto, **given)
     config = RunConfig(model=ModelConfig(path=str(folder), weights=Weights.random), quant=quant, parallel=parallel)
-    source = open_source(config.model)
-    plan, costs = plan_division._costs(config, source, 16, packed)  # noqa: SLF001
+    source = resolve_model(config.model)
+    plan, costs = parallel_planner._costs(config, source, 16, packed)  # noqa: SLF001
     if tp > plan.model.attention_heads[0].num_attention_heads:
         with pytest.raises(UserError, match="query heads"):
             costs.rank(range(1), tp, 0)
@@ -242,7 +242,7 @@ def check_ranks(
     models = []
     for stage, rank in product(range(pp), range(tp)):
         own = plan_model(config, source, torch.device("cpu"), packed).model
-        divide(own, division_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
+        shard_model(own, layout_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
         cost = costs.rank(costs.stages(pp)[stage], tp, rank)
         assert cost.weight_bytes == weight_bytes(own, plan.dtype)
         heads = own.attention_heads
@@ -263,7 +263,7 @@ def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path)
     engine = load_engine(config, 3)
     auto = replace(config, parallel=ParallelConfig(ParallelMode.auto))
     found = candidates_of(auto)[1, 1, 1]
-    assert found.weight_bytes == engine.runner.weight_bytes
+    assert found.weight_bytes == engine.executor.weight_bytes
     assert found.cache_tokens == engine.scheduler.block_manager.num_blocks * engine.block_size
 
 
@@ -278,7 +278,7 @@ def test_bfloat16_is_held_in_12_bits_from_1_mib_on(tmp_path: Path) -> None:
     found, large = candidates_of(auto), 2 * 2 * 3 * 512 * 1536
     stored = candidates_of(dry_run(tmp_path, "one_socket"))[1, 1, 1].weight_bytes // 2  # of float32
     assert found[1, 1, 1].weight_bytes == stored - large // 4
-    assert found[1, 1, 1].weight_bytes == pytest.approx(engine.runner.weight_bytes, rel=2e-3)  # exceptions
+    assert found[1, 1, 1].weight_bytes == pytest.approx(engine.executor.weight_bytes, rel=2e-3)  # exceptions
     norms = 5 * 512 * 2
     assert found[2, 1, 1].weight_bytes == (stored - norms) // 2 + norms
 
@@ -289,7 +289,7 @@ def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
     """A stage that computes while the other waits; two at once have half of it each."""
     link = Link(1e-12, 1e18)
     one_device = Topology("cpu", 1, 1, 10**9, 1e6, 0.75e6, lambda _: 1e15, link, None)
-    monkeypatch.setattr(plan_division, "find_topology", lambda *_: one_device)
+    monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: one_device)
     write_llama(tmp_path, intermediate_size=96, tie_word_embeddings=False)
     one, two = (candidates_of(dry_run(tmp_path, None, rows)) for rows in (1, 2))
     assert one[1, 2, 1].tokens_per_s == pytest.approx(0.75 * one[1, 1, 1].tokens_per_s)
@@ -309,7 +309,7 @@ def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch:
     rows = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())
     rounds = rows["divisions"][str(num_rows)]["rounds"]
     assert len(rounds) >= 4  # two equal speeds are in one order in all of four rounds once in eight times
-    monkeypatch.setattr(division_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
+    monkeypatch.setattr(parallel_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
     run = dry_run(write_config(tmp_path / "llama", LLAMA_1B), None, num_rows)
     run = replace(run, model=replace(run.model, max_length=160))
     measured = [{name: each[name]["decode_tokens_per_s"] for name in RANKS_ROWS} for each in rounds]
@@ -326,9 +326,9 @@ def plan_on(machine: dict[str, Any], run: RunConfig, monkeypatch: pytest.MonkeyP
     """Return the tokens/s that are planned for each division of a machine of ranks.json."""
     flops = {int(rows): each for rows, each in machine["flops"].items()}
     found_then = Topology(**machine | {"link": Link(**machine["link"]), "flops": flops.__getitem__})
-    monkeypatch.setattr(plan_division, "find_topology", lambda *_: found_then)
+    monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: found_then)
     found = candidates_of(run)
-    return {name: found[division].tokens_per_s for name, division in RANKS_ROWS.items()}
+    return {name: found[parallel_layout].tokens_per_s for name, parallel_layout in RANKS_ROWS.items()}
 
 
 def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -371,11 +371,11 @@ def test_stages_are_busy_at_once_where_there_are_as_many_rows(tmp_path: Path) ->
     folder = write_config(tmp_path / "llama", LLAMA_405B)
     one, two, many = (candidates_of(dry_run(folder, "2x8_gpus", n))[8, 2, 1].tokens_per_s for n in (1, 2, 16))
     assert two == pytest.approx(2 * one, rel=0.01)  # the stages differ by the embedding
-    assert 7 * two < many < 8 * two  # a stage reads its weights once for the eight rows of a lane
+    assert 7 * two < many < 8 * two  # a stage reads its weights once for the eight rows of a microbatch
 
 
 def test_the_slower_stage_sets_the_pace(tmp_path: Path) -> None:
-    """Of three layers one stage has two: in two lanes a token of both rows takes twice its time, in one both stages' times."""
+    """Of three layers one stage has two: in two microbatches a token of both rows takes twice its time, in one both stages' times."""
     write_llama(tmp_path, num_hidden_layers=3, intermediate_size=960)  # layers that outweigh the vocabulary
     one, two = (candidates_of(dry_run(tmp_path, "two_numa_nodes", rows))[1, 2, 1] for rows in (1, 2))
     assert sorted(map(len, two.stages)) == [1, 2]
@@ -388,7 +388,7 @@ def test_stages_of_a_tied_embedding_are_those_of_the_divided_model() -> None:
     architecture = find_architecture(reader)
     with torch.device("meta"):
         model = architecture.build(architecture.read_config(reader))
-    costs = DivisionCosts(model, model.config.layer_kinds, torch.bfloat16, lambda heads: 0)
+    costs = ParallelCosts(model, model.config.layer_kinds, torch.bfloat16, lambda heads: 0)
     for pp in (2, 3, 4, 8):
         assert costs.stages(pp) == stage_layers(model, pp, torch.bfloat16)
     assert len(costs.stages(4)[0]) < len(costs.stages(4)[1])
@@ -408,19 +408,19 @@ def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
 @each(
     ("sum", "experts", "of_layer", "num_gathers"),
     [
-        (Sum.gather, ExpertDivision.split, 2 * 6144 + 2 * (16384 + 6144), 4),
-        (Sum.gather, ExpertDivision.whole, 2 * 6144 + 2 * 6144, 3),
-        (Sum.reduce, ExpertDivision.split, 4 * 6144 + 2 * 4 * 6144, 2),
-        (Sum.reduce, ExpertDivision.whole, 4 * 6144 + 2 * 6144, 2),
+        (Sum.gather, ExpertPlacement.split, 2 * 6144 + 2 * (16384 + 6144), 4),
+        (Sum.gather, ExpertPlacement.whole, 2 * 6144 + 2 * 6144, 3),
+        (Sum.reduce, ExpertPlacement.split, 4 * 6144 + 2 * 4 * 6144, 2),
+        (Sum.reduce, ExpertPlacement.whole, 4 * 6144 + 2 * 6144, 2),
     ],
 )
 def test_what_four_ranks_exchange_of_mixtral(
-    sum: Sum, experts: ExpertDivision, of_layer: int, num_gathers: int, tmp_path: Path
+    sum: Sum, experts: ExpertPlacement, of_layer: int, num_gathers: int, tmp_path: Path
 ) -> None:
     """Of a token two experts' rows: the channels of each before its last product, what each gives, or both."""
     run = dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "8_gpus")
     run = replace(run, parallel=replace(run.parallel, sum=sum, experts=experts))
-    cost = plan_division._costs(run, open_source(run.model), 64, packed=False)[1].rank(range(56), 4, 0)  # noqa: SLF001
+    cost = parallel_planner._costs(run, resolve_model(run.model), 64, packed=False)[1].rank(range(56), 4, 0)  # noqa: SLF001
     assert cost.gathered == 56 * of_layer + 6144 + 32768
     assert cost.num_gathers == 56 * num_gathers + 2
 
@@ -430,7 +430,7 @@ def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> Non
 
     def whole(folder: Path) -> RunConfig:
         run = dry_run(folder, "8_gpus", quant=INT8)
-        return replace(run, parallel=replace(run.parallel, experts=ExpertDivision.whole))
+        return replace(run, parallel=replace(run.parallel, experts=ExpertPlacement.whole))
 
     few = {**MIXTRAL_8X22B, "num_local_experts": 4}
     found = candidates_of(whole(write_config(tmp_path / "few", few)))
@@ -445,28 +445,32 @@ def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> Non
 def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
     link = Link(1e-6, 1e9)
     six = Topology("cuda", 2, 3, 10**9, 1e9, 1e9, lambda _: 1e12, link, link)
-    assert divisions(six, 16) == [(1, 1, 6), (1, 2, 3), (1, 3, 2), (1, 6, 1), (3, 1, 2), (3, 2, 1)]
-    assert (1, 1, 4) in divisions(six, 4)  # replicas without rows would do nothing
-    assert divisions(replace(six, num_machines=1, num_devices=1, network=None), 16) == [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+    assert parallel_layouts(six, 16) == [(1, 1, 6), (1, 2, 3), (1, 3, 2), (1, 6, 1), (3, 1, 2), (3, 2, 1)]
+    assert (1, 1, 4) in parallel_layouts(six, 4)  # replicas without rows would do nothing
+    assert parallel_layouts(replace(six, num_machines=1, num_devices=1, network=None), 16) == [
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+    ]
 
 
 def test_ranks_of_gpus_that_are_here_are_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No run would take them; each replica has a GPU of its own."""
     link = Link(1e-5, 2.5e10)
     gpus = Topology("cuda", 1, 2, 80 * 10**9, 3e12, 3e12, lambda _: 1e15, link, None)
-    monkeypatch.setattr(plan_division, "find_topology", lambda *_: gpus)
-    monkeypatch.setattr(plan_division, "prepare_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: gpus)
+    monkeypatch.setattr(parallel_planner, "prepare_device", lambda _: torch.device("cuda"))
     write_llama(tmp_path)
     found = candidates_of(dry_run(tmp_path, None, 16))
     assert str(choose([*found.values()])) == "replicas=2"
-    assert [found[division].limit for division in [(2, 1, 1), (1, 2, 1)]] == [
+    assert [found[parallel_layout].limit for parallel_layout in [(2, 1, 1), (1, 2, 1)]] == [
         "ranks need a CPU and the C++ kernels"
     ] * 2
 
 
 def test_what_is_hardly_faster_is_not_chosen() -> None:
-    def with_speed(tokens_per_s: float, **division: int) -> Candidate:
-        return Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division, tokens_per_s=tokens_per_s)
+    def with_speed(tokens_per_s: float, **parallel_layout: int) -> Candidate:
+        return Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | parallel_layout, tokens_per_s=tokens_per_s)
 
     single = with_speed(100)
     assert choose([with_speed(104, tp=2), single]) is single
@@ -535,11 +539,11 @@ def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_is_what_runs() -> None:
-    given = {"sum": Sum.reduce, "experts": ExpertDivision.whole}
+    given = {"sum": Sum.reduce, "experts": ExpertPlacement.whole}
 
-    def chosen(task: Task, **division: int) -> ParallelConfig:
+    def chosen(task: Task, **parallel_layout: int) -> ParallelConfig:
         run = RunConfig(task=task, parallel=ParallelConfig(ParallelMode.auto, **given))
-        return plan_division._parallel(run, Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | division))  # noqa: SLF001
+        return parallel_planner._parallel(run, Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | parallel_layout))  # noqa: SLF001
 
     assert chosen(Task.bench) == ParallelConfig(ParallelMode.single)
     assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2, **given)

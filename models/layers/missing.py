@@ -7,11 +7,11 @@ from torch import nn
 from models.layers.module import Module
 
 
-class Absent(Module):
+class MissingLayer(Module):
     """A module of another stage. It has no parameters, and nobody calls it."""
 
 
-def is_absent(name: str, modules: Mapping[str, nn.Module]) -> bool:
+def is_missing(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether the module of this name is, or would be in, one that another stage has. `modules` are all, by name."""
     parts = name.split(".")
-    return any(isinstance(modules.get(".".join(parts[:end])), Absent) for end in range(1, len(parts) + 1))
+    return any(isinstance(modules.get(".".join(parts[:end])), MissingLayer) for end in range(1, len(parts) + 1))

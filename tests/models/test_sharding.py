@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conf.errors import UserError
-from models.cuts import STEP, Cut, share_channels, share_heads, share_outputs, stages
 from models.layout import Unit
+from models.sharding import STEP, Shard, shard_channels, shard_heads, shard_outputs, stages
 
 COUNTS = st.integers(1, 12)
 
@@ -17,7 +17,7 @@ COUNTS = st.integers(1, 12)
 @given(num_keys=COUNTS, group=COUNTS, tp=st.integers(1, 40))
 def test_every_query_is_of_one_rank_with_the_keys_that_it_reads(num_keys: int, group: int, tp: int) -> None:
     assume(tp <= num_keys * group)
-    ranks = [share_heads(num_keys * group, num_keys, tp, rank) for rank in range(tp)]
+    ranks = [shard_heads(num_keys * group, num_keys, tp, rank) for rank in range(tp)]
     assert [query for rank in ranks for query in rank.queries] == list(range(num_keys * group))
     for rank in ranks:
         assert rank.queries
@@ -29,7 +29,7 @@ def test_every_query_is_of_one_rank_with_the_keys_that_it_reads(num_keys: int, g
 
 
 def test_of_qwen2_7b_two_ranks_share_a_key() -> None:
-    ranks = [share_heads(28, 4, 8, rank) for rank in range(8)]
+    ranks = [shard_heads(28, 4, 8, rank) for rank in range(8)]
     assert [(len(rank.queries), *rank.keys) for rank in ranks] == [
         (3, 0), (4, 0), (3, 1), (4, 1), (3, 2), (4, 2), (3, 3), (4, 3),
     ]  # fmt: skip
@@ -38,7 +38,7 @@ def test_of_qwen2_7b_two_ranks_share_a_key() -> None:
 @given(total=st.integers(1, 600), tp=st.integers(1, 20))
 def test_every_channel_is_of_one_rank(total: int, tp: int) -> None:
     assume(tp <= total)
-    ranks = [share_channels(total, tp, rank) for rank in range(tp)]
+    ranks = [shard_channels(total, tp, rank) for rank in range(tp)]
     assert [channel for rank in ranks for channel in rank] == list(range(total))
     assert all(ranks)
     steps = [-(-len(rank) // STEP) for rank in ranks]
@@ -65,8 +65,8 @@ def test_sections_of_heads(num_keys: int, group: int, width: int, tp: int, which
     size = width * total(num_queries, num_keys)
     for rank in range(tp):
         heads, ranges = (
-            share_heads(num_queries, num_keys, tp, rank),
-            share_outputs(units, size, (num_queries, num_keys), tp, rank),
+            shard_heads(num_queries, num_keys, tp, rank),
+            shard_outputs(units, size, (num_queries, num_keys), tp, rank),
         )
         before = 0
         for unit, outputs in zip(units, ranges, strict=True):
@@ -79,8 +79,8 @@ def test_sections_of_heads(num_keys: int, group: int, width: int, tp: int, which
 def test_sections_of_channels(length: int, sections: int, tp: int) -> None:
     assume(tp <= length)
     for rank in range(tp):
-        ranges = share_outputs((Unit.CHANNEL,) * sections, length * sections, (tp, tp), tp, rank)
-        own = share_channels(length, tp, rank)
+        ranges = shard_outputs((Unit.CHANNEL,) * sections, length * sections, (tp, tp), tp, rank)
+        own = shard_channels(length, tp, rank)
         assert ranges == tuple(range(i * length + own.start, i * length + own.stop) for i in range(sections))
 
 
@@ -107,13 +107,13 @@ def test_embedding_and_head_count() -> None:
 
 
 def test_the_shape_of_a_part() -> None:
-    assert Cut(1, (range(2, 4), range(7, 8))).shape((5, 9, 4)) == (5, 3, 4)
+    assert Shard(1, (range(2, 4), range(7, 8))).shape((5, 9, 4)) == (5, 3, 4)
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
-        share_heads(4, 2, 5, 0)
+        shard_heads(4, 2, 5, 0)
     with pytest.raises(UserError, match="tp=3 is more than the 2 channels of a layer of this model: give at most 2"):
-        share_channels(2, 3, 0)
+        shard_channels(2, 3, 0)
     with pytest.raises(UserError, match=re.escape("pp=3 is more than the model's 2 layers: give at most 2")):
         stages([1, 1], 0, 0, 3)

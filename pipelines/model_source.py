@@ -13,7 +13,7 @@ from models.formats import open_checkpoint
 from models.formats.base import Checkpoint
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.formats.manifest import verify_manifest
-from models.heads import Head
+from models.heads import HeadKind
 from models.registry import Architecture, find_architecture
 from quantization.layouts.gguf import read_gguf_quantization
 from quantization.layouts.sparsity import read_sparsity
@@ -52,8 +52,8 @@ class ModelSource:
             log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
 
 
-OpenModel = Callable[[Head | None], ModelSource]
-"""Opens the checkpoint of a run with a head, as `open_source` does."""
+OpenModel = Callable[[HeadKind | None], ModelSource]
+"""Opens the checkpoint of a run with a head, as `resolve_model` does."""
 
 
 def moved(model: ModelConfig, folder: Path) -> ModelConfig:
@@ -64,7 +64,7 @@ def moved(model: ModelConfig, folder: Path) -> ModelConfig:
     return replace(model, path=str(folder), tokenizer=tokenizer, revision=None)
 
 
-def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> ModelSource:
+def resolve_model(config: ModelConfig, head: HeadKind | None = HeadKind.vocabulary) -> ModelSource:
     """Open the checkpoint of `model.path`; with `model.verify` all its files are compared with the manifest first.
 
     `head` is what its model needs; None: the checkpoint's own. Raises UserError where there is none, where it is damaged, for a config
@@ -81,19 +81,19 @@ def open_source(config: ModelConfig, head: Head | None = Head.vocabulary) -> Mod
     return source_of(config, checkpoint, head)
 
 
-def source_of(config: ModelConfig, checkpoint: Checkpoint, head: Head | None) -> ModelSource:
-    """Return the source of a checkpoint that is no export. `head`, and UserErrors, are those of `open_source`."""
+def source_of(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None) -> ModelSource:
+    """Return the source of a checkpoint that is no export. `head`, and UserErrors, are those of `resolve_model`."""
     architecture = find_architecture(checkpoint.config)
-    if head is Head.vocabulary and architecture.head is Head.labels:
+    if head is HeadKind.vocabulary and architecture.head is HeadKind.labels:
         names = ", ".join(checkpoint.config.raw("architectures"))
         raise UserError(f"{checkpoint.path} is a {names}, which scores a text and predicts no token: give task=score")
-    if head is Head.none:
-        architecture = replace(architecture, head=Head.none)
+    if head is HeadKind.none:
+        architecture = replace(architecture, head=HeadKind.none)
     has_weights = config.weights is Weights.checkpoint
     return ModelSource(checkpoint, architecture, architecture.read_config(checkpoint.config), has_weights)
 
 
-def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: Head | None) -> ModelSource:
+def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None) -> ModelSource:
     """Return the source of an exported model. Raises UserError for settings that contradict it."""
     artefact = read_description(checkpoint.path)
     dtype = str(artefact.dtype).removeprefix("torch.")
@@ -110,5 +110,5 @@ def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: Head | Non
             raise UserError(
                 f"{given} is not used by an exported model: leave it out, or give the model that it was made of"
             )
-    architecture = replace(EXPORTED, head=Head.none) if head is Head.none else EXPORTED
+    architecture = replace(EXPORTED, head=HeadKind.none) if head is HeadKind.none else EXPORTED
     return ModelSource(checkpoint, architecture, artefact.shape, True, artefact)

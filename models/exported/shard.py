@@ -5,9 +5,9 @@ from typing import Any
 
 from models.adapters import adaptable_layers
 from models.causal_lm import CausalLM
-from models.cuts import Division
-from models.layers.absent import Absent
 from models.layers.attention import Heads
+from models.layers.missing import MissingLayer
+from models.sharding import ParallelLayout
 
 MOST = 2**31
 PLACE = ("tp", "pp", "tp_rank", "stage")
@@ -15,8 +15,8 @@ PLACE = ("tp", "pp", "tp_rank", "stage")
 
 
 @dataclass(frozen=True)
-class Part:
-    division: Division
+class ExportedShard:
+    parallel_layout: ParallelLayout
     own_layers: range
     width: int
     """Channels of what a stage gives to the next one; 0 where there is one stage."""
@@ -35,11 +35,11 @@ class Part:
         ]
 
 
-def describe_part(model: CausalLM, division: Division) -> dict[str, Any]:
+def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str, Any]:
     """Return what export.json holds of a part."""
     link = model.before or model.after
     return {
-        "division": {name: getattr(division, name) for name in PLACE},
+        "division": {name: getattr(parallel_layout, name) for name in PLACE},
         "own_layers": [model.own_layers.start, model.own_layers.stop],
         "width": 0 if link is None else link.width,
         "keys": [[each.first_key, each.whole_keys] for each in model.attention_heads],
@@ -48,20 +48,20 @@ def describe_part(model: CausalLM, division: Division) -> dict[str, Any]:
             for name, layer in adaptable_layers(model).items()
             if layer.outputs is not None
         },
-        "absent": [name for name, module in model.named_modules() if isinstance(module, Absent)],
+        "absent": [name for name, module in model.named_modules() if isinstance(module, MissingLayer)],
     }
 
 
-def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> Part:
+def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> ExportedShard:
     """Return a part as `describe_part` has described it. Raises KeyError, TypeError or ValueError for something else.
 
     `linears`: outputs and inputs of the layers that rows can adapt.
     """
-    division, (first, last) = Division(*[found["division"][name] for name in PLACE]), found["own_layers"]
+    parallel_layout, (first, last) = ParallelLayout(*[found["division"][name] for name in PLACE]), found["own_layers"]
     keys = [(start, whole) for start, whole in found["keys"]]
     outputs = {name: tuple(range(start, stop) for start, stop in ranges) for name, ranges in found["outputs"].items()}
     numbers = [
-        *(getattr(division, name) for name in PLACE),
+        *(getattr(parallel_layout, name) for name in PLACE),
         first,
         last,
         found["width"],
@@ -69,11 +69,15 @@ def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[i
     ]
     if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
         raise ValueError("its part has numbers that are none from 0 on")
-    if not (division.tp_rank < division.tp and division.stage < division.pp and first < last <= num_layers):
+    if not (
+        parallel_layout.tp_rank < parallel_layout.tp
+        and parallel_layout.stage < parallel_layout.pp
+        and first < last <= num_layers
+    ):
         raise ValueError("its part is of no rank")
     for name, ranges in outputs.items():
         if any(not 0 <= each.start < each.stop <= linears[name][0] for each in ranges):
             raise ValueError(f"its part has outputs that {name} has not")
     if len(keys) != last - first or any(type(name) is not str for name in found["absent"]):
         raise ValueError("its part has not keys of each layer, or lacks what has no name")
-    return Part(division, range(first, last), found["width"], keys, outputs, [*found["absent"]])
+    return ExportedShard(parallel_layout, range(first, last), found["width"], keys, outputs, [*found["absent"]])

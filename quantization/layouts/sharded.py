@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.cuts import Cut, count
+from models.sharding import Shard, count
 from quantization.layouts.base import OutputAxis, StoredWeight, WeightLayout
 
 
 @dataclass(frozen=True)
-class SharedLayout:
+class ShardedLayout:
     """A rank's outputs of a weight. Of each tensor the words or blocks are read that hold them; what they hold beside is dropped."""
 
     whole: WeightLayout
@@ -25,15 +25,15 @@ class SharedLayout:
     def shape(self) -> tuple[int, int]:
         return count(self.outputs), self.whole.shape[1]
 
-    def cuts(self) -> dict[str, Cut]:
+    def shards(self) -> dict[str, Shard]:
         """Return how the tensors are cut, by name. Those that are not named are read whole."""
         axes = self.whole.output_axes().items()
-        return {name: Cut(axis, tuple(_indices(each, per) for each in self.outputs)) for name, (axis, per) in axes}
+        return {name: Shard(axis, tuple(_indices(each, per) for each in self.outputs)) for name, (axis, per) in axes}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        cuts = self.cuts()
+        shards = self.shards()
         return {
-            name: cuts[name].shape(shape) if name in cuts else shape for name, shape in self.whole.tensors().items()
+            name: shards[name].shape(shape) if name in shards else shape for name, shape in self.whole.tensors().items()
         }
 
     def output_axes(self) -> dict[str, OutputAxis]:

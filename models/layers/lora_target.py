@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from kernels.lora import AdapterTable
-from models.cuts import count
 from models.layers.module import Module
+from models.sharding import count
 
 
-class Adaptable(Module):
+class LoRATarget(Module):
     """A linear layer as adapters see it: its shape, without its weight."""
 
     adapters: AdapterTable | None = None

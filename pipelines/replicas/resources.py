@@ -7,7 +7,7 @@ from conf.schema import DeviceConfig, DeviceType
 
 
 @dataclass(frozen=True)
-class Place:
+class ResourceSpec:
     """The processors and GPUs that a replica needs."""
 
     num_cpus: int
@@ -26,9 +26,9 @@ class Place:
         return device if self.num_gpus else replace(device, threads=self.num_cpus // num_ranks)
 
 
-def place_of(
+def resources_of(
     setting: str, number: int, device: DeviceConfig, cpus: list[int], gpus: list[int], num_ranks: int = 1
-) -> Place:
+) -> ResourceSpec:
     """Return the place of each of `number` replicas, of so many ranks each, on machines with so many processors and GPUs.
 
     Each rank has a GPU where the run may use them and there are some, else `device.threads` processors, or an equal share of all.
@@ -39,9 +39,9 @@ def place_of(
         if sum(each // num_ranks for each in usable) < number:
             each = "one for each" if num_ranks == 1 else f"{num_ranks} for each, all on one machine"
             raise UserError(f"{setting}={number} is more than the {sum(usable)} GPUs that Ray has: give {each}")
-        return Place(num_ranks, num_ranks)
+        return ResourceSpec(num_ranks, num_ranks)
     for threads in [device.threads] if device.threads else range(max(cpus, default=0), 0, -1):
         if sum(each // (threads * num_ranks) for each in cpus) >= number:
-            return Place(threads * num_ranks, 0)
+            return ResourceSpec(threads * num_ranks, 0)
     have = f"{(device.threads or 1) * num_ranks} of the {sum(cpus)} processors that Ray has each"
     raise UserError(f"{setting}={number} need {have}: give fewer replicas, or device.threads")

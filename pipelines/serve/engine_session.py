@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipelines.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
-from pipelines.api.generation import Head
+from pipelines.api.generation import RequestContext
 from pipelines.api.named import Named
 from pipelines.engine_process.client import Answer, EngineGone, RemoteEngine
 from pipelines.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
@@ -17,7 +17,7 @@ from pipelines.serve.records import Record
 
 
 @dataclass(eq=False)
-class _Course:
+class _InFlightPrompt:
     """A prompt in the engine."""
 
     answer: Answer
@@ -30,7 +30,7 @@ class _Course:
     finish: list[str] = field(default_factory=list)
 
 
-class Exchange:
+class EngineSession:
     """The engine as one request of HTTP may use it: `submit`, `accepted`, `deltas`, and always `end`."""
 
     def __init__(
@@ -39,11 +39,11 @@ class Exchange:
         admission: Admission,
         metrics: Metrics,
         record: Record,
-        head: Head,
+        context: RequestContext,
         named: Named,
     ) -> None:
         """named: by the request's model."""
-        self.head = head
+        self.context = context
         self.record = record
         self.named = named
         self.dones: dict[int, Done] = {}
@@ -51,7 +51,7 @@ class Exchange:
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
-        self._courses: list[_Course] = []
+        self._in_flight: list[_InFlightPrompt] = []
         self._news = asyncio.Event()
 
     @property
@@ -61,8 +61,8 @@ class Exchange:
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
         """Hand prompts to the engine, after the end of those that it had. Raises ApiError (429, 503)."""
-        assert all(course.answer.is_over for course in self._courses)
-        self._courses.clear()
+        assert all(in_flight.answer.is_over for in_flight in self._in_flight)
+        self._in_flight.clear()
         self.dones.clear()
         is_background = self.record.batch is not None
         if not is_background:
@@ -75,13 +75,13 @@ class Exchange:
             except EngineGone as gone:
                 self._begun(waiting)
                 raise engine_gone(gone, 503) from gone
-            self._courses.append(_Course(answer, waiting))
+            self._in_flight.append(_InFlightPrompt(answer, waiting))
 
     async def accepted(self) -> None:
         """Wait until the engine has taken all prompts. Raises EngineRefused for one that it refuses, and ApiError (503)."""
-        for course in self._courses:
+        for in_flight in self._in_flight:
             try:
-                seed = await course.answer.accepted()
+                seed = await in_flight.answer.accepted()
             except EngineGone as gone:
                 raise engine_gone(gone, 503) from gone
             if self.record.seed is None:
@@ -92,40 +92,40 @@ class Exchange:
 
         No more is taken than is read, so that deltas go on merging for slow readers.
         """
-        while not all(course.answer.is_over for course in self._courses):
+        while not all(in_flight.answer.is_over for in_flight in self._in_flight):
             await self._news.wait()
             self._news.clear()
             has_more = True
             while has_more:
                 has_more = False
-                for prompt, course in enumerate(self._courses):
-                    if (item := self._take(prompt, course)) is not None:
+                for prompt, in_flight in enumerate(self._in_flight):
+                    if (item := self._take(prompt, in_flight)) is not None:
                         has_more = True
                         yield prompt, item
 
-    def _take(self, prompt: int, course: _Course) -> Delta | None:
+    def _take(self, prompt: int, in_flight: _InFlightPrompt) -> Delta | None:
         """Return what comes next of a prompt; None where there is nothing, or the end."""
         try:
-            item = course.answer.take()
+            item = in_flight.answer.take()
         except EngineGone as gone:
             raise engine_gone(gone, 500) from gone
         if item is None:
             return None
-        self._begun(course.waiting)
+        self._begun(in_flight.waiting)
         if isinstance(item, Delta):
-            self._watch(course, item)
+            self._watch(in_flight, item)
             return item
         self.dones[prompt] = item
-        self._count(course, item)
+        self._count(in_flight, item)
         if item.error is not None:
             raise ApiError(500, item.error, SERVER_ERROR)
         return None
 
     def end(self, why: str | None = None) -> None:
         """Cancel whatever has not ended. `why`: the reason of an early end."""
-        for course in self._courses:
-            self._begun(course.waiting)
-            course.answer.cancel()
+        for in_flight in self._in_flight:
+            self._begun(in_flight.waiting)
+            in_flight.answer.cancel()
         if why is not None:
             self.record.finish.append(why)
             self._metrics.ended_early(why)
@@ -134,24 +134,24 @@ class Exchange:
         if waiting is not None:
             self._admission.begun(waiting)
 
-    def _watch(self, course: _Course, delta: Delta) -> None:
+    def _watch(self, in_flight: _InFlightPrompt, delta: Delta) -> None:
         now, num_tokens = asyncio.get_running_loop().time(), len(delta.token_ids)
-        if (last := course.last_s.get(delta.sample)) is not None and num_tokens:
+        if (last := in_flight.last_s.get(delta.sample)) is not None and num_tokens:
             self._metrics.between_tokens((now - last) / num_tokens)
-        course.last_s[delta.sample] = now
-        course.num_tokens[delta.sample] = course.num_tokens.get(delta.sample, 0) + num_tokens
+        in_flight.last_s[delta.sample] = now
+        in_flight.num_tokens[delta.sample] = in_flight.num_tokens.get(delta.sample, 0) + num_tokens
         if delta.finish_reason is not None:
-            course.finish.append(delta.finish_reason)
+            in_flight.finish.append(delta.finish_reason)
 
-    def _count(self, course: _Course, done: Done) -> None:
-        record, finish = self.record, course.finish if done.error is None else ["error"]
+    def _count(self, in_flight: _InFlightPrompt, done: Done) -> None:
+        record, finish = self.record, in_flight.finish if done.error is None else ["error"]
         record.num_prompt_tokens += done.num_prompt_tokens
         record.num_cached_tokens += done.num_cached_tokens
         record.num_generated_tokens += done.num_generated_tokens
         record.finish += finish
         if record.queue_s is None:
             record.queue_s, record.first_token_s = done.queue_s, done.first_token_s
-        self._metrics.done(done, finish, list(course.num_tokens.values()), record.key)
+        self._metrics.done(done, finish, list(in_flight.num_tokens.values()), record.key)
 
 
 def loaded(engine: RemoteEngine) -> Ready:

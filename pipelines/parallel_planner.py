@@ -19,12 +19,12 @@ from kernels import build
 from kernels.kv_format import FORMATS, STATIC_FORMATS
 from models.layers.attention import Heads
 from pipelines.device import prepare_device
-from pipelines.division_costs import Cost, DivisionCosts
 from pipelines.engine.kv_cache import AUTO_SHARE, BLOCK_SIZE, allocate_kv_cache
 from pipelines.memory import step_bytes
-from pipelines.opening import ModelSource, open_source
+from pipelines.model_source import ModelSource, resolve_model
+from pipelines.parallel_costs import Cost, ParallelCosts
 from pipelines.planning import ModelPlan, plan_model
-from pipelines.ranks.place import division_of
+from pipelines.ranks.rank_context import layout_of
 from pipelines.report import print_columns
 from pipelines.topology import Topology, find_topology, read_topology
 
@@ -80,7 +80,7 @@ def planned(run: RunConfig) -> RunConfig | None:
 
     Raises UserError where nothing fits, and for a choice that cannot be run from here.
     """
-    candidates, topology, workload = plan_division(run)
+    candidates, topology, workload = plan_layouts(run)
     best = choose(candidates)
     if run.parallel.dry_run:
         print(f"{topology}\n{workload.num_rows:,} rows of {workload.row_tokens:,} tokens\n")
@@ -106,9 +106,9 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
     return replace(found, sum=run.parallel.sum, experts=run.parallel.experts) if tp else found
 
 
-def plan_division(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
+def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
     """Return all divisions of the run's model, and what they were reckoned for. Raises UserError as an engine's loading does."""
-    source, path = open_source(run.model), run.parallel.topology
+    source, path = resolve_model(run.model), run.parallel.topology
     if source.artefact is not None:
         raise UserError(
             f"parallel=auto does not plan for {run.model.path}, which is exported: give the model that it was made of"
@@ -131,12 +131,12 @@ def plan_division(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
         planner.candidate(tp, pp, replicas)
         if has_ranks or tp * pp == 1
         else Candidate(tp, pp, replicas, limit=NO_RANKS)
-        for tp, pp, replicas in divisions(topology, rows)
+        for tp, pp, replicas in parallel_layouts(topology, rows)
     ]
     return candidates, topology, workload
 
 
-def divisions(topology: Topology, num_rows: int) -> list[tuple[int, int, int]]:
+def parallel_layouts(topology: Topology, num_rows: int) -> list[tuple[int, int, int]]:
     """Return tp, pp and replicas of every division that leaves no device idle; for a single device also two ranks that share it.
 
     There are no more replicas than rows. The ranks of a stage are on one machine.
@@ -160,7 +160,7 @@ def choose(candidates: list[Candidate]) -> Candidate | None:
 class _Planner:
     """Reckons what a division would do."""
 
-    def __init__(self, config: DeviceConfig, costs: DivisionCosts, topology: Topology, workload: Workload) -> None:
+    def __init__(self, config: DeviceConfig, costs: ParallelCosts, topology: Topology, workload: Workload) -> None:
         self._config, self._costs, self._topology, self._work = config, costs, topology, workload
 
     def candidate(self, tp: int, pp: int, replicas: int) -> Candidate:
@@ -201,21 +201,23 @@ class _Planner:
     def _step(self, costs: list[list[Cost]], num_rows: int, tp: int) -> tuple[float, str]:
         """Return the seconds in which all rows get a token, and what the slowest stage takes most of them for.
 
-        Rows are in as many lanes as there are stages, so that all stages are busy at once.
+        Rows are in as many microbatches as there are stages, so that all stages are busy at once.
         """
-        num_lanes = min(len(costs), num_rows)
-        lane_rows = -(-num_rows // num_lanes)
-        of_stages = [[self._rank(cost, lane_rows, tp, len(costs), num_lanes) for cost in stage] for stage in costs]
+        num_microbatches = min(len(costs), num_rows)
+        microbatch_rows = -(-num_rows // num_microbatches)
+        of_stages = [
+            [self._rank(cost, microbatch_rows, tp, len(costs), num_microbatches) for cost in stage] for stage in costs
+        ]
         stages = [max(ranks, key=_seconds) for ranks in of_stages]
         slowest = max(stages, key=_seconds)
-        seconds = max(sum(map(_seconds, stages)), num_lanes * _seconds(slowest))
+        seconds = max(sum(map(_seconds, stages)), num_microbatches * _seconds(slowest))
         return seconds, max(slowest, key=slowest.__getitem__)
 
-    def _rank(self, cost: Cost, num_rows: int, tp: int, pp: int, num_lanes: int) -> dict[str, float]:
+    def _rank(self, cost: Cost, num_rows: int, tp: int, pp: int, num_microbatches: int) -> dict[str, float]:
         """Return the seconds that a rank takes for each kind of work."""
         topology, work, sharing = self._topology, self._work, self._sharing(tp * pp)
         share = self._costs.active_share(num_rows)
-        bandwidth, flops = topology.bandwidth / min(sharing, tp * num_lanes), topology.flops(num_rows) / sharing
+        bandwidth, flops = topology.bandwidth / min(sharing, tp * num_microbatches), topology.flops(num_rows) / sharing
         if sharing > 1:  # with half of the cores each
             bandwidth = min(bandwidth, topology.half_bandwidth)
         link = self._hop(tp * pp, num_rows) if pp > 1 else 0.0
@@ -290,10 +292,10 @@ def _layer_kinds(run: RunConfig, source: ModelSource) -> tuple[Hashable, ...]:
 
 def _costs(
     run: RunConfig, source: ModelSource, block_size: int, packed: bool, compresses: bool = False
-) -> tuple[ModelPlan, DivisionCosts]:
+) -> tuple[ModelPlan, ParallelCosts]:
     """Return the plan of the model's first layers, among which there is one of each kind, and the costs of the whole model.
 
-    `packed`: as for `plan_model`. `compresses`: as for `DivisionCosts`.
+    `packed`: as for `plan_model`. `compresses`: as for `ParallelCosts`.
     """
     if run.quant.needs_calibration and not source.is_quantized:
         raise UserError(
@@ -312,5 +314,5 @@ def _costs(
         cache = allocate_kv_cache([heads], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta"))
         return sum(tensor.nbytes for tensor in cache.tensors)
 
-    own = division_of(0, 1, 1, run.parallel)
-    return plan, DivisionCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts, compresses)
+    own = layout_of(0, 1, 1, run.parallel)
+    return plan, ParallelCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts, compresses)

@@ -31,7 +31,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class RowPieces:
+class RowParallelGather:
     """The inputs of a linear layer that come in pieces, and its outputs, which must be whole again: both are joined."""
 
     inputs: Pieces
@@ -52,7 +52,7 @@ class RowPieces:
 
 
 @dataclass(frozen=True)
-class RowSum:
+class RowParallelReduce:
     """The pieces of a linear layer whose weight is cut along its inputs. Every rank multiplies its own, and the products are added."""
 
     group: Group
@@ -75,7 +75,7 @@ class RowSum:
         return total.to(y.dtype)
 
 
-class OwnedExperts:
+class ExpertParallel:
     """A layer's experts of which every rank has some, one range after the other."""
 
     def __init__(self, group: Group, experts: tuple[range, ...]) -> None:
@@ -90,7 +90,7 @@ class OwnedExperts:
         return self._group.owned_rows(parts, owners)
 
 
-class OwnedWords:
+class VocabParallel:
     """A vocabulary of which every rank has some words, one range after the other."""
 
     def __init__(self, group: Group, words: tuple[range, ...]) -> None:

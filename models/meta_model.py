@@ -32,10 +32,10 @@ def open_model(
     """Return the model of `shape` on the meta device, and the opened files of its weights; none without a `checkpoint`.
 
     Where only the head is stored, it is the embedding, too. A stored head that differs from the embedding to which the config ties it
-    stays the model's own head, as in transformers 5; a warning says so. Raises UserError as `outline` does, and where files cannot be
-    opened.
+    stays the model's own head, as in transformers 5; a warning says so. Raises UserError as `build_meta_model` does, and where
+    files cannot be opened.
     """
-    model = outline(architecture, shape, checkpoint)
+    model = build_meta_model(architecture, shape, checkpoint)
     if checkpoint is None:
         return model, []
     files = checkpoint.open_weights(expected_tensors(model))
@@ -49,7 +49,7 @@ def open_model(
         return model, [_with_name(file, stored[head_weight][1], embedding) for file in files]
     if not {head_weight, embedding} <= stored.keys():
         return model, files
-    untied = outline(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
+    untied = build_meta_model(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
     files = checkpoint.open_weights(expected_tensors(untied))
     stored = _stored(files, untied)
     head, weight = (next(file.read([name]))[1] for file, name in (stored[head_weight], stored[embedding]))
@@ -76,7 +76,7 @@ def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightF
     return {names.get(name, name): (file, name) for file in files for name in file.shapes}
 
 
-def outline(architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None) -> CausalLM:
+def build_meta_model(architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None) -> CausalLM:
     """Build the model of `shape` on the meta device.
 
     `checkpoint`: its files bound the model; None, or one that has no weights, sets no bound.

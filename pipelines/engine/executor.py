@@ -28,10 +28,10 @@ MAX_RECORDED_BYTES = 2**30
 DECODES_BEFORE_RECORDING, PROMPTS_BEFORE_RECORDING = 1, 8
 
 
-class Runner:
+class Executor:
     """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs: `execute` chooses."""
 
-    num_lanes = 1
+    num_microbatches = 1
     """Steps that are worth being under way at once."""
 
     def __init__(
@@ -60,9 +60,9 @@ class Runner:
                 capture = GraphPool().capture
                 self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self._device, with_adapters=True)
 
-    def beside(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Runner":
+    def beside(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":
         """Return the runner of another model, over a cache of the same blocks."""
-        return Runner(model, cache, num_graph_sequences, self._table_width, self._decode_threads)
+        return Executor(model, cache, num_graph_sequences, self._table_width, self._decode_threads)
 
     @property
     def weight_bytes(self) -> int:
@@ -123,7 +123,10 @@ class Runner:
         return self._execute(batch, token_ids)
 
     def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
-        """Begin what `execute` does, and return a function that waits for the outputs. With several lanes no later step overwrites them."""
+        """Begin what `execute` does, and return a function that waits for the outputs.
+
+        With several microbatches no later step overwrites the outputs.
+        """
         outputs = self.execute(batch)
         return lambda: outputs
 

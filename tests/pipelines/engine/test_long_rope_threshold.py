@@ -1,4 +1,4 @@
-"""Scheduler: sequences that grow past a model's `key_border`. Tokens across it: tests/models/families/test_phi3.py."""
+"""Scheduler: sequences that grow past a model's `long_rope_threshold`. Tokens across it: tests/models/families/test_phi3.py."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from tests.helpers.scheduling import scheduler_of, sequence, step
 
 
 def test_sequences_that_grow_past_the_border_are_computed_again_and_ready_together() -> None:
-    scheduler = scheduler_of(block_size=4, budget=12, key_border=8)
+    scheduler = scheduler_of(block_size=4, budget=12, long_rope_threshold=8)
     scheduler.add(sequence(0, 7, 4, n=3, temperature=1.0))
     assert [step(scheduler) for _ in range(2)] == [{0: 7}, {0: 3}]  # two tokens each now: nine with the prompt's
     assert [step(scheduler) for _ in range(3)] == [{0: 12}, {0: 12}, {0: 3}]  # the last tokens of all wait for one step

@@ -18,7 +18,7 @@ STEP = 16  # outputs that a kernel's register holds beside each other
 
 
 @dataclass(frozen=True)
-class Division:
+class ParallelLayout:
     """The place of one rank: of `tp` that share each layer, in one of `pp` stages of layers."""
 
     tp: int = 1
@@ -37,7 +37,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """Names the part of a tensor that a rank has: ranges of indices along one axis, in this order."""
 
     axis: int
@@ -49,7 +49,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class HeadShare:
+class HeadShard:
     """A rank's heads of an attention layer. Its key/value heads are those that its queries read."""
 
     queries: range
@@ -61,13 +61,13 @@ def count(ranges: Sequence[range]) -> int:
     return sum(map(len, ranges))
 
 
-def share(total: int, parts: int, index: int) -> range:
+def shard(total: int, parts: int, index: int) -> range:
     """Return part `index` of `parts`, whose sizes differ by at most 1."""
     return range(index * total // parts, (index + 1) * total // parts)
 
 
 @cache
-def share_channels(total: int, tp: int, rank: int) -> range:
+def shard_channels(total: int, tp: int, rank: int) -> range:
     """Return a rank's channels, or words of a vocabulary: whole steps of STEP, but for the last, if there are as many steps as ranks.
 
     Raises UserError for fewer channels than ranks.
@@ -75,12 +75,12 @@ def share_channels(total: int, tp: int, rank: int) -> range:
     if tp > total:
         raise UserError(f"tp={tp} is more than the {total} channels of a layer of this model: give at most {total}")
     step = STEP if -(-total // STEP) >= tp else 1
-    steps = share(-(-total // step), tp, rank)
+    steps = shard(-(-total // step), tp, rank)
     return range(steps.start * step, min(steps.stop * step, total))
 
 
 @cache
-def share_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShare:
+def shard_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShard:
     """Return a rank's heads of H queries and G keys: keys with all their queries, or for more ranks than keys some queries of one key.
 
     Raises UserError for more ranks than query heads.
@@ -89,23 +89,23 @@ def share_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShar
         raise UserError(f"tp={tp} is more than the {num_queries} query heads of this model: give at most {num_queries}")
     group = num_queries // num_keys
     if tp <= num_keys:
-        keys = share(num_keys, tp, rank)
-        return HeadShare(range(keys.start * group, keys.stop * group), keys)
+        keys = shard(num_keys, tp, rank)
+        return HeadShard(range(keys.start * group, keys.stop * group), keys)
     key = rank * num_keys // tp
     sharing = [other for other in range(tp) if other * num_keys // tp == key]
-    own = share(group, len(sharing), rank - sharing[0])
-    return HeadShare(range(key * group + own.start, key * group + own.stop), range(key, key + 1))
+    own = shard(group, len(sharing), rank - sharing[0])
+    return HeadShard(range(key * group + own.start, key * group + own.stop), range(key, key + 1))
 
 
 @cache
-def share_outputs(
+def shard_outputs(
     units: tuple[Unit, ...], size: int, num_heads: tuple[int, int], tp: int, rank: int
 ) -> tuple[range, ...]:
     """Return a rank's outputs, of `size`, of a layer whose sections, one after the other, are made of these units.
 
     `num_heads`: H and G of the layer's attention.
     """
-    heads = share_heads(*num_heads, tp, rank)
+    heads = shard_heads(*num_heads, tp, rank)
     of_unit = {
         Unit.QUERY_HEAD: (num_heads[0], heads.queries),
         Unit.KEY_VALUE_HEAD: (num_heads[1], heads.keys),
@@ -113,7 +113,7 @@ def share_outputs(
     }
     if set(units) == {Unit.CHANNEL}:
         length = size // len(units)
-        own = share_channels(length, tp, rank)
+        own = shard_channels(length, tp, rank)
         return tuple(range(i * length + own.start, i * length + own.stop) for i in range(len(units)))
     counts = [of_unit[unit][0] for unit in units]
     width = size // sum(counts)  # of a head, which all sections share
@@ -124,12 +124,12 @@ def share_outputs(
     )
 
 
-def share_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> list[range]:
+def shard_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> list[range]:
     """Return each rank's inputs of a layer that reads its attention's heads, H and G of them, or without these a layer's channels."""
     if num_heads is None:
-        return [share_channels(inputs, tp, rank) for rank in range(tp)]
+        return [shard_channels(inputs, tp, rank) for rank in range(tp)]
     width = inputs // num_heads[0]
-    queries = [share_heads(*num_heads, tp, rank).queries for rank in range(tp)]
+    queries = [shard_heads(*num_heads, tp, rank).queries for rank in range(tp)]
     return [range(own.start * width, own.stop * width) for own in queries]
 
 

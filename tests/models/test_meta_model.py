@@ -15,7 +15,7 @@ from conf.tasks import CheckpointFormat
 from models.decoder import DecoderLayer
 from models.layers.linear import Linear
 from pipelines.loading import load_engine
-from pipelines.opening import open_source
+from pipelines.model_source import resolve_model
 from pipelines.quantize.preflight import print_preflight
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
@@ -88,7 +88,7 @@ def test_every_layout_and_task_is_bounded(tmp_path: Path, num_made: list[int]) -
             convert(tmp_path / "hf", tmp_path / "made", format=format)
     run = run_config(tmp_path / "hf")
     with pytest.raises(UserError, match=REFUSED):
-        print_preflight(run, open_source(run.model), tmp_path)
+        print_preflight(run, resolve_model(run.model), tmp_path)
     assert num_made[0] < 10_000
 
 
@@ -111,6 +111,6 @@ def test_random_weights_are_bounded_by_nothing(tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM, **SIZES)
     change(tmp_path, num_hidden_layers=200)
     run = run_config(tmp_path, weights=Weights.random)
-    assert load_engine(run, 1).runner.model.config.num_hidden_layers == 200
+    assert load_engine(run, 1).executor.model.config.num_hidden_layers == 200
     with pytest.raises(UserError, match=REFUSED):
         load_engine(replace(run, model=ModelConfig(path=str(tmp_path), tokenizer=None)), 1)
