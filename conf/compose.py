@@ -170,11 +170,8 @@ def _unknown_name(text: str) -> str | None:
     if config := re.search(r"Cannot find primary config '(.+?)'(?:.|\n)*provider=main, path=(?:file://)?(.*)", text):
         name, folder = config.groups()
         files = sorted(file.stem for file in Path(folder).glob("*.yaml"))
-        found = (
-            list_known_names(files, name)
-            if files
-            else "give --config-path the folder of a run, which has a config.yaml"
-        )
+        remedy = "give --config-path the folder of a run, which has a config.yaml"
+        found = list_known_names(files, name) if files else remedy
         return f"{folder} has no {name}.yaml: {found}"
     return None
 

@@ -127,10 +127,8 @@ def shard_plan(
     check_plan(plan, parallel_layout)
     if isinstance(plan.model, ExportedLM):
         whole, folder = plan.model, plan.source.checkpoint.path
-        own, has_head = (
-            read_description(folder, parallel_layout.rank),
-            plan.source.architecture.head is not HeadKind.none,
-        )
+        own = read_description(folder, parallel_layout.rank)
+        has_head = plan.source.architecture.head is not HeadKind.none
         model = ExportedLM(own, part_folder(folder, parallel_layout), has_head, group, neighbours).eval()
         model.quantized = whole.quantized
         return replace(plan, model=model, parallel_layout=parallel_layout)

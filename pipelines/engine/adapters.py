@@ -54,11 +54,8 @@ class Adapters:
         """Return the adapter of this name. Raises UserError that lists the known ones."""
         if name in self._ids:
             return self._ids[name]
-        known = (
-            list_known_names(list(self._ids), name)
-            if self._ids
-            else "there are none: give model.adapters={NAME: FOLDER}"
-        )
+        remedy = "there are none: give model.adapters={NAME: FOLDER}"
+        known = list_known_names(list(self._ids), name) if self._ids else remedy
         raise UserError(f"adapter {shortened(repr(name))} does not exist: {known}")
 
     def give(self, request: Request, name: str) -> Request:

@@ -45,9 +45,8 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
-MICROBATCH_STEPS = (
-    4  # among which a microbatch divides a budget of prompts: other stages wait in its first and its last one
-)
+# A microbatch spreads its prompt budget over so many steps: the other stages wait in its first and its last step.
+MICROBATCH_STEPS = 4
 
 
 class Engine:
@@ -113,9 +112,8 @@ class Engine:
         self.executor = self._make_executor(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # the next step, which runs before its input tokens are known here
-        self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = (
-            deque()
-        )  # steps under way, of different groups
+        # steps in flight, of different groups
+        self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""

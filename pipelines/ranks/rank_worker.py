@@ -91,10 +91,8 @@ class RankWorker:
             assert library is not None
             context = shared_memory_context(library, channel.receive_file(), parallel_layout, start["spins"])
         self._context = context
-        self._answers = parallel_layout.pp > 1 and (parallel_layout.tp_rank, parallel_layout.stage) == (
-            0,
-            parallel_layout.pp - 1,
-        )
+        is_last_stage = parallel_layout.stage == parallel_layout.pp - 1
+        self._answers = parallel_layout.pp > 1 and is_last_stage and parallel_layout.tp_rank == 0
         head = None if start["head"] is None else HeadKind[start["head"]]
         source = resolve_model(run.model, head)
         if "common" in start:
