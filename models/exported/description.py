@@ -168,7 +168,6 @@ def describe(
     scales = {weight.data_ptr(): name for name, weight in own.items()}
     mixtures = [each for each in model.modules() if isinstance(each, Experts)]
     of_mixtures = [asdict(Mixture(_bytes(each), len(each), each.num_experts_per_tok)) for each in mixtures]
-    is_sharded = parallel_layout.tp * parallel_layout.pp > 1
     has_embedding = not isinstance(model.embedding, MissingLayer)
     embeddings = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
     unread = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(model.head))
@@ -199,7 +198,7 @@ def describe(
         "head": model.layout.head,
         "sha256": sha256,
         "prompt_marks": [[*ids] for ids in model.prompt_marks],
-    } | ({"part": describe_part(model, parallel_layout)} if is_sharded else {})
+    } | ({"part": describe_part(model, parallel_layout)} if parallel_layout.tp * parallel_layout.pp > 1 else {})
 
 
 def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
