@@ -1,4 +1,4 @@
-// The files of an artefact (pipelines/README.md), mapped.
+// The files of an artefact (docs/export.md), mapped.
 #pragma once
 
 #include <cstring>

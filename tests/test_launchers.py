@@ -136,7 +136,7 @@ def test_a_launcher_that_cannot_run_is_refused_in_one_line(tmp_path: Path, monke
 
 @pytest.mark.long
 def test_a_sweep_shows_what_drafts_gain_in_one_table(chatty: Path, tmp_path: Path) -> None:
-    """The command of pipelines/README.md, with drafts of a fixed length, so that there are some in a short row."""
+    """The command of docs/speculation.md, with drafts of a fixed length, so that there are some in a short row."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once upon a time", "a b a b a b")))
     arguments = [

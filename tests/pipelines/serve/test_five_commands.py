@@ -1,4 +1,4 @@
-"""The five commands of the README's page work as they stand there, but for ports, which are free ones here, and the folder of batches."""
+"""The commands of docs/serve.md work unchanged except ports, which are free ones here, and the folder of batches."""
 
 import json
 import re
@@ -15,10 +15,8 @@ from tests.helpers.builders import REPOSITORY
 from tests.helpers.server import ended, served
 from tests.helpers.waiting import LIMIT_S
 
-README = (REPOSITORY / "pipelines" / "README.md").read_text(encoding="utf-8")
-PAGE = README.partition("## Serve\n")[2].partition("### Requests\n")[0]
-SERVE, *COMMANDS = re.findall(r"^```\n(.+?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-CURL, OPENAI, CHAT, BATCH, REPLICAS = COMMANDS
+PAGE = (REPOSITORY / "docs" / "serve.md").read_text(encoding="utf-8")
+SERVE, REPLICAS, CURL, OPENAI, CHAT, BATCH, _ = re.findall(r"^```\n(.+?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
