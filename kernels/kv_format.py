@@ -147,7 +147,7 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     "none": (Unquantised(), Unquantised()),
     "int8": (Int8(), Int8()),
     "fp8": (Float8(), Float8()),
-    # Some channels of keys are far larger than the others: LOG.md has the perplexity by the number of groups.
+    # Some channels of keys are far larger than the rest: DECISIONS.md (KV cache) has the perplexity by the number of groups.
     "int4": (Int4(4), Int4(1)),
 }
 """Of keys and of values, by the names of `quant.kv_cache`."""

@@ -58,7 +58,7 @@ BABYLLAMA = SHARED / "data" / "models" / "babyllama_tok105"
 @pytest.mark.long
 @pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
 def test_logits_of_a_real_model_recover(tmp_path: Path) -> None:
-    """LOG.md has the perplexities."""
+    """DECISIONS.md (Quantisation) has the perplexities."""
     write_outlier_twin(BABYLLAMA, tmp_path / "twin")
     text = (SHARED / "data" / "text" / "tiny_stories_944k.txt").read_text(encoding="utf-8")
     (tmp_path / "text.txt").write_text(text[-60_000:], encoding="utf-8")
@@ -76,5 +76,5 @@ def test_logits_of_a_real_model_recover(tmp_path: Path) -> None:
             tmp_path / "twin", CALIBRATED[scheme], tmp_path / scheme, tmp_path / "text.txt", tokenizer="", sequence_length=250
         )  # fmt: skip
         rise[scheme] = nll(all_logits(make(run, tmp_path / "run"), ids)) - exact
-    assert rise["a8w8 static"] > 0.5  # perplexity 1.6 times as high at least; LOG.md has 3.7 times
+    assert rise["a8w8 static"] > 0.5  # perplexity 1.6 times as high at least; DECISIONS.md (Quantisation) has 3.7
     assert rise["a8w8 static smoothquant"] < 0.02
