@@ -1,6 +1,7 @@
-"""Floor 4b, the engine in a process of its own, and the client that starts it, asks it, and starts it again.
+"""Floor 4b: the engine in its own process, and the client that starts, queries and restarts that process.
 
-`frames` are the messages between the two. The client's side imports no torch: `client`, which keeps the requests on their
-way, `suspects`, which knows those that crashed it, and `child`, the handle of the process. The process (`__main__`) loads
-the model (`loading`) and runs the engine's steps (`process`) between what comes (`channel`, `inbox`) and goes (`gate`).
+`frames` defines the messages between the two processes. The client side imports no torch: `client` tracks the requests
+in flight, `suspects` tracks the requests that were in flight at a crash, and `child` is the process handle. The engine
+side (`__main__`) loads the model (`loading`) and runs the engine's steps (`process`). It receives requests through
+`channel` and `inbox`, and sends deltas through `gate`.
 """

@@ -19,13 +19,13 @@ from pipelines.engine_process.process import EngineProcess
 from pipelines.interrupt import RankLost
 from pipelines.run_log import log_engine_in
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # Linux prctl option
 
 
 def main() -> None:
     """Load the model that the first frame names, and serve it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung process does not see that its socket was closed
-    for number in (signal.SIGINT, signal.SIGTERM):  # the other process decides when to end
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a hung process does not see that its socket closes
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     log_warnings()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -43,7 +43,7 @@ def main() -> None:
         channel.send_all(Unready(str(error)))
         return
     channel.send(served.ready)
-    # What a request's settings leave unused is its sender's affair, and would fill the log.
+    # Warnings about unused settings of a request concern its sender. They would fill the log.
     logging.getLogger("conf.decoding").setLevel(logging.ERROR)
     EngineProcess(channel, served, start.run.serve.max_step_ms).serve()
 

@@ -1,4 +1,4 @@
-"""The engine's end of the socket. Nothing here makes the engine wait for the other end."""
+"""The engine's end of the socket. `send` and `receive(waits=False)` never block the engine."""
 
 import select
 import socket
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pipelines.engine_process.frames import FrameReader, FromEngine, ToEngine, encode
 
 CHUNK = 1 << 20  # bytes
-MAX_CHUNKS = 8  # that are received at once
+MAX_CHUNKS = 8  # received per call of `receive`
 
 
 class Channel:
@@ -24,12 +24,12 @@ class Channel:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether earlier frames are still here, because the other end reads none."""
+        """Whether unsent bytes remain because the other end does not read."""
         return bool(self._unsent)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other end has closed the socket, and all that it sent was received."""
+        """Whether the other end has closed the socket and all bytes from it are received."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -38,28 +38,28 @@ class Channel:
             return True
 
     def send(self, frame: FromEngine) -> None:
-        """Send a frame, or keep what the socket does not take now."""
+        """Send a frame. Bytes that the socket does not accept now are kept for later calls."""
         self._unsent += encode(frame)
         self._send()
 
     def send_all(self, frame: FromEngine) -> None:
-        """Send a frame and wait until the socket has it, or is closed."""
+        """Send a frame and block until the socket accepts all of it, or is closed."""
         self.send(frame)
         while self._unsent:
             select.select((), (self._connection,), ())
             self._send()
 
     def wake(self) -> None:
-        """End a wait of `receive`, or the next one. From any thread."""
-        with suppress(BlockingIOError):  # enough wait for it
+        """End the current or the next blocking `receive`. May be called from any thread."""
+        with suppress(BlockingIOError):  # enough wake-ups are pending
             self._waker.send(b"1")
 
     def receive(self, waits: bool) -> list[ToEngine] | None:
-        """Return frames that have come, None where the other end has closed the socket.
+        """Return the frames that have arrived, or None if the other end has closed the socket.
 
-        `waits`: until there is something to receive, the socket takes what was kept, or `wake` is called.
+        `waits`: block until data arrives, the socket accepts unsent bytes, or `wake` is called.
 
-        Raises UserError for bytes that are no frame.
+        Raises UserError for bytes that are not a frame.
         """
         unsent = (self._connection,) if self._unsent else ()
         ready, _, _ = select.select((self._connection, self._woken), unsent, (), None if waits else 0)
@@ -85,5 +85,5 @@ class Channel:
                 del self._unsent[: self._connection.send(self._unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # nobody will read it: `receive` tells
+        except OSError:  # the other end is closed; `receive` reports it
             self._unsent.clear()

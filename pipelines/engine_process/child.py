@@ -1,4 +1,4 @@
-"""The engine's process, and the socket to it."""
+"""The handle of the engine's process and the socket to it."""
 
 import asyncio
 import os
@@ -12,29 +12,29 @@ from typing import Protocol
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-P", "-m", "pipelines.engine_process")
 CHUNK = 1 << 20  # bytes
-END_S = 5.0  # for a process that has closed its socket
+END_S = 5.0  # grace period for a process that has closed its socket
 
 
 class Child(Protocol):
-    """An engine's process, wherever it runs."""
+    """An engine process, on this machine or on another one."""
 
     def write(self, content: bytes) -> None:
-        """Send bytes without waiting."""
+        """Send bytes without blocking."""
 
     def write_eof(self) -> None:
-        """Ask the process to end."""
+        """Tell the process to end."""
 
     async def read(self) -> bytes:
-        """Return the next bytes, none where the process has closed its end."""
+        """Return the next bytes, or b"" if the process has closed its end."""
 
     def kill(self) -> None:
         """End the process."""
 
     async def ended(self) -> str:
-        """Wait for the process to end, not for long, and return how it has ended."""
+        """Wait a short time for the process to end. Return a phrase that says how it ended."""
 
     async def close(self) -> None:
-        """Leave nothing of the process."""
+        """Release the process and all its resources."""
 
 
 class LocalChild:
@@ -58,7 +58,7 @@ class LocalChild:
                 *(*COMMAND, str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                process_group=0,  # a terminal's interrupt is for the parent alone
+                process_group=0,  # an interrupt from the terminal must reach only the parent
                 env={**os.environ, "PYTHONPATH": path},
             )
         except OSError:
@@ -69,27 +69,27 @@ class LocalChild:
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     def write(self, content: bytes) -> None:
-        """Send bytes without waiting."""
+        """Send bytes without blocking."""
         self._writer.write(content)
 
     def write_eof(self) -> None:
-        """Close our end, upon which the process ends."""
+        """Close this end of the socket. The process then ends."""
         self._writer.write_eof()
 
     async def read(self) -> bytes:
-        """Return the next bytes, none where the process has closed its end."""
-        with suppress(ConnectionError):  # of a process that has left what it was sent unread
+        """Return the next bytes, or b"" if the process has closed its end."""
+        with suppress(ConnectionError):  # the process ended before it read all that was sent
             return await self._reader.read(CHUNK)
         return b""
 
     def kill(self) -> None:
-        """End the process, and those that it has started."""
+        """Kill the process and its child processes."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def ended(self) -> str:
-        """Wait for the process to end, `END_S` at most, and return how it has ended."""
+        """Wait at most `END_S` for the process to end. Return a phrase that says how it ended."""
         await asyncio.wait([asyncio.ensure_future(self._process.wait())], timeout=END_S)
         returncode = self._process.returncode
         if returncode is None:
@@ -99,7 +99,7 @@ class LocalChild:
         return f"ended with exit code {returncode}"
 
     async def close(self) -> None:
-        """End the process, and wait until it has."""
+        """Kill the process and wait until it has ended."""
         self._writer.close()
         self.kill()
         await self._process.wait()

@@ -1,4 +1,4 @@
-"""The engine as the HTTP process knows it: a child process that is started, asked, and started again."""
+"""The HTTP process's view of the engine: a child process that is started, sent requests, and restarted."""
 
 import asyncio
 import logging
@@ -37,11 +37,11 @@ MAX_BACKOFF_S = 30.0
 
 
 class EngineGone(Exception):
-    """There is no engine, or it ended before the answer did. The same request may succeed a little later."""
+    """No engine is available, or it ended before the response was complete. A retry of the same request may succeed."""
 
 
 class EngineRefused(Exception):
-    """The engine cannot run a request."""
+    """The engine rejects a request."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -49,11 +49,11 @@ class EngineRefused(Exception):
 
 
 class RemoteEngine(Protocol):
-    """The engine in another process, as the server uses it: an `EngineClient`, or the replicas that share one address."""
+    """The engine in another process, as the server uses it: an `EngineClient`, or the replicas behind one address."""
 
     @property
     def info(self) -> Ready | None:
-        """None where no model is loaded."""
+        """The loaded model, or None while no model is loaded."""
 
     @property
     def beat(self) -> Beat | None: ...
@@ -63,14 +63,14 @@ class RemoteEngine(Protocol):
 
 
 class Answer:
-    """One request on its way. Whoever leaves it before its end calls `cancel`."""
+    """One request in flight. A caller that abandons it calls `cancel`."""
 
     def __init__(self, client: "EngineClient", submit: Submit | SubmitPooled, news: asyncio.Event) -> None:
-        """news: set whenever there is something to take, and at the end."""
+        """`news` is set when `take` has an item, and at the end of the request."""
         self._client = client
         self.submit = submit
         self._seed: int | None = None
-        self._waiting: dict[int, Delta] = {}  # by sample
+        self._waiting: dict[int, Delta] = {}  # deltas not yet taken, by sample
         self._done: Done | None = None
         self._error: Exception | None = None
         self._has_ended = False
@@ -78,7 +78,7 @@ class Answer:
         self._news = news
 
     async def accepted(self) -> int:
-        """Wait for the engine's word, and return the seed. Raises EngineRefused and EngineGone."""
+        """Wait until the engine accepts the request, and return the seed. Raises EngineRefused and EngineGone."""
         await self._is_accepted.wait()
         if self._seed is None:
             raise self._error or EngineGone("the request was cancelled")
@@ -86,13 +86,13 @@ class Answer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing comes any more, and all was taken."""
+        """Whether the request has ended and the caller has taken every item."""
         return self._has_ended and not self._waiting and self._error is None and self._done is None
 
     def take(self) -> Delta | Done | None:
-        """Return what has come, deltas of a sample merged into one, at last the Done; None where nothing waits.
+        """Return the next item: a merged delta of one sample, or the final Done. Return None if no item is available.
 
-        Raises EngineRefused, and EngineGone after what had come before.
+        Raises EngineRefused. Raises EngineGone after all deltas that had arrived.
         """
         if self._waiting:
             return self._waiting.pop(next(iter(self._waiting)))
@@ -102,19 +102,19 @@ class Answer:
         return done
 
     def cancel(self) -> None:
-        """Leave the request, which ends within a step; it does nothing after the end."""
+        """Cancel the request. The engine drops it within a step. Does nothing if the request has ended."""
         if not self._has_ended:
             self._waiting.clear()
             self._end()
             self._client.forget(self)
 
     def accept(self, seed: int) -> None:
-        """Take the engine's word."""
+        """Record that the engine has accepted the request."""
         self._seed = seed
         self._is_accepted.set()
 
     def add(self, delta: Delta) -> None:
-        """Take what a sample has said."""
+        """Add a delta. It is merged with the delta of the same sample that was not yet taken."""
         known = self._waiting.setdefault(delta.sample, delta)
         if known is not delta:
             known.text += delta.text
@@ -124,7 +124,7 @@ class Answer:
         self._news.set()
 
     def end(self, end: Done | Exception) -> None:
-        """Take the end."""
+        """Record the end of the request."""
         if isinstance(end, Done):
             self._done = end
         else:
@@ -138,7 +138,7 @@ class Answer:
 
 
 class EngineClient:
-    """Starts the engine's process, hands it requests, and starts it again where it ends or hangs. For one event loop."""
+    """Starts the engine's process, sends requests to it, and restarts it if it ends or hangs. For one event loop."""
 
     def __init__(
         self,
@@ -146,37 +146,37 @@ class EngineClient:
         start_child: Callable[[], Awaitable[Child]] = LocalChild.start,
         suspects: Suspects | None = None,
     ) -> None:
-        """`start_child` raises OSError where it cannot. `suspects`: those that clients of the same model share."""
+        """`start_child` raises OSError if it cannot start a process. Clients of the same model share `suspects`."""
         self.info: Ready | None = None
-        """None while the model is loaded, the first time or again."""
+        """None while the model loads, also during a restart."""
         self.beat: Beat | None = None
-        """The child's last one."""
+        """The last beat of the child."""
         self.num_restarts = 0
         self._run = run
         self._config = run.serve
         self._answers: dict[int, Answer] = {}
         self._num_submitted = 0
-        self._begun: set[int] = set()  # requests that the child has something to do for
+        self._begun: set[int] = set()  # requests that the child prepares, checks or computes
         self._suspects = Suspects() if suspects is None else suspects
         self._start_child = start_child
         self._child: Child | None = None
-        self._why: str | None = None  # the child was ended
+        self._why: str | None = None  # the reason for which the child was ended
         self._stall: asyncio.TimerHandle | None = None
-        self._heard_s = 0.0  # when the wait for the child began
-        self._is_late = False  # whether that wait is the second one
+        self._heard_s = 0.0  # event loop time at which the current wait for the child began
+        self._is_late = False  # whether the current wait is the second one
         self._was_ready = False
-        self._is_settled = asyncio.Event()  # whether the model is loaded, or cannot be
+        self._is_settled = asyncio.Event()  # set when the model is loaded or loading has failed
         self._failure: UserError | None = None
         self._is_closing = False
         self._backoff_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to load the model."""
+        """Start to load the model."""
         self._task = asyncio.create_task(self._keep_running())
 
     async def wait_ready(self) -> Ready:
-        """Wait until the model is loaded. Raises UserError where it cannot be loaded the first time, and EngineGone after `close`."""
+        """Wait until the model is loaded. Raises UserError if the first load fails, and EngineGone after `close`."""
         while self.info is None:
             if self._failure or self._is_closing:
                 raise self._failure or EngineGone("the engine is closed")
@@ -186,18 +186,18 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """How many requests are on their way."""
+        """The number of requests in flight."""
         return len(self._answers)
 
     def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> Answer:
-        """Send a request, whose `id` is given here. news: as for Answer. Raises EngineGone where no engine is ready."""
+        """Send a request and give it an `id`. `news`: see Answer. Raises EngineGone if no engine is ready."""
         if self.info is None or self._child is None:
             raise EngineGone("the engine is loading its model")
         self._num_submitted += 1
         answer = Answer(self, msgspec.structs.replace(submit, id=self._num_submitted), news)
         try:
             frame = encode(answer.submit)
-        except (OverflowError, UnicodeEncodeError) as error:  # a number beyond 64 bits, half a surrogate pair
+        except (OverflowError, UnicodeEncodeError) as error:  # an integer beyond 64 bits, or half a surrogate pair
             answer.end(EngineRefused(f"the request has what no frame can hold ({error}): leave it out"))
             return answer
         if self._suspects.has(submit):
@@ -217,12 +217,12 @@ class EngineClient:
             self._child.write(encode(Cancel(answer.submit.id)))
 
     async def ended(self) -> None:
-        """Wait until nobody keeps the engine running. Raises what ended that."""
+        """Wait until the engine is no longer kept running. Raises the error that ended it."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """End the engine's process. Requests on their way end with EngineGone."""
+        """End the engine's process. Requests in flight end with EngineGone."""
         self._is_closing = True
         if self._task is None:
             return
@@ -252,7 +252,7 @@ class EngineClient:
             self._is_settled.set()
 
     async def _run_child(self) -> str:
-        """Run a child until it ends, hangs, or sends what is no frame. Returns which."""
+        """Run a child until it ends, hangs, or sends an invalid frame. Return a phrase that says which."""
         try:
             child = await self._start_child()
         except OSError as error:
@@ -269,7 +269,6 @@ class EngineClient:
             await child.close()
 
     async def _receive(self, child: Child) -> None:
-        """Take frames until the child closes its end or sends what is no frame."""
         frames = FrameReader(FromEngine)
         while received := await child.read():
             try:
@@ -291,7 +290,7 @@ class EngineClient:
             case Began():
                 self._begun.update(id for id in frame.ids if id in self._answers)
             case Accepted():
-                self._begun.discard(frame.id)  # it waits from here on
+                self._begun.discard(frame.id)  # from here on the request waits for its first step
                 if answer := self._answers.get(frame.id):
                     answer.accept(frame.seed)
             case Refused():
@@ -318,9 +317,10 @@ class EngineClient:
         self._is_settled.set()
 
     def _watch(self) -> None:
-        """Begin anew to wait for the child's next frame, no longer than it may take while there are requests.
+        """Restart the stall timer: the time in which the child must send a frame while requests are in flight.
 
-        That time is two waits: where the event loop itself was held up, what has arrived is read before the second one ends.
+        The limit is split into two waits. If the event loop itself was blocked, it reads the frames that have arrived
+        before the second wait ends.
         """
         loop = asyncio.get_running_loop()
         self._heard_s, self._is_late = loop.time(), False
@@ -328,7 +328,7 @@ class EngineClient:
             self._stall = loop.call_later(self._config.stall_s / 2, self._waited)
 
     def _waited(self) -> None:
-        """Look whether a wait is over. One timer does for all frames: to begin another with each takes longer than to read it."""
+        """Check whether a wait is over. One timer serves all frames: one per frame would cost more than reading it."""
         self._stall = None
         if not self._answers or self._child is None:
             return
@@ -346,7 +346,7 @@ class EngineClient:
             self._child.kill()
 
     def _lose_answers(self, why: str) -> None:
-        """End the requests on their way, and remember those that had begun where this was no orderly end."""
+        """End the requests in flight. Unless the client is closing, count a crash for the requests that had begun."""
         lost, self._answers = self._answers, {}
         for answer in lost.values():
             answer.end(

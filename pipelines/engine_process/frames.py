@@ -1,6 +1,6 @@
-"""The messages between the HTTP process and the engine's, and how they cross a socket: a length and msgpack.
+"""The messages between the HTTP process and the engine's process. A frame is a length and a msgpack body.
 
-Every type is checked where a frame is read. Nothing of a frame is ever run.
+The type of every field is checked when a frame is read. The content of a frame is never executed.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from conf.schema import RunConfig
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bounds of the tokens of a step by which steps are counted: those of vLLM's histogram."""
+"""Upper bounds of the step-size histogram, in tokens. Equal to the bounds of vLLM's histogram."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -22,39 +22,39 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
     run: RunConfig
     log_folder: str | None = None
-    """Where its log is; None: it has none."""
+    """Folder of the engine's log; None: no log."""
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A prompt and how to continue it. `id` names the request in all frames."""
+    """A prompt and its decode settings. `id` identifies the request in all frames."""
 
     id: int
     prompt_token_ids: list[int]
     decode: dict[str, Any]
-    """Settings of DecodeConfig by their names; the others are the server's."""
+    """Fields of DecodeConfig by name. Absent fields have the server's values."""
     adapter: str | None = None
     prefix: str | None = None
     streams: bool = False
-    """Whether deltas are sent as tokens come, and not all at the end."""
+    """Whether deltas are sent while tokens are generated, instead of once at the end."""
     is_background: bool = False
-    """Whether it waits until no other request waits, as the lines of batches do."""
+    """Whether the request yields to all other waiting requests. True for the lines of batches."""
 
 
 class SubmitPooled(msgspec.Struct, tag=True, frozen=True):
-    """A prompt whose vector is wanted."""
+    """A prompt to embed."""
 
     id: int
     prompt_token_ids: list[int]
     adapter: str | None = None
     cache_salt: str | None = None
-    """As in DecodeConfig; None: the server's."""
+    """As in DecodeConfig; None: the server's value."""
     prefix: str | None = None
     is_background: bool = False
     """As in Submit."""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """The client of a request has left. Nothing more is sent of it."""
+    """The client has abandoned a request. The engine sends nothing more about it."""
 
     id: int
 
@@ -65,57 +65,63 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     context_length: int
     vocab_size: int
     fingerprint: str | None
-    """Names all that decides an answer beside the request and its seed; None where bits depend on more, as on a GPU."""
+    """Covers everything that determines an answer except the request and its seed.
+
+    None if the bits of an answer depend on more, as on a GPU.
+    """
     decode: dict[str, Any]
-    """The settings that hold where a request says nothing: the run's, completed by the checkpoint's."""
+    """Default decode settings of a request: the run's settings, completed by the checkpoint's."""
     num_cache_tokens: int
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache in tokens."""
     embeds: bool = False
-    """Whether the model gives vectors and no continuations."""
+    """Whether the model is an embedding model, which does not generate text."""
     instruction: str = ""
-    """Text that the vector's prompt begins with, where the prompt is a text."""
+    """Text that is prepended to the input of an embedding if the input is a text."""
     final_token_id: int | None = None
-    """Token that the vector's prompt ends with, where the prompt is a text."""
+    """Token that ends the prompt of an embedding if the input is a text."""
     max_text_tokens: int | None = None
-    """Tokens to which such a text is cut, the final one among them; None: it is refused where it is too long."""
+    """Length to which such a prompt is truncated, with the final token; None: a prompt that is too long is rejected."""
     prefixes: dict[str, int] = {}
-    """The numbers of virtual tokens of soft prefixes, by name."""
+    """Number of virtual tokens of each soft prefix, by name."""
 
     def after(self, prefix: str | None) -> "Ready":
-        """Return what holds for prompts after a prefix, which takes its places of the context."""
+        """Return the limits that hold for prompts after a soft prefix. The prefix takes some of the context length."""
         num_places = self.context_length - (0 if prefix is None else self.prefixes[prefix])
         most = None if self.max_text_tokens is None else min(self.max_text_tokens, num_places)
         return msgspec.structs.replace(self, context_length=num_places, max_text_tokens=most)
 
 
 class Unready(msgspec.Struct, tag=True, frozen=True):
-    """The model cannot be loaded, for a reason that the user can mend. The child ends."""
+    """The model cannot be loaded, for a reason that the user can correct. The child ends."""
 
     message: str
 
 
 class Began(msgspec.Struct, tag=True, frozen=True):
-    """From here on the engine has something to do for these requests. Between its check and its first step a request only waits."""
+    """The engine starts to work on these requests: it prepares, checks or computes them.
+
+    A request between its check and its first step only waits.
+    """
 
     ids: list[int]
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):
-    """The engine has checked and queued a request. `seed`: the given or the drawn one."""
+    """The engine has checked and queued a request. `seed`: the request's seed, or the seed that was drawn."""
 
     id: int
     seed: int
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request cannot be run."""
+    """The engine rejects a request."""
 
     id: int
     message: str
 
 
 class Logprob(msgspec.Struct, array_like=True, frozen=True):
-    """Natural log probabilities at one token: id, log probability and rank of the token, then of the most likely ones."""
+    """Natural log probabilities at one position: the token's id, log probability and rank, then the top tokens."""
 
     token_id: int
     logprob: float
@@ -124,7 +130,7 @@ class Logprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """New text and tokens of a sample since its last delta. The last delta has the `finish_reason`."""
+    """New text and tokens of a sample since its previous delta. The last delta has the `finish_reason`."""
 
     id: int
     sample: int
@@ -140,7 +146,7 @@ class Deltas(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """A request has ended: after all of its deltas. Times are seconds since it was submitted."""
+    """A request has ended. This frame follows all its deltas. Times are in seconds since the submission."""
 
     id: int
     num_prompt_tokens: int
@@ -152,26 +158,28 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     prompt_logprobs: list[Logprob] | None = None
     vector: list[float] | None = None
     error: str | None = None
-    """Why it failed on its way; the other requests went on."""
+    """Reason for the failure of this request; None: success. A failure does not affect other requests."""
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """The state of the engine after a step. Counts are since the child began; those of tokens count what was computed again, too."""
+    """The engine's state after a step. Counts start with the child process. Token counts include recomputed tokens."""
 
     num_running: int
     num_waiting: int
     cache_usage: float
-    """Share of the KV cache's blocks that running requests have, from 0 to 1."""
+    """Share of the KV cache blocks in use by running requests, from 0 to 1."""
     num_prompt_tokens: int
-    """Computed tokens of prompts."""
+    """Computed prompt tokens."""
     num_generated_tokens: int
     num_preemptions: int
     step_s: float
-    """Seconds of the last step."""
+    """Duration of the last step in seconds."""
     num_steps: list[int] = []
-    """How many steps computed at most as many tokens as each of STEP_TOKENS and more than the one before; last those with more."""
+    """Histogram of steps by computed tokens. Element i counts steps with at most STEP_TOKENS[i] tokens and more than
+    STEP_TOKENS[i - 1]; the last element counts larger steps.
+    """
     num_step_tokens: int = 0
-    """Tokens that all of these steps computed."""
+    """Total tokens computed by the steps in `num_steps`."""
 
 
 ToEngine: TypeAlias = Start | Submit | SubmitPooled | Cancel
@@ -181,13 +189,13 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(frame: ToEngine | FromEngine) -> bytes:
-    """Return a frame as it crosses the socket."""
+    """Return the bytes of a frame: length, then msgpack body."""
     content = _ENCODER.encode(frame)
     return len(content).to_bytes(LENGTH_BYTES, "big") + content
 
 
 class FrameReader:
-    """Cuts the bytes of a socket into frames of one direction."""
+    """Splits a byte stream into frames of one direction."""
 
     def __init__(self, kind: Any) -> None:
         """`kind`: ToEngine or FromEngine."""
@@ -195,7 +203,7 @@ class FrameReader:
         self._rest = bytearray()
 
     def read(self, received: bytes) -> Iterator[Any]:
-        """Yield the frames that are whole now. Raises UserError for bytes that are no frame."""
+        """Yield the frames that are now complete. Raises UserError for bytes that are not a frame."""
         rest = self._rest
         rest += received
         while len(rest) >= LENGTH_BYTES:

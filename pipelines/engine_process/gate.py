@@ -1,30 +1,31 @@
-"""What streams have said, held back until it may be sent: a bounded number of chunks a second, however many streams there are."""
+"""Rate limit for streamed deltas: a bounded number of chunks per second, independent of the number of streams."""
 
 import time
 from collections.abc import Callable
 
 from pipelines.engine_process.frames import Delta, Logprob
 
-MAX_CHUNKS_PER_S = 1000  # of all streams together: each takes the HTTP process some 100 us, and a client as much
-PAUSE_S = 0.0015  # between two chunks of a stream: nobody reads faster
+MAX_CHUNKS_PER_S = 1000  # of all streams; one costs the HTTP process about 100 us, and a client about as much
+PAUSE_S = 0.0015  # minimum time between two chunks of a stream; readers do not benefit from a shorter one
 
 
 class Gate:
-    """Holds deltas of streams, those of a sample merged into one.
+    """Holds deltas of streams. Deltas of the same sample are merged.
 
-    It opens as often as each stream may have a chunk, but not without a pause. A sample's first tokens and its end do not wait.
+    The gate opens often enough for one chunk per stream within MAX_CHUNKS_PER_S, but at most every PAUSE_S. The first
+    tokens and the end of a sample pass at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: returns seconds."""
         self._clock = clock
-        self._held: dict[tuple[int, int], Delta] = {}  # by request and sample
-        self._begun: set[tuple[int, int]] = set()  # samples that have been let through, and go on
+        self._held: dict[tuple[int, int], Delta] = {}  # by request id and sample
+        self._begun: set[tuple[int, int]] = set()  # samples that have sent a delta and have not ended
         self._urgent: set[tuple[int, int]] = set()
         self._opened_s = clock()
 
     def put(self, id: int, sample: int, token_ids: list[int], text: str, logprobs: list[Logprob]) -> None:
-        """Take the next tokens of a sample, and the text that they made certain."""
+        """Add tokens of a sample and the text that they complete."""
         delta = self._delta(id, sample)
         delta.text += text
         delta.token_ids += token_ids
@@ -33,7 +34,7 @@ class Gate:
             self._urgent.add((id, sample))
 
     def end(self, id: int, sample: int, finish_reason: str, stop_reason: str | int | None) -> None:
-        """Take the end of a sample, after all of its tokens."""
+        """Add the end of a sample, after all its tokens."""
         delta = self._delta(id, sample)
         delta.finish_reason, delta.stop_reason = finish_reason, stop_reason
         self._urgent.add((id, sample))
@@ -45,7 +46,7 @@ class Gate:
         self._urgent = {key for key in self._urgent if key[0] != id}
 
     def take(self) -> list[Delta]:
-        """Return the deltas that may be sent now, which are the caller's."""
+        """Return and remove the deltas that may be sent now."""
         now = self._clock()
         if now - self._opened_s >= max(PAUSE_S, len(self._begun) / MAX_CHUNKS_PER_S):
             self._opened_s = now

@@ -1,20 +1,20 @@
-"""Requests that have come to the engine's process and were not looked at yet, in their order."""
+"""Queue of requests that have reached the engine's process and are not yet checked, in arrival order."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from pipelines.engine_process.frames import Submit, SubmitPooled
 
-TURN_S = 0.02  # that requests are looked at before the next step: a long prompt takes a millisecond
-PATIENCE_S = 0.002  # for what is prepared, before the next step: settings that were used before are there by then
+TURN_S = 0.02  # time to check requests before the next step; a long prompt takes about 1 ms
+PATIENCE_S = 0.002  # wait for preparations before the next step; settings that were used before need less
 SLOW = ("guide", "bad_words")  # settings whose preparation may take a second
 
 
 class Inbox:
-    """Hands out as many requests as a turn has time for. Settings that take long are prepared in a thread meanwhile."""
+    """Yields as many requests as fit in TURN_S. A thread prepares slow settings in the meantime."""
 
     def __init__(self, prepare: Callable[[Submit], None], wake: Callable[[], None], clock: Callable[[], float]) -> None:
-        """`prepare`: what it raises is lost. `wake` is called when something was prepared. `clock`: returns seconds."""
+        """Exceptions of `prepare` are ignored. `wake` is called when a preparation ends. `clock` returns seconds."""
         self._prepare, self._wake, self._clock = prepare, wake, clock
         self._frames: dict[int, Submit | SubmitPooled] = {}
         self._preparing: dict[int, Future[None]] = {}
@@ -26,11 +26,11 @@ class Inbox:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` has something."""
+        """Whether `take` has a request to yield."""
         return any(map(self._is_ready, self._frames))
 
     def put(self, frame: Submit | SubmitPooled) -> bool:
-        """Take a request. Returns whether it is prepared from here on."""
+        """Add a request. Return whether a thread now prepares its settings."""
         self._frames[frame.id] = frame
         if not isinstance(frame, Submit) or not any(frame.decode.get(name) for name in SLOW):
             return False
@@ -40,14 +40,14 @@ class Inbox:
         return True
 
     def drop(self, id: int) -> bool:
-        """Forget a request. Returns whether it was here."""
+        """Forget a request. Return whether it was queued here."""
         if (future := self._preparing.pop(id, None)) is not None:
             future.cancel()
         return self._frames.pop(id, None) is not None
 
     def take(self) -> Iterator[Submit | SubmitPooled]:
-        """Yield the requests whose turn has come, one at least if there is one."""
-        if not self._frames:  # as in most steps
+        """Yield the requests that are ready, for at most TURN_S but at least one."""
+        if not self._frames:  # the usual case
             return
         wait(self._new, PATIENCE_S)
         self._new.clear()
@@ -59,7 +59,7 @@ class Inbox:
                 return
 
     def close(self) -> None:
-        """End the thread after what it does now."""
+        """Stop the thread after its current preparation."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _is_ready(self, id: int) -> bool:

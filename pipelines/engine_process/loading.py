@@ -1,4 +1,4 @@
-"""From the first frame to an engine that can serve, in the engine's process."""
+"""Loads the model of the first frame in the engine's process."""
 
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,18 +26,18 @@ from pipelines.report import NoProgress, ProgressSink, progress_bar
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded model."""
+    """A loaded model, ready to serve."""
 
     engine: Engine
     embedder: Embedder | None
-    """Where the checkpoint is one of an embedding model."""
+    """None unless the checkpoint is an embedding model."""
     decode: DecodeConfig
-    """The settings that hold where a request says nothing."""
+    """Default decode settings of a request."""
     ready: Ready
 
 
 class _WhileWanted(NoProgress):
-    """Shows the progress, and ends the process where the other end of the channel is closed meanwhile."""
+    """Shows the progress. Ends the process if the other end of the channel closes during loading."""
 
     def __init__(self, channel: Channel, shown: ProgressSink) -> None:
         self._channel = channel
@@ -60,7 +60,7 @@ class _WhileWanted(NoProgress):
 
 
 def load_served(run: RunConfig, channel: Channel) -> Served:
-    """Load the model of `run` for `serve.batch_size` requests at once. Raises UserError as `load_engine_on` does."""
+    """Load the model of `run` for `serve.batch_size` concurrent requests. Raises UserError as `load_engine_on` does."""
     model = run.model
     path = find_checkpoint(
         model.path, model.weights is Weights.checkpoint, model.allow_pickle, model.hub, model.revision
@@ -77,13 +77,13 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
     else:
         decode = engine.requests.resolve(_sampled(decode, engine.requests.decode_defaults))
         engine.requests.check(decode)
-        with suppress(UserError):  # where there are no guides; else no request waits for their vocabulary
+        with suppress(UserError):  # no guides; else this prepares their vocabulary before the first request
             engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
     return Served(engine, embedder, decode, described(replace(run, decode=decode), source, engine, embedder))
 
 
 def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
-    """Return settings that sample with temperature 1, as OpenAI's API does, where neither run nor checkpoint say how to choose."""
+    """Set temperature to 1, the default of OpenAI's API, unless the run or the checkpoint chooses how to decode."""
     given = suggested | {name: value for name, value in vars(decode).items() if value is not None}
     if "temperature" in given or (given.get("num_beams") or 1) > 1 or given.get("penalty_alpha"):
         return decode
@@ -91,7 +91,7 @@ def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
 
 
 def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Embedder | None = None) -> Ready:
-    """Return what requests depend on. run: with resolved settings of `decode`."""
+    """Return the Ready frame of a loaded model. `run`: has resolved `decode` settings."""
     settings = {} if embedder is None else embedder.settings
     blocks = engine.scheduler.block_manager
     return Ready(
@@ -109,7 +109,7 @@ def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Emb
 
 
 def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:
-    """Return what names the answers' bits; None where they depend on more than the request."""
+    """Return the fingerprint of the answers' bits, or None if the bits depend on more than the request."""
     if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
         return None
     parts |= {

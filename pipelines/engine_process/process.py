@@ -1,4 +1,4 @@
-"""What the engine's process does: requests in, deltas out, a step at a time."""
+"""The loop of the engine's process: read requests, run one step, send deltas."""
 
 import logging
 import time
@@ -38,23 +38,23 @@ from pipelines.engine_process.loading import Served
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.1  # between two beats, while steps follow each other
+BEAT_S = 0.1  # minimum time between two beats while steps run
 
 
 @dataclass(eq=False)
 class Ongoing:
-    """A request that was accepted and has not ended. Times are seconds of `time.monotonic`."""
+    """A request that was accepted and has not ended. Times are in seconds of `time.monotonic`."""
 
     frame: Submit | SubmitPooled
     request: Request
     submitted_s: float
     group: SequenceGroup | None = None
-    """None while a request of the background waits for its turn."""
+    """None while a background request is not yet queued in the engine."""
     admitted_s: float | None = None
     has_begun: bool = False
-    """Whether the other end knows that a step may compute it."""
+    """Whether the client was told that a step may compute this request."""
     ended: set[int] = field(default_factory=set)
-    """Samples of a stream whose end is told."""
+    """Samples of a stream whose end was sent."""
 
     @property
     def streams(self) -> bool:
@@ -66,12 +66,12 @@ class Ongoing:
 
 
 class EngineProcess:
-    """Runs the engine's steps between the frames of the HTTP process."""
+    """Runs the engine's steps and exchanges frames with the HTTP process between them."""
 
     def __init__(
         self, channel: Channel, served: Served, max_step_ms: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: returns seconds, as those in the engine's outputs."""
+        """`clock`: returns seconds on the time scale of the engine's outputs."""
         self._channel = channel
         self._served = served
         self._engine: Engine = served.engine
@@ -81,17 +81,17 @@ class EngineProcess:
         self._gate = Gate(clock)
         self._budget = StepBudget(max_step_ms)
         self._ongoing: dict[int, Ongoing] = {}
-        self._background: deque[Ongoing] = deque()  # whose turn has not come
-        self._last = deque[Deltas | Done]()  # frames of requests that have ended, sent after their deltas in the gate
-        self._num_preemptions = 0  # of requests that have ended
+        self._background: deque[Ongoing] = deque()  # not yet queued in the engine
+        self._last = deque[Deltas | Done]()  # last frames of ended requests, sent after the deltas that the gate holds
+        self._num_preemptions = 0  # of ended requests
         self._step_s = 0.0
         self._num_steps = [0] * (len(STEP_TOKENS) + 1)  # as in Beat
         self._num_step_tokens = 0
         self._beat_s = 0.0
-        self._is_told = False  # whether the last beat tells of the state
+        self._is_told = False  # whether the last beat shows the current state
 
     def serve(self) -> None:
-        """Answer requests until the other end of the channel is closed. Raises UserError for bytes that are no frame."""
+        """Serve requests until the other end of the channel closes. Raises UserError for bytes that are not a frame."""
         try:
             while (frames := self._channel.receive(waits=not (self._has_work or self._inbox.is_ready))) is not None:
                 for frame in frames:
@@ -139,7 +139,7 @@ class EngineProcess:
         self._engine.requests.prepare(self._served.decode.replaced(frame.decode))
 
     def _request(self, frame: Submit | SubmitPooled) -> Request:
-        """Return the checked request. Raises UserError for one that this model cannot run."""
+        """Return the checked request. Raises UserError for a request that this model cannot run."""
         prompt = frame.prompt_token_ids
         if isinstance(frame, SubmitPooled):
             if self._embedder is None:
@@ -156,15 +156,13 @@ class EngineProcess:
         return self._engine.request(frame.id, prompt, decode, sink, prefix=frame.prefix, adapter=frame.adapter)
 
     def _sink(self, frame: Submit, num_top: int | None) -> Sink:
-        """Return a sink that hands tokens to the gate."""
-
         def put(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
             self._gate.put(frame.id, sample, token_ids, text, told_logprobs(token_ids, logprobs, num_top))
 
         return put
 
     def _begin(self, ongoing: Ongoing) -> None:
-        """Queue a request in the engine, before those of the background."""
+        """Queue a request in the engine. Background requests move behind it."""
         ongoing.group = self._engine.add(ongoing.request)
         scheduler = self._engine.scheduler
         if not ongoing.is_background and len(scheduler.waiting) > 1:
@@ -175,7 +173,7 @@ class EngineProcess:
         return ongoing is not None and ongoing.is_background
 
     def _admit_background(self) -> None:
-        """Queue requests of the background while nobody waits, and no more than half of all that may run are theirs."""
+        """Queue background requests, at most half of all requests (at least one), while no other request waits."""
         scheduler = self._engine.scheduler
         while self._background and all(map(self._is_of_background, scheduler.waiting)):
             groups = [*scheduler.running, *scheduler.waiting]
@@ -188,7 +186,7 @@ class EngineProcess:
         if self._inbox.drop(id):
             return
         ongoing = self._ongoing.pop(id, None)
-        if ongoing is None:  # it has ended meanwhile
+        if ongoing is None:  # the request has ended in the meantime
             return
         if ongoing.group is None:
             self._background.remove(ongoing)
@@ -199,7 +197,7 @@ class EngineProcess:
         self._is_told = False
 
     def _tell_begun(self) -> None:
-        """Name the requests that the next step may be the first to compute, because it may be the last one of this process."""
+        """Report the requests that the next step may be the first to compute, in case the step crashes the process."""
         scheduler = self._engine.scheduler
         num_free = scheduler.max_num_requests - len(scheduler.running)
         groups = [*scheduler.running, *islice(scheduler.waiting, num_free)]
@@ -229,7 +227,7 @@ class EngineProcess:
             self._report(ongoing, start)
 
     def _max_tokens(self) -> int | None:
-        """Return the budget of a step in which prompts may keep those waiting who generate; None where there are not both."""
+        """Return the token budget of the next step, or None if prompts and generating sequences do not compete."""
         scheduler = self._engine.scheduler
         needed = [s.num_uncomputed_tokens for group in scheduler.running for s in group.sequences]
         num_generating = needed.count(1)
@@ -238,7 +236,7 @@ class EngineProcess:
         return self._budget.max_tokens(num_generating)
 
     def _fail_running(self, error: BaseException) -> None:
-        """End the requests that run. Raises an exception after which the engine cannot go on: this process is started again."""
+        """End the running requests. Accelerator errors are raised again: the engine cannot continue after them."""
         if isinstance(error, torch.AcceleratorError):
             raise error
         log.error("a step failed, and what ran in it", exc_info=error)
@@ -249,7 +247,6 @@ class EngineProcess:
         scheduler.check_integrity()
 
     def _report(self, ongoing: Ongoing, step_start_s: float) -> None:
-        """Hand on what a step has ended of a request."""
         group = ongoing.group
         if group is None:
             return
@@ -257,7 +254,7 @@ class EngineProcess:
             ongoing.admitted_s = step_start_s
         id = ongoing.frame.id
         for sample, completion in group.completions.items() if ongoing.streams else ():
-            if sample not in ongoing.ended:  # one that begins again after a preemption ends again
+            if sample not in ongoing.ended:  # a sample that restarts after a preemption ends a second time
                 ongoing.ended.add(sample)
                 self._gate.end(id, sample, completion.finish_reason.value, completion.stop_reason)
         if group.sequences:
@@ -290,7 +287,6 @@ class EngineProcess:
         )
 
     def _flush(self) -> None:
-        """Send what may be sent now, where the other end reads."""
         if self._channel.is_blocked:
             return
         if deltas := self._gate.take():
@@ -321,14 +317,14 @@ class EngineProcess:
 
 
 def told_logprobs(token_ids: list[int], steps: list[TokenLogprobs] | None, num_top: int | None) -> list[Logprob]:
-    """Return the log probabilities of each token, and of the `num_top` most likely ones; none where none were asked for."""
+    """Return the log probabilities of each token and of the `num_top` most likely; empty if none were requested."""
     if steps is None or num_top is None:
         return []
     return [told_logprob(token, step, num_top) for token, step in zip(token_ids, steps, strict=False)]
 
 
 def told_logprob(token_id: int, step: TokenLogprobs, num_top: int) -> Logprob:
-    """Return a token's log probability. The token is among the most likely ones only where it is one of them."""
+    """Return a token's log probability. `top` contains the token only if it is among the `num_top` most likely."""
     values = step.logprobs
     top = [token for token in values if token != token_id or len(values) <= num_top]
     top.sort(key=step.ranks.__getitem__)
@@ -336,14 +332,14 @@ def told_logprob(token_id: int, step: TokenLogprobs, num_top: int) -> Logprob:
 
 
 def whole_delta(request: Request, sample: int, completion: Completion) -> Delta:
-    """Return the one delta of a sample that was not streamed."""
+    """Return the single delta of a sample that is not streamed."""
     tokens, reason = completion.token_ids, completion.finish_reason.value
     logprobs = told_logprobs(tokens, completion.logprobs, request.params.logprobs)
     return Delta(request.id, sample, completion.text or "", tokens, logprobs, reason, completion.stop_reason)
 
 
 def told_error(error: BaseException, id: int) -> str:
-    """Return what a client is told of its request's error, in one line. What nobody foresaw is for the log alone."""
+    """Return the error message for the client, in one line. Details of unexpected errors go only to the log."""
     if isinstance(error, UserError):
         return str(error)
     log.error("request %d failed", id, exc_info=error)

@@ -1,4 +1,4 @@
-"""Requests that may have ended the engine's process, and are not run for ever."""
+"""Requests that may have crashed the engine's process. After MAX_CRASHES crashes a request is rejected."""
 
 import hashlib
 import time
@@ -9,21 +9,21 @@ import msgspec
 
 from pipelines.engine_process.frames import Submit, SubmitPooled
 
-MAX_CRASHES = 2  # that a request may have been in
-FORGOTTEN_S = 3600.0  # after the last crash: it may have been another request's
+MAX_CRASHES = 2  # number of crashes after which a request is rejected
+FORGOTTEN_S = 3600.0  # time since the last crash; another request may have caused it
 MAX_SUSPECTS = 4096
 
 
 class Suspects:
-    """Counts in how many crashes a request was, by its digest."""
+    """Counts the crashes that each request was part of, by the request's digest."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: returns seconds."""
         self._clock = clock
-        self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # how many, and the time of the last
+        self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # number, time of the last
 
     def crashed(self, submits: Iterable[Submit | SubmitPooled]) -> None:
-        """Count a crash that these requests were in, each once, however often it was sent."""
+        """Count a crash for each of these requests. Copies of the same request count once."""
         self._forget()
         for digest in dict.fromkeys(map(digest_of, submits)):
             num_crashes, _ = self._crashes.pop(digest, (0, 0.0))
@@ -32,12 +32,12 @@ class Suspects:
             self._crashes.popitem(last=False)
 
     def cleared(self, submit: Submit | SubmitPooled) -> None:
-        """Forget a request that has ended well."""
+        """Forget a request that has succeeded."""
         if self._crashes:
             self._crashes.pop(digest_of(submit), None)
 
     def has(self, submit: Submit | SubmitPooled) -> bool:
-        """Return whether a request is not to be run again."""
+        """Return whether a request must be rejected."""
         self._forget()
         return bool(self._crashes) and self._crashes.get(digest_of(submit), (0, 0.0))[0] >= MAX_CRASHES
 
@@ -50,7 +50,9 @@ class Suspects:
 
 
 def digest_of(submit: Submit | SubmitPooled) -> bytes:
-    """Return what two sendings of the same request have in common: all but the seed, which is drawn where none is given."""
+    """Return a digest that is equal for repeated submissions of a request. It excludes the seed, which may be
+    random.
+    """
     settings = submit.decode if isinstance(submit, Submit) else {"cache_salt": submit.cache_salt}
     options = {name: value for name, value in settings.items() if name != "seed"}
     named = submit.adapter, submit.prefix
