@@ -50,9 +50,7 @@ class Suspects:
 
 
 def digest_of(submit: Submit | SubmitPooled) -> bytes:
-    """Return a digest that is equal for repeated submissions of a request. It excludes the seed, which may be
-    random.
-    """
+    """Return a digest that is equal for repeated submissions of a request. The seed is excluded: it may be random."""
     settings = submit.decode if isinstance(submit, Submit) else {"cache_salt": submit.cache_salt}
     options = {name: value for name, value in settings.items() if name != "seed"}
     named = submit.adapter, submit.prefix

@@ -1,6 +1,7 @@
-"""Floor 4b, the server's HTTP, without torch.
+"""Floor 4b: the HTTP side of the server, without torch.
 
-A request passes the guard (`guard`), finds its route (`routes`), is admitted (`service`, `admission`) and deals with the
-engine (`exchange`), which runs in a process of its own (`pipelines.engine_process`, several of them by
-`pipelines.replicas`). `pipelines.api` makes settings of a request and writes the answer, which `stream` sends.
+A request passes the guard (`guard`) and reaches its route (`routes`, `service`). The server admits or rejects it
+(`admission`). `engine_session` connects it to the engine, which runs in its own process (`pipelines.engine_process`, or
+several processes with `pipelines.replicas`). `pipelines.api` converts the request to decode settings and writes the
+answer, and `stream` sends it.
 """

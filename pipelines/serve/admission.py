@@ -1,4 +1,4 @@
-"""How many requests may wait, how long they will, and when a refused one may come again."""
+"""Admission control: bounds the waiting requests, estimates the wait, and says when a rejected client may retry."""
 
 import math
 import time
@@ -12,20 +12,20 @@ from pipelines.engine_process.client import RemoteEngine
 from pipelines.engine_process.frames import Beat
 
 MAX_RETRY_S = 60
-WINDOW_S = 30.0  # of which the measured speed tells, about
+WINDOW_S = 30.0  # window of the throughput average, in seconds
 
 
 @dataclass(eq=False)
 class WaitingPrompt:
-    """A prompt that was handed to the engine and has no token yet."""
+    """A prompt that was sent to the engine and has no output yet."""
 
     num_tokens: int
     beat: Beat | None
-    """The last one before it."""
+    """The engine's last beat before this prompt was sent."""
 
 
 class Speed:
-    """Tokens of prompts that the engine computes in a second while some wait."""
+    """Measures the prefill throughput, in prompt tokens per second, while prompts wait."""
 
     def __init__(self) -> None:
         self._last: tuple[float, int] | None = None
@@ -34,14 +34,14 @@ class Speed:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until something was measured."""
+        """None before the first measurement."""
         return self._num_tokens / self._seconds if self._num_tokens > 0 else None
 
     def note(self, now: float, num_tokens: int, is_busy: bool) -> None:
-        """Take the count at a moment. `is_busy`: whether prompts wait from here on."""
+        """Record the token count at a time. `is_busy`: whether prompts wait from now on."""
         if self._last is not None:
             seconds, tokens = now - self._last[0], num_tokens - self._last[1]
-            if tokens >= 0:  # the count begins anew with another child
+            if tokens >= 0:  # the count restarts with a new child process
                 self._seconds += seconds
                 self._num_tokens += tokens
         if self._seconds > WINDOW_S:
@@ -50,7 +50,7 @@ class Speed:
 
 
 class Admission:
-    """Counts what waits, and refuses what is too much with 429 and the time after which it may come again."""
+    """Counts waiting requests. Rejects excess requests with status 429 and a retry-after time."""
 
     def __init__(
         self,
@@ -59,21 +59,21 @@ class Admission:
         refused: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`refused` is told the reason of each refusal."""
+        """`refused` is called with the reason of each rejection."""
         self._engine = engine
         self._max_sequences = config.replicas * config.batch_size + config.max_waiting
         self._max_tokens = config.max_waiting_tokens
         self._refused = refused
         self._now = now
         self._num_sequences = 0
-        self._prompts: dict[WaitingPrompt, None] = {}  # in the order in which they came
+        self._prompts: dict[WaitingPrompt, None] = {}  # in arrival order
         self._speed = Speed()
 
     @contextmanager
     def place(self, num_sequences: int, timeout_s: float) -> Iterator[None]:
-        """Hold places for the sequences of a request within the block, before its texts become tokens.
+        """Reserve capacity for the sequences of a request within the block. Called before tokenization.
 
-        Raises ApiError (429; 400 for more than there are at all).
+        Raises ApiError: 429 if the server is full, 400 if the request can never fit.
         """
         if num_sequences > self._max_sequences:
             limit = f"serve.batch_size and serve.max_waiting allow {self._max_sequences}"
@@ -81,7 +81,7 @@ class Admission:
         self._note()
         if self._num_sequences + num_sequences > self._max_sequences:
             raise self._full("sequences", f"{self._num_sequences} sequences run or wait")
-        self.check(1)  # the least that a request has
+        self.check(1)  # a request has at least one token
         if (wait := self._wait_s()) is not None and wait > timeout_s:
             raise self._full(
                 "deadline", f"the wait is about {wait:.0f} s, longer than the {timeout_s:g} s that the request has"
@@ -93,26 +93,32 @@ class Admission:
             self._num_sequences -= num_sequences
 
     def check(self, num_tokens: int) -> None:
-        """Raise ApiError (429) where the prompts of a request do not fit beside those that wait; alone they always do."""
+        """Raise ApiError (429) if the prompts of a request exceed the limit together with the waiting prompts.
+
+        If no prompt waits, prompts of any size are admitted.
+        """
         waiting = self.num_waiting_tokens
         if waiting and waiting + num_tokens > self._max_tokens:
             raise self._full("tokens", f"prompts of {waiting} tokens wait")
 
     def wait(self, num_tokens: int) -> WaitingPrompt:
-        """Count a prompt that is handed to the engine, until `begun`."""
+        """Count a prompt that is sent to the engine as waiting, until `begun`."""
         prompt = WaitingPrompt(num_tokens, self._engine.beat)
         self._prompts[prompt] = None
         self._note()
         return prompt
 
     def begun(self, prompt: WaitingPrompt) -> None:
-        """Forget a prompt that waits no longer, or that is counted no longer already."""
+        """Stop counting a prompt as waiting. Does nothing if it is not counted."""
         if self._prompts.pop(prompt, 0) is None:
             self._note()
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of the prompts that wait: those that the engine has not spoken of yet, and as many before them as it says that wait."""
+        """Number of tokens of the waiting prompts.
+
+        Counts all prompts sent since the last beat, and the latest `beat.num_waiting` prompts sent before it.
+        """
         beat = self._engine.beat
         old = [prompt.num_tokens for prompt in self._prompts if prompt.beat is not beat]
         new = sum(prompt.num_tokens for prompt in self._prompts if prompt.beat is beat)
@@ -123,7 +129,7 @@ class Admission:
             self._speed.note(self._now(), beat.num_prompt_tokens, bool(self._prompts))
 
     def _wait_s(self) -> float | None:
-        """Return about the seconds until what waits now has begun; None where no speed was measured."""
+        """Return the estimated seconds until the waiting prompts have begun; None without a measured throughput."""
         speed = self._speed.tokens_per_s
         return self.num_waiting_tokens / speed if speed else None
 

@@ -1,4 +1,4 @@
-"""The application: every route, the errors that they answer, and the guard around them."""
+"""The application: all routes, the error handlers, and the guard around them."""
 
 import functools
 import json
@@ -30,13 +30,13 @@ from pipelines.serve.routes import ROUTES, add_routes
 from pipelines.serve.service import Service
 from pipelines.serve.stream import ClientGone
 
-CLIENT_GONE = 499  # as in nginx's logs: nobody reads this answer
+CLIENT_GONE = 499  # nginx's status for a client that has disconnected
 
 
 def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: BatchJobs | None = None) -> ASGIApp:
-    """Return the application that serves `service` to those who have one of the keys, or to all where there are none.
+    """Return the application that serves `service`. Requests need one of `keys`, unless `keys` is empty.
 
-    jobs: the batches and files that it has routes of, and whose lines it answers.
+    `jobs`: batches and files. None disables their routes.
     """
     app = FastAPI(
         title="Quintet", version=version(), docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -57,7 +57,7 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
 
     @app.get("/openapi.json", responses=responses(200, 503))
     async def openapi() -> Response:
-        """Return the description of all routes."""
+        """Return this OpenAPI description."""
         return Response(description(), media_type="application/json")
 
     guarded: ASGIApp = Guard(app, service, keys)
@@ -67,7 +67,7 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
 
 
 def add_errors(app: FastAPI) -> None:
-    """Give every error the shape of its path's API."""
+    """Return every error in the shape of the API that the path belongs to."""
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -82,7 +82,7 @@ def add_errors(app: FastAPI) -> None:
     async def unknown(request: Request, error: HTTPException) -> Response:
         what = f"{request.method} {request.url.path[:200]}"
         messages = {
-            400: f"the form is not allowed: {error.detail}",  # of an upload
+            400: f"the form is not allowed: {error.detail}",  # of an upload form
             404: f"there is no {what}: GET /openapi.json lists what there is",
             405: f"{what} is not allowed",
         }
@@ -101,12 +101,12 @@ def add_errors(app: FastAPI) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=responses(200))
     async def health() -> Status:
-        """Say that the process answers."""
+        """Report that the HTTP process is alive."""
         return Status(status="ok")
 
     @app.get("/ready", responses=responses(200, 503))
     async def ready() -> Status:
-        """Say whether requests can be answered: not while the model is loaded, and not when the server ends."""
+        """Report whether the server accepts requests: the model is loaded and the server is not shutting down."""
         loaded(service.engine)
         return Status(status="ready")
 
@@ -117,7 +117,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Return what was measured, as Prometheus reads it."""
+        """Return the metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
@@ -140,5 +140,5 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{model:path}", response_model=Model, responses=responses(200, 404, 503))
     async def model(model: str) -> JSONResponse:
-        """Describe one of them."""
+        """Describe one model, adapter or soft prefix."""
         return JSONResponse(described(model))

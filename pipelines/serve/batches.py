@@ -1,4 +1,4 @@
-"""The routes of /v1/files and /v1/batches, and lines of batches as requests to the server's own routes."""
+"""The routes of /v1/files and /v1/batches, and the sender that runs batch lines through the server's own routes."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ UPLOAD = {
 
 
 def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
-    """Add the routes of files. Nobody sees another key's."""
+    """Add the routes of files. A key sees only its own files."""
     body = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
 
     @app.post(
@@ -56,7 +56,7 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
         openapi_extra={"requestBody": body},
     )
     async def upload(request: Request) -> JSONResponse:
-        """Store a file of a batch's lines."""
+        """Upload the input file of a batch."""
         async with request.form(max_files=1, max_fields=len(UPLOAD["properties"])) as form:
             file, fields = _upload_of(form)
             kept_s = fields.expires_after.seconds if fields.expires_after else None
@@ -77,29 +77,29 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
 
     @app.get("/v1/files/{file_id}/content", responses=responses(200, 404, media="application/jsonl"))
     async def content(request: Request, file_id: str) -> Response:
-        """Return what is in a file."""
+        """Return the content of a file."""
         stored = jobs.files.get(_owner(request), file_id)
         return Download(jobs.files.path(stored.id), send_timeout_s)
 
     @app.delete("/v1/files/{file_id}", response_model=answer_shapes.Deleted, responses=responses(200, 404))
     async def remove(request: Request, file_id: str) -> JSONResponse:
-        """Delete a file that no batch reads."""
+        """Delete a file. Files that a batch still reads cannot be deleted."""
         await jobs.remove_file(_owner(request), file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
-    """Add the routes of batches. Nobody sees another key's."""
+    """Add the routes of batches. A key sees only its own batches."""
 
     @app.post("/v1/batches", **takes(BatchRequest, answer_shapes.BatchAnswer))
     async def create(request: Request) -> JSONResponse:
-        """Begin to ask each line of a file."""
+        """Create a batch from an uploaded file."""
         body = parse_request(BatchRequest, await request.body())
         return JSONResponse((await jobs.create(_owner(request), body)).described())
 
     @app.get("/v1/batches", response_model=answer_shapes.Batches, responses=responses(200))
     async def batches(request: Request, page: Annotated[BatchPage, Query()]) -> JSONResponse:
-        """List the batches, the newest first."""
+        """List the batches, newest first."""
         return JSONResponse(listed(jobs.of(_owner(request))[::-1], page.after, page.limit))
 
     @app.get("/v1/batches/{batch_id}", response_model=answer_shapes.BatchAnswer, responses=responses(200, 404))
@@ -111,7 +111,7 @@ def add_batches(app: FastAPI, jobs: BatchJobs) -> None:
         "/v1/batches/{batch_id}/cancel", response_model=answer_shapes.BatchAnswer, responses=responses(200, 404, 415)
     )
     async def cancel(request: Request, batch_id: str) -> JSONResponse:
-        """End a batch before its lines have been asked."""
+        """Cancel a batch that still runs."""
         return JSONResponse((await jobs.cancel(_owner(request), batch_id)).described())
 
 
@@ -121,7 +121,7 @@ def _owner(request: Request) -> str | None:
 
 
 def _upload_of(form: FormData) -> tuple[UploadFile, FileRequest]:
-    """Return the file and the other fields. Raises ApiError (400)."""
+    """Return the file and the validated form fields. Raises ApiError (400)."""
     fields: dict[str, Any] = {}
     for name, value in form.multi_items():
         if name in fields or name not in UPLOAD["properties"] or isinstance(value, UploadFile) != (name == "file"):
@@ -132,7 +132,7 @@ def _upload_of(form: FormData) -> tuple[UploadFile, FileRequest]:
     file = fields.pop("file")
     after = {name[len("expires_after[") : -1]: fields.pop(name) for name in [*fields] if name.startswith("expires")}
     if after:
-        is_number = re.fullmatch("[0-9]{1,18}", after.get("seconds", ""))  # int() refuses thousands of digits
+        is_number = re.fullmatch("[0-9]{1,18}", after.get("seconds", ""))  # int() refuses very long numbers
         fields["expires_after"] = after | ({"seconds": int(after["seconds"])} if is_number else {})
     return file, check_request(FileRequest, fields)
 
@@ -143,7 +143,7 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 class Download(FileResponse):
-    """A file for a client that reads it. The connection of one that does not is ended."""
+    """Streams a file. The connection is closed if the client stops reading."""
 
     def __init__(self, path: Path, send_timeout_s: float) -> None:
         super().__init__(path, media_type="application/jsonl")
@@ -152,14 +152,14 @@ class Download(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             headers = Headers(scope=scope)
-            if "range" in headers and "if-range" not in headers:  # whose file may be another one now
+            if "range" in headers and "if-range" not in headers:  # with if-range, starlette may skip the range
                 self._check_range(headers["range"], Path(self.path).stat().st_size)
             await super().__call__(scope, receive, Sender(send, self._send_timeout_s).send_message)
         except ReaderStopped:
             abort(scope)
 
     def _check_range(self, header: str, size: int) -> None:
-        """Raise ApiError (400, 416) for a range that starlette would refuse in plain text."""
+        """Raise ApiError (400, 416) for an invalid range. Starlette would answer in plain text."""
         try:
             self._parse_range_header(header, size)
         except MalformedRangeHeader as error:
@@ -170,14 +170,14 @@ class Download(FileResponse):
 
 
 class LineSender:
-    """Answers lines by the server's own routes, as requests that wait for all others."""
+    """Runs the lines of batches through the server's own routes, at background priority."""
 
     def __init__(self, service: Service, chat: Chat) -> None:
         self._service = service
         self._chat = chat
 
     async def __call__(self, batch: BatchJob, body: dict[str, Any]) -> Reply:
-        """Return the answer to a line's body."""
+        """Return the reply to a line's body."""
         record = Record(uuid4().hex, "POST", batch.endpoint, key=batch.owner, batch=batch.id)
         self._service.began()
         try:
@@ -192,7 +192,6 @@ class LineSender:
         return Reply(record.status, record.id, answer)
 
     async def _answer(self, record: Record, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a body. Raises ApiError."""
         if body.get("stream"):
             raise bad_request("stream=true is not allowed: lines are answered whole, leave it out", "stream")
         route = ROUTES[record.path]

@@ -1,4 +1,4 @@
-"""One request's dealings with the engine: what it has there is counted, measured, recorded, and cancelled when the request ends."""
+"""The use of the engine by one HTTP request: submission, cancellation, accounting and the log record."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -18,20 +18,20 @@ from pipelines.serve.records import Record
 
 @dataclass(eq=False)
 class _InFlightPrompt:
-    """A prompt in the engine."""
+    """A prompt that was sent to the engine."""
 
     answer: Answer
     waiting: WaitingPrompt | None
-    """None for one of the background."""
+    """None for background requests."""
     last_s: dict[int, float] = field(default_factory=dict)
-    """When each sample has said something, in seconds of the event loop."""
+    """Event loop time of the last delta, by sample, in seconds."""
     num_tokens: dict[int, int] = field(default_factory=dict)
-    """By sample."""
+    """Number of generated tokens, by sample."""
     finish: list[str] = field(default_factory=list)
 
 
 class EngineSession:
-    """The engine as one request of HTTP may use it: `submit`, `accepted`, `deltas`, and always `end`."""
+    """One HTTP request's access to the engine: `submit`, `accepted`, `deltas`, and always `end`."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class EngineSession:
         context: RequestContext,
         named: Named,
     ) -> None:
-        """named: by the request's model."""
+        """`named`: the adapter or soft prefix that the request's `model` selects."""
         self.context = context
         self.record = record
         self.named = named
         self.dones: dict[int, Done] = {}
-        """By prompt: what the engine counted, or the vector."""
+        """Final frames by prompt index: token counts, or the embedding."""
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
@@ -56,11 +56,11 @@ class EngineSession:
 
     @property
     def info(self) -> Ready:
-        """The loaded model, as it is after the request's prefix. Raises ApiError (503) where there is none."""
+        """The loaded model, with the limits after the request's soft prefix. Raises ApiError (503) without a model."""
         return loaded(self._engine).after(self.named.prefix)
 
     def submit(self, submits: Sequence[Submit | SubmitPooled]) -> None:
-        """Hand prompts to the engine, after the end of those that it had. Raises ApiError (429, 503)."""
+        """Send prompts to the engine. All prompts sent before must have ended. Raises ApiError (429, 503)."""
         assert all(in_flight.answer.is_over for in_flight in self._in_flight)
         self._in_flight.clear()
         self.dones.clear()
@@ -78,7 +78,7 @@ class EngineSession:
             self._in_flight.append(_InFlightPrompt(answer, waiting))
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken all prompts. Raises EngineRefused for one that it refuses, and ApiError (503)."""
+        """Wait until the engine has accepted all prompts. Raises EngineRefused and ApiError (503)."""
         for in_flight in self._in_flight:
             try:
                 seed = await in_flight.answer.accepted()
@@ -88,9 +88,9 @@ class EngineSession:
                 self.record.seed = seed
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
-        """Yield what comes, with the number of the prompt. Raises ApiError (500) where the engine fails.
+        """Yield each delta with the index of its prompt. Raises ApiError (500) if the engine fails.
 
-        No more is taken than is read, so that deltas go on merging for slow readers.
+        A delta is taken only when the caller asks for it. Deltas for slow readers therefore merge while they wait.
         """
         while not all(in_flight.answer.is_over for in_flight in self._in_flight):
             await self._news.wait()
@@ -104,7 +104,7 @@ class EngineSession:
                         yield prompt, item
 
     def _take(self, prompt: int, in_flight: _InFlightPrompt) -> Delta | None:
-        """Return what comes next of a prompt; None where there is nothing, or the end."""
+        """Return the next delta of a prompt, or None if none is available or the prompt has ended."""
         try:
             item = in_flight.answer.take()
         except EngineGone as gone:
@@ -122,7 +122,7 @@ class EngineSession:
         return None
 
     def end(self, why: str | None = None) -> None:
-        """Cancel whatever has not ended. `why`: the reason of an early end."""
+        """Cancel all prompts that have not ended. `why`: the reason of an early end."""
         for in_flight in self._in_flight:
             self._begun(in_flight.waiting)
             in_flight.answer.cancel()
@@ -155,7 +155,7 @@ class EngineSession:
 
 
 def loaded(engine: RemoteEngine) -> Ready:
-    """Return what the engine says of its model. Raises ApiError (503) while there is none."""
+    """Return the loaded model's properties. Raises ApiError (503) while no model is loaded."""
     if engine.info is None:
         raise loading()
     return engine.info

@@ -1,6 +1,7 @@
-"""What every request passes: bounds of its head, the name of the host, the key, and the type, size and time of its body.
+"""Checks that apply to every request: size of the head, host name, API key, and type, size and arrival time of the
+body.
 
-Pure ASGI. Every refusal has the shape of its path's API, and every answer the id of its request.
+Pure ASGI. Every rejection has the shape of its path's API. Every response carries the id of its request.
 """
 
 import asyncio
@@ -28,19 +29,19 @@ from pipelines.serve.service import Service
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
-MAX_PATH = 256  # characters of a path that are written down
-BODY_S = 30.0  # that a body may take to arrive
+MAX_PATH = 256  # characters of a path in the log
+BODY_S = 30.0  # time limit for the arrival of a body
 KEYS = "QUINTET_API_KEYS"
 NO_KEY = ("/health", "/ready")
-UPLOAD = ("POST", "/v1/files")  # whose body goes to the disk as it comes
+UPLOAD = ("POST", "/v1/files")  # this body is streamed to disk
 WHILE_DRAINING = ("/health", "/metrics", "/version")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def read_keys(file: str | None) -> dict[str, bytes]:
-    """Return the keys by their names, from a file or else the environment; empty where there are none. Raises UserError.
+    """Return the keys by name, from a file or else from the environment; empty if there are none. Raises UserError.
 
-    They are taken out of the environment, which other processes get from here on.
+    The environment variable is removed, so that child processes do not inherit the keys.
     """
     in_environment = os.environ.pop(KEYS, "")
     if file is None:
@@ -68,17 +69,17 @@ def read_keys(file: str | None) -> dict[str, bytes]:
 
 
 def check_host(config: ServeConfig, keys: dict[str, bytes]) -> None:
-    """Raise UserError for an address that others reach without a key."""
+    """Raise UserError for an address that other machines can reach without a key."""
     if config.host not in LOOPBACK and not keys:
         remedy = f"give serve.api_keys=FILE or the environment's {KEYS}"
         raise UserError(f"serve.host={config.host} is open to others and there are no keys: {remedy}")
 
 
 class Guard:
-    """The outermost application: refuses what nothing else should see, and answers what nothing else caught."""
+    """The outermost application: rejects invalid requests before the routes, and answers unhandled exceptions."""
 
     def __init__(self, app: ASGIApp, service: Service, keys: dict[str, bytes]) -> None:
-        """`keys`: those of which a request must have one, by their names; empty: it needs none."""
+        """`keys`: the API keys by name; empty: no key is required."""
         config = service.config
         self._app = app
         self._service = service
@@ -100,7 +101,7 @@ class Guard:
         if {
             b"transfer-encoding",
             b"content-length",
-        } <= headers.keys():  # where the body ends is in doubt (RFC 9112, 6.1)
+        } <= headers.keys():  # the end of the body is ambiguous (RFC 9112, 6.1)
             more.append((b"connection", b"close"))
 
         async def send_with_id(message: Message) -> None:
@@ -117,7 +118,7 @@ class Guard:
             self._check(scope, headers)
             is_upload = (scope["method"], scope["path"]) == UPLOAD
             limits = self._upload_limits if is_upload else self._body_limits
-            if scope["method"] == "HEAD":  # the answer of GET, whose body the server of HTTP leaves out
+            if scope["method"] == "HEAD":  # answered as GET; the HTTP server omits the body
                 scope = {**scope, "method": "GET"}
             await self._app(scope, _bounded(receive, headers, *limits), send_with_id)
         except ApiError as error:
@@ -130,7 +131,6 @@ class Guard:
             self._service.done(record, is_known)
 
     def _check_sender(self, scope: Scope, headers: dict[bytes, bytes], record: Record) -> None:
-        """Refuse who may not ask."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise ApiError(431, f"the headers have more than {MAX_HEAD_BYTES} bytes: give less")
         self._hosts.check(scope, headers.get(b"host"))
@@ -148,7 +148,7 @@ class Guard:
                 raise ApiError(415, f"the body has another type: give the header content-type: {wanted.decode()}")
 
     def _name_of(self, given: bytes) -> str:
-        """Return the name of a key. All are compared, each in a time that does not tell how much was right."""
+        """Return the name of a key. All keys are compared in constant time, so that timing reveals nothing."""
         names = [name for name, key in self._keys.items() if hmac.compare_digest(key, given)]
         if not names:
             message = "there is no such key: give the header Authorization: Bearer KEY, or x-api-key to /v1/messages and /v1/models"
@@ -159,9 +159,9 @@ class Guard:
 
 
 def _bounded(receive: Receive, headers: dict[bytes, bytes], most: int, setting: str, seconds: float) -> Receive:
-    """Return a `receive` of a body that has at most so many bytes and takes at most so long.
+    """Return a `receive` that limits the size and the arrival time of the body.
 
-    Raises ApiError (413) for a length that is too large, and so does what is returned (400, 413).
+    Raises ApiError (413) for a declared length above the limit. The returned function raises ApiError (400, 413).
     """
     too_long = ApiError(413, f"the body has more than {most} bytes, which {setting} allows")
     length = headers.get(b"content-length", b"0")
@@ -206,12 +206,12 @@ def _key(path: str, headers: dict[bytes, bytes]) -> bytes:
 
 
 def error_response(error: ApiError, path: str = "") -> JSONResponse:
-    """Return the answer that an error is, in the shape of the path's API."""
+    """Return the response for an error, in the shape of the path's API."""
     return JSONResponse(error.body(path), error.status, error.headers)
 
 
 def whole_error(error: ApiError) -> bytes:
-    """Return an error as HTTP writes it, for a connection without a request that can be read. It is the last one there."""
+    """Return an error as raw HTTP, for a connection whose request cannot be parsed. It closes the connection."""
     answer = error_response(error)
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
     lines += [name + b": " + value for name, value in answer.raw_headers]

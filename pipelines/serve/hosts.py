@@ -1,4 +1,4 @@
-"""The host rule of what listens: a request must name this machine. A page whose name was made to mean it (DNS rebinding) does not."""
+"""Host check against DNS rebinding: a request must name this server in its Host header."""
 
 import ipaddress
 import re
@@ -12,14 +12,14 @@ from pipelines.api.errors import ApiError
 
 
 class HostRule:
-    """Knows the names of a server: this machine's, those given, and the address to which a request came."""
+    """The host names of a server: loopback names, configured names, and the address that a request reached."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {name.lower() for name in (*LOOPBACK, *names)}
 
     def check(self, scope: Mapping[str, Any], header: bytes | None) -> None:
-        """Raise ApiError for a request whose header Host is missing or names another server. `scope`: ASGI's."""
-        if header is None and scope.get("http_version") == "1.0":  # which has no such header, and no browser speaks it
+        """Raise ApiError if the Host header is missing or names another server. `scope`: ASGI scope."""
+        if header is None and scope.get("http_version") == "1.0":  # no browser uses HTTP/1.0
             return
         if header is None:
             raise ApiError(400, "there is no header Host: give one")
@@ -29,7 +29,7 @@ class HostRule:
 
 
 def in_origin_form(scope: Scope) -> Scope:
-    """Return a scope whose target is a whole URL as one of its path. The URL's host replaces the header's (RFC 9112, 3.2.2)."""
+    """Convert an absolute-form target to a path. The URL's host replaces the Host header (RFC 9112, 3.2.2)."""
     target = re.fullmatch(r"https?://([^/]+)(/.*)?", scope["path"], re.IGNORECASE | re.DOTALL)
     if target is None:
         return scope

@@ -1,4 +1,7 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards show them (docs.vllm.ai, "Production Metrics"), and some of our own."""
+"""Prometheus metrics with vLLM's names, so that vLLM's dashboards work, and further metrics named `quintet:`.
+
+Names: docs.vllm.ai, "Production Metrics".
+"""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -12,13 +15,13 @@ from pipelines.engine_process.frames import STEP_TOKENS, Beat, Done
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHORT_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000, 10_000, 40_000, 80_000)
-SHORT = tuple(ms / 1000 for ms in SHORT_MS)  # seconds, as the longer ones
+SHORT = tuple(ms / 1000 for ms in SHORT_MS)  # seconds, as LONG
 LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Metrics:
-    """Measurements since the server began."""
+    """Measurements since the server started."""
 
     def __init__(self, engine: RemoteEngine, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -53,7 +56,7 @@ class Metrics:
         self._of_keys = self._counter("tokens", "Tokens of prompts and answers.", "key", prefix="quintet")
 
     def text(self) -> bytes:
-        """Return all metrics as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def rejected(self, reason: str) -> None:
@@ -63,7 +66,7 @@ class Metrics:
         self._between.observe(seconds)
 
     def done(self, done: Done, finish: list[str], num_tokens: list[int], key: str | None) -> None:
-        """Count a request of the engine that has ended. `finish` and `num_tokens` are of each sample."""
+        """Count a prompt that the engine has completed. `finish` and `num_tokens` have one element per sample."""
         for reason in finish:
             self._success.labels(self._model, reason).inc()
         self._num_prompt.inc(done.num_prompt_tokens)
@@ -89,20 +92,20 @@ class Metrics:
         return whole.labels(self._model)
 
     def _counter(self, name: str, text: str, *labels: str, prefix: str = "vllm") -> Counter:
-        """Return a counter; one with further `labels` has a child for each of their values."""
+        """Return a counter. With further `labels` it has one child per label value."""
         whole = Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
         return whole if labels else whole.labels(self._model)
 
 
 class _Beats(Collector):
-    """The engine's state by its last beat."""
+    """Exposes the engine's last beat."""
 
     def __init__(self, engine: RemoteEngine, model_name: str) -> None:
         self._engine = engine
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the state as it is now; all numbers are 0 before the first beat."""
+        """Yield the current state. All values are 0 before the first beat."""
         beat = self._engine.beat or Beat(0, 0, 0.0, 0, 0, 0, 0.0)
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that run.", beat.num_running),
@@ -123,7 +126,6 @@ class _Beats(Collector):
         yield self._steps(beat)
 
     def _steps(self, beat: Beat) -> Metric:
-        """Return the histogram of the tokens of steps."""
         limits = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
         counts = accumulate(beat.num_steps or [0] * len(limits))
         steps = HistogramMetricFamily(

@@ -1,4 +1,4 @@
-"""The description of the routes: FastAPI's, with the requests of pipelines.api and the errors that there are."""
+"""The OpenAPI description: FastAPI's, extended by the request bodies of pipelines.api and the error responses."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from pipelines.api.answer_shapes import AnswerShape
 from pipelines.api.errors import ANTHROPIC
 from pipelines.api.requests import Shape
 
-OF_ALL = (400, 401, 421, 431, 500, 503)  # what the guard and its last resort may answer
+OF_ALL = (400, 401, 421, 431, 500, 503)  # statuses of the guard and of unhandled errors
 OF_BODIES = (404, 413, 415, 429, 504)
 SCHEMAS = "#/components/schemas/{model}"
 
@@ -42,7 +42,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 def responses(*statuses: int, media: str = "application/json") -> dict[int | str, dict[str, Any]]:
-    """Return a route's answers for its decorator. `media`: the type of what is no error."""
+    """Return the `responses` argument of a route's decorator. `media`: media type of successful responses."""
     return {
         status: {
             "description": "An answer" if status < 400 else "An error",
@@ -53,9 +53,9 @@ def responses(*statuses: int, media: str = "application/json") -> dict[int | str
 
 
 def takes(kind: type[Shape], shape: type[AnswerShape], *further: int) -> dict[str, Any]:
-    """Return the arguments of a decorator for a route that reads a body of this kind, and answers in this shape.
+    """Return decorator arguments for a route that reads a body of type `kind` and responds with `shape`.
 
-    further: statuses that it may answer besides.
+    `further`: additional statuses.
     """
     body = {
         "required": True,
@@ -68,10 +68,10 @@ def takes(kind: type[Shape], shape: type[AnswerShape], *further: int) -> dict[st
 
 
 def describe(app: FastAPI, kinds: list[type[Shape]], has_keys: bool) -> dict[str, Any]:
-    """Return the document. `kinds`: the bodies that routes take; has_keys: whether requests need a key."""
+    """Return the OpenAPI document. `kinds`: types of the request bodies. `has_keys`: whether API keys are required."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, of status 422
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's schemas for status 422
         schemas.pop(unused, None)
     bodies: list[type[BaseModel]] = [*kinds, ErrorBody, AnthropicErrorBody]
     schemas |= models_json_schema([(kind, "validation") for kind in bodies], ref_template=SCHEMAS)[1].get("$defs", {})

@@ -1,4 +1,4 @@
-"""What is known of each request when it has been answered, and requests.jsonl, which keeps it. No texts."""
+"""The record of each answered request, and the log requests.jsonl. Neither contains prompts or generated text."""
 
 import json
 import logging
@@ -13,20 +13,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Record:
-    """A request, from its head to the end of its answer."""
+    """A request from its head to the end of its response."""
 
     id: str
     method: str
     path: str
     key: str | None = None
-    """Name of the key."""
+    """Name of the API key."""
     model: str | None = None
     batch: str | None = None
-    """Id of the batch that the request is a line of. It waits for all others, without a limit of its own."""
+    """Id of the batch whose line this request is. It yields to all other requests and has no own time limit."""
     status: int | None = None
-    """None where the client left before there was an answer."""
+    """None if the client disconnected before the response began."""
     began: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    """Start time in seconds since 1970."""
     queue_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
@@ -34,14 +34,14 @@ class Record:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     finish: list[str] = field(default_factory=list)
-    """Of each sample, or how the request ended before."""
+    """Finish reason of each sample, or the reason of an early end."""
     seed: int | None = None
     client: dict[str, Any] | None = None
-    """What the client says of itself: user, metadata, safety_identifier, prompt_cache_key."""
+    """Client identification from the body: user, metadata, safety_identifier, prompt_cache_key."""
 
 
 class RequestLog:
-    """The file requests.jsonl. Raises OSError where it cannot be made; a line that cannot be written later is lost with a warning."""
+    """The file requests.jsonl. Raises OSError if it cannot be created. Later write errors only log a warning."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -1,4 +1,4 @@
-"""The routes that read a body, in one table: each from its request to the engine and back."""
+"""The routes that read a body, in one table. Each route converts its request for the engine and returns the result."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -44,7 +44,7 @@ from pipelines.serve.stream import written
 
 
 class TokenizeRequest(Body):
-    """A prompt, or messages."""
+    """A prompt or a conversation to tokenize."""
 
     path = "/tokenize"
     prompt: str | None = None
@@ -52,25 +52,25 @@ class TokenizeRequest(Body):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template_kwargs: Annotated[Json, Field(max_length=32)] | None = None
     add_special_tokens: bool | None = None
-    """Whether a prompt gets the tokenizer's BOS and the like: it does where nothing is said."""
+    """Whether special tokens such as BOS are added to a prompt. The default is true."""
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
-    """Token ids."""
+    """Token ids to decode."""
 
     path = "/detokenize"
     tokens: TokenIds
 
 
 async def chat_completions(body: ChatRequest, session: EngineSession, chat: Chat) -> Result:
-    """Answer a conversation."""
+    """Generate the next message of a conversation."""
     writer = await _chat(body, session, chat)
     return await continued(session, writer.generation, writer, bool(body.stream))
 
 
 async def completions(body: CompletionRequest, session: EngineSession, chat: Chat) -> Result:
-    """Continue prompts."""
+    """Generate continuations of prompts."""
     special = body.add_special_tokens is not False
     most = session.info.context_length
     prompts = await _each(chat, body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
@@ -79,7 +79,7 @@ async def completions(body: CompletionRequest, session: EngineSession, chat: Cha
 
 
 async def respond(body: ResponseRequest, session: EngineSession, chat: Chat) -> Result:
-    """Continue a conversation that is sent as a whole, in items."""
+    """Generate a response to a conversation. The input contains the whole conversation as items."""
     try:
         writer = await _chat(body.chat(), session, chat, has_ids=False)
         response = ResponseWriter(body, session.record.id, writer)
@@ -89,7 +89,7 @@ async def respond(body: ResponseRequest, session: EngineSession, chat: Chat) -> 
 
 
 async def message(body: MessagesRequest, session: EngineSession, chat: Chat) -> Result:
-    """Answer a conversation in Anthropic's shapes."""
+    """Generate the next message of a conversation, in the format of Anthropic's API."""
     try:
         writer = await _chat(body.chat_request(), session, chat, has_ids=False)
         return await continued(session, writer.generation, MessageWriter(writer), bool(body.stream))
@@ -98,7 +98,7 @@ async def message(body: MessagesRequest, session: EngineSession, chat: Chat) -> 
 
 
 async def count_tokens(body: CountTokensRequest, session: EngineSession, chat: Chat) -> Result:
-    """Return how many tokens a conversation's prompt has, in Anthropic's shape."""
+    """Count the tokens of a conversation's prompt, in the format of Anthropic's API."""
     try:
         return {"input_tokens": len((await chat.encode(body.chat_request())).token_ids)}
     except ApiError as error:
@@ -106,7 +106,7 @@ async def count_tokens(body: CountTokensRequest, session: EngineSession, chat: C
 
 
 async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat) -> Result:
-    """Give the vectors of texts."""
+    """Compute embeddings of texts."""
     model = session.info
     if not model.embeds:
         raise bad_request("this model continues texts and gives no vectors of them: ask an embedding model", "model")
@@ -127,7 +127,7 @@ async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat)
 
 
 async def tokenize(body: TokenizeRequest, session: EngineSession, chat: Chat) -> Result:
-    """Return the token ids of a prompt or of a conversation, in vLLM's shape."""
+    """Return the token ids of a prompt or of a conversation, in the format of vLLM's API."""
     tokens = await _tokens(body, session.context.model, chat)
     texts = None
     if body.return_token_strs:
@@ -151,17 +151,17 @@ class Route(NamedTuple):
     kind: type[Body]
     answer: Callable[[Any, EngineSession, Chat], Coroutine[Any, Any, Result]]
     shape: type[AnswerShape]
-    """Of the answer as a whole."""
+    """Shape of a response that is not streamed."""
     prefix: str = ""
-    """Of the answer's id."""
+    """Prefix of the answer's id."""
     num_prompts: Callable[[Any], int] = lambda body: 1
     has_samples: bool = False
-    """Whether a prompt has as many answers as the body or the server's settings say, and not one."""
+    """Whether a prompt has several samples, as the body or the server's settings say. If false: one."""
     statuses: tuple[int, ...] = ()
-    """Those that it may answer beside the usual ones."""
+    """Further statuses of responses."""
 
     def num_sequences(self, body: Any, decode: Mapping[str, Any]) -> int:
-        """Return how many places a request takes. decode: the server's settings, which hold where the body says nothing."""
+        """Return the number of sequences of a request. `decode`: the server's defaults."""
         if not self.has_samples:
             return self.num_prompts(body)
         num_samples = getattr(body, "n", None) or decode.get("n") or 1
@@ -185,7 +185,7 @@ ROUTES = {
 
 
 def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
-    """Add the table's routes."""
+    """Add the routes of the table."""
     for path, route in ROUTES.items():
         app.post(
             path,
@@ -212,7 +212,7 @@ def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], 
 
 
 async def continued(session: EngineSession, generation: Generation, writer: Writer, is_stream: bool) -> Result:
-    """Return the engine's answer, its events once the engine has accepted the request. Raises ApiError."""
+    """Return the response, or its event stream once the engine has accepted the request. Raises ApiError."""
     submits = zip(generation.prompts, generation.settings, strict=True)
     session.submit([Submit(0, *submit, **session.named._asdict(), streams=is_stream) for submit in submits])
     generation.dones = session.dones
@@ -231,7 +231,6 @@ async def continued(session: EngineSession, generation: Generation, writer: Writ
 
 
 async def _events(session: EngineSession, generation: Generation, writer: Writer) -> AsyncGenerator[bytes]:
-    """Yield the events of a stream, those of a delta together."""
     if begun := writer.begin():
         yield written(begun)
     async with aclosing(session.deltas()) as deltas:
@@ -242,7 +241,10 @@ async def _events(session: EngineSession, generation: Generation, writer: Writer
 
 
 async def _chat(body: ChatRequest, session: EngineSession, chat: Chat, has_ids: bool = True) -> ChatWriter:
-    """Return what writes the answer to a conversation. Raises ApiError. has_ids: whether its streams go on from an event's id."""
+    """Return the writer of the answer to a conversation. Raises ApiError.
+
+    `has_ids`: whether streams of this kind have event ids, so that a client can resume them.
+    """
     if session.context.last_event_id is not None and not has_ids:
         raise bad_request(f"streams of this kind have no ids to go on from: leave {HEADER} out", HEADER)
     prompt = await chat.encode(body, session.info.context_length)
@@ -265,7 +267,6 @@ async def _tokens(body: TokenizeRequest, model: str, chat: Chat) -> list[int]:
 
 
 async def _each(chat: Chat, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Return the token ids of prompts. Texts are encoded in a thread."""
     return [await chat.in_thread(len(each), encode, each) if isinstance(each, str) else each for each in prompts]
 
 
@@ -278,11 +279,14 @@ def _tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
 def _encoded(
     tokenizer: Tokenizer | None, text: str, add_special_tokens: bool, max_tokens: int | None = None
 ) -> list[int]:
-    """Return the token ids of a prompt, as task=predict makes them. Raises ApiError for what certainly has more than `max_tokens`."""
+    """Return the token ids of a prompt, equal to those of task=predict.
+
+    Raises ApiError if the text certainly has more than `max_tokens` tokens.
+    """
     tokenizer = _tokenizer(tokenizer, "prompt")
     if max_tokens is not None and (least := tokenizer.least_tokens(text)) > max_tokens:
         raise too_long(f"at least {least}", max_tokens, "prompt")
     token_ids = tokenizer.encode(text, add_special_tokens)
     if not token_ids and add_special_tokens and tokenizer.bos_token_id is not None:
-        return [tokenizer.bos_token_id]  # something to begin with
+        return [tokenizer.bos_token_id]  # an empty prompt begins with BOS
     return token_ids

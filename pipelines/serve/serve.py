@@ -1,4 +1,4 @@
-"""`task=serve`: bind the port, start the engine, answer requests, and end in order."""
+"""`task=serve`: bind the port, start the engine, answer requests, and shut down in order."""
 
 import asyncio
 import logging
@@ -35,13 +35,16 @@ from pipelines.serve.service import Service
 
 log = logging.getLogger(__name__)
 
-HEAD_S = 30.0  # that a connection may take for its first request
-LAST_S = 5.0  # for error events to reach their readers, when the time to end is over
+HEAD_S = 30.0  # time limit for the first request of a connection
+LAST_S = 5.0  # time to deliver the error events after drain_s has passed
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
-    """Serve the model of `run` until a signal comes. Raises UserError where that cannot begin, and SystemExit at a second signal."""
+    """Serve the model of `run` until a signal arrives. Raises UserError if the start fails.
+
+    A second signal during shutdown raises SystemExit.
+    """
     config = run.serve
     keys = read_keys(config.api_keys)
     check_host(config, keys)
@@ -67,7 +70,10 @@ def run_serve(run: RunConfig, output_dir: Path, dump: Dump) -> None:
 
 @contextmanager
 def local_server(run: RunConfig, folder: Path) -> Iterator[str]:
-    """Serve the model of `run` within the block, in a thread, and yield the URL. requests.jsonl is in `folder`. Raises UserError."""
+    """Serve the model of `run` in a thread within the block and yield the URL. Raises UserError.
+
+    Writes requests.jsonl to `folder`.
+    """
     ready: Future[str] = Future()
     with (
         _bound(run.serve) as listener,
@@ -95,11 +101,12 @@ def local_server(run: RunConfig, folder: Path) -> Iterator[str]:
 
 
 def _bound(config: ServeConfig) -> socket.socket:
-    """Return a socket that listens. Raises UserError where the address cannot be had."""
+    """Return a listening socket. Raises UserError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
-        # Connections inherit it; asyncio sets it only on sockets that name their protocol. Without it the first token waits 40 ms.
+        # Accepted connections inherit this option. asyncio sets it only for sockets with an explicit protocol. Without
+        # it the first token is delayed by 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -110,7 +117,7 @@ def _bound(config: ServeConfig) -> socket.socket:
 
 
 class _Server:
-    """The process of the server."""
+    """The HTTP server, the engine and the batch jobs of one process."""
 
     def __init__(
         self, run: RunConfig, chat: Chat, keys: dict[str, bytes], request_log: RequestLog, jobs: BatchJobs | None
@@ -135,22 +142,23 @@ class _Server:
                 timeout_graceful_shutdown=1,
             )
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # otherwise any client writes to our log
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # otherwise any client could write to the log
         self._signals = asyncio.Queue[int]()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def end(self) -> None:
-        """End as a signal does; from any thread. Does nothing before `run` and after it."""
-        with suppress(RuntimeError):  # the loop is closed
+        """Shut down as after a signal. Callable from any thread. Does nothing before and after `run`."""
+        with suppress(RuntimeError):  # the loop is already closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._signals.put_nowait, signal.SIGTERM)
 
     async def run(
         self, listener: socket.socket, say: Callable[[str], object], signals: Iterable[int] = ()
     ) -> int | None:
-        """Serve until a signal has come. Returns the number of the second one, None where all ended in time. Raises UserError.
+        """Serve until a signal arrives. Return the number of the second signal, or None if all requests ended in time.
 
-        say: is told the URL when the model is loaded. signals: those that end the server, for the main thread.
+        `say` is called with the URL when the model is loaded. `signals`: the signals that end the server; main thread
+        only. Raises UserError.
         """
         self._loop = loop = asyncio.get_running_loop()
         for number in signals:
@@ -169,7 +177,7 @@ class _Server:
             ready.cancel()
             ended = asyncio.create_task(self._engine.ended())
             await asyncio.wait({ended, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():  # a server without an engine would answer nothing
+            if not ending.done():  # without an engine the server cannot answer
                 ended.result()
                 raise UserError("the engine's process is not started again: the log says why")
             ended.cancel()
@@ -181,7 +189,7 @@ class _Server:
             await asyncio.gather(http, self._engine.close(), return_exceptions=True)
 
     async def _end_by_signals(self) -> int | None:
-        """Wait for a signal, and then for the requests: until they have ended, their time is over, or another signal comes."""
+        """Wait for a signal, then until all requests have ended, the time limits pass, or a second signal arrives."""
         await self._signals.get()
         service = self._service
         service.is_draining = True
@@ -200,14 +208,13 @@ class _Server:
             second.cancel()
 
     async def _close_jobs(self) -> None:
-        """Stop the batches, which the next server goes on with."""
+        """Stop the batches. The next server continues them."""
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             await jobs.close()
 
 
 def _jobs(config: ServeConfig) -> BatchJobs | None:
-    """Return the batches of the server's folder. Raises UserError where it cannot be had."""
     if config.batches is None:
         return None
     return BatchJobs(Path(config.batches).expanduser(), config.batch_size, num_bytes(config.max_body))
@@ -216,7 +223,7 @@ def _jobs(config: ServeConfig) -> BatchJobs | None:
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to us."""
+        """Leave the signals to `_Server`."""
         yield
 
 
@@ -226,7 +233,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _protocol(max_connections: int, keep_alive_s: float) -> type[H11Protocol]:
-    """Return uvicorn's protocol with bounds on connections, and with errors in OpenAI's shape."""
+    """Return uvicorn's protocol with limits on connections and with errors in OpenAI's format."""
 
     class Bounded(H11Protocol):
         def connection_made(self, transport: Any) -> None:

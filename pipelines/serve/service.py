@@ -1,4 +1,4 @@
-"""What all requests share: engine, limits, metrics, log, and the server's end."""
+"""The state that all requests share: engine, limits, metrics, log, and shutdown."""
 
 import asyncio
 import logging
@@ -32,13 +32,13 @@ from pipelines.serve.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sen
 
 log = logging.getLogger(__name__)
 
-PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds, and not logged
+PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds, and not logged
 NAMED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-"""Fields of bodies that change no answer, and are written down."""
+"""Body fields that do not affect the answer. They are copied to the log."""
 
 
 class Stream(NamedTuple):
-    """An answer of server-sent events."""
+    """A response of server-sent events."""
 
     events: AsyncGenerator[bytes]
     failed: Callable[[ApiError], Event]
@@ -52,7 +52,7 @@ class Service:
     """The server without its routes."""
 
     def __init__(self, run: RunConfig, engine: RemoteEngine, request_log: RequestLog | None = None) -> None:
-        """Raises UserError for an adapter or a prefix that has the model's own name."""
+        """Raises UserError if an adapter or a soft prefix has the model's own name."""
         self.config = run.serve
         self.engine = engine
         self.model_name = run.serve.model_name or Path(os.path.abspath(run.model.path)).name
@@ -61,27 +61,30 @@ class Service:
                 what = f"model.{key}={self.model_name} is not allowed"
                 raise UserError(f"{what}: it is the model's own name, give serve.model_name=NAME")
         self.model_names = [self.model_name, *sorted(run.model.adapters or {}), *sorted(run.model.prefixes or {})]
-        """The names that requests may give as `model`, the model's own first."""
+        """The names that requests may give as `model`. The model's own name is first."""
         self._model = run.model
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
         self.admission = Admission(engine, run.serve, self.metrics.rejected)
         self.is_draining = False
         self.stopping = asyncio.Event()
-        """Set when requests must end that have not."""
+        """Set when the remaining requests must end."""
         self.idle = asyncio.Event()
-        """Set while no request is answered."""
+        """Set while no request is in progress."""
         self.idle.set()
         self._num_active = 0
         self._log = request_log
 
     def began(self) -> None:
-        """Count a request that has come."""
+        """Count a request that has arrived."""
         self._num_active += 1
         self.idle.clear()
 
     def done(self, record: Record, is_logged: bool) -> None:
-        """Count a request that has been answered, and log it. is_logged: not what strangers send, of which there is no end."""
+        """Count and log a completed request.
+
+        `is_logged`: False for unauthenticated requests, whose number is unbounded.
+        """
         record.total_s = time.time() - record.began
         if self._log is not None and is_logged and record.path not in PROBES:
             self._log.write(record)
@@ -90,14 +93,14 @@ class Service:
             self.idle.set()
 
     def named(self, model: str) -> Named:
-        """Return the adapter or the prefix that a request's `model` names, neither for the model itself. Raises ApiError (404)."""
+        """Return the adapter or soft prefix that `model` names; neither for the model itself. Raises ApiError (404)."""
         if model in self.model_names:
             return named(self._model, model)
         known = list_known_names(self.model_names, model)
         raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
 
     def session(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> EngineSession:
-        """Return the engine for a request. prefix: of the answer's id. Raises ApiError (404, 503)."""
+        """Return the engine session of a request. `prefix`: prefix of the answer's id. Raises ApiError (404, 503)."""
         record.model = body.model or self.model_name
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
         asked = self.named(record.model)
@@ -107,9 +110,9 @@ class Service:
 
 
 class EngineResponse(Response):
-    """The answer that `work` makes, whole or events, which is cancelled where client, time or server end before.
+    """Runs `work` and sends its result, as one body or as events. Cancels it on disconnect, timeout or shutdown.
 
-    What is refused before the answer begins has a status of its own; what fails later is the last event.
+    An error before the response begins sets the status. A later error becomes the last event.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class EngineResponse(Response):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError and ClientGone before the answer has begun."""
+        """Raises ApiError and ClientGone before the response begins."""
         service, session, seconds, why = self._service, self._session, self._timeout_s, None
         ends = Ends(receive, seconds, service.stopping)
         sender = Sender(send, service.config.send_timeout_s)
@@ -153,7 +156,7 @@ class EngineResponse(Response):
             session.end(why)
 
     async def _send_events(self, stream: Stream, ends: Ends, sender: Sender) -> str | None:
-        """Send the events, or the error that ends them. Returns why they ended early. Raises ReaderStopped."""
+        """Send the events, or the error that ends them. Return the reason of an early end. Raises ReaderStopped."""
 
         async def forward() -> None:
             with sender.kept_alive():
@@ -181,7 +184,10 @@ class EngineResponse(Response):
 
 
 def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:
-    """Return the seconds that a request has. An SDK says how long it waits for the next bytes, which for a whole answer is all its time."""
+    """Return the time limit of a request in seconds.
+
+    SDKs send a read timeout, the longest wait for the next bytes. Without streaming this is the total time.
+    """
     given = []
     if (own := headers.get("x-request-timeout")) is not None:
         if (seconds := _seconds(own)) is None:

@@ -1,4 +1,4 @@
-"""Answers on their way to a client that may leave, be slow, or have no more time: whole ones, and server-sent events."""
+"""Delivery of responses, whole or as server-sent events, to clients that may disconnect, read slowly, or time out."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
@@ -13,7 +13,7 @@ from pipelines.api.errors import ApiError, draining
 
 T = TypeVar("T")
 
-KEEP_ALIVE_S = 15.0  # of silence, after which proxies must see something
+KEEP_ALIVE_S = 15.0  # maximum silence of a stream; proxies close silent connections
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -22,11 +22,11 @@ HEADERS = [
 
 
 class ClientGone(Exception):
-    """The client has left: nobody waits for the answer."""
+    """The client has disconnected."""
 
 
 def written(events: list[Event]) -> bytes:
-    """Return server-sent events as they are sent."""
+    """Return server-sent events in wire format."""
     return b"".join(map(_written, events))
 
 
@@ -38,7 +38,7 @@ def _written(event: Event) -> bytes:
 
 
 class Ends:
-    """Reasons to end a request early: the client leaves, the time is over, or the server ends."""
+    """Ends a request early if the client disconnects, the time limit passes, or the server shuts down."""
 
     def __init__(self, receive: Receive, timeout_s: float, stopping: asyncio.Event) -> None:
         self._receive = receive
@@ -47,7 +47,7 @@ class Ends:
         self._stopping = stopping
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns, and cancel it where the request ends before. Raises ClientGone, and ApiError (503, 504)."""
+        """Return the result of `work`. An early end cancels it and raises ClientGone or ApiError (503, 504)."""
         task = asyncio.ensure_future(work)
         gone, stop = asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._stopping.wait())
         left = self._deadline - asyncio.get_running_loop().time()
@@ -73,17 +73,17 @@ class Ends:
 
 
 class ReaderStopped(Exception):
-    """The client reads nothing."""
+    """The client does not read the response."""
 
 
 def abort(scope: Scope) -> None:
-    """End the connection of a request, if it has one of its own, and send nothing more of what waits there."""
+    """Close the connection of a request, if the request has one, and discard unsent data."""
     if end := scope.get("state", {}).get("abort"):
         end()
 
 
 class Sender:
-    """Sends the parts of a body, and a comment where there has been nothing to send for long."""
+    """Sends the messages of a response. Sends keep-alive comments during long pauses."""
 
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send = send
@@ -92,15 +92,15 @@ class Sender:
         self._is_sending = False
 
     async def send(self, body: bytes, more_body: bool = True) -> None:
-        """Send a part of the body. Raises ReaderStopped where the client does not read for too long."""
+        """Send a part of the body. Raises ReaderStopped if the client does not read within the time limit."""
         await self.send_message({"type": "http.response.body", "body": body, "more_body": more_body})
 
     async def send_head(self, headers: list[tuple[bytes, bytes]], status: int = 200) -> None:
-        """Send what comes before the body. Raises ReaderStopped as `send`."""
+        """Send status and headers. Raises ReaderStopped as `send`."""
         await self.send_message({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send_message(self, message: Message) -> None:
-        """Send a message of ASGI. Raises ReaderStopped as `send`."""
+        """Send an ASGI message. Raises ReaderStopped as `send`."""
         self._is_sending = True
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -113,7 +113,7 @@ class Sender:
 
     @contextmanager
     def kept_alive(self) -> Iterator[None]:
-        """Send comments in the pauses within the block."""
+        """Send keep-alive comments during pauses within the block."""
         task = asyncio.ensure_future(self._keep_alive())
         try:
             yield
