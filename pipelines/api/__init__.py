@@ -1,1 +1,1 @@
-"""Floor 4, the shapes of OpenAI's API without a server: requests, the settings that they mean, answers and errors. No torch, no HTTP."""
+"""Floor 4: the types of OpenAI's API, without torch and HTTP: requests, decode settings, answers and errors."""

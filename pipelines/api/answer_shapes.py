@@ -1,4 +1,4 @@
-"""The shapes of answers, as /openapi.json describes them. A field with a default may be left out."""
+"""The schemas of answers in /openapi.json. A field with a default may be absent."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ Finish = Literal["stop", "length"]
 
 
 class AnswerShape(BaseModel):
-    """A JSON object without further fields."""
+    """A JSON object without additional fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,7 +30,7 @@ class Model(AnswerShape):
     created: int
     owned_by: str
     parent: str | None
-    """The model that an adapter changes."""
+    """The base model of an adapter or soft prefix."""
     max_model_len: Count
 
 
@@ -62,11 +62,11 @@ class PromptLogprob(AnswerShape):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token ids; None for the first token."""
+"""By token id; None for the first token."""
 
 
 class Generated(AnswerShape):
-    """What answers of chats and completions share."""
+    """Fields shared by answers of chats and completions."""
 
     id: str
     created: int
@@ -192,7 +192,7 @@ class Incomplete(AnswerShape):
 
 
 class ResponseAnswer(AnswerShape):
-    """A response. What it repeats of the request has the request's shape."""
+    """A response. Fields copied from the request have the request's schema."""
 
     id: str
     object: Literal["response"]
@@ -247,7 +247,7 @@ class MessageUsage(AnswerShape):
 
 
 class MessageAnswer(AnswerShape):
-    """Anthropic's message, with the seed and the fingerprint of the answer."""
+    """An Anthropic message, with the seed and the fingerprint of the answer."""
 
     id: str
     type: Literal["message"]
@@ -337,7 +337,7 @@ class LineErrors(AnswerShape):
 
 
 class BatchAnswer(AnswerShape):
-    """A batch. Times are seconds since 1970, None for what has not come."""
+    """A batch. Times are in seconds since 1970; None if the event has not happened."""
 
     id: str
     object: Literal["batch"]

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: token texts, log probabilities, usage, choices."""
+"""Answers in the formats of OpenAI's API: token texts, log probabilities, usage, choices."""
 
 import codecs
 import functools
@@ -11,12 +11,12 @@ from conf.errors import UserError
 from models.tokenizers.base import Tokenizer
 from pipelines.engine_process.frames import Logprob
 
-LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
+LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot express
 
 
 @dataclass
 class ChoiceText:
-    """Words of a choice, and why it ended where it has."""
+    """Output of a choice, and why it ended. Also used for parts of an output."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -25,7 +25,6 @@ class ChoiceText:
     stop_reason: str | int | None = None
 
     def add(self, more: "ChoiceText") -> None:
-        """Take the words that follow."""
         self.text += more.text
         self.token_ids += more.token_ids
         self.logprobs += more.logprobs
@@ -33,7 +32,7 @@ class ChoiceText:
 
 
 class Event(NamedTuple):
-    """A part of a stream: a JSON object, or a text that stands as it is."""
+    """An event of a stream: a JSON object, or a text that is sent unchanged."""
 
     data: Any
     id: str | None = None
@@ -46,7 +45,7 @@ DONE = Event("[DONE]")
 
 @dataclass(frozen=True)
 class AnswerInfo:
-    """Fields that the body and every chunk of an answer share."""
+    """Fields shared by the body and all chunks of an answer."""
 
     id: str
     object: str
@@ -55,7 +54,7 @@ class AnswerInfo:
     model: str
     seed: int
     system_fingerprint: str | None
-    """With the body and the seed it names the answer's bits; None where these depend on more."""
+    """Identifies, with the body and the seed, the bits of the answer. None if the bits depend on more."""
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return a body or a chunk."""
@@ -66,20 +65,20 @@ class TokenTexts:
     """The texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, skips_special: bool = True) -> None:
-        """skips_special: whether special tokens are left out of the answer's text."""
+        """`skips_special`: whether special tokens are omitted from the answer's text."""
         self._tokenizer = tokenizer
         self._skips_special = skips_special
         self.text = functools.lru_cache(4096)(self._text)
 
     def content(self, token_id: int) -> bytes | None:
-        """Return the bytes that a token adds to the text; None where it has none of its own."""
+        """Return the bytes that a token adds to the text; None if it has no own text, or without a tokenizer."""
         try:
             return self._tokenizer.token_bytes(token_id) if self._tokenizer else None
         except UserError:
             return None
 
     def _text(self, token_id: int) -> str:
-        """Return a token as it is shown alone: `bytes:\\xe4\\xb8` for parts of characters."""
+        r"""Return the display text of a token: `bytes:\xe4\xb8` for parts of characters."""
         content = self.content(token_id)
         if content is None:
             if self._tokenizer is None:
@@ -91,13 +90,13 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def joined(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, empty where there is no tokenizer."""
+        """Return the text of tokens; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def written(self, token_id: int) -> bytes:
-        """Return what a token adds to the answer's text."""
+        """Return the bytes that a token adds to the answer's text."""
         content = self.content(token_id)
         if content is not None:
             return content
@@ -105,7 +104,7 @@ class TokenTexts:
 
 
 def chat_logprobs(texts: TokenTexts, steps: Iterable[Logprob], num_top: int) -> dict[str, Any]:
-    """Return log probabilities in the shape of chat completions."""
+    """Return log probabilities in the format of chat completions."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = texts.text(token_id)
@@ -121,7 +120,7 @@ def chat_logprobs(texts: TokenTexts, steps: Iterable[Logprob], num_top: int) -> 
 
 
 class CompletionLogprobs:
-    """Log probabilities in the shape of completions, for one choice. It goes on from chunk to chunk."""
+    """Log probabilities of one choice in the format of completions. Keeps the text offset from chunk to chunk."""
 
     def __init__(self, texts: TokenTexts, num_top: int) -> None:
         self._texts = texts
@@ -130,7 +129,7 @@ class CompletionLogprobs:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read_prompt(self, prompt: str, token_ids: Sequence[int], steps: Sequence[Logprob]) -> dict[str, Any]:
-        """Return those of the prompt: its first token has none, for nothing predicts it."""
+        """Return the prompt's log probabilities. The first token has none: no token precedes it."""
         written = b"".join(map(self._texts.written, token_ids))
         self._offset = -int(written.startswith(b" ") and not prompt.startswith(" "))
         parts = self._parts(token_ids[:1], [None]), self._parts(token_ids[1:], steps)
@@ -139,7 +138,7 @@ class CompletionLogprobs:
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
     def read(self, steps: Sequence[Logprob]) -> dict[str, Any]:
-        """Return those of the next tokens of the answer."""
+        """Return the log probabilities of the answer's next tokens."""
         return self._parts([step.token_id for step in steps], steps)
 
     def _parts(self, token_ids: Sequence[int], steps: Sequence[Logprob | None]) -> dict[str, list[Any]]:
@@ -155,7 +154,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, step: Logprob) -> dict[str, float]:
-        """Return the most likely tokens and the chosen one, best first; of two with the same text the better one."""
+        """Return the most likely tokens and the chosen one, best first. Of tokens with equal text the best is kept."""
         top: dict[str, float] = {}
         for token_id, logprob in [*step.top[: self._num_top], (step.token_id, step.logprob)]:
             top.setdefault(self._texts.text(token_id), _finite(logprob))
@@ -165,7 +164,7 @@ class CompletionLogprobs:
 def prompt_logprobs(
     texts: TokenTexts, steps: Sequence[Logprob], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return the log probabilities of a prompt's tokens by their ids, in vLLM's shape; None for the first."""
+    """Return the log probabilities of a prompt's tokens by token id, in vLLM's format; None for the first token."""
 
     def entries(step: Logprob) -> dict[str, dict[str, Any]]:
         ranked = [(rank, *top) for rank, top in enumerate(step.top[:num_top], 1)]
@@ -180,7 +179,7 @@ def prompt_logprobs(
 def usage(
     num_prompt: int, num_cached: int | None, num_generated: int, num_reasoning: int | None = None
 ) -> dict[str, Any]:
-    """Return the numbers of tokens. Those that are None are left out."""
+    """Return the token counts. Counts that are None are omitted."""
     counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
@@ -194,14 +193,14 @@ def usage(
 
 
 def api_finish_reason(finish_reason: str, has_tool_calls: bool = False) -> str:
-    """Return the engine's reason as the API has it."""
+    """Return the API's name of the engine's finish reason."""
     if finish_reason == "length":
         return "length"
     return "tool_calls" if has_tool_calls else "stop"
 
 
 def api_stop_reason(finish_reason: str, stop_reason: str | int | None) -> str | int | None:
-    """Return what ended an answer: a stop text, a token's id, no_token where every token was banned."""
+    """Return what ended an answer: a stop text, a token id, or no_token if every token was banned."""
     return "no_token" if finish_reason == "no_token" else stop_reason
 
 

@@ -1,4 +1,4 @@
-"""The lines of OpenAI's batches: {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}."""
+"""Lines of OpenAI's batches: {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}."""
 
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ BatchRequest: TypeAlias = ChatRequest | CompletionRequest
 REQUESTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     kind.path: kind for kind in (ChatRequest, CompletionRequest)
 }
-ONE_BY_ONE = {  # fields of a body that a row has no place for
+ONE_BY_ONE = {  # body fields that rows do not support
     "stream": "rows are written whole: leave it out",
     "echo": "give prompt_logprobs, or leave it out",
     "tools": "task=serve calls tools: leave it out",
@@ -22,11 +22,11 @@ ONE_BY_ONE = {  # fields of a body that a row has no place for
     "add_special_tokens": "give predict.add_special_tokens",
 }
 RUNS_OWN = {"max_new_tokens": "the run's"}
-"""What holds where a body gives no length: the run's setting."""
+"""Source of the default length: the run's setting."""
 
 
 class RefusedLine(UserError):
-    """Error of a line that cannot be run. `error`: as the server answers such a line."""
+    """A line that cannot be run. `error`: the server's error for such a line."""
 
     def __init__(self, error: ApiError, message: str) -> None:
         super().__init__(message)
@@ -34,9 +34,10 @@ class RefusedLine(UserError):
 
 
 def row_of(values: dict[str, Any]) -> tuple[dict[str, Any], BatchRequest]:
-    """Return a line as the fields of a row, and its checked body. The fields: id, messages, prompt or prompt_token_ids, decode.
+    """Return a line as the fields of a row, and its checked body. Fields: id, messages, prompt or prompt_token_ids,
+    decode.
 
-    Raises UserError for a line of another form, and RefusedLine for a body that a row cannot be.
+    Raises UserError for a line of another form, and RefusedLine for a body that rows do not support.
     """
     if unknown := sorted(set(values) - {"custom_id", "method", "url", "body"}):
         raise UserError(f"a batch's line has custom_id, method, url and body, not {shortened(', '.join(unknown))}")

@@ -15,7 +15,7 @@ class ExpiresAfter(Shape):
 
 
 class FileRequest(Shape):
-    """The fields of POST /v1/files besides the file."""
+    """The fields of POST /v1/files, without the file."""
 
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
@@ -37,7 +37,7 @@ class BatchRequest(Shape):
 
 
 class BatchPage(BaseModel):
-    """The part of a list that GET /v1/batches shows."""
+    """Query parameters of GET /v1/batches."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,7 +46,7 @@ class BatchPage(BaseModel):
 
 
 class FilePage(BaseModel):
-    """The part of a list that GET /v1/files shows."""
+    """Query parameters of GET /v1/files."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,7 +63,7 @@ class Listed(Protocol):
 
 
 def listed(items: Sequence[Listed], after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of a list, from the item after `after`. Raises ApiError (400) where that is none of them."""
+    """Return the page of a list after the item with id `after`. Raises ApiError (400) if this id is unknown."""
     ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise bad_request(f"after={after} is none of the list: leave it out to begin anew", "after")
@@ -79,11 +79,11 @@ def listed(items: Sequence[Listed], after: str | None, limit: int) -> dict[str, 
 
 
 def answer_line(id: str, custom_id: str | int | None, status: int, request_id: str, body: Any) -> dict[str, Any]:
-    """Return a line of a batch's output or error file: an answer to the line of the input that has the `custom_id`."""
+    """Return a line of a batch's output or error file: the answer to the input line with this `custom_id`."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": id, "custom_id": custom_id, "response": response, "error": None}
 
 
 def error_line(id: str, custom_id: str, code: str, message: str) -> dict[str, Any]:
-    """Return a line of a batch's error file for a line of the input that was not run."""
+    """Return a line of a batch's error file for an input line that was not run."""
     return {"id": id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}

@@ -1,4 +1,4 @@
-"""Conversations of requests: messages and tools become token ids, and the texts of answers become messages. Without torch."""
+"""Converts messages and tools of requests to token ids, and texts of answers to messages. Without torch."""
 
 import asyncio
 import hashlib
@@ -24,14 +24,14 @@ from pipelines.api.settings import guide_of
 from pipelines.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
 
 NUM_THREADS = max(2, os.cpu_count() or 2)
-LONG_TEXT = 256 << 10  # characters, which take 0.3 s to encode
-CALL_ID_LENGTH = 9  # Mistral's templates take no other
+LONG_TEXT = 256 << 10  # characters; encoding takes 0.3 s
+CALL_ID_LENGTH = 9  # Mistral's templates require it
 
 T = TypeVar("T")
 
 
 class ChatPrompt:
-    """The prompt of a chat request, and how its answers are read."""
+    """The prompt of a chat request, and the parser settings of its answers."""
 
     def __init__(
         self,
@@ -43,37 +43,37 @@ class ChatPrompt:
         reasons: bool,
         dropped: list[str],
     ) -> None:
-        """reasons: whether the prompt ends where the reasoning begins. dropped: as for AnswerReader."""
+        """`reasons`: whether the prompt ends where reasoning begins. `dropped`: see AnswerReader."""
         self._dropped = dropped
         self.text = text
         self.token_ids = token_ids
         self.settings = settings
-        """Settings of DecodeConfig that its tools ask for."""
+        """DecodeConfig settings that the tools and the reasoning require."""
         self._form, self._tool_names, self._reasons = form, tool_names, reasons
         self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
         self._samples = itertools.count()
 
     def reader(self) -> "MessageReader":
-        """Return what reads the answer of the next sample."""
+        """Return a parser for the answer of the next sample."""
         reader = AnswerReader(self._form, self._tool_names, self._reasons, self._dropped)
         return MessageReader(reader, f"{self._digest} {next(self._samples)}")
 
 
 class MessageReader:
-    """Divides the text of an answer into deltas of a message: content, reasoning_content and tool_calls."""
+    """Splits the text of an answer into message deltas: content, reasoning_content and tool_calls."""
 
     def __init__(self, reader: AnswerReader, call_seed: str) -> None:
-        """call_seed: what ids of calls are made from, so that the same request has the same ones."""
+        """`call_seed`: source of the call ids. Repeated requests get the same ids."""
         self._reader = reader
         self._call_seed = call_seed
         self._num_calls = 0
 
     def read(self, text: str) -> list[dict[str, Any]]:
-        """Return the deltas that the next piece of text makes certain."""
+        """Return the deltas that the next piece of text completes."""
         return [self._delta(part) for part in self._reader.read(text)]
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the rest, at the end of the answer."""
+        """Return the remaining deltas at the end of the answer."""
         return [self._delta(part) for part in self._reader.end()]
 
     def _delta(self, part: Part) -> dict[str, Any]:
@@ -88,10 +88,10 @@ class MessageReader:
 
 
 class Chat:
-    """Encodes conversations by a tokenizer and its template."""
+    """Encodes conversations with a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Tokenizer | None, config: ServeConfig) -> None:
-        """Raises UserError for a template that cannot be read, and for a response_template that is none."""
+        """Raises UserError for a template that cannot be read, and for an unknown response_template."""
         self.tokenizer = tokenizer
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
@@ -101,7 +101,7 @@ class Chat:
 
     @classmethod
     def open(cls, model: ModelConfig, config: ServeConfig) -> "Chat":
-        """Return the conversations of a model. Raises UserError where its tokenizer cannot be read, and as __init__ does."""
+        """Open the chat of a model. Raises UserError if its tokenizer cannot be read, and as __init__ does."""
         if model.tokenizer is None:
             return cls(None, config)
         if model.tokenizer:
@@ -111,25 +111,26 @@ class Chat:
         return cls(open_tokenizer(path), config)
 
     async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
-        """Return a request's prompt, made in a thread. Raises ApiError (400) with the field to blame.
+        """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
 
-        max_tokens: what certainly has more is not encoded; None: any number.
+        `max_tokens`: a prompt that certainly has more tokens is rejected before encoding; None: no limit.
         """
         num_chars = len(request.model_dump_json(exclude_none=True))
         return await self.in_thread(num_chars, self.prompt, request, max_tokens)
 
     async def in_thread(self, num_chars: int, encode: Callable[..., T], *arguments: Any) -> T:
-        """Return what `encode` returns, which runs in a thread. Long texts share one thread, so that short ones never wait for them."""
+        """Run `encode` in a thread and return its result. Long texts share one thread, so that short ones never
+        wait.
+        """
         pool = self._long if num_chars > LONG_TEXT else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, encode, *arguments)
 
     def close(self) -> None:
-        """End the threads."""
         for pool in (self._short, self._long):
             pool.shutdown(cancel_futures=True)
 
     def prompt(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
-        """Return a request's prompt. max_tokens: as in `encode`. Raises ApiError (400) with the field to blame."""
+        """Return a request's prompt. `max_tokens`: as in `encode`. Raises ApiError (400) with the field to blame."""
         if self.tokenizer is None or self._is_off:
             setting = "model.tokenizer=null" if self.tokenizer is None else "serve.chat_template=none"
             raise bad_request(
@@ -139,7 +140,7 @@ class Chat:
             raise bad_request(
                 "add_special_tokens=true is not allowed: the chat template writes these tokens", "add_special_tokens"
             )
-        # Which tools there are is told also where none may be called; what is read of an answer depends on the choice.
+        # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
         text, token_ids = self._encoded(self.tokenizer, request, tools, max_tokens)
         form = FORMATS[self._form]
@@ -149,7 +150,7 @@ class Chat:
             message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
             raise bad_request(message, "tools")
         settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
-        # What marks calls is left in the text, and with it the token that ends an answer.
+        # If special tokens stay in the text because they mark calls, the other ones, such as EOS, must be dropped.
         left = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
         dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
         return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
@@ -177,7 +178,9 @@ class Chat:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
 
     def _message(self, message: Message) -> Message:
-        """Return a message as templates take it: a developer's is the system's, and arguments of calls are objects but for DeepSeek."""
+        """Return a message for templates: developer becomes system; call arguments become objects (not for
+        DeepSeek).
+        """
         if message["role"] == "developer":
             return message | {"role": "system"}
         if not message.get("tool_calls"):
@@ -191,7 +194,6 @@ class Chat:
         return message | {"tool_calls": calls}
 
     def _settings(self, request: ChatRequest, tools: list[Tool], form: AnswerFormat, reasons: bool) -> dict[str, Any]:
-        """Return what a request's tools and reasoning ask of the decoding."""
         assert self.tokenizer
         settings: dict[str, Any] = {}
         special = {text: id for text in form.literals if (id := self.tokenizer.special_token_id(text)) is not None}
@@ -229,7 +231,7 @@ def _read_template(path: str) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """Return the object that a text is; the text where a model wrote something else."""
+    """Return the JSON object in a text, or the text itself if a model wrote something else."""
     try:
         arguments = check_depth(json.loads(text))
     except (ValueError, RecursionError):

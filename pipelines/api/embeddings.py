@@ -12,8 +12,8 @@ from pipelines.api.errors import ApiError, bad_request, too_long
 from pipelines.api.requests import Body, Name, Prompt, PromptIds, listed_prompts
 from pipelines.engine_process.frames import Ready
 
-MAX_INPUTS = 2048  # of a request, as OpenAI's
-IN_ENGINE = 64  # inputs of a request that the engine has at a time, so that others get their turn
+MAX_INPUTS = 2048  # per request, as in OpenAI's API
+IN_ENGINE = 64  # inputs of a request that the engine has at a time, so that other requests proceed
 Inputs: TypeAlias = (
     str
     | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
@@ -23,7 +23,7 @@ Inputs: TypeAlias = (
 
 
 class EmbeddingRequest(Body):
-    """Texts whose vectors are wanted."""
+    """Texts to embed."""
 
     path = "/v1/embeddings"
 
@@ -34,12 +34,15 @@ class EmbeddingRequest(Body):
 
     @property
     def inputs(self) -> list[Prompt]:
-        """Return the inputs, each a text or its token ids."""
+        """Return the inputs. Each is a text or token ids."""
         return listed_prompts(self.input)
 
 
 def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[int]:
-    """Return a text as the token ids that `task=embed` makes. Raises ApiError without a tokenizer, and for what is certainly too long."""
+    """Return the token ids of a text, equal to those of `task=embed`.
+
+    Raises ApiError if the server has no tokenizer or the text is certainly too long.
+    """
     if tokenizer is None:
         raise bad_request("the server has no tokenizer: give token ids as input", "input")
     text, most, end = model.instruction + text, model.max_text_tokens, []
@@ -52,14 +55,14 @@ def encode_input(model: Ready, tokenizer: Tokenizer | None, text: str) -> list[i
 
 
 def embedding_refusal(message: str) -> ApiError:
-    """Return the error of what the engine refused."""
+    """Return the API error for an engine error message."""
     return bad_request(message, "input", "context_length_exceeded" if "shorten it" in message else None)
 
 
 def embedding_body(
     request: EmbeddingRequest, model: str, fingerprint: str | None, vectors: list[list[float]], num_tokens: int
 ) -> dict[str, Any]:
-    """Return the answer, with vectors as the request wants them: numbers, or base64 of little-endian float32."""
+    """Return the answer. Vectors are lists of numbers, or base64 of little-endian float32, as the request says."""
 
     def written(vector: list[float]) -> list[float] | str:
         if request.encoding_format != "base64":

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: status, message, type, and the field of the request that is to blame."""
+"""Errors in the format of OpenAI's API: status, message, type, and the field of the request that caused the error."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ BAD_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 
 
-ANTHROPIC = "/v1/messages"  # where paths begin whose errors have Anthropic's shape
+ANTHROPIC = "/v1/messages"  # prefix of the paths whose errors have Anthropic's format
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -24,11 +24,11 @@ ANTHROPIC_TYPES = {
 
 
 SCHEMA_OF_TOOL = r"(tools\[\d+\])\.function\.parameters"
-"""Where a chat request has the schema of a tool's arguments, in messages and in names of fields."""
+"""Location of a tool's argument schema in a chat request, in messages and in field names."""
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the request's field as the API does, such as `messages[0].content`."""
+    """An error response. `param` is the request's field in API notation, such as `messages[0].content`."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """Return the JSON object of the answer, in the shape of the API that has this path."""
+        """Return the JSON body in the format of the API that has this path."""
         if path.startswith(ANTHROPIC):
             kind = ANTHROPIC_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """Return the error with the names that a chat's fields have in another API."""
+        """Return the error with the field names of another API. `names`: maps a chat request's field names to them."""
         name = re.split(r"\W", self.param or "")[0]
         message = self.message.replace(name, names[name]) if name in names else self.message
         message = re.sub(r"\b(\w+)(?=[=[])", lambda found: names.get(found[1], found[1]), message)
@@ -67,35 +67,35 @@ class ApiError(Exception):
 
 
 def failed() -> ApiError:
-    """Return the error of what nobody foresaw."""
+    """Return the error for an unexpected exception."""
     return ApiError(500, "the server failed: its log says why", SERVER_ERROR)
 
 
 def draining() -> ApiError:
-    """Return the error of a server that ends."""
+    """Return the error of a server that is shutting down."""
     message = "the server is ending: ask another one"
     return ApiError(503, message, SERVER_ERROR, code="draining", headers={"connection": "close"})
 
 
 def loading() -> ApiError:
-    """Return the error of a server without a model yet."""
+    """Return the error of a server whose model is not yet loaded."""
     message = "the model is still loading: send the request again"
     return ApiError(503, message, SERVER_ERROR, code="loading", headers={"retry-after": "1"})
 
 
 def engine_gone(why: object, status: int) -> ApiError:
-    """Return the error of an engine that ended before the answer did."""
+    """Return the error for an engine that ended before the answer was complete."""
     return ApiError(status, str(why), SERVER_ERROR, code="engine_gone", headers={"retry-after": "1"})
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """Return the error of status 400 for a field that is wrong or not supported."""
+    """Return the error of status 400 for an invalid or unsupported field."""
     return ApiError(400, message, BAD_REQUEST, param, code)
 
 
 def too_long(num_tokens: int | str, limit: int | None, param: str) -> ApiError:
-    """Return the error of status 400 for a prompt that leaves no place for an answer."""
-    # litellm and LangChain know the error by its first words
+    """Return the error of status 400 for a prompt that leaves no room for an answer."""
+    # litellm and LangChain recognize this error by its first words
     known = f"this model's maximum context length is {limit} tokens"
     message = f"{known} with the answer's, and the prompt has {num_tokens} tokens: shorten it"
     return bad_request(message, param, "context_length_exceeded")

@@ -1,4 +1,4 @@
-"""A request for continuations: what it asks of the engine for each prompt, and what is known of its answer on the way."""
+"""A generation request: its decode settings for each prompt, and the state of its answer."""
 
 import random
 import time
@@ -14,35 +14,35 @@ from pipelines.api.resumption import StreamCursor, read_cursor
 from pipelines.api.settings import decode_settings, field_of, refusal
 from pipelines.engine_process.frames import Delta, Done, Ready
 
-SEED_BITS = 53  # of a drawn seed, which JavaScript's numbers can hold
+SEED_BITS = 53  # size of drawn seeds; JavaScript numbers hold 53 bits exactly
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """The properties of a request that its body does not hold."""
+    """The properties of a request that are not in its body."""
 
     id: str
-    """Of the answer."""
+    """Id of the answer."""
     model: str
-    """Name by which answers call the model."""
+    """Model name in answers."""
     key: str | None = None
-    """Name of the client's key. Beginnings of prompts are shared by requests of the same key alone."""
+    """Name of the client's API key. Prefix cache entries are shared only between requests with the same key."""
     last_event_id: str | None = None
-    """The header's value: events have ids then; empty: from the beginning."""
+    """Value of the Last-Event-ID header. If it is set, events have ids. An empty value starts at the beginning."""
 
 
 class Choice:
-    """One continuation of a prompt: how much it has said, and how much of it a resuming client has."""
+    """One continuation of a prompt: its length so far, and the part that a resuming client has."""
 
     def __init__(self, had: tuple[int, int]) -> None:
-        """had: numbers of tokens and characters, as in StreamCursor."""
+        """`had`: numbers of tokens and characters, as in StreamCursor."""
         self.num_tokens = 0
         self.num_chars = 0
         self.is_new = had == (0, 0)
         self._tokens_had, self._chars_had = had
 
     def divide(self, delta: Delta) -> tuple[ChoiceText, ChoiceText]:
-        """Return the part of a delta that the client has, and the rest."""
+        """Split a delta into the part that the client has and the rest."""
         tokens = max(0, self._tokens_had - self.num_tokens)
         chars = max(0, self._chars_had - self.num_chars)
         self.num_tokens += len(delta.token_ids)
@@ -54,7 +54,7 @@ class Choice:
 
 
 class Generation:
-    """A request with its prompts."""
+    """A generation request with its prompts."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class Generation:
         tokenizer: Tokenizer | None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """settings: of DecodeConfig, which win over the request's. Raises ApiError for a request that cannot be run."""
+        """`settings`: DecodeConfig fields that override the request's. Raises ApiError for an invalid request."""
         if served.embeds:
             raise bad_request("this model gives vectors of texts and continues none: ask another one", "model")
         self.request = request
         self.prompts = prompts
         self.dones: Mapping[int, Done] = {}
-        """By prompt: what the engine counted, at the end."""
+        """Final frames by prompt index, with the engine's token counts."""
         self.num_generated = 0
-        """Tokens that were written so far."""
+        """Number of tokens generated so far."""
         decode = decode_settings(request, served.decode, context.key) | dict(settings or {})
         merged = served.decode | decode
         self.num_samples = max(merged.get("n") or 1, merged.get("num_return_sequences") or 1)
@@ -90,10 +90,10 @@ class Generation:
         self.info = AnswerInfo(context.id, kind, int(time.time()), context.model, decode["seed"], served.fingerprint)
         self._sends_ids = context.last_event_id is not None and served.fingerprint is not None
         self.settings = [self._fitted(served, decode, len(prompt)) for prompt in prompts]
-        """Of DecodeConfig, for each prompt."""
+        """DecodeConfig fields of each prompt."""
 
     def _fitted(self, served: Ready, decode: dict[str, Any], num_prompt: int) -> dict[str, Any]:
-        """Return the settings for a prompt, with a default length that fits. Raises ApiError for what cannot fit."""
+        """Return a prompt's settings. A default length is reduced to fit. Raises ApiError if the prompt cannot fit."""
         request, limit = self.request, served.context_length
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
         if num_prompt >= limit:
@@ -110,24 +110,24 @@ class Generation:
         return decode | {"max_new_tokens": room if asked == "auto" else min(asked, room)}
 
     def refused(self, message: str) -> ApiError:
-        """Return the error of what the engine refused."""
+        """Return the API error for an engine error message."""
         return refusal(message, self.request)
 
     def take(self, prompt: int, delta: Delta) -> tuple[int, ChoiceText, ChoiceText]:
-        """Count what the engine says. Returns the number of the choice, the part that the client has, and the rest."""
+        """Count a delta. Return the index of its choice, the part that the client has, and the rest."""
         index = prompt * self.num_samples + delta.sample
         self.num_generated += len(delta.token_ids)
         return index, *self.choices[index].divide(delta)
 
     def usage(self, num_reasoning: int | None = None) -> dict[str, Any]:
-        """Return the numbers of tokens, at the end."""
+        """Return the token counts at the end."""
         num_cached = sum(done.num_cached_tokens for done in self.dones.values())
         return usage(sum(map(len, self.prompts)), num_cached, self.num_generated, num_reasoning)
 
     def event(self, choices: list[dict[str, Any]]) -> Event:
-        """Return a chunk, with the usage that was asked for, and the place after it where the client wants ids."""
+        """Return a chunk, with usage if requested and with an id if the client wants to resume the stream."""
         options, more = self.request.stream_options, dict[str, Any]()
-        if options and options.continuous_usage_stats:  # what the cache spared is not known yet
+        if options and options.continuous_usage_stats:  # the number of cached tokens is not known yet
             more["usage"] = usage(sum(map(len, self.prompts)), None, self.num_generated)
         elif options and options.include_usage:
             more["usage"] = None
@@ -139,11 +139,11 @@ class Generation:
 
     @property
     def wants_usage(self) -> bool:
-        """Return whether a chunk with the usage ends the stream."""
+        """Whether a chunk with the usage ends the stream."""
         return bool(self.request.stream_options and self.request.stream_options.include_usage)
 
 
 def _seed(served: Ready, decode: Mapping[str, Any]) -> int:
-    """Return the seed of all prompts: the request's, the server's, or one that is drawn here."""
+    """Return the seed of all prompts: the request's, the server's, or a random one."""
     seed = decode.get("seed", served.decode.get("seed"))
     return random.getrandbits(SEED_BITS) if seed is None else int(seed)

@@ -1,4 +1,4 @@
-"""Anthropic's /v1/messages as a chat: requests become those of a chat, each field honoured or refused, and answers messages."""
+"""Anthropic's /v1/messages, mapped to chat completions. Each field is honoured or rejected."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from pipelines.api.requests import MAX_TOKENS, Body, CacheControl, ChatRequest, 
 from pipelines.api.writers import ChatWriter
 
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", SCHEMA_OF_TOOL: "input_schema"}
-"""Fields of chat requests by the names that they have here."""
+"""Names that fields of chat requests have in Anthropic's API."""
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 BLOCKS: dict[str, dict[str, Any]] = {
     "content": {"type": "text", "text": ""},
     "reasoning_content": {"type": "thinking", "thinking": "", "signature": ""},
 }
-"""How blocks begin, by the field of a delta."""
+"""First content of a block, by the field of a delta."""
 
 
 class Block(Shape):
@@ -56,7 +56,7 @@ AssistantBlock: TypeAlias = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, 
 
 
 class SystemTurn(Shape):
-    """Instructions in the middle of a conversation."""
+    """System instructions in the middle of a conversation."""
 
     role: Literal["system"]
     content: str | Parts[TextBlock]
@@ -70,7 +70,7 @@ class UserTurn(Shape):
     content: str | Parts[UserBlock]
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the results of tools, then what the user says."""
+        """Return the tool results, then the user's text."""
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         results = [block for block in self.content if isinstance(block, ToolResultBlock)]
@@ -91,7 +91,7 @@ class AssistantTurn(Shape):
     content: str | Parts[AssistantBlock]
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the answer with its reasoning and its calls."""
+        """Return the answer with its reasoning and its tool calls."""
         if isinstance(self.content, str):
             return [{"role": "assistant", "content": self.content}]
         message: dict[str, Any] = {"role": "assistant"}
@@ -118,7 +118,7 @@ class CustomTool(Block):
     strict: bool | None = None
 
     def tool(self) -> dict[str, Any]:
-        """Return the tool as chat requests have it."""
+        """Return the tool in the format of chat requests."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -134,7 +134,7 @@ class ToolChoice(Shape):
     disable_parallel_tool_use: bool | None = None
 
     def choice(self) -> str | dict[str, Any]:
-        """Return the choice as chat requests have it. Raises ApiError where a tool lacks its name."""
+        """Return the choice in the format of chat requests. Raises ApiError if `name` is missing or superfluous."""
         if (self.type == "tool") != (self.name is not None):
             raise bad_request("tool_choice.name is for type=tool, which needs it: give both, or neither", "tool_choice")
         if self.type == "tool":
@@ -151,7 +151,7 @@ class Metadata(Shape):
 
 
 class CountTokensRequest(Body):
-    """A conversation in Anthropic's shapes, whose prompt is counted."""
+    """A conversation in Anthropic's format. Its prompt tokens are counted."""
 
     path = f"{ANTHROPIC}/count_tokens"
 
@@ -164,7 +164,7 @@ class CountTokensRequest(Body):
     tools: Annotated[list[CustomTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: NoThinking | None = None
-    """A budget of reasoning cannot be kept; disabled becomes the template's enable_thinking=false."""
+    """A reasoning budget cannot be enforced. `disabled` becomes the template argument enable_thinking=false."""
 
     @model_validator(mode="after")
     def _check_last(self) -> "CountTokensRequest":
@@ -176,7 +176,7 @@ class CountTokensRequest(Body):
         return self
 
     def chat_request(self) -> ChatRequest:
-        """Return the same as a chat request. Raises ApiError (400) for what that refuses."""
+        """Return the equivalent chat request. Raises ApiError (400) if it is invalid."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         body: dict[str, Any] = {
             "model": self.model,
@@ -196,12 +196,11 @@ class CountTokensRequest(Body):
             raise error.renamed(NAMES) from error
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of the answer as chat requests have them."""
         return {}
 
 
 class MessagesRequest(CountTokensRequest):
-    """A conversation to continue, in Anthropic's shapes."""
+    """A conversation in Anthropic's format. The next message is generated."""
 
     path = ANTHROPIC
 
@@ -226,17 +225,16 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 class MessageWriter:
-    """Writes the answer of a chat as a message: its chunks become blocks."""
+    """Writes a chat answer as an Anthropic message: chunks become content blocks."""
 
     def __init__(self, chat: ChatWriter) -> None:
         self._chat = chat
         self._num_blocks = 0
         self._open: str | None = None
-        """Field of the block that has begun."""
+        """Field of the block that is open."""
         self._ending: dict[str, Any] = {}
 
     def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        """Return the whole message."""
         chat = self._chat.body(said)
         (choice,) = chat["choices"]
         message = choice["message"]
@@ -252,12 +250,11 @@ class MessageWriter:
         return self._message(content) | _ending(choice) | {"usage": _usage(chat["usage"])}
 
     def begin(self) -> list[Event]:
-        """Return the event of a message that has begun."""
+        """Return the event that starts a message."""
         usage = {"input_tokens": len(self._chat.generation.prompts[0]), "output_tokens": 0}
         return [_event("message_start", message=self._message([]) | {"usage": usage})]
 
     def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
-        """Return the events that the next words make."""
         events: list[Event] = []
         for chunk in self._chat.read(index, known, rest):
             (choice,) = chunk.data["choices"]
@@ -267,13 +264,11 @@ class MessageWriter:
         return events
 
     def end(self) -> list[Event]:
-        """Return the last events."""
         (chunk,) = self._chat.usage_chunk()
         last = _event("message_delta", delta=self._ending, usage=_usage(chunk.data["usage"]))
         return [*self._close(), last, _event("message_stop")]
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event of a message that failed."""
         return Event(error.body(ANTHROPIC), name="error")
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -325,7 +320,7 @@ def _ending(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of tokens, those of the prompt that were cached apart."""
+    """Return the token counts. Cached prompt tokens are counted separately."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

@@ -1,4 +1,4 @@
-"""Bodies of requests as checked objects; what is wrong with one is an error of one line that names the field."""
+"""Parses request bodies into checked objects. An invalid body raises a one-line error that names the field."""
 
 import json
 from typing import TypeVar
@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Shape)
 
 def parse_request(kind: type[S], content: bytes) -> S:
     """Return a body as a checked request. Raises ApiError (400) in one line, with the field to blame."""
-    constants = list[str]()  # NaN and infinities, which Python reads and JSON has not
+    constants = list[str]()  # NaN and infinities, which Python accepts and JSON forbids
 
     def read_constant(name: str) -> float:
         constants.append(name)
@@ -35,7 +35,7 @@ def parse_request(kind: type[S], content: bytes) -> S:
 
 
 def check_request(kind: type[S], body: object) -> S:
-    """Return what JSON held as a checked request. Raises ApiError (400) in one line, with the field to blame."""
+    """Return decoded JSON as a checked request. Raises ApiError (400) in one line, with the field to blame."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:

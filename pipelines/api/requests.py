@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, with vLLM's further fields: every field is honoured, or refused by its name. null means left out."""
+"""Requests of OpenAI's API with vLLM's extensions. Each field is honoured, or rejected by name. null means absent."""
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -11,10 +11,10 @@ from pipelines.api.errors import bad_request, not_allowed
 MAX_SAMPLES = 8
 MAX_PROMPTS = 64
 MAX_TOKENS = 2**31 - 1
-LEAST_SHARE = 1e-9  # top_p below the probability of any most likely token, so that it alone is kept
-MAX_FIELDS = 100  # of an object whose fields are known; each unknown one would be an error of its own
-MAX_PARTS = 1024  # of a content
-MAX_DEPTH = 64  # of JSON whose form is not known here
+LEAST_SHARE = 1e-9  # replaces top_p=0: below the probability of any most likely token, so that only this token is kept
+MAX_FIELDS = 100  # of an object with known fields; each unknown field would cause an error
+MAX_PARTS = 1024  # of a message content
+MAX_DEPTH = 64  # of JSON whose schema is not known here
 TEXTS_ONLY = "this server reads and writes text alone: leave it out"
 NOT_KEPT = "nothing is kept between requests: send the whole conversation"
 UNSUPPORTED = {
@@ -35,7 +35,7 @@ UNSUPPORTED = {
     "min_new_tokens": "give min_tokens",
     "max_new_tokens": "give max_tokens",
 }
-"""Fields that OpenAI or other servers have, and what to give instead."""
+"""Fields of OpenAI or of other servers that are rejected, and the remedy."""
 
 T = TypeVar("T")
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
@@ -56,14 +56,14 @@ Prompts: TypeAlias = (
 
 
 class Shape(BaseModel):
-    """A JSON object whose types are exact and whose fields are all known."""
+    """A JSON object with exact types and only known fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """Leave out unknown fields that are null: clients send back whole messages, with all fields that their classes have."""
+        """Drop unknown fields that are null. Clients send back whole messages with all fields of their classes."""
         if not isinstance(values, dict) or len(values) > MAX_FIELDS:
             return values
         return {name: value for name, value in values.items() if value is not None or name in cls.model_fields}
@@ -77,16 +77,16 @@ class Shape(BaseModel):
 
 
 class Body(Shape):
-    """The base of all bodies that are sent to a route."""
+    """Base of the bodies of all routes."""
 
     path: ClassVar[str]
-    """Of the route, with POST."""
+    """Path of the route, which is a POST route."""
     model: Name | None = None
-    """None: the server's."""
+    """None: the server's model."""
 
 
 def check_depth(value: T) -> T:
-    """Return JSON that is not nested too deeply for those who read it by recursion. Raises ValueError for what is."""
+    """Return JSON whose nesting recursive readers can handle. Raises ValueError for deeper nesting."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -98,7 +98,7 @@ def check_depth(value: T) -> T:
 
 Parts: TypeAlias = Annotated[list[T], Field(max_length=MAX_PARTS, fail_fast=True)]
 Json: TypeAlias = Annotated[dict[str, Any], AfterValidator(check_depth)]
-"""An object whose form is not known here."""
+"""An object whose schema is not known here."""
 
 
 class StreamOptions(Shape):
@@ -134,7 +134,7 @@ ResponseFormat: TypeAlias = Annotated[
 
 
 class StructuredOutputs(Shape):
-    """The form of an answer, by one of these."""
+    """Constraint on the answer's form. Exactly one field is set."""
 
     json_schema: Json | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
@@ -152,7 +152,7 @@ class StructuredOutputs(Shape):
 
 
 class Sampling(Body):
-    """Fields that all requests for continuations share: OpenAI's settings, then vLLM's."""
+    """Fields shared by all generation requests: OpenAI's settings, then vLLM's."""
 
     model: Name
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -220,7 +220,7 @@ class Sampling(Body):
 
 
 class CacheControl(Shape):
-    """A hint that changes no answer: equal beginnings of prompts are found without it."""
+    """A cache hint. It has no effect: the prefix cache works without it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -250,7 +250,7 @@ class UserMessage(Shape):
 class FunctionCall(Shape):
     name: Name
     arguments: str
-    """A JSON object, as text; what else a model wrote."""
+    """A JSON object as text, or other text that a model wrote instead."""
 
 
 class ToolCall(Shape):
@@ -348,7 +348,7 @@ class ChatRequest(Sampling):
         return self
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages as templates take them: the parts of a content joined by line breaks, fields that are null left out."""
+        """Return the messages for chat templates. Content parts are joined by line breaks; null fields are dropped."""
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         for message in messages:
             if isinstance(message.get("content"), list):
@@ -363,7 +363,7 @@ class CompletionRequest(Sampling):
 
     prompt: Prompts
     max_tokens: NumTokens | None = None
-    """0 with echo alone: the prompt is scored, and nothing is written."""
+    """0 is allowed only with echo: the prompt is scored and nothing is generated."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -383,7 +383,7 @@ class CompletionRequest(Sampling):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Return the prompts, each a text or its token ids."""
+        """Return the prompts. Each is a text or token ids."""
         return listed_prompts(self.prompt)
 
 

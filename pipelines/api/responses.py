@@ -1,6 +1,7 @@
-"""OpenAI's /v1/responses as a chat: a request becomes one of chat, and the chunks of its stream become events and a response.
+"""OpenAI's /v1/responses, mapped to chat completions. Requests become chat requests; chunks become events and a
+response.
 
-Nothing is kept: each request has the whole conversation.
+The server stores nothing: each request contains the whole conversation.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -20,7 +21,7 @@ NAMES = {
     "response_format": "text",
     SCHEMA_OF_TOOL: "parameters",
 }
-"""Fields of chat requests by the names that they have here."""
+"""Names that fields of chat requests have in this API."""
 
 
 class InputText(Shape):
@@ -105,7 +106,7 @@ class NamedFunctionTool(Shape):
 
 
 class ResponseRequest(Body):
-    """A conversation to continue, in items."""
+    """A conversation to continue, as items."""
 
     path = "/v1/responses"
 
@@ -127,7 +128,7 @@ class ResponseRequest(Body):
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
-    """Reasoning is given as text, and taken back as such."""
+    """Reasoning is returned and accepted as plain text."""
     metadata: (
         Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16, fail_fast=True)] | None
     ) = None
@@ -136,7 +137,7 @@ class ResponseRequest(Body):
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
 
     def chat(self) -> ChatRequest:
-        """Return the request as one of a chat that is streamed. Raises ApiError (400) with the field's name here."""
+        """Return the request as a streamed chat request. Raises ApiError (400) with this API's field names."""
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
         body: dict[str, Any] = {
@@ -170,7 +171,7 @@ class ResponseRequest(Body):
         return {"type": "json_schema", "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the conversation. What an assistant reasons, says and calls in a row is one message."""
+        """Return the conversation. Consecutive reasoning, text and call items of the assistant become one message."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -188,7 +189,7 @@ class ResponseRequest(Body):
 
 
 def _add(message: dict[str, Any], item: Item) -> None:
-    """Add what an assistant has said to its message."""
+    """Add an assistant item to the assistant's message."""
     if isinstance(item, InputCall):
         function = {"name": item.name, "arguments": item.arguments}
         message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
@@ -204,10 +205,10 @@ def _joined(content: str | list[InputText]) -> str:
 
 
 class ResponseWriter:
-    """Writes the answer of a chat as a response: its chunks become events."""
+    """Writes a chat answer as a response: chunks become events."""
 
     def __init__(self, request: ResponseRequest, id: str, chat: ChatWriter) -> None:
-        """id: of the request; those of response and items are made from it."""
+        """`id`: id of the request. The ids of the response and of its items derive from it."""
         self._request = request
         self._id = id
         self._chat = chat
@@ -218,31 +219,27 @@ class ResponseWriter:
         self._usage: dict[str, Any] | None = None
 
     def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        """Return the whole response."""
         self.begin()
         self.read(0, ChoiceText(), said[0])
         self.end()
         return self._response(self._status)
 
     def begin(self) -> list[Event]:
-        """Return the events of a response that has begun."""
+        """Return the events that start a response."""
         kinds = ("response.created", "response.in_progress")
         return _named([self._event(kind, response=self._response("in_progress")) for kind in kinds])
 
     def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
-        """Return the events that the next words make."""
         return _named([event for chunk in self._chat.read(index, known, rest) for event in self._read(chunk)])
 
     def end(self) -> list[Event]:
-        """Return the last events."""
         for chunk in self._chat.usage_chunk():
             self._read(chunk)
         status = self._status
         return _named([*self._close(status), self._event(f"response.{status}", response=self._response(status))])
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event of a response that failed."""
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # those that clients know
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # error codes that clients recognize
         told = self._response("failed") | {"error": {"code": code, "message": error.message}}
         return _named([self._event("response.failed", response=told)])[0]
 
@@ -260,7 +257,6 @@ class ResponseWriter:
         return events
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response as it is now."""
         info = self._chat.generation.info
         request = self._request.model_dump(by_alias=True)
         names = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
@@ -309,7 +305,6 @@ class ResponseWriter:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
     def _open(self, kind: str) -> list[dict[str, Any]]:
-        """Begin an item of text."""
         index, self._is_open = len(self._output), True
         if kind == "message":
             head: dict[str, Any] = {"id": f"msg_{self._id}_{index}", "role": "assistant"}
@@ -322,7 +317,6 @@ class ResponseWriter:
         return [added, self._event("response.content_part.added", **self._at(), part=dict(part))]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
-        """End the item of text that is open."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -337,7 +331,7 @@ class ResponseWriter:
         ]
 
     def _called(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """Add a call, which is there as a whole."""
+        """Add a tool call. Its arguments are complete."""
         index, function = len(self._output), call["function"]
         item = {
             "type": "function_call",
@@ -363,12 +357,12 @@ def _named(events: list[dict[str, Any]]) -> list[Event]:
 
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a chat's numbers of tokens by the names that they have here."""
+    """Return a chat's token counts by their names in this API."""
     if usage is None:
         return None
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},  # those cost nothing extra
+        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},  # a write is free
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

@@ -1,4 +1,4 @@
-"""Places in streams, by which a dropped one goes on: the answer is computed again, and what the client has is left out."""
+"""Cursors that resume a dropped stream. The answer is computed again, and the part that the client has is left out."""
 
 import re
 from dataclasses import dataclass
@@ -13,23 +13,26 @@ PLACE = re.compile(
 
 @dataclass(frozen=True)
 class StreamCursor:
-    """The end of what a client has of a stream. As a text it is the id of an event: `fingerprint.seed.tokens:characters-...`."""
+    """The position up to which a client has a stream.
+
+    Its text form is an event id: `fingerprint.seed.tokens:characters-...`.
+    """
 
     fingerprint: str
     seed: int
     had: tuple[tuple[int, int], ...]
-    """Of each choice the number of its tokens, and that of the characters that they made certain."""
+    """For each choice the number of tokens, and the number of characters that these tokens complete."""
 
     def __str__(self) -> str:
         return f"{self.fingerprint}.{self.seed}.{'-'.join(f'{tokens}:{chars}' for tokens, chars in self.had)}"
 
 
 def read_cursor(text: str, fingerprint: str | None, num_choices: int, seed: int | None) -> StreamCursor:
-    """Return the place that a client names.
+    """Return the cursor that a client sends.
 
-    fingerprint: the server's. seed: the request's own, if it gives one.
+    `fingerprint`: the server's. `seed`: the request's, or None.
 
-    Raises ApiError: 400 for what is no place of this request, 412 where this server would not give the same answer again.
+    Raises ApiError: 400 for an invalid cursor or another request's, 412 if this server would not reproduce the answer.
     """
     found = PLACE.fullmatch(text)
     if found is None or int(found["seed"]) >= 2**64:

@@ -1,4 +1,4 @@
-"""What a request says as settings of DecodeConfig, and what the engine says of these in the request's words."""
+"""Converts requests to DecodeConfig settings, and engine messages about settings to the request's field names."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from conf.json_schemas import prepared
 from pipelines.api.errors import ApiError, bad_request
 from pipelines.api.requests import ChatRequest, CompletionRequest, JsonSchemaFormat, Sampling, TextFormat
 
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 
 SAME = {
     "n": "n",
@@ -31,7 +31,7 @@ SAME = {
     "cache_salt": "cache_salt",
     "length_penalty": "length_penalty",
 }
-"""Fields of requests whose values are those of a setting."""
+"""Request fields whose values are copied to the setting of this name."""
 
 SETTING = re.compile(r"decode\.(\w+)")
 UNNAMED = {
@@ -41,19 +41,19 @@ UNNAMED = {
     "prompt and new tokens are": "max_new_tokens",
     "the request has": "n",
 }
-"""Settings to blame, by the beginnings of the engine's messages that do not name one."""
+"""Settings to blame for engine messages that name no setting, by the beginning of the message."""
 GUIDES = {"json_schema": "json", "lark": "grammar"}
-"""Names that structured_outputs has for kinds of guides, where they differ from ours."""
+"""Names of guide kinds in structured_outputs, where they differ from DecodeConfig's."""
 OF_PROMPT = ("prompt token id", "the prompt has no tokens")
-"""Beginnings of the engine's messages that blame the prompt."""
+"""Beginnings of engine messages that blame the prompt."""
 
 
 def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:
-    """Return the settings that a request gives. Those that it leaves out are the server's.
+    """Return the settings that a request gives. The server's values apply to all other settings.
 
-    server: settings that hold where a request says nothing. key: the name of the client's.
+    `server`: the server's default settings. `key`: name of the client's API key.
 
-    Raises ApiError for a form of the answer that is incomplete.
+    Raises ApiError for an incomplete answer format.
     """
     given = {setting: getattr(request, name) for name, setting in SAME.items() if getattr(request, name) is not None}
     if request.top_k is not None:
@@ -69,7 +69,7 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | Non
     if request.use_beam_search:
         num_beams = given.pop("n", 1)
         given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
-    elif "n" in given and (server.get("num_beams") or 1) > 1:  # texts of the server's search
+    elif "n" in given and (server.get("num_beams") or 1) > 1:  # the server uses beam search
         given["num_return_sequences"] = given.pop("n")
     if guide := guide_of(request):
         given["guide"] = guide
@@ -81,7 +81,11 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | Non
 
 
 def cache_salt(key: str | None, own: str | None) -> str | None:
-    """Return what divides the prefix cache: the key, so that nobody may name another's, which a request's own salt divides further."""
+    """Return the salt of the prefix cache. It contains the key's name, so that clients cannot use another key's
+    entries.
+
+    A request's own salt separates the entries of a key further.
+    """
     return own if key is None else json.dumps([key, own])
 
 
@@ -95,7 +99,7 @@ def _completion_settings(request: CompletionRequest, server: Mapping[str, Any]) 
     given: dict[str, Any] = {} if request.logprobs is None else {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
         given["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    max_tokens = 1 if request.max_tokens == 0 else request.max_tokens  # the engine writes one, which is left out
+    max_tokens = 1 if request.max_tokens == 0 else request.max_tokens  # the token is dropped later
     return given | _length(max_tokens, DEFAULT_MAX_TOKENS, server)
 
 
@@ -107,7 +111,10 @@ def _length(max_tokens: int | None, default: int | str, server: Mapping[str, Any
 
 
 def guide_of(request: Sampling) -> dict[str, Any] | None:
-    """Return the answer's form as the setting `guide`; None for any text. Raises ApiError for a schema with a number that is not exact."""
+    """Return the answer's form as the setting `guide`; None for free text.
+
+    Raises ApiError for a schema with a number that has no exact representation.
+    """
     guide = _guide_of(request)
     if guide is None or "json_schema" not in guide:
         return guide
@@ -133,7 +140,10 @@ def _guide_of(request: Sampling) -> dict[str, Any] | None:
 
 
 def refusal(message: str, request: Sampling) -> ApiError:
-    """Return the error of status 400 for what the engine refused, with its settings by the request's names. The first is to blame."""
+    """Return the error of status 400 for an engine error message.
+
+    Settings get their names in the request. The first one becomes `param`.
+    """
     told = SETTING.sub(lambda found: field_of(found[1], request) or found[0], message)
     for kind, name in GUIDES.items():
         told = told.replace(f"structured_outputs.{kind}", f"structured_outputs.{name}")
@@ -145,7 +155,7 @@ def refusal(message: str, request: Sampling) -> ApiError:
 
 
 def field_of(setting: str, request: Sampling) -> str | None:
-    """Return the request's field that gives a setting; None for one that no request gives."""
+    """Return the request field that gives a setting; None if no field does."""
     if setting == "max_new_tokens":
         return "max_completion_tokens" if getattr(request, "max_completion_tokens", None) else "max_tokens"
     if setting == "guide":

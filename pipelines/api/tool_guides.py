@@ -1,4 +1,4 @@
-"""Guides that make an answer call tools, in the format of the model's family, with arguments that fit the tools' schemas."""
+"""Guides (grammars) for tool calls in the format of a model family, with arguments that match the tools' schemas."""
 
 import json
 import re
@@ -17,21 +17,21 @@ ANY_TEXT = r"(.|\n)*"
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """How a family writes calls: opening, calls with separators between them, closing."""
+    """The format of a family's tool calls: sign, opening, calls with separators, closing."""
 
     argument_key: str | None
-    """The key of the arguments in an object with the name; None where the name stands before the arguments."""
+    """Key of the arguments in an object that also has the name. None if the name precedes the arguments."""
     sign: str = ""
-    """The literal by which a reader knows that a call begins; "" where it is the answer's first character."""
+    """Literal that marks the start of calls; "" if calls start at the answer's first character."""
     opening: str = ""
-    """What follows the sign."""
+    """Text after the sign."""
     closing: str = ""
     separator: str | None = None
-    """None where there is one call at most."""
+    """None if an answer has at most one call."""
     named: tuple[str, str] = ("", "")
-    """What stands before and after the name, where it stands before the arguments."""
+    """Text before and after the name, if the name precedes the arguments."""
     counted: str = ""
-    """What stands between the name and the number of a call, where calls have numbers."""
+    """Text between the name and the number of a call, if calls are numbered."""
 
 
 CALL_TOKENS = (
@@ -40,18 +40,18 @@ CALL_TOKENS = (
     *(f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end")),
     "<|tool_calls_section_end|>",
 )
-"""Texts in calls that vocabularies may have as special tokens."""
+"""Parts of call formats that vocabularies may have as special tokens."""
 
 
 class Literals:
-    """Writes literals for one vocabulary."""
+    """Writes literals of a grammar for one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = {name: tokenizer.special_token_id(name) for name in CALL_TOKENS}
         self._special_ids = {name: id for name, id in ids.items() if id is not None}
 
     def __call__(self, text: str) -> str:
-        """Return a text as an expression, the special tokens in it as tokens."""
+        """Return a text as a grammar expression. Special tokens in it are written as tokens."""
         for name, id in self._special_ids.items():
             before, found, after = text.partition(name)
             if found:
@@ -82,19 +82,20 @@ GRAMMARS = {
     ),
     "glm4": CallGrammar(None, named=("", "\n")),
 }
-"""By the names of `models.tokenizers.answers.FORMATS`; the others have none."""
+"""By name in `models.tokenizers.answers.FORMATS`. The other formats have no grammar."""
 
 
 def tool_guide(
     form: str, tools: Mapping[int, Tool], literal: Literals, is_required: bool, is_parallel: bool, reasons: bool
 ) -> dict[str, Any]:
-    """Return the setting `guide` of answers that call tools.
+    """Return the setting `guide` for answers that call tools.
 
-    tools: those that may be called, by their numbers in the request.
-    is_required: the answer is calls alone; else it may be any text, or text and calls after it, and only strict tools' schemas hold.
-    is_parallel: there may be several calls. reasons: the prompt ends where the reasoning begins, which is written first.
+    `tools`: the callable tools, by their index in the request. `is_required`: the answer consists of calls only.
+    Otherwise it is any text, optionally with calls after it, and only the schemas of strict tools are enforced.
+    `is_parallel`: several calls are allowed. `reasons`: the prompt ends where reasoning begins, so the answer starts
+    with it.
 
-    Raises ApiError (400) where the family's calls have no grammar here.
+    Raises ApiError (400) if the family's calls have no grammar here.
     """
     grammar = GRAMMARS.get(form)
     if grammar is None or not (is_required or grammar.sign or grammar.argument_key):
@@ -118,7 +119,7 @@ def tool_guide(
 
 
 def _name(grammar: CallGrammar, literal: Literals, tool: Tool) -> str:
-    """Return the expression of what stands before the arguments; "" where the name is in an object with them."""
+    """Return the expression of the text before the arguments; "" if the name is in one object with them."""
     if grammar.argument_key:
         return ""
     before, after = grammar.named
@@ -127,7 +128,7 @@ def _name(grammar: CallGrammar, literal: Literals, tool: Tool) -> str:
 
 
 def after_reasoning(guide: dict[str, Any]) -> dict[str, Any]:
-    """Return the guide of an answer whose reasoning the prompt has begun. Raises ApiError (400) for a kind that cannot stand after it."""
+    """Return the guide of an answer that starts with reasoning. Raises ApiError (400) if none of its kind exists."""
     ((kind, value),) = guide.items()
     if kind not in ("json_schema", "json_object"):
         message = "the model reasons before it answers, and only a JSON schema can follow that"
@@ -149,19 +150,19 @@ def _start(grammar: CallGrammar, literal: Literals, is_required: bool, reasons: 
         return f"start: think {sign} calls\n{_THINK}" if reasons else f"start: {sign} calls"
     if not sign:
         return f"start: calls | SAID\nSAID: /([^{{ \\t\\r\\n]{ANY_TEXT})?/"
-    if sign.startswith("<["):  # a token that no text writes
+    if sign.startswith("<["):  # a special token, which text cannot contain
         return f"start: SAID {sign} calls | SAID\nSAID: /{ANY_TEXT}/"
     return f"start: said calls | SAID\nsaid[lazy]: /{ANY_TEXT}{_escaped(grammar.sign)}/\nSAID: /{ANY_TEXT}/"
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"[][|]", r"\\\g<0>", text)  # what signs have of a regular expression's letters
+    return re.sub(r"[][|]", r"\\\g<0>", text)  # the regex metacharacters that occur in signs
 
 
 def _parameters(function: dict[str, Any], param: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments, which are an object always. Raises ApiError for another type.
+    """Return the JSON schema of a tool's arguments, always an object. Raises ApiError for another type.
 
-    An `$id` makes it a separate document, so that "#/$defs/a" refers to the tool's own definitions.
+    `$id` makes the schema a separate document. "#/$defs/a" then refers to the tool's own definitions.
     """
     schema = function.get("parameters") or {"properties": {}, "additionalProperties": False}
     kind = schema.get("type", "object")
@@ -174,7 +175,6 @@ def _parameters(function: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _value(name: str, parameters: dict[str, Any], argument_key: str | None) -> dict[str, Any]:
-    """Return the JSON schema of what a call holds: the arguments, or an object of name and arguments."""
     if argument_key is None:
         return {**parameters, "x-guidance": CALL_SPACING}
     both = {"name": {"const": name}, argument_key: parameters}

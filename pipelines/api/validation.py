@@ -1,6 +1,6 @@
-"""What pydantic finds wrong in a body as one error of the API, about the field that its sender has to change.
+"""Converts pydantic's validation errors to one API error about the field that the client must change.
 
-A union without a match gives the errors of all its alternatives. The alternative that the sender meant is found by its `type` and `role`.
+A union without a match gives the errors of all its alternatives. `type` and `role` tell which one was meant.
 """
 
 import re
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from conf.errors import shortened
 from pipelines.api.errors import ApiError, bad_request, not_allowed
 
-PREFIX = "Input should be "  # how pydantic's messages begin
-OBJECT_TYPES = ("model_type", "model_attributes_type", "dict_type")  # errors that name classes of Python
+PREFIX = "Input should be "  # start of many pydantic messages
+OBJECT_TYPES = ("model_type", "model_attributes_type", "dict_type")  # errors whose messages name Python classes
 
 
 class Fault(NamedTuple):
     """An error of `ValidationError.errors()`."""
 
     path: str
-    """Of the field, as the API writes it."""
+    """Path of the field in API notation."""
     error: Mapping[str, Any]
 
     @property
@@ -40,14 +40,14 @@ class Fault(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """The expected value, such as "a valid string", or a sentence of pydantic's."""
+        """The expected value, such as "a valid string", or pydantic's whole message."""
         return "an object" if self.type in OBJECT_TYPES else str(self.error["msg"]).removeprefix(PREFIX)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsupported: Mapping[str, str]) -> ApiError:
-    """Return the error of status 400 for what pydantic found in a body, in one line about the first wrong field.
+    """Return the error of status 400 for a body, in one line about the first wrong field.
 
-    errors: of `ValidationError.errors()`. unsupported: fields that are known and not supported, with what to do instead.
+    `errors`: from `ValidationError.errors()`. `unsupported`: known but unsupported fields with their remedies.
     """
     field = errors[0]["loc"][:1]
     faults = [Fault(_path(each["loc"], body, each["type"] == "missing"), each) for each in errors]
@@ -76,7 +76,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsuppor
 
 
 def _to_blame(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
-    """Return the fault of the alternative that fits best, and those of the same field and kind, itself among them."""
+    """Return the fault of the best-fitting alternative, and all faults of the same field and kind, itself included."""
     others = {fault.loc[:-1] for fault in faults if fault.is_of_another_alternative}
     inner = [fault for fault in faults if not _is_outer(fault, faults)]
     fitting = [fault for fault in inner if not any(fault.loc[: len(other)] == other for other in others)]
@@ -88,27 +88,27 @@ def _to_blame(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
 
 
 def _is_outer(fault: Fault, faults: Iterable[Fault]) -> bool:
-    """Return whether a fault is the type of a value in which another alternative, which takes the type, found a fault."""
+    """Return whether another alternative accepts this fault's type and reports a fault inside the value."""
     inside = (fault.path + ".", fault.path + "[")
     is_outer = any(other.path.startswith(inside) for other in faults)
     return is_outer and (fault.wants_another_type or fault.type == "literal_error")
 
 
 def _progress(fault: Fault) -> tuple[bool, int, list[int], bool]:
-    """Return how far a body fits an alternative: the right type, the depth and the place in lists of what is wrong."""
+    """Return a sort key for how well a body fits an alternative: type, then depth and list position of the fault."""
     numbers = [step for step in fault.loc if isinstance(step, int)]
     return not fault.wants_another_type, len(fault.loc), numbers, fault.type == "literal_error"
 
 
 def _any_of(expected: Iterable[str]) -> str:
-    """Return names in quotes, which come in lists or alone, as one list with "or"."""
+    """Return quoted names, given singly or as lists, as one list with "or"."""
     names = list(dict.fromkeys(re.findall(r"'[^']*'|\S+", " ".join(each.replace(" or ", ", ") for each in expected))))
     names = [name.strip(",") for name in names if name.strip(",")]
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
-    """Return a location as the API writes it. Steps that are no key of the body name an alternative of a union and are left out."""
+    """Return a location in API notation, without the steps that name a union's alternative (no keys of the body)."""
     path = ""
     for i, step in enumerate(loc):
         is_last = i == len(loc) - 1
@@ -122,6 +122,6 @@ def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
 
 
 def _is_key(step: str, body: Mapping[str, Any], is_last: bool) -> bool:
-    """Return whether a step is a key of the body, and not the `type` or `role` that names the alternative of a union."""
+    """Return whether a step is a key of the body, and not the `type` or `role` that names a union's alternative."""
     is_tag = step in (body.get("type"), body.get("role")) and not isinstance(body.get(step), dict | list)
     return step in body and (is_last or not is_tag)

@@ -1,4 +1,4 @@
-"""Writers of answers: what the engine says of a request, in the shapes of chat completions and of completions."""
+"""Writers of answers: the engine's output in the formats of chat completions and of completions."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -23,18 +23,18 @@ from pipelines.engine_process.frames import Logprob
 
 
 class Writer(Protocol):
-    """Writes one answer: as a body, or as events."""
+    """Writes one answer, as a body or as events."""
 
     def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        """Return the whole answer. said: all that each choice says."""
+        """Return the whole answer. `said`: the complete output of each choice."""
         ...
 
     def begin(self) -> list[Event]:
-        """Return the first events, before the engine has said anything."""
+        """Return the first events, before the engine has produced output."""
         ...
 
     def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
-        """Return the events that the next words of a choice make. known: those of them that the client has."""
+        """Return the events for the next part of a choice. `known`: the part that a resuming client has."""
         ...
 
     def end(self) -> list[Event]:
@@ -50,7 +50,7 @@ class ChatWriter:
     """Writes the answer to a chat request."""
 
     def __init__(self, generation: Generation, request: ChatRequest, make_reader: Callable[[], MessageReader]) -> None:
-        """make_reader: returns what reads the answer of a sample."""
+        """`make_reader`: returns a parser for the answer of a sample."""
         self.generation = generation
         self._request = request
         self._make_reader = make_reader
@@ -61,7 +61,6 @@ class ChatWriter:
         self._has_tool_calls = [False] * len(choices)
 
     def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(said)]
         generation, more = self.generation, dict[str, Any]()
         if self._request.prompt_logprobs is not None:
@@ -77,7 +76,7 @@ class ChatWriter:
         return [self.generation.event([self._chunk(index, first, None)]) for index in new]
 
     def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
-        """Return the chunks of the pieces, the last one with the log probabilities, then that of the end."""
+        """Return the chunks of the message deltas and of the end. The last delta carries the log probabilities."""
         self._pieces(index, known)
         pieces = self._pieces(index, rest)
         if not pieces and rest.token_ids and (rest.logprobs or self._request.return_token_ids):
@@ -90,7 +89,7 @@ class ChatWriter:
         return [self.generation.event([body]) for body in bodies]
 
     def usage_chunk(self) -> list[Event]:
-        """Return the chunk with the usage, where it was asked for."""
+        """Return the chunk with the usage, if the request asks for it."""
         return [Event(self.generation.info.body([], usage=self._usage()))] if self.generation.wants_usage else []
 
     def end(self) -> list[Event]:
@@ -98,11 +97,9 @@ class ChatWriter:
         return [*self.usage_chunk(), DONE]
 
     def failed(self, error: ApiError) -> Event:
-        """Return the error as a chunk."""
         return Event(error.body())
 
     def _usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens, at the end."""
         reasoning = [ids for ids, has in zip(self._token_ids, self._has_reasoning, strict=True) if has]
         counts = [num_reasoning_tokens(self.generation.texts, ids, self._make_reader()) for ids in reasoning]
         return self.generation.usage(sum(counts))
@@ -132,7 +129,6 @@ class ChatWriter:
         return body
 
     def _pieces(self, index: int, said: ChoiceText) -> list[dict[str, Any]]:
-        """Return what more words add to the message."""
         reader = self._readers[index]
         self._token_ids[index] += said.token_ids
         pieces = reader.read(said.text)
@@ -157,18 +153,17 @@ class CompletionWriter:
         self._logprobs = [CompletionLogprobs(generation.texts, request.logprobs or 0) for _ in generation.choices]
 
     def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = [self._choice(index, self._wanted(each)) for index, each in enumerate(said)]
         return self.generation.info.body(choices, usage=self.generation.usage())
 
     def begin(self) -> list[Event]:
-        """Return a chunk with the prompt for each choice of which the client has nothing, where it is echoed."""
+        """Return a chunk with the echoed prompt for each choice of which the client has nothing."""
         choices = self.generation.choices if self._request.echo else []
         new = [index for index, choice in enumerate(choices) if choice.is_new]
         return [self.generation.event([self._chunk(index, ChoiceText(self._echoed(index)))]) for index in new]
 
     def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
-        """Return a chunk of the new words."""
+        """Return the chunk for the next part of a choice."""
         rest = self._wanted(rest)
         self._logprobs[index].read(known.logprobs)
         if not (rest.text or rest.token_ids or rest.finish_reason):
@@ -176,16 +171,15 @@ class CompletionWriter:
         return [self.generation.event([self._chunk(index, rest)])]
 
     def end(self) -> list[Event]:
-        """Return the usage, where it was asked for, and [DONE]."""
+        """Return the usage if the request asks for it, and [DONE]."""
         usage = self.generation.info.body([], usage=self.generation.usage())
         return [Event(usage), DONE] if self.generation.wants_usage else [DONE]
 
     def failed(self, error: ApiError) -> Event:
-        """Return the error as a chunk."""
         return Event(error.body())
 
     def _wanted(self, said: ChoiceText) -> ChoiceText:
-        """Return what is told of the engine's words: nothing but the end with max_tokens=0, for which it writes one token."""
+        """Return the output that the client gets. With max_tokens=0 the engine's single token is dropped."""
         if self._request.max_tokens != 0:
             return said
         self.generation.num_generated = 0
@@ -225,7 +219,7 @@ class CompletionWriter:
 
 
 def _ending(said: ChoiceText, has_tool_calls: bool = False) -> dict[str, Any]:
-    """Return why a choice ended; null where it goes on."""
+    """Return the finish and stop reasons of a choice; null while it continues."""
     if said.finish_reason is None:
         return {"finish_reason": None, "stop_reason": None}
     reason = api_finish_reason(said.finish_reason, has_tool_calls)
@@ -237,7 +231,7 @@ def _prompt_logprobs(generation: Generation, prompt: int, num_top: int) -> list[
 
 
 def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: MessageReader) -> int:
-    """Return the number of tokens from the first that writes reasoning to the last. reader: a new one, for tokens one by one."""
+    """Return the number of tokens from the first to the last reasoning token. `reader`: new, fed token by token."""
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
     written[-1] += reader.end()

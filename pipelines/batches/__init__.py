@@ -1,1 +1,1 @@
-"""OpenAI's batches: their files and jobs behind /v1/batches, and their lines in `task=predict`."""
+"""OpenAI's batches: the files and jobs behind /v1/batches, and batch lines as input of `task=predict`."""

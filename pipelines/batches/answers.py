@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batches in `task=predict`: what they ask of the engine, and their answers as /v1/batches of the server writes them."""
+"""Lines of OpenAI's batches in `task=predict`: their requests, and their answers in the format of /v1/batches."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,21 +25,21 @@ from pipelines.rows import Row, RowRequest
 
 
 class BatchAnswers:
-    """Makes requests of the lines of a batch, and answers of their outputs."""
+    """Converts the lines of a batch to engine requests, and their outputs to answers."""
 
     def __init__(self, run: RunConfig, source: ModelSource, engine: Engine, encoder: PromptEncoder) -> None:
-        """run: with resolved settings of `decode`. Raises UserError for a chat template that cannot be read."""
+        """`run`: has resolved `decode` settings. Raises UserError for a chat template that cannot be read."""
         run = replace(run, serve=replace(run.serve, chat_template=run.predict.chat_template))
         self._run, self._engine, self._encoder = run, engine, encoder
         self._served = described(run, source, engine)
         self._chat = Chat(engine.tokenizer, run.serve)
 
     def ask(self, row: PromptRow) -> RowRequest:
-        """Return what a line asks of the engine. Raises RefusedLine where it cannot be run."""
+        """Return the engine request of a line. Raises RefusedLine if the line cannot be run."""
         assert row.batch is not None
         try:
             _, body = row_of(row.batch)
-            if row.error is not None:  # of its id or its text
+            if row.error is not None:  # invalid id or text
                 raise UserError(row.error)
             return self._asked(row, body)
         except RefusedLine:
@@ -94,5 +94,5 @@ def _line(row: PromptRow, status: int, body: Any) -> Row:
 
 
 def _id(row: PromptRow) -> str:
-    """Return what names the answer to a line: the same in each run of the same file."""
+    """Return the id of a line's answer. It is equal in each run of the same file."""
     return f"{row.digest}{row.index:016x}"

@@ -1,4 +1,4 @@
-"""The lines of a batch's input file, and what is wrong with them."""
+"""Reads and checks the lines of a batch's input file."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from conf.errors import shortened
 
 MAX_LINES = 50_000
-MAX_ERRORS = 20  # that are told
+MAX_ERRORS = 20  # reported per file
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class InputLine:
 
 
 class Checked(NamedTuple):
-    """The result of reading an input file. errors: in OpenAI's shape, at most MAX_ERRORS; empty for a file that can be run."""
+    """The result of checking an input file. `errors`: at most MAX_ERRORS objects in OpenAI's format."""
 
     num_lines: int
     errors: list[dict[str, Any]]
 
 
 def input_lines(path: Path) -> Iterator[InputLine]:
-    """Yield the lines of a file in which `check_lines` has found no errors. Raises OSError."""
+    """Yield the lines of a file that `check_lines` has accepted. Raises OSError."""
     with open(path, "rb") as file:
         for index, line in enumerate(line for line in file if line.strip()):
             values = json.loads(line)
@@ -39,9 +39,9 @@ def input_lines(path: Path) -> Iterator[InputLine]:
 
 
 def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
-    """Return how many lines a file has, and which of them cannot be asked of `endpoint`. Bodies are not checked. Raises OSError.
+    """Count the lines of a file and check their form for `endpoint`. Bodies are not checked. Raises OSError.
 
-    max_line: most bytes of a line.
+    `max_line`: maximum size of a line in bytes.
     """
     if not path.exists():
         return Checked(0, [_error("file_not_found", None, "the file is gone: send it again")])
@@ -69,7 +69,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
 
 
 def _fault(line: bytes, number: int, endpoint: str, known: set[str]) -> dict[str, Any] | None:
-    """Return what is wrong with a line, and add its custom_id to those known."""
+    """Return the error of a line, or None. Adds the line's custom_id to `known`."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Jobs of /v1/batches: each line of a file is answered once, into a journal, and the job goes on after any end of the process."""
+"""Jobs of /v1/batches. Each line is answered once, into a journal. A job continues after the process restarts."""
 
 import asyncio
 import fcntl
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WINDOW_S = DAY_S
-MAX_UNFINISHED = 100  # batches of a key
-PAUSE_S = 1.0  # before an engine that was not there is asked again
-RETRY_S = 30.0  # before a disk that failed is written again
+MAX_UNFINISHED = 100  # per key
+PAUSE_S = 1.0  # before a line is retried because no engine was available
+RETRY_S = 30.0  # before a job is retried after a disk error
 SWEEP_S = 600.0
-PASSING = ("loading", "engine_gone", "draining")  # codes of errors that are no answer to a line
+PASSING = ("loading", "engine_gone", "draining")  # error codes after which a line is retried
 ENDED = ("completed", "failed", "expired", "cancelled")
-UNDONE = {  # what becomes of lines that were not run
+UNDONE = {  # errors of lines that were not run, by the batch's end
     "expired": "the batch's time was over before this line was run",
     "cancelled": "the batch was cancelled before this line was run",
 }
@@ -49,18 +49,18 @@ class Reply(NamedTuple):
 
     @property
     def code(self) -> str | None:
-        """The code of an error."""
+        """The error code, or None."""
         error = self.body.get("error") if self.status >= 400 and isinstance(self.body, dict) else None
         return error.get("code") if isinstance(error, dict) else None
 
 
 @dataclass
 class BatchJob:
-    """A batch and how far it is. Times are seconds since 1970."""
+    """A batch and its progress. Times are in seconds since 1970."""
 
     id: str
     owner: str | None
-    """Name of the key that it belongs to."""
+    """Name of the key that owns the batch."""
     input_file_id: str
     endpoint: str
     created_at: int
@@ -69,17 +69,17 @@ class BatchJob:
     output_kept_s: int = KEPT_S
     status: str = "validating"
     times: dict[str, int] = field(default_factory=dict)
-    """When it came to each further status."""
+    """Time at which the batch entered each later status."""
     errors: list[dict[str, Any]] = field(default_factory=list)
-    """Of a file that cannot be run."""
+    """Errors of an input file that cannot be run."""
     total: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    """Lines by `completed` and `failed`."""
+    """Numbers of `completed` and `failed` lines."""
     output_file_id: str | None = None
     error_file_id: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """Return it in OpenAI's shape."""
+        """Return the batch object of OpenAI's API."""
         statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         counts = {name: self.counts.get(name, 0) for name in ("completed", "failed")}
         return {
@@ -101,16 +101,17 @@ class BatchJob:
 
 
 Send = Callable[[BatchJob, dict[str, Any]], Awaitable[Reply]]
-"""Asks the server for the answer to a line's body."""
+"""Sends the body of a line to the server and returns the reply."""
 
 
 class BatchJobs:
-    """The batches and files of a folder, for one event loop. One process at a time has the folder."""
+    """The batches and files of a folder, for one event loop. Only one process at a time can use the folder."""
 
     def __init__(self, folder: Path, max_running: int, max_line: int, clock: Callable[[], float] = time.time) -> None:
-        """max_running: lines at once. max_line: most bytes of one. clock: returns seconds since 1970.
+        """`max_running`: lines that run concurrently. `max_line`: maximum size of a line in bytes. `clock`: returns
+        seconds since 1970.
 
-        Raises UserError where the folder cannot be had.
+        Raises UserError if the folder is not available.
         """
         try:
             (folder / "batches").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,23 +127,23 @@ class BatchJobs:
         self._folder = folder / "batches"
         self._max_line = max_line
         self._clock = clock
-        self._places = asyncio.Semaphore(max_running)  # in turn, so that no batch waits for another one's end
-        self._alone = asyncio.Lock()  # of lines that ran when the engine ended: one of them may be why
-        self._disk = ThreadPoolExecutor(1, "batches")  # all that is done to a journal, one after the other
+        self._places = asyncio.Semaphore(max_running)  # first in, first out, so that batches progress concurrently
+        self._alone = asyncio.Lock()  # lines that ran at a crash of the engine run one at a time: one may be the cause
+        self._disk = ThreadPoolExecutor(1, "batches")  # serializes all journal operations
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.send: Send | None = None
-        """What answers lines, given before `start`."""
+        """Answers lines. Set before `start`."""
         self._is_closing = False
 
     def start(self) -> None:
-        """Go on with the batches that have not ended."""
+        """Continue the batches that have not ended."""
         self._tasks[""] = asyncio.create_task(self._sweep())
         for batch in self._batches.values():
             if batch.status not in ENDED:
                 self._begin(batch)
 
     async def close(self) -> None:
-        """Stop. What is done stays in the journals, and what runs is run again by the next process."""
+        """Stop. Journals keep the finished lines. The next process reruns the lines that were in progress."""
         self._is_closing = True
         for task in self._tasks.values():
             task.cancel()
@@ -151,7 +152,7 @@ class BatchJobs:
         os.close(self._lock)
 
     async def create(self, owner: str | None, request: BatchRequest) -> BatchJob:
-        """Begin a batch, which is kept when this returns. Raises ApiError (400, 404), and OSError."""
+        """Create a batch and save it. Raises ApiError (400, 404), and OSError."""
         file = self.files.get(owner, request.input_file_id)
         if file.purpose != "batch":
             message = f"input_file_id={file.id} has the purpose {file.purpose}: give a file that was sent with batch"
@@ -174,18 +175,18 @@ class BatchJobs:
         return batch
 
     def get(self, owner: str | None, id: str) -> BatchJob:
-        """Return a batch of a key. Raises ApiError (404) for another key's, too."""
+        """Return a batch of a key. Raises ApiError (404), also for a batch of another key."""
         batch = self._batches.get(id)
         if batch is None or batch.owner != owner:
             raise missing("batch", id)
         return batch
 
     def of(self, owner: str | None) -> list[BatchJob]:
-        """Return the batches of a key, in the order in which they came."""
+        """Return the batches of a key, oldest first."""
         return [batch for batch in self._batches.values() if batch.owner == owner]
 
     async def cancel(self, owner: str | None, id: str) -> BatchJob:
-        """End a batch: what is done is written to its files. Raises ApiError (400, 404), and OSError."""
+        """Cancel a batch. The finished lines are written to its files. Raises ApiError (400, 404), and OSError."""
         batch = self.get(owner, id)
         if batch.status in (*ENDED, "finalizing"):
             raise bad_request(f"the batch {id} is {batch.status}: only one that runs can be cancelled", "batch_id")
@@ -196,7 +197,7 @@ class BatchJobs:
         return batch
 
     async def remove_file(self, owner: str | None, id: str) -> None:
-        """Delete a file. Raises ApiError (400 for one that a batch reads, 404), and OSError."""
+        """Delete a file. Raises ApiError (400 if a batch reads the file, 404), and OSError."""
         self.files.get(owner, id)
         if id in self._used():
             raise bad_request(f"the file {id} is read by a batch: cancel that first", "id")
@@ -206,7 +207,6 @@ class BatchJobs:
         return {batch.input_file_id for batch in self._batches.values() if batch.status not in ENDED}
 
     def _enter(self, batch: BatchJob, status: str) -> None:
-        """Let a batch come to a status now."""
         batch.status = status
         batch.times[status] = int(self._clock())
 
@@ -223,7 +223,7 @@ class BatchJobs:
         write_atomically(folder / "batch.json", [json.dumps(asdict(batch))])
 
     async def _run(self, batch: BatchJob) -> None:
-        """Do a batch to its end, also where it is cancelled or the disk fails."""
+        """Run a batch to its end, also after cancellation and disk errors."""
         while batch.status not in ENDED:
             try:
                 await self._advance(batch)
@@ -237,14 +237,14 @@ class BatchJobs:
                 await asyncio.sleep(RETRY_S)
 
     async def _advance(self, batch: BatchJob) -> None:
-        """Do what a batch's status asks for. Raises OSError and UserError for a disk that fails."""
+        """Do the next work of a batch, by its status. Raises OSError and UserError for disk errors."""
         path = self.files.path(batch.input_file_id)
         if batch.status == "validating":
             checked = await self._on_disk(check_lines, path, batch.endpoint, self._max_line)
             batch.total, batch.errors = checked.num_lines, checked.errors
             self._enter(batch, "failed" if batch.errors else "in_progress")
             await self._on_disk(self._save, batch)
-        elif batch.total == 0:  # cancelled before its lines were known
+        elif batch.total == 0:  # cancelled before its lines were counted
             self._enter(batch, "cancelled")
             await self._on_disk(self._save, batch)
         if batch.status in ENDED:
@@ -264,10 +264,10 @@ class BatchJobs:
                 await self._on_disk(self._save, batch)
             await self._on_disk(self._write_files, batch, journal, path, end)
         finally:
-            self._disk.submit(_close, journal)  # after whatever is done to it now
+            self._disk.submit(_close, journal)  # after the journal operations that are queued
 
     async def _run_lines(self, batch: BatchJob, journal: Journal, path: Path) -> None:
-        """Run the lines that the journal does not have. Raises OSError and UserError for a disk that fails."""
+        """Run the lines that the journal lacks. Raises OSError and UserError for disk errors."""
         lines = _undone(path, journal)
         try:
             async with asyncio.TaskGroup() as group:
@@ -286,7 +286,7 @@ class BatchJobs:
         batch.counts[name] = batch.counts.get(name, 0) + 1
 
     async def _reply(self, batch: BatchJob, body: dict[str, Any]) -> Reply:
-        """Return the answer to a line. One whose engine ended asks again, and alone if it ran then."""
+        """Return the reply to a line. If the engine ends, the line is retried, and alone if it was running then."""
         assert self.send
         is_suspect = False
         while True:
@@ -298,11 +298,14 @@ class BatchJobs:
             await asyncio.sleep(PAUSE_S)
 
     def _write_files(self, batch: BatchJob, journal: Journal, path: Path, end: str) -> None:
-        """Write the output and error files and then the batch's end. What was not run has an error. Raises OSError and UserError."""
+        """Write the output and error files, then the batch's end. Lines that were not run get an error.
+
+        Raises OSError and UserError.
+        """
         for line in _undone(path, journal):
             _append(journal, line, error_line(_line_id(batch, line), line.custom_id, f"batch_{end}", UNDONE[end]))
         counts = dict(Counter(_outcome(record) for record in journal.records()))
-        ended = replace(batch, counts=counts, times=dict(batch.times))  # nobody is told before it is kept
+        ended = replace(batch, counts=counts, times=dict(batch.times))  # the end is visible only after it is saved
         for outcome, name in (("completed", "output"), ("failed", "error")):
             if not counts.get(outcome):
                 continue
@@ -321,7 +324,7 @@ class BatchJobs:
         vars(batch).update(vars(ended))
 
     async def _sweep(self) -> None:
-        """Delete what is too old: files by their own end, batches a while after theirs."""
+        """Delete expired files, and batches that ended more than KEPT_S ago."""
         while True:
             try:
                 await asyncio.to_thread(self.files.expire, self._used())
@@ -342,7 +345,7 @@ def _read(path: Path) -> BatchJob:
 
 
 def _opened(folder: Path, input_file_id: str) -> tuple[Journal, dict[str, int]]:
-    """Return the journal of a batch and what its lines have become so far. Raises OSError and UserError."""
+    """Return the journal of a batch and its counts of outcomes so far. Raises OSError and UserError."""
     journal = open_journal("auto", folder, {"input": input_file_id})
     try:
         return journal, dict(Counter(_outcome(record) for record in journal.read()))
@@ -359,7 +362,6 @@ def _close(journal: Journal) -> None:
 
 
 def _undone(path: Path, journal: Journal) -> Iterator[InputLine]:
-    """Yield the lines that the journal does not have. Raises OSError and UserError."""
     return (line for line in input_lines(path) if not journal.has(line.index, line.digest))
 
 

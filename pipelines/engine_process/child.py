@@ -69,7 +69,6 @@ class LocalChild:
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     def write(self, content: bytes) -> None:
-        """Send bytes without blocking."""
         self._writer.write(content)
 
     def write_eof(self) -> None:
@@ -77,7 +76,6 @@ class LocalChild:
         self._writer.write_eof()
 
     async def read(self) -> bytes:
-        """Return the next bytes, or b"" if the process has closed its end."""
         with suppress(ConnectionError):  # the process ended before it read all that was sent
             return await self._reader.read(CHUNK)
         return b""

@@ -109,7 +109,6 @@ class Answer:
             self._client.forget(self)
 
     def accept(self, seed: int) -> None:
-        """Record that the engine has accepted the request."""
         self._seed = seed
         self._is_accepted.set()
 
@@ -124,7 +123,6 @@ class Answer:
         self._news.set()
 
     def end(self, end: Done | Exception) -> None:
-        """Record the end of the request."""
         if isinstance(end, Done):
             self._done = end
         else:

@@ -40,7 +40,6 @@ class Gate:
         self._urgent.add((id, sample))
 
     def drop(self, id: int) -> None:
-        """Forget a request."""
         self._held = {key: delta for key, delta in self._held.items() if key[0] != id}
         self._begun = {key for key in self._begun if key[0] != id}
         self._urgent = {key for key in self._urgent if key[0] != id}

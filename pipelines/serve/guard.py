@@ -1,5 +1,4 @@
-"""Checks that apply to every request: size of the head, host name, API key, and type, size and arrival time of the
-body.
+"""Checks that apply to every request: head size, host name, API key, and type, size and arrival time of the body.
 
 Pure ASGI. Every rejection has the shape of its path's API. Every response carries the id of its request.
 """

@@ -48,7 +48,6 @@ class RequestLog:
         self._has_failed = False
 
     def write(self, record: Record) -> None:
-        """Append a line."""
         try:
             os.write(self._file, json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n")
             self._has_failed = False

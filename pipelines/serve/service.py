@@ -76,7 +76,6 @@ class Service:
         self._log = request_log
 
     def began(self) -> None:
-        """Count a request that has arrived."""
         self._num_active += 1
         self.idle.clear()
 
