@@ -57,7 +57,6 @@ class AnswerInfo:
     """Identifies, with the body and the seed, the bits of the answer. None if the bits depend on more."""
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return a body or a chunk."""
         return vars(self) | {"choices": choices} | more
 
 
@@ -138,7 +137,6 @@ class CompletionLogprobs:
         return {name: parts[0][name] + parts[1][name] for name in parts[0]}
 
     def read(self, steps: Sequence[Logprob]) -> dict[str, Any]:
-        """Return the log probabilities of the answer's next tokens."""
         return self._parts([step.token_id for step in steps], steps)
 
     def _parts(self, token_ids: Sequence[int], steps: Sequence[Logprob | None]) -> dict[str, list[Any]]:

@@ -26,7 +26,7 @@ RUNS_OWN = {"max_new_tokens": "the run's"}
 
 
 class RefusedLine(UserError):
-    """A line that cannot be run. `error`: the server's error for such a line."""
+    """A line that cannot be run. `error`: the server's error for this line."""
 
     def __init__(self, error: ApiError, message: str) -> None:
         super().__init__(message)
@@ -34,8 +34,9 @@ class RefusedLine(UserError):
 
 
 def row_of(values: dict[str, Any]) -> tuple[dict[str, Any], BatchRequest]:
-    """Return a line as the fields of a row, and its checked body. Fields: id, messages, prompt or prompt_token_ids,
-    decode.
+    """Return a line as the fields of a row, and its checked body.
+
+    The fields are id, decode, and messages, prompt or prompt_token_ids.
 
     Raises UserError for a line of another form, and RefusedLine for a body that rows do not support.
     """

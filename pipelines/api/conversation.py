@@ -119,8 +119,9 @@ class Chat:
         return await self.in_thread(num_chars, self.prompt, request, max_tokens)
 
     async def in_thread(self, num_chars: int, encode: Callable[..., T], *arguments: Any) -> T:
-        """Run `encode` in a thread and return its result. Long texts share one thread, so that short ones never
-        wait.
+        """Run `encode` in a thread and return its result.
+
+        Long texts share one thread, so that short texts never wait for them.
         """
         pool = self._long if num_chars > LONG_TEXT else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, encode, *arguments)
@@ -150,7 +151,7 @@ class Chat:
             message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
             raise bad_request(message, "tools")
         settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
-        # If special tokens stay in the text because they mark calls, the other ones, such as EOS, must be dropped.
+        # Where special tokens mark calls they stay in the text. All other special tokens, such as EOS, are dropped.
         left = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
         dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
         return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
@@ -178,8 +179,9 @@ class Chat:
             raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
 
     def _message(self, message: Message) -> Message:
-        """Return a message for templates: developer becomes system; call arguments become objects (not for
-        DeepSeek).
+        """Return a message for templates. Role developer becomes system, and call arguments become objects.
+
+        DeepSeek's template takes call arguments as text.
         """
         if message["role"] == "developer":
             return message | {"role": "system"}

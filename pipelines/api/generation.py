@@ -120,7 +120,6 @@ class Generation:
         return index, *self.choices[index].divide(delta)
 
     def usage(self, num_reasoning: int | None = None) -> dict[str, Any]:
-        """Return the token counts at the end."""
         num_cached = sum(done.num_cached_tokens for done in self.dones.values())
         return usage(sum(map(len, self.prompts)), num_cached, self.num_generated, num_reasoning)
 

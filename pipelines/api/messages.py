@@ -250,7 +250,6 @@ class MessageWriter:
         return self._message(content) | _ending(choice) | {"usage": _usage(chat["usage"])}
 
     def begin(self) -> list[Event]:
-        """Return the event that starts a message."""
         usage = {"input_tokens": len(self._chat.generation.prompts[0]), "output_tokens": 0}
         return [_event("message_start", message=self._message([]) | {"usage": usage})]
 

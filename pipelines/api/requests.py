@@ -12,7 +12,7 @@ MAX_SAMPLES = 8
 MAX_PROMPTS = 64
 MAX_TOKENS = 2**31 - 1
 LEAST_SHARE = 1e-9  # replaces top_p=0: below the probability of any most likely token, so that only this token is kept
-MAX_FIELDS = 100  # of an object with known fields; each unknown field would cause an error
+MAX_FIELDS = 100  # of an object with known fields; each unknown field would be an error of its own
 MAX_PARTS = 1024  # of a message content
 MAX_DEPTH = 64  # of JSON whose schema is not known here
 TEXTS_ONLY = "this server reads and writes text alone: leave it out"
@@ -388,5 +388,4 @@ class CompletionRequest(Sampling):
 
 
 def listed_prompts(prompts: Prompts) -> list[Prompt]:
-    """Return one prompt or several as a list."""
     return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)

@@ -1,7 +1,7 @@
-"""OpenAI's /v1/responses, mapped to chat completions. Requests become chat requests; chunks become events and a
-response.
+"""OpenAI's /v1/responses, mapped to chat completions.
 
-The server stores nothing: each request contains the whole conversation.
+Requests become chat requests. The chunks of the answer become events and a response. The server stores
+nothing: each request contains the whole conversation.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -189,7 +189,6 @@ class ResponseRequest(Body):
 
 
 def _add(message: dict[str, Any], item: Item) -> None:
-    """Add an assistant item to the assistant's message."""
     if isinstance(item, InputCall):
         function = {"name": item.name, "arguments": item.arguments}
         message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
@@ -225,7 +224,6 @@ class ResponseWriter:
         return self._response(self._status)
 
     def begin(self) -> list[Event]:
-        """Return the events that start a response."""
         kinds = ("response.created", "response.in_progress")
         return _named([self._event(kind, response=self._response("in_progress")) for kind in kinds])
 
@@ -357,12 +355,12 @@ def _named(events: list[dict[str, Any]]) -> list[Event]:
 
 
 def _usage(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a chat's token counts by their names in this API."""
     if usage is None:
         return None
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},  # a write is free
+        # Writing the prefix cache costs nothing extra.
+        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],

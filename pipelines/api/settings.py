@@ -81,10 +81,10 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | Non
 
 
 def cache_salt(key: str | None, own: str | None) -> str | None:
-    """Return the salt of the prefix cache. It contains the key's name, so that clients cannot use another key's
-    entries.
+    """Return the salt of the prefix cache.
 
-    A request's own salt separates the entries of a key further.
+    It contains the name of the API key, so that clients cannot use another key's entries. A request's own salt
+    separates the entries of a key further.
     """
     return own if key is None else json.dumps([key, own])
 

@@ -128,7 +128,10 @@ def _name(grammar: CallGrammar, literal: Literals, tool: Tool) -> str:
 
 
 def after_reasoning(guide: dict[str, Any]) -> dict[str, Any]:
-    """Return the guide of an answer that starts with reasoning. Raises ApiError (400) if none of its kind exists."""
+    """Return the guide of an answer that starts with reasoning.
+
+    Raises ApiError (400) for a kind of guide that cannot follow reasoning.
+    """
     ((kind, value),) = guide.items()
     if kind not in ("json_schema", "json_object"):
         message = "the model reasons before it answers, and only a JSON schema can follow that"

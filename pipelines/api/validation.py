@@ -88,7 +88,7 @@ def _to_blame(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
 
 
 def _is_outer(fault: Fault, faults: Iterable[Fault]) -> bool:
-    """Return whether another alternative accepts this fault's type and reports a fault inside the value."""
+    """Return whether a fault only rejects the type of a value inside which another alternative found a fault."""
     inside = (fault.path + ".", fault.path + "[")
     is_outer = any(other.path.startswith(inside) for other in faults)
     return is_outer and (fault.wants_another_type or fault.type == "literal_error")
@@ -108,7 +108,7 @@ def _any_of(expected: Iterable[str]) -> str:
 
 
 def _path(loc: Sequence[int | str], body: object, is_missing: bool) -> str:
-    """Return a location in API notation, without the steps that name a union's alternative (no keys of the body)."""
+    """Return a location in API notation, without the steps that name a union's alternative instead of a key."""
     path = ""
     for i, step in enumerate(loc):
         is_last = i == len(loc) - 1

@@ -93,7 +93,6 @@ class ChatWriter:
         return [Event(self.generation.info.body([], usage=self._usage()))] if self.generation.wants_usage else []
 
     def end(self) -> list[Event]:
-        """Return the usage and [DONE]."""
         return [*self.usage_chunk(), DONE]
 
     def failed(self, error: ApiError) -> Event:

@@ -97,7 +97,6 @@ class FileStore:
         return [file for file in list(self._files.values()) if file.owner == owner and file.expires_at > now]
 
     def path(self, id: str) -> Path:
-        """Return the path of a file's content."""
         if not ID.fullmatch(id):
             raise ValueError(f"{id!r} is no id")
         return self._folder / f"{id}.jsonl"

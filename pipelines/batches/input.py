@@ -24,7 +24,10 @@ class InputLine:
 
 
 class Checked(NamedTuple):
-    """The result of checking an input file. `errors`: at most MAX_ERRORS objects in OpenAI's format."""
+    """The result of checking an input file.
+
+    `errors` has at most MAX_ERRORS objects in the format of OpenAI's API. It is empty if the file can be run.
+    """
 
     num_lines: int
     errors: list[dict[str, Any]]

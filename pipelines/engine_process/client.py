@@ -170,7 +170,6 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start to load the model."""
         self._task = asyncio.create_task(self._keep_running())
 
     async def wait_ready(self) -> Ready:
@@ -184,7 +183,6 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests in flight."""
         return len(self._answers)
 
     def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> Answer:
@@ -215,7 +213,7 @@ class EngineClient:
             self._child.write(encode(Cancel(answer.submit.id)))
 
     async def ended(self) -> None:
-        """Wait until the engine is no longer kept running. Raises the error that ended it."""
+        """Wait until the client stops restarting the engine. Raises the error that stopped it."""
         if self._task is not None:
             await asyncio.shield(self._task)
 

@@ -80,7 +80,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     final_token_id: int | None = None
     """Token that ends the prompt of an embedding if the input is a text."""
     max_text_tokens: int | None = None
-    """Length to which such a prompt is truncated, with the final token; None: a prompt that is too long is rejected."""
+    """Length to which this prompt is truncated, with the final token; None: a prompt that is too long is rejected."""
     prefixes: dict[str, int] = {}
     """Number of virtual tokens of each soft prefix, by name."""
 

@@ -162,7 +162,7 @@ class EngineProcess:
         return put
 
     def _begin(self, ongoing: Ongoing) -> None:
-        """Queue a request in the engine. Background requests move behind it."""
+        """Queue a request in the engine. Background requests come after all other requests."""
         ongoing.group = self._engine.add(ongoing.request)
         scheduler = self._engine.scheduler
         if not ongoing.is_background and len(scheduler.waiting) > 1:

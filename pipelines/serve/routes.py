@@ -185,7 +185,6 @@ ROUTES = {
 
 
 def add_routes(app: FastAPI, service: Service, chat: Chat) -> None:
-    """Add the routes of the table."""
     for path, route in ROUTES.items():
         app.post(
             path,
