@@ -1,1 +1,4 @@
-"""Floor 2, the models: one file per architecture, shared layers, checkpoints, tokenizers. `tiny/` is the bundled model."""
+"""The models: one file per architecture, shared layers, checkpoint formats, tokenizers and the bundled model `tiny`.
+
+They form floor 2 of the layering.
+"""

@@ -1,8 +1,8 @@
-"""LoRA adapters that stay beside the weights, so that every row of a batch may have its own (arXiv 2106.09685).
+"""LoRA adapters that are kept apart from the weights, so that each row of a batch can have its own (arXiv 2106.09685).
 
-y = W x + s B (A x), with A, B and s of the row's adapter. I inputs, O outputs, r rank.
+y = W x + s B (A x), where A, B and s belong to the row's adapter. I inputs, O outputs, r rank.
 
-In a smoothed model a layer reads x / u and gives y / v: there the factors are A diag(u) and diag(1 / v) B.
+In a smoothed model a layer reads x / u and returns y / v. Its factors are then A diag(u) and diag(1 / v) B.
 """
 
 import hashlib
@@ -29,18 +29,21 @@ from models.weights import full_names
 
 @dataclass(frozen=True)
 class Factors:
-    """The matrices that an adapter adds to one linear layer."""
+    """The low-rank matrices that an adapter adds to one linear layer."""
 
     a: Tensor
     """[r, I]"""
     b: Tensor
-    """[O, r], O the layer's outputs, of which a rank's has some"""
+    """[O, r]. On a tensor-parallel rank, O counts the rank's outputs only."""
     scale: float
 
 
 @dataclass(frozen=True)
 class Fold:
-    """The scales by which a linear layer's inputs and outputs are divided in a smoothed model; None: by nothing."""
+    """The scales that smoothing folded into a linear layer: its inputs and outputs are divided by them.
+
+    None: no scales.
+    """
 
     input_scales: Tensor | None = None
     """[I] float32"""
@@ -53,26 +56,28 @@ class Adapter:
     """An adapter in the model's dtype, on the CPU."""
 
     digest: str
-    """sha256 of its files' content."""
+    """The sha256 of the adapter's files."""
     factors: dict[str, Factors]
-    """By the linear layer's name in the model."""
+    """Keyed by the linear layer's name in the model."""
 
 
 def read_adapter(
     folder: Path, model: CausalLM, dtype: torch.dtype, folds: Mapping[str, Fold], base: Iterable[WeightFile] = ()
 ) -> Adapter:
-    """Read an adapter in PEFT's layout for a loaded model. `folds`: by the linear layer's name, what was folded into the model.
+    """Read an adapter in PEFT's layout for a loaded model.
 
-    base: the model's files. An adapter's copy of one of their tensors, which PEFT saves with an adapted head, changes nothing.
+    folds: the smoothing scales of each linear layer, by its name.
+    base: the files of the base model. PEFT may save copies of base tensors together with an adapted head; such copies
+    are ignored.
 
-    Raises UserError for what is wrong with the files, for an adapter of another model, and for what only merging can do.
+    Raises UserError for damaged files, for an adapter of another model, and for changes that require merging.
     """
     settings, weights = open_adapter(folder)
     tensors, content = weights.read_whole()
     modules = dict(model.named_modules())
-    names = full_names(modules)  # an adapter of a model without its head lacks their first part
+    names = full_names(modules)  # an adapter that was trained without the head lacks the first part of the names
     factors = {}
-    with ThreadPoolExecutor(1) as beside:  # hashing takes half as long as all else
+    with ThreadPoolExecutor(1) as beside:  # hashing takes about half as long as all the rest
         digest = beside.submit(_digest, (folder / CONFIG).read_bytes(), content)
         for parameter, change in read_changes(weights, settings).items():
             own = parameter.rpartition(".")[0]
@@ -96,7 +101,10 @@ def read_adapter(
 
 
 def _is_copy(tensor: Tensor, names: Collection[str], base: Iterable[WeightFile]) -> bool:
-    """Return whether the base's files have the tensor under one of the names, in a dtype of their own."""
+    """Whether a base file holds the same values under one of these names.
+
+    The values are compared in the file's dtype.
+    """
     for file in base:
         for _, own in file.read([name for name in names if name in file.shapes]):
             return own.is_floating_point() and own.shape == tensor.shape and torch.equal(tensor.to(own.dtype), own)
@@ -108,7 +116,6 @@ def _digest(*contents: bytes) -> str:
 
 
 def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
-    """Return factors A [r, I] and B [O, r] for inputs and outputs that are divided by a fold's scales."""
     if fold.input_scales is not None:
         a = a.float() * fold.input_scales
     if fold.output_scales is not None:
@@ -117,7 +124,6 @@ def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
 
 
 def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> LoRATarget:
-    """Return the linear layer that a change is of. Raises UserError where rows cannot have it for themselves."""
     module = modules.get(name)
     if module is None:
         raise UserError(f"{folder} changes {name}, {model.of_a_missing_layer}")
@@ -129,7 +135,7 @@ def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: 
 
 
 def _refusal(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str | None:
-    """Return why rows cannot adapt a module each for itself; None where they can."""
+    """Return why a module cannot have a separate adapter per row. None: it can."""
     module = modules[name]
     parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
     is_tied = name == model.layout.head and tied_weight(model.head) is not None
@@ -147,21 +153,24 @@ def _refusal(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str |
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, LoRATarget]:
-    """Return the linear layers that rows can adapt each for itself, by name."""
+    """Return, by name, the linear layers that can have a separate adapter per row."""
     modules = dict(model.named_modules())
     layers = ((name, module) for name, module in modules.items() if isinstance(module, LoRATarget))
     return {name: layer for name, layer in layers if _refusal(name, modules, model) is None}
 
 
 class AdapterTables:
-    """The adapters of a model's linear layers, by slot."""
+    """The adapter tables of a model's linear layers. Each adapter uses one slot in all tables."""
 
     def __init__(self, model: CausalLM, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRATarget)}
         self._num_slots, self._dtype, self._device = num_slots, dtype, device
 
     def make_room(self, adapter: Adapter) -> bool:
-        """Make every layer's table large enough for an adapter. Returns whether one is new, so that no recorded step knows it."""
+        """Enlarge each layer's table to the adapter's rank. Return whether a table was replaced.
+
+        Recorded steps do not use a new table.
+        """
         has_grown = False
         for name, factors in adapter.factors.items():
             layer, rank = self._layers[name], len(factors.a)
@@ -180,7 +189,10 @@ class AdapterTables:
         return table
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Fill a slot with an adapter that there is room for. Layers that it does not change have none there from now on."""
+        """Write an adapter into a slot.
+
+        Call `make_room` first. Layers that the adapter does not change get an empty slot.
+        """
         for name, layer in self._layers.items():
             if layer.adapters is None:
                 continue
@@ -191,5 +203,5 @@ class AdapterTables:
 
 
 def has_adapters(model: CausalLM) -> bool:
-    """Return whether a layer of the model has room for adapters."""
+    """Whether any layer of the model has an adapter table."""
     return any(isinstance(module, LoRATarget) and module.adapters is not None for module in model.modules())

@@ -1,4 +1,4 @@
-"""The tokens of one step, and the cache that they read and write: what the engine hands to a model.
+"""The input of one model step: its tokens, and the KV cache that they read and write.
 
 T tokens of S sequences, M blocks in the longest block table, N blocks of B slots, G key/value heads.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.kv_format import PagedVectors
 
-ALIGNMENT = 2  # numbers, which are 16 bytes: Triton compiles anew for an address that is no multiple of them
+ALIGNMENT = 2  # in int64 numbers, which is 16 bytes: Triton recompiles a kernel if an address loses this alignment
 
 
 class BatchShape(NamedTuple):
@@ -23,11 +23,14 @@ class BatchShape(NamedTuple):
     num_prompt_features: int
     num_outputs: int
     num_adapted: int = 0
-    """`num_tokens` where some token has an adapter, else 0: a step without adapters is as if there were none."""
+    """`num_tokens` if any token has an adapter, else 0. A step without adapters has no adapter field."""
 
     @property
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a batch's fields, in their order in memory. Tables come last, so that wider ones move no other field."""
+        """The shapes of a batch's fields, in memory order.
+
+        Block tables are last, so that a wider table moves no other field.
+        """
         tokens, sequences, width, features, outputs, adapted = self
         return {
             "token_ids": (tokens,),
@@ -45,7 +48,7 @@ class BatchShape(NamedTuple):
 
     @property
     def num_numbers(self) -> int:
-        """The count of int64 numbers of a batch, with padding between fields."""
+        """The number of int64 numbers in a batch, including padding between fields."""
         return sum(_aligned(math.prod(shape)) for shape in self.fields.values())
 
 
@@ -54,7 +57,7 @@ def _aligned(count: int) -> int:
 
 
 class _Field:
-    """A view of some of a batch's numbers. All views are made when one is read first: a step that is replayed reads none."""
+    """A view of part of a batch's numbers. The first access creates all views; a replayed step creates none."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -63,45 +66,49 @@ class _Field:
         start = 0
         for name, shape in batch.shape.fields.items():
             count = math.prod(shape)
-            setattr(batch, name, batch.numbers[start : start + count].view(shape))  # is found before this from now on
+            setattr(batch, name, batch.numbers[start : start + count].view(shape))  # hides this descriptor
             start += _aligned(count)
         field: Tensor = getattr(batch, self._name)
         return field
 
 
 class Batch:
-    """One step's tokens, flattened: sequence s owns rows query_starts[s] to query_starts[s+1]. No padding. All int64."""
+    """The tokens of one step without padding, all int64. Sequence s owns rows query_starts[s] to query_starts[s+1]."""
 
     token_ids = _Field()  # [T]
-    positions = _Field()  # [T] from 0 in each sequence, or from where a prefix says
-    slots = _Field()  # [T] where each token's key and value go in the cache
+    positions = _Field()  # [T] counted from 0 in each sequence, or from the position that a prefix sets
+    slots = _Field()  # [T] the cache slot of each token's key and value
     query_starts = _Field()  # [S+1]
     context_lengths = _Field()  # [S] tokens in the cache after this step
-    # [T] length of the token's own prompt, or of its sequence past `long_rope_threshold`. Long RoPE depends on it. 0 after a soft prefix
+    # [T] The prompt length of the token's sequence; the sequence's length once it exceeds `long_rope_threshold`; 0
+    # after a soft prefix. Long RoPE and dynamic scaling depend on it.
     prompt_lengths = _Field()
-    prompt_features = _Field()  # [S, K] what the model's `prompt_features` returned for each sequence's prompt
-    output_rows = _Field()  # [R] rows of the tokens whose hidden states and logits are wanted: a sequence's last ones
+    prompt_features = _Field()  # [S, K] the result of the model's `prompt_features` for each sequence's prompt
+    output_rows = _Field()  # [R] rows that need hidden states and logits: the last tokens of each sequence
     output_starts = _Field()  # [S+1] sequence s owns output rows output_starts[s] to output_starts[s+1]
-    adapter_slots = _Field()  # [T] slot of each token's adapter, -1: none; empty where no token has one
-    block_tables = _Field()  # [S, M] padded with 0; context_lengths says how much counts
+    adapter_slots = _Field()  # [T] slot of each token's adapter, -1: none; empty if no token has an adapter
+    block_tables = _Field()  # [S, M] padded with 0; context_lengths tells how many entries are valid
 
     def __init__(self, numbers: Tensor, shape: BatchShape, only_outputs_attend: bool = False) -> None:
-        """Take int64 numbers that hold all fields one after the other, so that one copy moves a batch to a device."""
+        """Take the int64 numbers of all fields in one tensor, so that one copy moves the batch to a device."""
         self.numbers, self.shape, self._only_outputs_attend = numbers, shape, only_outputs_attend
         self._output_slots: Tensor | None = None
 
     def of_output_rows(self) -> "Batch":
-        """The batch as a model's last layer takes it: only output rows attend."""
+        """Return the batch for the model's last layer, in which only output rows attend."""
         if self.shape.num_outputs == self.shape.num_tokens:
             return self
         return Batch(self.numbers, self.shape, only_outputs_attend=True)
 
     def attending(self, x: Tensor) -> Tensor:
-        """Return the rows of x [T, *] whose tokens attend: all, or the output rows [R, *]."""
+        """Return the rows of x [T, *] that attend: all rows, or the output rows [R, *]."""
         return x[self.output_rows] if self._only_outputs_attend else x
 
     def adapter_slots_of(self, num_rows: int) -> Tensor | None:
-        """Return the adapters' slots of what are the batch's tokens, or its output rows, by their number; None where no token has one."""
+        """Return the adapter slot of each row, or None if no token has an adapter.
+
+        The rows are all tokens if `num_rows` is T, else the output rows.
+        """
         if not self.shape.num_adapted or num_rows == self.shape.num_tokens:
             return self.adapter_slots if self.shape.num_adapted else None
         if self._output_slots is None:
@@ -110,21 +117,24 @@ class Batch:
 
     @property
     def attending_starts(self) -> Tensor:
-        """Starts [S+1] of sequences among the rows that attend: sequence s owns rows attending_starts[s] to attending_starts[s+1]."""
+        """Row offsets [S+1] among the attending rows: sequence s owns rows attending_starts[s] to
+        attending_starts[s+1].
+        """
         return self.output_starts if self._only_outputs_attend else self.query_starts
 
     @property
     def owners(self) -> Tensor:
-        """The sequence of each token [T]. A row that pads a step belongs to the last one."""
+        """The sequence of each token [T]. Padding rows belong to the last sequence."""
         tokens = torch.arange(self.positions.shape[0], device=self.positions.device)
-        found = torch.bucketize(
-            tokens, self.query_starts[1:], right=True
-        )  # of a row that pads: one more than there are
+        found = torch.bucketize(tokens, self.query_starts[1:], right=True)  # a padding row gets S
         return found.clamp(max=self.context_lengths.shape[0] - 1)
 
     @property
     def origins(self) -> Tensor:
-        """The place in the cache [S] of each sequence's position 0: not 0 where a soft prefix is in the cache and has no positions."""
+        """The cache index [S] of each sequence's position 0.
+
+        It is above 0 after a soft prefix, which has no positions.
+        """
         return self.context_lengths - 1 - self.positions[self.query_starts[1:] - 1]
 
     @staticmethod
@@ -141,9 +151,9 @@ class Batch:
         output_starts: list[int],
         adapter_slots: list[int] | None = None,
     ) -> "Batch":
-        """Make a batch on the CPU. `adapter_slots`: None where no token has an adapter."""
+        """Create a batch on the CPU. `adapter_slots`: None if no token has an adapter."""
         longest = max(map(len, block_tables))
-        width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few different shapes
+        width = 1 << (longest - 1).bit_length()  # a power of two, so that decode steps have few distinct shapes
         tables: list[int] = []
         for table in block_tables:
             tables += table
@@ -177,7 +187,7 @@ LayerCache: TypeAlias = tuple[PagedVectors, PagedVectors]
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of all sequences in some layers. The engine allocates them, the model writes them."""
+    """The keys and values of all sequences in a range of layers. The engine allocates them, the model writes them."""
 
     layers: list[LayerCache]
 
@@ -188,5 +198,5 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
+        """The model's compute dtype."""
         return self.layers[0][0].dtype

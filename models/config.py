@@ -1,4 +1,7 @@
-"""Read a checkpoint's config.json by type. It is untrusted input: wrong types and unsupported values are refused by name."""
+"""Read a checkpoint's config.json with type checks.
+
+The file is untrusted: errors name the key of a wrong or unsupported value.
+"""
 
 import json
 from pathlib import Path
@@ -8,12 +11,12 @@ from conf.errors import UserError
 
 T = TypeVar("T", bool, int, float, str, dict)  # type: ignore[type-arg]
 
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # products and quotients of a few such numbers are neither infinite nor 0
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # products and quotients of a few such numbers do not overflow or underflow
 
-# Other names that transformers has for a function (ACT2FN of activations.py).
+# Aliases of activation functions in transformers (ACT2FN in activations.py).
 SAME_ACTIVATIONS = {"swish": "silu", "gelu_python": "gelu", "gelu_python_tanh": "gelu_pytorch_tanh"}
 
-# Keys without effect on inference: names, versions, training settings, and what is read elsewhere.
+# Keys that do not affect inference: names, versions, training settings, and keys that other code reads.
 HARMLESS = frozenset(
     """
     _attn_implementation_autoset _from_model_config _model_name_or_path _name_or_path activation_dropout apply_query_key_layer_scaling
@@ -32,7 +35,10 @@ HARMLESS = frozenset(
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a file's JSON object; an empty one where there is no file. Raises UserError for anything but an object."""
+    """Return the JSON object of a file, or an empty one if the file does not exist.
+
+    Raises UserError for a file that holds no object.
+    """
     try:
         values = read_json_value(file)
     except FileNotFoundError:
@@ -43,17 +49,20 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_json_value(file: Path) -> Any:
-    """Return what a JSON file holds. Raises FileNotFoundError where there is none, UserError where it cannot be read."""
+    """Return the value of a JSON file. Raises FileNotFoundError for a missing file, UserError for an unreadable one."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, too deep
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long an integer, too deep
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
 class ConfigReader:
-    """Reads keys of one JSON object by type and remembers which were read. `where` names the object in errors."""
+    """Reads the keys of one JSON object by type, and records which keys were read.
+
+    `where` names the object in errors.
+    """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values = values
@@ -69,7 +78,7 @@ class ConfigReader:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the whole object, its unread keys too."""
+        """A copy of the whole object, including unread keys."""
         return dict(self._values)
 
     def get(self, key: str, kind: type[T], default: T) -> T:
@@ -93,7 +102,7 @@ class ConfigReader:
         return value
 
     def num_layers(self, key: str = "num_hidden_layers") -> int:
-        """Return a number of layers, few enough for a config that holds a value for each layer."""
+        """Return a number of layers. Its limit bounds the size of configs that hold one value per layer."""
         return self.count(key, bits=20)
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -104,7 +113,7 @@ class ConfigReader:
         return value
 
     def expect(self, key: str, supported: tuple[Any, ...], default: Any) -> Any:
-        """Return the value of a key. Raises UserError for one that is not `supported`."""
+        """Return the value of a key. Raises UserError for a value that is not in `supported`."""
         self._read.add(key)
         value = self._values.get(key, default)
         if value not in supported:
@@ -112,28 +121,28 @@ class ConfigReader:
         return value
 
     def activation(self, supported: tuple[str, ...], default: str) -> str:
-        """Return hidden_act, by the name of the function that is `supported`. Raises UserError for another function."""
+        """Return hidden_act under its name in `supported`. Raises UserError for an unsupported function."""
         own = self.raw("hidden_act")
         name = SAME_ACTIVATIONS.get(own, own)
         return str(name) if name in supported else str(self.expect("hidden_act", supported, default))
 
     def check_multiple(self, key: str, value: int, of: str, divisor: int) -> None:
-        """Raises UserError unless the value of one key is a multiple of another's."""
+        """Raise UserError if the value of one key is not a multiple of the value of another key."""
         if value % divisor:
             raise UserError(f"{self._where}: {key}={value} is not a multiple of {of}={divisor}")
 
     def section(self, key: str) -> "ConfigReader | None":
-        """Return a reader of a nested object, or None where the key is absent, null or empty."""
+        """Return a reader of a nested object. None: the key is absent, null or empty."""
         values = self.get(key, dict, {})
         return ConfigReader(values, f"{self._where}: {key}") if values else None
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Return whatever the file holds, null too. The default is for an absent key alone."""
+        """Return the value as it is in the file, including null. The default is used only for an absent key."""
         self._read.add(key)
         return self._values.get(key, default)
 
     def unread(self) -> list[str]:
-        """Return the keys that nobody read and that may have an effect."""
+        """Return the keys that were not read and that may affect inference."""
         return sorted(
             key for key, value in self._values.items() if key not in self._read | HARMLESS and value is not None
         )

@@ -1,7 +1,8 @@
-"""The decoder of Llama and of the many that kept its form: pre-norm layers of rotary attention and a gated feed-forward.
+"""The decoder of Llama and of the architectures that follow it: pre-norm layers, rotary attention, gated feed-forward.
 
-An architecture's file says what differs in it. Modules are named as the checkpoint's tensors are.
-T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
+The file of an architecture defines its differences. Module names match the checkpoint's tensor names.
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, F feed-forward channels, V
+vocabulary, R output rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rot
 
 @dataclass(frozen=True)
 class PreNormShape(ModelShape):
-    """The config of a model of pre-norm layers, whatever their attention and feed-forward are."""
+    """The config of a model of pre-norm layers with any attention and feed-forward."""
 
     hidden_size: int
     rms_norm_eps: float
@@ -52,10 +53,10 @@ class DecoderConfig(PreNormShape):
 
 @dataclass(frozen=True)
 class WindowedConfig(DecoderConfig):
-    """The config of a model of which some layers may see a window only."""
+    """The config of a model in which some layers use sliding-window attention."""
 
     windows: tuple[int | None, ...]
-    """Each layer's; None: it sees everything before."""
+    """The window of each layer. None: full attention."""
 
     @property
     def has_windows(self) -> bool:
@@ -69,10 +70,11 @@ def read_decoder_config(
     read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
     activation: str = "silu",
 ) -> DecoderConfig:
-    """Read the keys that all these architectures have; two of them have defaults in those whose older files lack them.
+    """Read the keys that these architectures share. Two keys have defaults for architectures whose older files lack
+    them.
 
-    `read_rotary` is called as `read_rotary_config`.
-    Raises UserError for a missing key, a wrong type or a value that is not implemented.
+    `read_rotary` takes the arguments of `read_rotary_config`. Raises UserError for a missing key, a wrong type or an
+    unsupported value.
     """
     config.activation((activation,), activation)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
@@ -99,7 +101,7 @@ def read_decoder_config(
 
 
 class Attention(Module):
-    """Heads in groups that share keys and values (arXiv 2305.13245), over everything before or over a window."""
+    """Grouped-query attention (arXiv 2305.13245), full or with a sliding window."""
 
     soft_cap: float | None = None
 
@@ -127,12 +129,12 @@ class Attention(Module):
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
-        """The turned query [T, H, D]; the turned key and the value go into the cache."""
+        """Return the rotated query [T, H, D], and store the rotated key and the value in the cache."""
         return rope_and_store(query, key, value, *angles, *cache, batch.slots)
 
 
 class InterleavedRopeAttention(Attention):
-    """Attention that turns pairs of neighbouring channels, and not those half a head apart."""
+    """Attention that rotates pairs of adjacent channels instead of pairs that are half a head apart."""
 
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
@@ -141,7 +143,7 @@ class InterleavedRopeAttention(Attention):
 
 
 class NoPEAttention(Attention):
-    """Attention that knows a token's position by the tokens before it alone (arXiv 2305.19466)."""
+    """Attention without position encoding (NoPE, arXiv 2305.19466)."""
 
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
@@ -152,11 +154,14 @@ class NoPEAttention(Attention):
 
 class Rotary(Protocol):
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
-        """Return cos and sin of the tokens' angles, from positions and prompt_lengths [T] int64."""
+        """Return cos and sin of the rotation angles. positions and prompt_lengths: [T] int64."""
 
 
 class DecoderLayer(NamedParts):
-    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)). The attention is called as `Attention`, the mlp as `MLP`."""
+    """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)).
+
+    The parts are called as `Attention` and `MLP` are.
+    """
 
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
@@ -174,12 +179,12 @@ class DecoderLayer(NamedParts):
 
 
 class PreNormLM(CausalLM):
-    """A model of `DecoderLayer`s with any attention and feed-forward. Its modules are called as `layout` says."""
+    """A model of `DecoderLayer`s with any attention and feed-forward. `layout` defines its module names."""
 
     config: PreNormShape
 
     def __init__(self, config: PreNormShape, layers: Iterable[nn.Module], rotary: Rotary | None) -> None:
-        """`rotary` is None where positions are known by other means."""
+        """`rotary` is None if the layers encode positions in another way."""
         super().__init__(config)
         embedding = Embedding(config.vocab_size, config.hidden_size)
         register(self, self.layout.embedding, embedding)
@@ -203,7 +208,7 @@ class PreNormLM(CausalLM):
 
 
 class DecoderLM(PreNormLM):
-    """A model of layers with rotary attention."""
+    """A model of decoder layers with rotary attention."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__(config, layers, RotaryEmbedding(config.rotary))

@@ -1,4 +1,4 @@
-"""A model with another head than that of its vocabulary, and the config that says which one a checkpoint has.
+"""Models with a classification head or without a head, and the config keys that select the head.
 
 R output rows, E hidden channels.
 """
@@ -15,19 +15,19 @@ from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.named_parts import register
 
-CLASSIFIER = "ForSequenceClassification"  # the end of transformers' name for a model with a head of labels
-LABEL_HEAD = "score"  # the name of that head in checkpoints
+CLASSIFIER = "ForSequenceClassification"  # suffix of transformers' class names of sequence classifiers
+LABEL_HEAD = "score"  # the name of the classification head in checkpoints
 OTHER_HEADS = ("RewardModel", "ForTokenClassification", "ForQuestionAnswering")
-"""The ends of names of heads that are not supported."""
-DEFAULT_LABELS = 2  # where config.json says nothing, as in transformers
+"""Suffixes of transformers' class names whose heads are not supported."""
+DEFAULT_LABELS = 2  # used if config.json has no labels, as in transformers
 
 
 class HeadKind(Enum):
-    """The last layer, which turns hidden states into a model's outputs."""
+    """The kind of a model's last layer."""
 
     vocabulary = "vocabulary"  # logits of the next token
-    labels = "labels"  # scores of a whole text: reward models
-    none = "none"  # nothing: the outputs are the hidden states
+    labels = "labels"  # scores of a whole text, as in reward models
+    none = "none"  # no head: the model outputs hidden states
 
 
 class NoHead(Module):
@@ -36,14 +36,14 @@ class NoHead(Module):
         self.shape = channels, channels
 
     def forward(self, hidden: Tensor, batch: None) -> Tensor:
-        """Return the hidden states [R, E] as they are."""
+        """Return the hidden states [R, E] unchanged."""
         return hidden
 
 
 def read_num_labels(config: ConfigReader) -> int | None:
-    """Return the number of labels where config.json's architecture is a classifier; None for every other one.
+    """Return the number of labels of a classifier. None: config.json describes another architecture.
 
-    Raises UserError for an architecture with a head of another kind.
+    Raises UserError for an architecture with an unsupported head.
     """
     names = config.raw("architectures")
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -53,12 +53,12 @@ def read_num_labels(config: ConfigReader) -> int | None:
     if not any(name.endswith(CLASSIFIER) for name in names):
         return None
     labels = config.get("id2label", dict, {})
-    config.raw("label2id"), config.raw("problem_type")  # names of labels, and a setting of training
+    config.raw("label2id"), config.raw("problem_type")  # label names, and a training setting
     return config.count("num_labels", len(labels) or DEFAULT_LABELS)
 
 
 def put_label_head(model: CausalLM, num_labels: int) -> None:
-    """Replace the head of the vocabulary by one of labels, a product without a bias. It stays in floats."""
+    """Replace the vocabulary head by a linear classification head without bias. The new head is never quantised."""
     head = Linear(_channels(model), num_labels, bias=False, is_quantizable=False)
     parent, _, name = model.layout.head.rpartition(".")
     delattr(model.get_submodule(parent), name)
@@ -67,18 +67,17 @@ def put_label_head(model: CausalLM, num_labels: int) -> None:
 
 
 def remove_head(model: CausalLM) -> None:
-    """Let the model give hidden states. A stored head is not read."""
+    """Remove the head, so that the model returns hidden states. A head in the checkpoint is not read."""
     register(model, model.layout.head, NoHead(_channels(model)))
 
 
 def _channels(model: CausalLM) -> int:
-    """Return E, the inputs of the model's head."""
     assert isinstance(model.head, Linear)
     return model.head.shape[1]
 
 
 def refuse_bidirectional(config: ConfigReader) -> None:
-    """Raise UserError for a config whose tokens see later ones by a switch, whatever its `model_type` is."""
+    """Raise UserError for a config that enables bidirectional attention, for any `model_type`."""
     for key, bidirectional in (("is_causal", False), ("use_bidirectional_attention", True)):
         if config.raw(key) is bidirectional:
             what = f"config.json: {key}={str(bidirectional).lower()} is bidirectional attention, which is not supported"

@@ -1,4 +1,4 @@
-"""A tensor that the ranks of a stage have in parts, joined by the first of them, and given back."""
+"""Gather a sharded tensor on rank 0 of a stage, and scatter it back."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from models.sharding import Shard
 
 
 def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
-    """Return the whole tensor to rank 0; the others keep their part. All ranks call it. `shard`: of this rank; None: the part is the whole.
+    """Return the whole tensor on rank 0; all other ranks return their part. Every rank of the group calls it.
 
-    What several ranks have, such as a key head, is taken of the last of them.
+    `shard`: this rank's shard; None: the tensor is not sharded. Indices that several ranks hold, such as a replicated
+    key head, come from the last of these ranks.
     """
     if shard is None or group.size == 1:
         return part
@@ -32,14 +33,16 @@ def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
 
 
 def given_by_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
-    """Return the part of a matrix that rank 0 has whole; of the others `whole` tells the shape alone. All ranks call it.
+    """Return this rank's part of a matrix that rank 0 holds whole. Every rank of the group calls it.
 
-    `part`: what the rank has in its place, of the same dtype. `shard`: as for `joined_by_first`.
+    whole: the matrix on rank 0. On all other ranks only its shape counts.
+    part: any tensor of the rank's current part; it defines the dtype and device.
+    shard: as in `joined_by_first`.
     """
     rows, columns = whole.shape
     piece = whole if group.rank == 0 else part.new_empty(rows, 0)
     given = group.gather(piece, (columns, *(0,) * (group.size - 1)))
-    return given if shard is None else part_of(given, shard).clone()  # so that the whole need not stay
+    return given if shard is None else part_of(given, shard).clone()  # a copy, so that the whole matrix can be freed
 
 
 def _padded(rows: Tensor, num_rows: int) -> Tensor:

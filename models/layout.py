@@ -1,4 +1,7 @@
-"""What the rest of the house must know of an architecture's modules. Each architecture declares it; nobody else knows their names."""
+"""The names and roles of an architecture's modules.
+
+Each architecture declares its own; no other code names its modules.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,14 +9,14 @@ from enum import Enum, auto
 
 
 class Unit(Enum):
-    """The part of a linear layer's outputs that a rank of tensor parallelism takes whole. Heads have equal widths within a layer."""
+    """The unit in which tensor parallelism shards a linear layer's outputs. All heads of a layer have equal widths."""
 
     QUERY_HEAD = auto()
-    """A query head's channels."""
+    """The channels of one query head."""
     KEY_VALUE_HEAD = auto()
-    """A key or value head's channels."""
+    """The channels of one key or value head."""
     QKV_HEAD = auto()
-    """A head's query, key and value beside each other."""
+    """The query, key and value of one head, adjacent."""
     CHANNEL = auto()
 
 
@@ -22,41 +25,50 @@ HEADS: Mapping[str, tuple[Unit, ...]] = {
     "k_proj": (Unit.KEY_VALUE_HEAD,),
     "v_proj": (Unit.KEY_VALUE_HEAD,),
 }
-"""The units of Llama's projections to heads."""
+"""The units of Llama's query, key and value projections."""
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Names of modules. The defaults are those of Llama and of the families that kept its names."""
+    """Module names. The defaults are Llama's names, which most families use."""
 
     embedding: str = "model.embed_tokens"
-    """The embedding of tokens, in the model."""
+    """The token embedding, in the model."""
     layers: str = "model.layers"
     """The list of decoder layers, in the model."""
     final_norm: str = "model.norm"
-    """The norm after the last decoder layer, in the model; a model without one ignores it."""
+    """The norm after the last decoder layer, in the model. Unused by a model without this norm."""
     head: str = "lm_head"
-    """The layer that turns hidden states into logits, in the model."""
+    """The layer from hidden states to logits, in the model."""
     attention: str = "self_attn"
-    """The module that keeps keys and values, in a decoder layer. It has `heads`."""
+    """The attention module, in a decoder layer. It has `heads`."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms whose outputs linear layers read, in a decoder layer."""
+    """The norms whose outputs linear layers read, in a decoder layer."""
     norm_readers: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
             "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
         }
     )
-    """By a norm of a decoder layer the linear layers that read its output. A norm is left out if anything else reads it, too."""
+    """For each norm of a decoder layer, the linear layers that read its output.
+
+    A norm that other modules also read is left out.
+    """
     norm_weight_offset: float = 0.0
-    """A norm multiplies by this plus its weight."""
+    """A norm multiplies by this offset plus its weight."""
     scale_fold_targets: Mapping[str, str] = field(default_factory=lambda: {"down_proj": "up_proj", "o_proj": "v_proj"})
-    """By the last part of a linear layer's name the layer beside it whose output channels, times something, are its input channels."""
+    """For scale folding: by the last part of a linear layer's name, the sibling layer whose output channels, times a
+    factor, are its input channels.
+    """
     row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
-    """Last parts of the names of linear layers that write into the residual stream: tensor parallelism divides their inputs, of all
-    others the outputs."""
+    """Last parts of the names of linear layers that write into the residual stream.
+
+    Tensor parallelism shards their inputs, and the outputs of all other linear layers.
+    """
     replicated: tuple[str, ...] = ()
-    """Last parts of the names of linear layers and embeddings that every rank of tensor parallelism has whole."""
+    """Last parts of the names of linear layers and embeddings that are replicated on every tensor-parallel rank."""
     units: Mapping[str, tuple[Unit, ...]] = field(default_factory=lambda: HEADS)
-    """By the last part of a linear layer's name the sections of its outputs, one after the other, each made of these units. A layer that
-    is not named is made of channels."""
+    """For the last part of a linear layer's name, the unit of each section of its fused output.
+
+    A layer without an entry is made of channels.
+    """

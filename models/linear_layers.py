@@ -1,4 +1,4 @@
-"""All linear layers of a model: what a checkpoint calls their weights, how they are held, and what is computed together."""
+"""The linear layers of a model: their weights in the checkpoint, their linear methods, and the fused computations."""
 
 import logging
 from collections.abc import Iterator
@@ -24,18 +24,20 @@ T = TypeVar("T", bound=nn.Module)
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """The facts of a linear layer that the files of a checkpoint must know."""
+    """The properties of a linear layer that checkpoint readers and writers need."""
 
     name: str
     shape: tuple[int, int]
     """[O, I]"""
     is_transposed: bool
-    """Whether a float checkpoint holds it as [I, O]."""
+    """Whether a float checkpoint holds the weight as [I, O]."""
     has_bias: bool
 
 
 def linear_specs(model: nn.Module, quantizable: bool = True) -> dict[str, LinearSpec]:
-    """Return by name the linear layers whose weights may be held in codes, or those that stay floats."""
+    """Return, by name, the linear layers that may be quantised, or with `quantizable` false the layers that stay
+    floats.
+    """
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
     return {
         name: LinearSpec(name, layer.shape, layer.is_transposed, layer.bias is not None)
@@ -52,7 +54,7 @@ def linear_layer(model: nn.Module, name: str) -> Linear:
 
 
 def checkpoint_parts(model: nn.Module) -> dict[str, tuple[Linear, str]]:
-    """Return by their names in the checkpoint the tensors that linear layers load: the layer, and the tensor's name within it."""
+    """Map the names of checkpoint tensors that linear layers load to the layer and the tensor's name within it."""
     names = {module: name for name, module in model.named_modules()}
     return {
         f"{names[layer.embedding or layer]}.{own}": (layer, own)
@@ -63,13 +65,13 @@ def checkpoint_parts(model: nn.Module) -> dict[str, tuple[Linear, str]]:
 
 
 def other_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that no linear layer's method holds."""
+    """Return the parameters that are not held by a linear layer's method."""
     held = {f"{name}.{own}" for name, layer in model.named_modules() if isinstance(layer, Linear) for own in layer.held}
     return {name: parameter for name, parameter in model.named_parameters() if name not in held}
 
 
 def packed_method(layer: Linear, dtype: torch.dtype, device: torch.device) -> PackedDenseMethod | None:
-    """Return the method by which the CPU's kernels multiply a layer in floats fastest; None where there is none."""
+    """Return the method with which the CPU kernels multiply a float layer fastest. None: no such method exists."""
     method = layer.method
     if device.type != "cpu" or dtype not in INPUTS_OF_STEP or build.library() is None or not layer.is_packable:
         return None
@@ -79,35 +81,41 @@ def packed_method(layer: Linear, dtype: torch.dtype, device: torch.device) -> Pa
 
 
 def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Let the (meta) model's layers in floats pack their weights when they are loaded, if the kernels are there."""
+    """Make the float layers of a model on the meta device pack their weights for the CPU kernels when they are loaded.
+
+    Does nothing if the kernels are not available.
+    """
     for layer in _modules(model, Linear):
         if (method := packed_method(layer, dtype, device)) is not None:
             layer.method = method
 
 
 def fuse_layers(model: CausalLM, device: torch.device) -> None:
-    """Prepare what is computed together, once all weights are loaded: experts, layers that read one input, norms and what reads them."""
+    """Prepare the fused computations, after all weights are loaded: experts, layers with a common input, and norms with
+    their readers.
+    """
     merge_experts(model, device)
     merge_layers(model)
     connect_norms(model)
 
 
 def merge_layers(model: nn.Module) -> None:
-    """Merge all layers that share their input, but for experts that are merged already. At most one layer's weights are there twice.
+    """Merge all layers that share their input, except merged experts. At most one layer's weights are duplicated at a
+    time.
 
-    Products of each head are prepared, too.
+    Also prepares the per-head products.
     """
     in_mixtures = {module for experts in _modules(model, Experts) if experts.is_merged for module in experts.modules()}
     for layers in _modules(model, MergedLinear):
         if layers not in in_mixtures:
             layers.merge()
-            torch.cuda.empty_cache()  # else a smaller weight takes a part of what these have left, and the rest serves no larger one
+            torch.cuda.empty_cache()  # else a small weight takes part of the freed memory, and a large one no longer fits
     for product in _modules(model, PerHead):
         product.merge()
 
 
 def merge_experts(model: nn.Module, device: torch.device) -> None:
-    """Merge the experts of all mixtures. A warning says where they cannot be merged on a GPU."""
+    """Merge the experts of all mixtures. Logs a warning if experts cannot be merged on a GPU."""
     mixtures = list(_modules(model, Experts))
     for mixture in mixtures:
         mixture.merge()
@@ -121,7 +129,10 @@ def merge_experts(model: nn.Module, device: torch.device) -> None:
 
 
 def connect_norms(model: CausalLM) -> None:
-    """Tell each norm the linear layers that read it, by the model's layout. A layer that lacks one of them has other readers there."""
+    """Set the readers of each norm from the model's layout.
+
+    A norm keeps no readers if one of the named layers is missing.
+    """
     for layer in model.get_submodule(model.layout.layers).children():
         modules = dict(layer.named_modules())
         for name, readers in model.layout.norm_readers.items():

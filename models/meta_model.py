@@ -1,4 +1,4 @@
-"""A checkpoint's model before its weights are read: on the meta device, without memory, and as the files say that it is."""
+"""Build a checkpoint's model on the meta device, without memory, before its weights are read."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -23,17 +23,17 @@ from models.weights import full_names, head_name, parameter_shapes
 log = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".pdparams")
-VALUES_PER_BYTE = 8  # no format packs more: a bitmask has a bit for each weight that is 0
+VALUES_PER_BYTE = 8  # the upper bound of all formats: the bitmask of sparse weights has one bit per zero weight
 
 
 def open_model(
     architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None
 ) -> tuple[CausalLM, list[WeightFile]]:
-    """Return the model of `shape` on the meta device, and the opened files of its weights; none without a `checkpoint`.
+    """Return the model on the meta device, and its opened weight files. There are no files without a `checkpoint`.
 
-    Where only the head is stored, it is the embedding, too. A stored head that differs from the embedding to which the config ties it
-    stays the model's own head, as in transformers 5; a warning says so. Raises UserError as `build_meta_model` does, and where
-    files cannot be opened.
+    If a tied model's files hold only the head, the head is also used as the embedding. If they hold a head that differs
+    from the tied embedding, the model keeps its own head, as in transformers 5, and a warning is logged. Raises
+    UserError as `build_meta_model` does, and for files that cannot be opened.
     """
     model = build_meta_model(architecture, shape, checkpoint)
     if checkpoint is None:
@@ -65,13 +65,12 @@ def open_model(
 
 
 def _with_name(file: WeightFile, old: str, new: str) -> WeightFile:
-    """Return the file with another name of a tensor, if it has it."""
     names = {new if name == old else name: name for name in file.shapes}
     return renamed(file, names) if old in file.shapes else file
 
 
 def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightFile, str]]:
-    """Return, by the model's names, the file that holds a tensor, and its name there."""
+    """Return the file and the stored name of each tensor, by the model's name."""
     names = full_names(parameter_shapes(model))
     return {names.get(name, name): (file, name) for file in files for name in file.shapes}
 
@@ -79,8 +78,8 @@ def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightF
 def build_meta_model(architecture: Architecture, shape: ModelShape, checkpoint: Checkpoint | None) -> CausalLM:
     """Build the model of `shape` on the meta device.
 
-    `checkpoint`: its files bound the model; None, or one that has no weights, sets no bound.
-    Raises UserError as soon as the model has more values than the files can hold, so that a damaged config costs no time.
+    checkpoint: its file sizes bound the model's size; None, or a checkpoint without weights, sets no bound. Raises
+    UserError as soon as the model has more values than the files can hold, so that a damaged config fails quickly.
     """
     num_bytes = 0 if checkpoint is None else _weight_bytes(checkpoint.path)
     bound = _AtMost(VALUES_PER_BYTE * num_bytes) if num_bytes else nullcontext()
@@ -89,7 +88,7 @@ def build_meta_model(architecture: Architecture, shape: ModelShape, checkpoint: 
             return architecture.build(shape)
     except _TooManyValuesError:
         assert checkpoint is not None
-        checkpoint.open_weights({})  # says what is wrong with the files, if anything is
+        checkpoint.open_weights({})  # raises an error if the files themselves are damaged
         raise UserError(
             f"{checkpoint.path} does not hold the model that its config describes: that has {shape.num_hidden_layers} layers and "
             f"more values than {num_bytes} bytes of weights can be"
@@ -97,7 +96,7 @@ def build_meta_model(architecture: Architecture, shape: ModelShape, checkpoint: 
 
 
 def _weight_bytes(path: Path) -> int:
-    """Return the bytes of all files of weights in a folder and in the folders of ranks in it, or beside a file."""
+    """Return the total size of the weight files in a folder and its rank folders, or in the folder of a file."""
     folder, patterns = (path, ("*", "rank_*/*")) if path.is_dir() else (path.parent, ("*",))
     files = (file for pattern in patterns for file in folder.glob(pattern))
     return sum(file.stat().st_size for file in files if file.suffix in WEIGHT_SUFFIXES and file.is_file())
@@ -108,7 +107,7 @@ class _TooManyValuesError(Exception):
 
 
 class _AtMost(TorchFunctionMode):
-    """Counts the values of the tensors that are made while it is on, in this thread."""
+    """Counts the values of the tensors that this thread creates while it is active, and raises above a limit."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

@@ -1,10 +1,13 @@
-"""A rank's part of a model. Every rank has the bits of one process, but where ranks add.
+"""Shard a model for one rank. The results have the same bits as one process, except with `adds`.
 
-Every linear layer is cut along its outputs. The layers that write into the residual stream get their inputs in pieces. They join these
-before their product, and their outputs after it, so that each output is one sum over all inputs, as in one process. Where a division
-`adds`, such a layer is cut along its inputs instead, if its weight can be, and the ranks' products are added: bits then depend on the
-number of ranks. Experts of a mixture are divided as other feed-forward layers are, or each is whole on one rank. Embedding and head are
-cut along the vocabulary. Keys and values belong to the ranks of their heads; where ranks outnumber heads, a head is on several.
+Every linear layer is sharded along its outputs. Row-parallel layers, which write into the residual stream, receive
+sharded inputs: the ranks gather the inputs before the product and the outputs after it. Each output is then one sum
+over all inputs, as in one process. If the parallel layout `adds`, such a layer is sharded along its inputs if its
+weight allows it, and the ranks' products are added. The bits then depend on the number of ranks.
+
+Experts of a mixture are sharded like other feed-forward layers, or each expert is whole on one rank. Embedding and head
+are sharded along the vocabulary. Keys and values are stored on the ranks of their heads. If there are more ranks than
+key heads, a key head is replicated on several ranks.
 """
 
 import logging
@@ -48,12 +51,14 @@ def shard_model(
     dtype: torch.dtype,
     neighbours: Neighbours = NO_NEIGHBOURS,
 ) -> dict[str, Shard]:
-    """Keep a rank's part of a model on the meta device, whose layers are held as they will be loaded, in a model of `dtype`.
+    """Shard a model on the meta device for one rank. The linear layers already have the methods that will load them.
 
-    `group` is that of the rank's stage, `neighbours` join it to those beside it. A layer that predicts ahead is whole on every rank.
-    Returns how the checkpoint's tensors are cut, by the model's names; others are read whole.
-    Raises UserError for more ranks than heads, channels or whole experts, for whole experts of a model without any, and for more stages
-    than layers. A warning says where ranks should add and cannot.
+    `group` is the group of the rank's stage. `neighbours` connect the stage to the previous and the next one. `dtype`
+    is the model's dtype. A multi-token prediction layer is replicated on every rank. Returns the shards of the
+    checkpoint's tensors by the model's names; tensors without an entry are read whole.
+
+    Raises UserError for more ranks than heads, channels or whole experts, for whole experts in a model without experts,
+    and for more stages than layers. Logs a warning if layers that should add cannot.
     """
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
@@ -73,10 +78,10 @@ def shard_model(
 
 
 def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
-    """Return the layers of each of `pp` stages of a model on the meta device. The largest stage has the fewest bytes.
+    """Return the layers of each of `pp` pipeline stages. The bytes of the largest stage are minimal.
 
-    The embedding is of the first stage, final norm and head are of the last, which has a tied embedding, too. Raises UserError for more
-    stages than layers, and for a layer that predicts ahead, which would need the embedding in the last stage.
+    The first stage has the embedding, the last stage has final norm, head and a tied embedding. Raises UserError for
+    more stages than layers, and for a multi-token prediction layer, which would need the embedding in the last stage.
     """
     if model.config.predicts_ahead:
         raise UserError(f"pp={pp} has no layer that predicts ahead: leave decode.speculate=mtp out, or give pp=1")
@@ -91,7 +96,9 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
 
 
 def check_division(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
-    """Raise UserError for more ranks than heads or whole experts, and for more stages than layers, as `shard_model` does."""
+    """Raise UserError for more ranks than heads or whole experts and for more stages than layers, as `shard_model`
+    does.
+    """
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
     if parallel_layout.pp > 1:
@@ -101,7 +108,7 @@ def check_division(model: CausalLM, parallel_layout: ParallelLayout, dtype: torc
 
 
 def check_experts(model: CausalLM, tp: int) -> None:
-    """Raise UserError where there is not an expert of each mixture for each rank."""
+    """Raise UserError if a mixture has fewer experts than there are ranks, or if the model has no mixture."""
     numbers = [len(module) for module in model.modules() if isinstance(module, Experts)]
     if not numbers:
         raise UserError("parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out")
@@ -113,7 +120,7 @@ def check_experts(model: CausalLM, tp: int) -> None:
 
 
 def _warn_of_joined(model: CausalLM) -> None:
-    """Say how many layers do not add although their division does."""
+    """Log how many layers gather although the parallel layout `adds`."""
     pieces = [module.pieces for module in model.modules() if isinstance(module, Linear) and module.pieces is not None]
     joined = sum(isinstance(each, RowParallelGather) for each in pieces)
     if joined:
@@ -126,7 +133,7 @@ def _warn_of_joined(model: CausalLM) -> None:
 
 
 def _outside(model: CausalLM) -> tuple[list[str], list[str]]:
-    """Return the names of the modules with parameters, or a tied one, before and after the list of layers."""
+    """Return the names of the leaf modules before and after the list of layers."""
     prefix = model.layout.layers
     leaves = [name for name, module in model.named_modules() if name == prefix or not [*module.children()]]
     middle = leaves.index(prefix)
@@ -138,7 +145,6 @@ def _is_tied(model: CausalLM) -> bool:
 
 
 def _stream_width(model: CausalLM) -> int:
-    """Return E: the outputs of a layer that writes into the residual stream."""
     linears = (module for module in model.layers[0].named_modules() if isinstance(module[1], Linear))
     outputs: int = next(
         layer.shape[0] for name, layer in linears if name.rpartition(".")[2] in model.layout.row_parallel
@@ -147,7 +153,7 @@ def _stream_width(model: CausalLM) -> int:
 
 
 def _keep_stage(model: CausalLM, own: range) -> None:
-    """Put `MissingLayer` in the place of what other stages have. Lists of layers keep their length, so that names stay."""
+    """Replace the modules of other stages by `MissingLayer`. Lists keep their length, so that names do not change."""
     before, after = _outside(model)
     absent = [
         f"{model.layout.layers}.{number}" for number in range(model.config.num_hidden_layers) if number not in own
@@ -158,19 +164,19 @@ def _keep_stage(model: CausalLM, own: range) -> None:
     if not is_last:
         absent += [
             name for name in after if not isinstance(model.get_submodule(name), NoHead)
-        ]  # which says how wide outputs are
+        ]  # NoHead defines the width of the outputs
     for name in absent:
         register(model, name, MissingLayer())
     model.own_layers = own
 
 
 class _ShardedLayer:
-    """A decoder layer that becomes a rank's."""
+    """Shards one decoder layer in place."""
 
     def __init__(self, model: CausalLM, layer: nn.Module, parallel_layout: ParallelLayout, group: Group) -> None:
         self._layout, self._parallel_layout, self._group = model.layout, parallel_layout, group
         self.shards: dict[str, Shard] = {}
-        """By the tensors' names in the layer."""
+        """Keyed by the tensor's name within the layer."""
         attention = layer.get_submodule(self._layout.attention)
         heads: Heads = attention.heads  # type: ignore[assignment]
         self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
@@ -216,7 +222,7 @@ class _ShardedLayer:
             experts.keep(ExpertParallel(self._group, tuple(shard(len(experts), tp, rank) for rank in range(tp))))
 
     def _divide_scales(self, attention: nn.Module, own: HeadShard) -> None:
-        """Cut the parameters of the attention module itself, which have a number for each key head, or one for all."""
+        """Shard the attention module's own parameters that have one value per key head. Scalars stay whole."""
         for name, parameter in attention.named_parameters(recurse=False):
             if parameter.ndim and len(parameter) == self._num_heads[1]:
                 shard = Shard(0, (own.keys,))
@@ -230,7 +236,7 @@ def _in_whole_experts(layer: nn.Module) -> set[nn.Module]:
 
 
 def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: Group) -> dict[str, Shard]:
-    """Cut the embedding and the head of the vocabulary, where the stage has them; another head is whole."""
+    """Shard the embedding and the vocabulary head, if the stage has them. A classification head stays whole."""
     vocab_size, layout = model.config.vocab_size, model.layout
     words = tuple(shard_channels(vocab_size, parallel_layout.tp, rank) for rank in range(parallel_layout.tp))
     embedding, head, own = model.embedding, model.head, (words[parallel_layout.tp_rank],)
@@ -239,7 +245,7 @@ def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: G
         embedding.words = VocabParallel(group, words)
         shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, own)
     if isinstance(head, Linear):
-        if head.shape[0] != vocab_size:  # labels
+        if head.shape[0] != vocab_size:  # classification labels
             return shards
         shards |= {f"{layout.head}.{tensor}": shard for tensor, shard in head.shard(own).items()}
     elif [*head.parameters()]:

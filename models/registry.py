@@ -1,4 +1,4 @@
-"""Architectures by the `model_type` of config.json."""
+"""The supported architectures, by the `model_type` of config.json."""
 
 import importlib
 from collections.abc import Callable
@@ -15,34 +15,34 @@ FAMILIES = "models.families"
 
 @dataclass(frozen=True)
 class Architecture:
-    """Imports its modules when they are first used: a run needs one of them."""
+    """One architecture. Its modules are imported on first use, because a run needs only one architecture."""
 
     families: str
-    """Names of the families, for people."""
+    """The names of the model families, for documentation."""
     reader: str
-    """`MODULE.FUNCTION` in models/families that makes the ModelShape of a config."""
+    """`MODULE.FUNCTION` in models/families that reads the ModelShape of a config."""
     model: str
-    """`MODULE.CLASS` there of the CausalLM."""
+    """`MODULE.CLASS` in models/families of the CausalLM."""
     ignored_tensors: tuple[str, ...] = ()
-    """Suffixes of tensors that some checkpoints hold, but this architecture computes itself."""
+    """Suffixes of tensors that some checkpoints hold, but this architecture computes."""
     head: HeadKind = HeadKind.vocabulary
     num_labels: int | None = None
-    """Labels of the checkpoint's own head; None where that is the vocabulary's."""
+    """The number of labels of the checkpoint's classification head. None: it has a vocabulary head."""
 
     @property
     def read_config(self) -> Callable[[ConfigReader], Any]:
-        """Makes the architecture's own ModelShape."""
+        """The function that reads the architecture's ModelShape."""
         read: Callable[[ConfigReader], Any] = _named(self.reader)
         return read
 
     @property
     def model_class(self) -> type[CausalLM]:
-        """The class that is made of what `read_config` gave."""
+        """The model class. It takes the result of `read_config`."""
         model_class: type[CausalLM] = _named(self.model)
         return model_class
 
     def build(self, shape: Any) -> CausalLM:
-        """Make the model of what `read_config` gave, with its `head`."""
+        """Build the model from the result of `read_config`, with its `head`."""
         model = self.model_class(shape)
         if self.num_labels is not None:
             put_label_head(model, self.num_labels)
@@ -118,7 +118,7 @@ ARCHITECTURES = {
     "telechat": Architecture("TeleChat, TeleChat2", "telechat.read_config", "telechat.TeleChat", INV_FREQ),
 }
 
-# ChatGLM2, ChatGLM3 and GLM-4 also have the model_type chatglm. Only ChatGLM-6B has no padded_vocab_size.
+# ChatGLM2, ChatGLM3 and GLM-4 share the model_type chatglm with ChatGLM-6B. Only ChatGLM-6B has no padded_vocab_size.
 CHATGLM2 = Architecture(
     "ChatGLM2-6B, ChatGLM3-6B, GLM-4 in its own layout",
     "chatglm2.read_config",
@@ -135,9 +135,9 @@ ENCODERS = frozenset(
 
 
 def find_architecture(config: ConfigReader) -> Architecture:
-    """Return the architecture of config.json's `model_type`, with the head that its `architectures` names.
+    """Return the architecture for config.json's `model_type`, with the head that `architectures` selects.
 
-    Raises UserError, with the supported names, for another `model_type`, and for bidirectional attention.
+    Raises UserError with the supported names for an unknown `model_type`, and for bidirectional attention.
     """
     refuse_bidirectional(config)
     model_type = config.require("model_type", str)
@@ -147,7 +147,7 @@ def find_architecture(config: ConfigReader) -> Architecture:
             f"config.json: model_type={model_type!r} is a bidirectional encoder, which is not supported: {remedy}"
         )
     if model_type == "minimax" and config.raw("architectures") == ["MiniMaxM2ForCausalLM"]:
-        model_type = "minimax_m2"  # the first files of MiniMax-M2 have the name of another model
+        model_type = "minimax_m2"  # the first files of MiniMax-M2 use the model_type of another model
     if model_type not in ARCHITECTURES:
         raise UserError(
             f"config.json: model_type={model_type!r} is not supported: only {', '.join(sorted(ARCHITECTURES))}"

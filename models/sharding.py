@@ -1,7 +1,8 @@
-"""How a model is divided among ranks: arithmetic without tensors.
+"""The arithmetic of parallel layouts: which layers, heads and channels each rank has. It uses no tensors.
 
-Every linear layer is cut along its outputs, so that each output is one sum in any division and has the bits of one process; along its
-inputs only where a division `adds`. A stage has consecutive layers, its ranks have parts of each.
+Linear layers are sharded along their outputs, so that each output is one sum in any layout and has the bits of one
+process. They are sharded along their inputs only if the layout `adds`. A pipeline stage has consecutive layers; its
+ranks share each layer.
 
 p ranks of a stage, H query heads, G key/value heads.
 """
@@ -14,62 +15,63 @@ from itertools import accumulate
 from conf.errors import UserError
 from models.layout import Unit
 
-STEP = 16  # outputs that a kernel's register holds beside each other
+STEP = 16  # the number of adjacent outputs in one kernel register
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The place of one rank: of `tp` that share each layer, in one of `pp` stages of layers."""
+    """The position of one rank: rank `tp_rank` of `tp` tensor-parallel ranks, in pipeline stage `stage` of `pp`."""
 
     tp: int = 1
     pp: int = 1
     tp_rank: int = 0
     stage: int = 0
     adds: bool = False
-    """Whether ranks add their parts of a product where its inputs can be cut, instead of joining pieces of inputs and outputs."""
+    """Whether ranks add partial products of layers with sharded inputs, instead of gathering inputs and outputs."""
     whole_experts: bool = False
-    """Whether each expert of a mixture is on one rank, instead of a part on each."""
+    """Whether each expert of a mixture is whole on one rank. If false, all ranks have a shard of each expert."""
 
     @property
     def rank(self) -> int:
-        """The rank's number. Those of a stage have numbers that follow each other."""
+        """The global rank. The ranks of one stage are consecutive."""
         return self.stage * self.tp + self.tp_rank
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Names the part of a tensor that a rank has: ranges of indices along one axis, in this order."""
+    """A rank's part of a tensor: ranges of indices along one axis, in this order."""
 
     axis: int
     ranges: tuple[range, ...]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part of a tensor of this shape."""
+        """Return the shape of the part of a tensor of shape `whole`."""
         return tuple(count(self.ranges) if axis == self.axis else size for axis, size in enumerate(whole))
 
 
 @dataclass(frozen=True)
 class HeadShard:
-    """A rank's heads of an attention layer. Its key/value heads are those that its queries read."""
+    """A rank's heads of an attention layer. `keys` are the key/value heads that its `queries` read."""
 
     queries: range
     keys: range
 
 
 def count(ranges: Sequence[range]) -> int:
-    """Return how many indices the ranges have."""
+    """Return the total length of the ranges."""
     return sum(map(len, ranges))
 
 
 def shard(total: int, parts: int, index: int) -> range:
-    """Return part `index` of `parts`, whose sizes differ by at most 1."""
+    """Return part `index` of `parts` almost equal parts. Their sizes differ by at most 1."""
     return range(index * total // parts, (index + 1) * total // parts)
 
 
 @cache
 def shard_channels(total: int, tp: int, rank: int) -> range:
-    """Return a rank's channels, or words of a vocabulary: whole steps of STEP, but for the last, if there are as many steps as ranks.
+    """Return a rank's range of channels or vocabulary entries.
 
+    Its borders are multiples of STEP, except the end of the last range, if there are at least as many steps as ranks.
     Raises UserError for fewer channels than ranks.
     """
     if tp > total:
@@ -81,9 +83,10 @@ def shard_channels(total: int, tp: int, rank: int) -> range:
 
 @cache
 def shard_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShard:
-    """Return a rank's heads of H queries and G keys: keys with all their queries, or for more ranks than keys some queries of one key.
+    """Return a rank's heads, of H queries and G keys.
 
-    Raises UserError for more ranks than query heads.
+    A rank gets key heads with all their query heads. With more ranks than key heads, it gets some query heads of one
+    key head. Raises UserError for more ranks than query heads.
     """
     if tp > num_queries:
         raise UserError(f"tp={tp} is more than the {num_queries} query heads of this model: give at most {num_queries}")
@@ -101,9 +104,9 @@ def shard_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShar
 def shard_outputs(
     units: tuple[Unit, ...], size: int, num_heads: tuple[int, int], tp: int, rank: int
 ) -> tuple[range, ...]:
-    """Return a rank's outputs, of `size`, of a layer whose sections, one after the other, are made of these units.
+    """Return the output ranges that a rank owns in a fused projection with `size` outputs.
 
-    `num_heads`: H and G of the layer's attention.
+    `units` are the units of its consecutive sections. `num_heads`: H and G of the layer's attention.
     """
     heads = shard_heads(*num_heads, tp, rank)
     of_unit = {
@@ -116,7 +119,7 @@ def shard_outputs(
         own = shard_channels(length, tp, rank)
         return tuple(range(i * length + own.start, i * length + own.stop) for i in range(len(units)))
     counts = [of_unit[unit][0] for unit in units]
-    width = size // sum(counts)  # of a head, which all sections share
+    width = size // sum(counts)  # the width of a head, equal in all sections
     starts = accumulate([0, *counts[:-1]])
     owns = [of_unit[unit][1] for unit in units]
     return tuple(
@@ -125,7 +128,10 @@ def shard_outputs(
 
 
 def shard_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> list[range]:
-    """Return each rank's inputs of a layer that reads its attention's heads, H and G of them, or without these a layer's channels."""
+    """Return the input range of each rank for a row-parallel layer.
+
+    num_heads: H and G if the inputs are attention heads; None if they are feed-forward channels.
+    """
     if num_heads is None:
         return [shard_channels(inputs, tp, rank) for rank in range(tp)]
     width = inputs // num_heads[0]
@@ -134,17 +140,17 @@ def shard_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> lis
 
 
 def stages(layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, pp: int) -> list[range]:
-    """Return the layers of each of `pp` stages, at least one each, so that the largest stage has the fewest bytes.
+    """Return the layers of each of `pp` pipeline stages, at least one each. The bytes of the largest stage are minimal.
 
-    `first_bytes` come before the layers, with the first stage; `last_bytes` after them, with the last. Raises UserError for more stages
-    than layers.
+    The first stage also has `first_bytes`, the last stage also has `last_bytes`. Raises UserError for more stages than
+    layers.
     """
     num_layers = len(layer_bytes)
     if pp > num_layers:
         raise UserError(f"pp={pp} is more than the model's {num_layers} layers: give at most {num_layers}")
-    sums = [*accumulate(layer_bytes, initial=first_bytes)]  # of the layers before each border
+    sums = [*accumulate(layer_bytes, initial=first_bytes)]  # bytes before each border
     sums[0], sums[-1] = 0, sums[-1] + last_bytes
-    # the largest stage, and the borders, where the first layers, by their number, are in as many stages as have been looked at
+    # by the number of layers that the first `stage` stages have: the bytes of the largest stage, and the borders
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for stage in range(1, pp + 1):
         ends = range(stage, num_layers - pp + stage + 1)

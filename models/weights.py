@@ -1,7 +1,7 @@
-"""A checkpoint's tensors become a model's parameters.
+"""Load a checkpoint's tensors as a model's parameters.
 
-Everything is compared before anything is read: names and shapes of all tensors against the model's, all differences in one error.
-Then the tensors are streamed, so that peak host memory is about the model plus one tensor.
+Names and shapes of all tensors are compared with the model's before any data is read, and one error lists all
+differences. The tensors are then streamed, so that peak host memory is about the model plus one tensor.
 """
 
 import logging
@@ -21,19 +21,22 @@ from models.linear_layers import checkpoint_parts, other_parameters
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RANDOM_STD = 0.02  # the initializer_range of nearly every family
-LISTED = 8  # tensors that an error names of each sort
+RANDOM_STD = 0.02  # the initializer_range of most families
+LISTED = 8  # the maximum number of tensors of each kind in an error
 
 
 def checkpoint_dtype(files: list[WeightFile]) -> torch.dtype:
-    """Return the dtype of the checkpoint's first tensor. Raises UserError where there is none."""
+    """Return the dtype of the checkpoint's first tensor. Raises UserError if the first file has no tensors."""
     if not files[0].dtypes:
         raise UserError(f"{files[0].path} holds no tensors")
     return next(iter(files[0].dtypes.values()))
 
 
 def stored_dtype(config: ConfigReader, files: list[WeightFile]) -> str:
-    """Return the dtype of config.json, else of the first tensor, else float32. Raises UserError for one that models do not have."""
+    """Return the dtype of config.json, else of the first tensor, else float32.
+
+    Raises UserError for an unsupported dtype.
+    """
     name = config.raw("torch_dtype") or config.raw("dtype")
     if name is None:
         name = str(checkpoint_dtype(files)).removeprefix("torch.") if files else "float32"
@@ -43,14 +46,15 @@ def stored_dtype(config: ConfigReader, files: list[WeightFile]) -> str:
 
 
 def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, ...]) -> dict[str, str]:
-    """Return the model's name for each tensor of the checkpoint that it needs, by the name there.
+    """Map the names of the checkpoint tensors that the model needs to the model's names.
 
-    It needs none whose name ends in one of `ignored`, or begins as the model's `ignored_prefixes`, and no head where it has none.
-    Raises UserError that lists all missing, unexpected and wrong-shaped tensors, and for parameters that are no floats.
+    Tensors are not needed if their names end with one of `ignored` or start with one of the model's `ignored_prefixes`,
+    or if they belong to a head that the model does not have. Raises UserError with all missing, unexpected, duplicate
+    and wrong-shaped tensors, and for quantised tensors of a float layer.
     """
     expected = expected_shapes(model)
     names = full_names(expected)
-    # A head that is tied to the embedding may be in the checkpoint as a second copy.
+    # The checkpoint may hold a second copy of a tied head.
     accepted = expected.keys() | {head_name(model)}
     headless = (f"{model.layout.head}.",) if isinstance(model.head, NoHead) else ()
     _compare(expected, accepted, files, names, ignored, model.ignored_prefixes + headless)
@@ -67,7 +71,9 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
 
 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors that are wanted of a checkpoint, by name: parameters, and what linear layers load."""
+    """Return the shapes of all checkpoint tensors that the model needs, by name: parameters, and the tensors that
+    linear layers load.
+    """
     parts = checkpoint_parts(model).items()
     return parameter_shapes(model) | {name: layer.method.tensors()[own] for name, (layer, own) in parts}
 
@@ -77,12 +83,12 @@ def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def head_name(model: CausalLM) -> str:
-    """Return the name of the head's weight in a checkpoint that has one."""
+    """Return the name of the head's weight in a checkpoint."""
     return f"{model.layout.head}.weight"
 
 
 def full_names(expected: Collection[str]) -> dict[str, str]:
-    """Return the model's name for each name that a checkpoint may have.
+    """Map each name that a checkpoint may use to the model's name.
 
     A model that was saved without its head lacks the first part of its names: h.0.weight is transformer.h.0.weight.
     """
@@ -97,9 +103,10 @@ def load_weights(
     device: torch.device,
     on_bytes: Callable[[int, int], None],
 ) -> None:
-    """Replace the model's (meta) parameters by the checkpoint's tensors, cast to `dtype` on `device`. Linear layers take theirs uncast.
+    """Load the checkpoint's tensors into a model on the meta device, cast to `dtype` on `device`.
 
-    `on_bytes(done, total)` is called after every tensor, with bytes of the dtype. Raises UserError as `match_tensors` does.
+    Linear methods get their tensors without a cast. `on_bytes(done, total)` is called after every tensor, with bytes of
+    `dtype`. Raises UserError as `match_tensors` does.
     """
     matched = match_tensors(model, files, ignored)
     parameters, parts = other_parameters(model), checkpoint_parts(model)
@@ -133,14 +140,14 @@ def _load(layer: Linear, name: str, tensors: dict[str, Tensor], dtype: torch.dty
 
 
 def _holds_nan(tensor: Tensor) -> bool:
-    if tensor.dtype.itemsize == 1:  # float8, which torch cannot add up
+    if tensor.dtype.itemsize == 1:  # float8, for which torch has no reductions
         tensor = tensor.float()
-    # a NaN is the largest of all; no other way reads memory as fast
+    # amax returns NaN if any value is NaN; no other check reads memory as fast
     return bool(tensor.numel() and tensor.amax().isnan())
 
 
 def refuse_damaged(model: CausalLM) -> None:
-    """Raises UserError that names the parameters that hold NaN or infinite numbers, in the dtype that they were loaded in."""
+    """Raise UserError with the names of the loaded parameters that hold NaN or infinite values."""
     damaged = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     if damaged:
         raise UserError(
@@ -150,11 +157,14 @@ def refuse_damaged(model: CausalLM) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all())  # the sum needs no memory
+    return bool(tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all())  # the sum allocates no memory
 
 
 class CastFile:
-    """A file whose parameters are read in another dtype. Tensors that are no parameters, or stay float32 in every model, keep theirs."""
+    """A weight file that casts parameters to another dtype.
+
+    Other tensors, and parameters that always stay float32, keep their dtype.
+    """
 
     def __init__(self, file: WeightFile, model: CausalLM, matched: dict[str, str], dtype: torch.dtype) -> None:
         self._file = file
@@ -173,7 +183,7 @@ def parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dty
 
 
 def module_bytes(model: CausalLM, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of each module's own parameters, by its name, once the weights of a model on the meta device are loaded."""
+    """Return the bytes of each module's own parameters after loading, by module name, for a model on the meta device."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     sizes = {name: layer.method.num_bytes(dtype) for name, layer in layers.items()}
     for name, parameter in other_parameters(model).items():
@@ -219,13 +229,13 @@ def _listed(names: list[str]) -> str:
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter called `name`."""
+    """Set the parameter `name` to `tensor`."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def place_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter called `name` of a model in floats, also where a linear layer's method holds it."""
+    """Set the parameter `name` of a float model to `tensor`, also if a linear layer's method holds it."""
     module, _, leaf = name.rpartition(".")
     layer = model.get_submodule(module)
     if isinstance(layer, Linear) and leaf in layer.held:
@@ -235,9 +245,9 @@ def place_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def initialise_randomly(model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
-    """Give norms 1, biases 0, and all else normal values of standard deviation 0.02; always the same on one kind of device.
+    """Set norms to 1, biases to 0, and other parameters to normal values of standard deviation 0.02.
 
-    Raises UserError where a layer is made of other tensors than floats.
+    The values are the same in every run on one kind of device. Raises UserError if a layer does not take floats.
     """
     generator = torch.Generator(device).manual_seed(0)
 
