@@ -1,6 +1,6 @@
-"""What every attention layer does once its new keys and values are in the cache (kernels/kv_store).
+"""Attention over the KV cache. The new keys and values are already in the cache (kernels/kv_store).
 
-T tokens, R output rows, S sequences, H query heads, D channels per key head, E per value head.
+T tokens, R output rows, S sequences, H query heads, D channels per key head, E channels per value head.
 """
 
 import math
@@ -15,20 +15,20 @@ from models.batch import Batch, LayerCache
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer. A layer that was cut for a rank has fewer than the config says."""
+    """The heads of an attention layer. On a tensor-parallel rank these are the rank's heads only."""
 
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    """Channels of a query and of a key."""
+    """Channels of one query and of one key head."""
     value_head_dim: int
-    """Channels of a value; 0 where the keys are the values, too, so that none are stored."""
+    """Channels of one value head. 0 if the keys are also the values, so that no values are stored."""
     first: int = 0
-    """The number of the first query head in the whole layer."""
+    """The index of the first query head in the whole layer."""
     first_key: int = 0
-    """The number of the first key head in the whole layer."""
+    """The index of the first key head in the whole layer."""
     num_whole_keys: int | None = None
-    """How many key heads the whole layer has; None: these are all."""
+    """The number of key heads in the whole layer. None: this layer is whole."""
 
     @property
     def whole_keys(self) -> int:
@@ -41,14 +41,14 @@ class Heads:
         return self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads
 
     def own(self, values: Tensor) -> Tensor:
-        """Return what belongs to these query heads of something that the whole layer has for each."""
+        """Return the entries of these query heads from a tensor with one entry per query head of the whole layer."""
         return values.narrow(0, self.first, self.num_attention_heads)
 
     def split_groups(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, H, D], keys and values [T, G, D] of a fused projection, [T, G * (H/G + 2) * D].
+        """Split a fused projection [T, G * (H/G + 2) * D] into queries [T, H, D], and keys and values [T, G, D].
 
-        It holds the queries of a key head, then that key, then its value. A layer that shares its key with others has all queries of it,
-        and takes its own.
+        For each key head the projection holds its queries, then the key, then the value. If several ranks share a key
+        head, the projection holds all queries of this key head, and the rank takes its own.
         """
         groups = fused.unflatten(-1, (self.num_key_value_heads, -1, self.head_dim))  # [T, G, H/G + 2, D]
         first = self.first % (groups.shape[2] - 2)
@@ -56,7 +56,9 @@ class Heads:
         return query, groups[:, :, -2], groups[:, :, -1]
 
     def own_keys(self, values: Tensor, axis: int) -> Tensor:
-        """Return what belongs to these key heads of something that the whole layer has for each, along an axis."""
+        """Return the entries of these key heads along `axis` from a tensor with one entry per key head of the whole
+        layer.
+        """
         return values.narrow(axis, self.first_key, self.num_key_value_heads)
 
 
@@ -70,9 +72,9 @@ def attend(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Every query [T, H, D] sees its sequence. Returns [T, H * E], in the last layer [R, H * E] of output rows.
+    """Attend with every query [T, H, D] over its sequence. Returns [T, H * E], in the last layer [R, H * E].
 
-    What the options mean is said at kernels/paged_attention.
+    kernels/paged_attention describes the options.
     """
     keys, values = cache
     attended = paged_attention(
@@ -92,9 +94,10 @@ def attend(
 
 
 def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
-    """Attend where a key's first `value_channels` channels are its value, too. Returns [T or R, H, value_channels].
+    """Attend where the first `value_channels` channels of a key are also its value. Returns [T or R, H,
+    value_channels].
 
-    This is attention over latents (arXiv 2405.04434): all heads share one key per token, and the cache's values have no channels.
+    This is multi-head latent attention (arXiv 2405.04434): all heads share one key per token, and no values are cached.
     """
     keys, _ = cache
     return paged_attention(
@@ -109,11 +112,12 @@ def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: 
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Return ALiBi's slopes 2^(-8i/H), i from 1 on, float32 [H] (arXiv 2108.12409).
+    """Return the ALiBi slopes 2^(-8i/H) for i = 1 to H, float32 [H] (arXiv 2108.12409).
 
-    For H no power of two they are those of the power below it, then every other one of twice that power.
+    If H is not a power of two, the slopes for the next lower power come first, then every second slope of twice that
+    power.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
-    return torch.tensor(slopes, dtype=torch.float32, device="cpu")  # also where a model is being built without memory
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu")  # even while a model is built on the meta device

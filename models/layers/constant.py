@@ -5,13 +5,19 @@ from torch import Tensor
 
 
 class Constant:
-    """No buffer of a module: it must not follow the model's dtype, and is made on the CPU also where a model is built without memory."""
+    """A table cached per device.
+
+    It is not a buffer: it keeps its dtype, and exists while the model is on the meta device.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
 
     def on(self, device: torch.device) -> Tensor:
-        """The values, brought there once: a copy in every step would wait for a GPU, and a CUDA graph could not hold it."""
+        """Return the values on a device. The copy is made once.
+
+        A copy in every step would wait for a GPU, and a CUDA graph could not contain it.
+        """
         if self._values.device != device:
             self._values = self._values.to(device)
         return self._values

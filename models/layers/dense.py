@@ -1,4 +1,4 @@
-"""Weights in floats: as checkpoints have them, in the order in which the CPU's kernels read them, or an embedding's.
+"""Weights in floats: in the checkpoint's order, in the order of the CPU kernels, or shared with an embedding.
 
 R rows, I input channels, O output channels.
 """
@@ -19,7 +19,7 @@ from models.sharding import Shard, count
 
 
 class StoredMatrix(Protocol):
-    """A matrix in a checkpoint, which becomes floats."""
+    """A matrix that a checkpoint stores in any format, and that is read as floats."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -27,24 +27,24 @@ class StoredMatrix(Protocol):
 
     @property
     def is_float(self) -> bool:
-        """Whether the checkpoint has floats of 16 or 32 bits."""
+        """Whether the checkpoint stores floats of 16 or 32 bits."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors that hold it."""
+        """Return the names and shapes of the tensors that store the matrix."""
 
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Return the matrix [O, I]. Raises UserError for impossible values."""
+        """Return the matrix [O, I]. Raises UserError for invalid values."""
 
     def shard(self, outputs: tuple[range, ...]) -> "tuple[StoredMatrix, dict[str, Shard]]":
-        """Return the matrix of some rows, and how the tensors are cut, as `LinearMethod.share` does."""
+        """Return the matrix of a rank's rows, and the shards of its tensors, as `LinearMethod.shard` does."""
 
     def shard_inputs(self, inputs: range) -> "tuple[StoredMatrix, dict[str, Shard]]":
-        """Return the same for some columns."""
+        """Return the same for a rank's columns."""
 
 
 @dataclass(frozen=True)
 class StoredFloats:
-    """The tensor `weight` [O, I], or [I, O] where it is transposed."""
+    """The tensor `weight` [O, I], or [I, O] if it is transposed."""
 
     shape: tuple[int, int]
     is_transposed: bool = False
@@ -66,12 +66,12 @@ class StoredFloats:
 
 
 class DenseMethod(LinearMethod):
-    """The parameter `weight`, as the checkpoint has it."""
+    """The parameter `weight` in the checkpoint's order."""
 
     def __init__(
         self, stored: StoredMatrix, is_transposed: bool = False, parameter: nn.Parameter | None = None
     ) -> None:
-        """`parameter` [O, I], or [I, O] where it is transposed."""
+        """`parameter` [O, I], or [I, O] if it is transposed."""
         self.stored = stored
         self.takes_floats = stored.is_float
         self.is_transposed = is_transposed
@@ -142,7 +142,9 @@ class DenseMethod(LinearMethod):
 
 
 class PackedDenseMethod(LinearMethod):
-    """The parameter `tiles`: the weight in the order in which a CPU's kernels read it, bfloat16 in 12 bits where that is a gain."""
+    """The parameter `tiles`: the weight packed for the CPU kernels. bfloat16 is compressed to 12 bits if this is a
+    gain.
+    """
 
     def __init__(self, stored: StoredMatrix) -> None:
         self.stored = stored
@@ -198,7 +200,7 @@ class PackedDenseMethod(LinearMethod):
 
 
 class TiedMethod(LinearMethod):
-    """The parameter of an embedding [O, I], which is the embedding's and not the layer's."""
+    """The weight [O, I] of an embedding, which owns and loads the parameter."""
 
     takes_floats = True
 
@@ -220,7 +222,7 @@ class TiedMethod(LinearMethod):
         return 0
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Do nothing: the embedding is loaded by itself."""
+        """Do nothing: the embedding loads the weight."""
 
     def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Do nothing, as `load`."""
@@ -231,7 +233,7 @@ class TiedMethod(LinearMethod):
         return DenseMethod(StoredFloats((outputs, inputs)), parameter=nn.Parameter(weight, requires_grad=False))
 
     def shard(self, outputs: tuple[range, ...]) -> "tuple[TiedMethod, dict[str, Shard]]":
-        """Return the method itself: the embedding is shared by itself, in the same ranges."""
+        """Return this method: the embedding is sharded separately, into the same ranges."""
         return self, {}
 
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:

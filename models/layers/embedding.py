@@ -1,4 +1,4 @@
-"""Embeddings."""
+"""The token embedding."""
 
 from torch import Tensor, nn
 
@@ -8,10 +8,13 @@ from models.layers.tensor_parallel import VocabParallel
 
 class Embedding(nn.Embedding, Module):
     words: VocabParallel | None = None
-    """Whose words are whose, where each rank has the vectors of some."""
+    """The ranks' parts of the vocabulary. None: the embedding is not sharded."""
 
     def reset_parameters(self) -> None:
-        """Nothing: a checkpoint gives the values. On the meta device torch's own imports its compiler, which takes a second."""
+        """Do nothing: the checkpoint provides the values.
+
+        On the meta device, torch's own initialisation imports its compiler, which takes a second.
+        """
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the vectors [T, E] of tokens, int64 [T]."""

@@ -1,4 +1,4 @@
-"""Linear layers, alone and several that read the same input.
+"""Linear layers, and merged linear layers that read the same input.
 
 R rows, I input channels, O output channels, V vocabulary.
 """
@@ -22,14 +22,17 @@ from models.sharding import Shard
 
 
 class Linear(LoRATarget):
-    """y = x W^T + bias. The layer's `method` holds the weight W [O, I] and multiplies by it; until it is loaded it may be replaced."""
+    """y = x W^T + bias. The layer's `method` holds the weight W [O, I] and multiplies by it.
+
+    The method may be replaced until the layer is loaded.
+    """
 
     weight: nn.Parameter
-    """[O, I], or [I, O] where it is transposed. A layer has it while its method is a `DenseMethod`."""
+    """[O, I], or [I, O] if it is transposed. The attribute exists while the method is a `DenseMethod`."""
     bias: nn.Parameter | None
     """[O]"""
     pieces: RowParallelGather | RowParallelReduce | None = None
-    """What ranks exchange before and after the product, where each has some of the inputs."""
+    """The communication before and after the product of a row-parallel layer. None: the layer is not row-parallel."""
 
     def __init__(
         self,
@@ -42,14 +45,15 @@ class Linear(LoRATarget):
         is_packable: bool = True,
         embedding: nn.Embedding | None = None,
     ) -> None:
-        """`is_transposed`: checkpoints hold the weight as [I, O]. `is_quantizable`: a quantised model may hold it in codes.
+        """`is_transposed`: checkpoints hold the weight as [I, O]. `is_quantizable`: quantisation may replace the weight
+        by codes.
 
-        `is_packable`: the weight may be held in the order of the kernels; not where others read `weight`. `embedding` [O, I]: its weight is
-        the layer's.
+        `is_packable`: the weight may be packed for the kernels; false if other code reads `weight`. `embedding` [O, I]:
+        the layer uses its weight.
         """
         super().__init__((outputs, inputs))
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable
-        # In a tuple, or its weight would have a second name.
+        # In a tuple, so that its weight is not registered under a second name.
         self._embedding = () if embedding is None else (embedding,)
         self._held: tuple[str, ...] = ()
         if embedding is None:
@@ -62,7 +66,7 @@ class Linear(LoRATarget):
 
     @property
     def method(self) -> LinearMethod:
-        """The holder of the weight. What the method holds is registered in the layer, so that it is counted, and saved by name."""
+        """The linear method. The layer registers the method's tensors, so that they are counted, and saved by name."""
         return self._method
 
     @method.setter
@@ -83,11 +87,14 @@ class Linear(LoRATarget):
 
     @property
     def output_axis(self) -> int:
-        """The axis of `weight` along which outputs lie."""
+        """The axis of `weight` for the outputs."""
         return int(self.is_transposed)
 
     def shard(self, outputs: tuple[range, ...]) -> dict[str, Shard]:
-        """Keep some outputs, before anything is loaded. Returns how the checkpoint's tensors are cut, by their names within the layer."""
+        """Keep a rank's outputs, before loading.
+
+        Return the shards of the checkpoint's tensors by their names in the layer.
+        """
         self.method, shards = self._method.shard(outputs)
         self.keep(outputs)
         if self.bias is not None:
@@ -96,7 +103,10 @@ class Linear(LoRATarget):
         return shards
 
     def shard_inputs(self, ranges: Sequence[range], rank: int) -> dict[str, Shard] | None:
-        """Keep a rank's inputs, of `ranges` by rank, as `shard` keeps outputs. None, and all is kept, where `LinearMethod` says so."""
+        """Keep the inputs `ranges[rank]`, before loading. Return the shards as `shard` does.
+
+        None: `LinearMethod.shard_inputs` does not allow it, and nothing changes.
+        """
         shared = self._method.shard_inputs(ranges, rank)
         if shared is None:
             return None
@@ -105,12 +115,12 @@ class Linear(LoRATarget):
         return shards
 
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Load the weight as `LinearMethod.load` does."""
+        """Load the weight, as `LinearMethod.load` does."""
         self._method.load(tensors, dtype, device)
         self._register()
 
     def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Restore the weight as `LinearMethod.restore` does, and the bias."""
+        """Restore the weight, as `LinearMethod.restore` does, and the bias."""
         if self.bias is not None:
             self.bias = nn.Parameter(take(tensors, "bias", self.shape[:1], dtype), requires_grad=False)
         self._method.restore(tensors, dtype)
@@ -118,20 +128,23 @@ class Linear(LoRATarget):
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The names of the parameters and buffers that are the method's."""
+        """The names of the parameters and buffers that the method holds."""
         return self._held
 
     @property
     def embedding(self) -> nn.Embedding | None:
-        """The embedding under whose name a checkpoint holds the weight."""
+        """The embedding under whose name the checkpoint holds the weight. None: the layer has its own name there."""
         return self._embedding[0] if self._embedding else None
 
     def untie(self) -> None:
-        """Let the checkpoint's tensors be those of the layer's own name, although a float checkpoint has the embedding's alone."""
+        """Load the weight under the layer's own name, although float checkpoints hold only the embedding's."""
         self._embedding = ()
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """Return [R, O] of x [R, I], which are rows of `batch`: of its tokens, or of its outputs. None: rows of no batch."""
+        """Return [R, O] of x [R, I].
+
+        The rows are the tokens or the output rows of `batch`; None: they belong to no batch.
+        """
         if self.pieces is None:
             return self.adapted(self._method.apply(x, self.bias), x, batch)
         x = self.pieces.given(x)
@@ -139,7 +152,7 @@ class Linear(LoRATarget):
         return self.pieces.whole(self.adapted(self._method.apply(x, bias), x, batch))
 
     def adapted(self, y: Tensor, x: Tensor, batch: Batch | None) -> Tensor:
-        """Return y, the layer's outputs [R, O] of x [R, I], to which the part of each row's adapter is added in place."""
+        """Add each row's adapter to y in place, and return y. y [R, O] are the layer's outputs for x [R, I]."""
         if self.adapters is not None and batch is not None:
             slots = batch.adapter_slots_of(x.shape[0])
             if slots is not None:
@@ -148,16 +161,17 @@ class Linear(LoRATarget):
 
 
 class MergedLinear(Module):
-    """Linear layers that read the same input, in one call where their methods allow it.
+    """Linear layers that read the same input, computed in one call if their methods allow it.
 
-    The layers are modules under the checkpoint's names elsewhere; this one adds no parameters. Merged on a CPU they give the bits that each
-    gives alone. On a GPU their outputs are views, whose rows lie apart, of one product, which may add up in another order.
+    The layers are registered elsewhere under the checkpoint's names; this module adds no parameters. Merged on a CPU,
+    they return the same bits as separate layers. On a GPU their outputs are views of one product, with non-contiguous
+    rows, and the product may sum in another order.
     """
 
     def __init__(self, *layers: Linear, reader: Linear | None = None) -> None:
-        """At most three layers. `reader` is the layer that alone reads what `swiglu` gives."""
+        """At most three layers. `reader` is the only layer that reads the result of `swiglu`."""
         super().__init__()
-        self.layers = layers  # in a tuple, or each weight would have a second name
+        self.layers = layers  # in a tuple, so that the weights are not registered under second names
         self._readers = () if reader is None else (reader,)
         self._weights: list[PackedWeight] = []  # on a CPU
         self._biases: list[Tensor | None] = []
@@ -170,11 +184,14 @@ class MergedLinear(Module):
         return bool(self._weights) or self._whole is not None
 
     def merge(self) -> None:
-        """Prepare the one call, once all weights are loaded. On a GPU they come to lie in one weight, of which each layer keeps a view."""
+        """Prepare the single call, after all weights are loaded.
+
+        On a GPU the weights are joined, and each layer keeps a view.
+        """
         methods = [layer.method for layer in self.layers]
         if len(methods) < 2 or not are_alike(methods) or not share_input_scale(methods):
             return
-        for method in methods:  # the same tensor of equal ones: then they expect one activation format
+        for method in methods:  # one tensor object, so that all methods expect one activation format
             method.input_scale = methods[0].input_scale
         parts = [method.gpu_weight for method in methods]
         if any(part is None for part in parts):
@@ -199,7 +216,7 @@ class MergedLinear(Module):
             start = outputs.stop
 
     def forward(self, x: Tensor, batch: Batch | None) -> Sequence[Tensor]:
-        """Return the outputs [R, O] of each layer for x [R, I], rows of `batch` as `Linear` has them."""
+        """Return the outputs [R, O] of each layer for x [R, I]. `batch`: as for `Linear`."""
         if self._whole is not None:
             whole = self._whole.apply(x, self._whole_bias)  # [R, outputs of all]
             outputs: Sequence[Tensor] = [whole[:, outputs] for outputs in self._outputs]
@@ -210,7 +227,7 @@ class MergedLinear(Module):
         return [layer.adapted(y, x, batch) for layer, y in zip(self.layers, outputs, strict=True)]
 
     def swiglu(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """Return silu(gate) * up, [R, O], of two layers' outputs gate and up for x [R, I]."""
+        """Return silu(gate) * up, [R, O], from the outputs gate and up of two layers for x [R, I]."""
         if self._weights and not self._has_adapters(batch):
             (gate_weight, up_weight), biases = self._weights, self._biases
             return matmul_swiglu(self.layers[0].method.quantized(x), gate_weight, up_weight, *biases)
@@ -218,16 +235,15 @@ class MergedLinear(Module):
         return swiglu_for(self._readers, gate, up)
 
     def _has_adapters(self, batch: Batch | None) -> bool:
-        """Return whether an adapter of the batch may change what one of the layers gives."""
         is_adapted = batch is not None and batch.shape.num_adapted > 0
         return is_adapted and any(layer.adapters is not None for layer in self.layers)
 
 
 def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFormat | None:
-    """Return the activation format that all these layers expect for `num_rows` rows and may share, or None for floats.
+    """Return the activation format that all these layers expect for `num_rows` rows. None: floats.
 
-    Adapters read floats, so a layer that has some quantises its input for itself, to the same codes. So does a layer whose input comes in
-    pieces: the scale of a row is that of the whole.
+    Adapters read floats, so a layer with adapters quantises its input itself, to the same codes. So does a row-parallel
+    layer, because the scale of a row depends on its whole input.
     """
     if any(reader.adapters is not None or reader.pieces is not None for reader in readers):
         return None
@@ -236,7 +252,7 @@ def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFo
 
 
 def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, all [R, O], in the activation format of the layers that alone read it."""
+    """Return silu(gate) * up, [R, O], in the activation format of `readers`. No other layer may read it."""
     format = shared_activations(gate.shape[0], readers)
     if format is None:
         return swiglu(gate, up)
@@ -245,11 +261,11 @@ def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
 
 
 def make_head(embedding: nn.Embedding, tied: bool) -> Linear:
-    """Return the layer from hidden states [R, E] to logits [R, V]: with the embedding's weight, or with one of its own."""
+    """Return the layer from hidden states [R, E] to logits [R, V], with the embedding's weight or its own."""
     vocab_size, channels = embedding.weight.shape
     return Linear(channels, vocab_size, bias=False, embedding=embedding if tied else None)
 
 
 def tied_weight(head: nn.Module) -> Tensor | None:
-    """Return the embedding's parameter that a head multiplies by, or None for a head with a weight of its own."""
+    """Return the embedding's parameter if a head is tied to it. None: the head has its own weight."""
     return head.method.weight if isinstance(head, Linear) and isinstance(head.method, TiedMethod) else None

@@ -1,4 +1,4 @@
-"""The interface between a linear layer and what its weight is held in.
+"""The interface between a linear layer and the format of its weight.
 
 R rows, I input channels, O output channels.
 """
@@ -18,28 +18,28 @@ Weight: TypeAlias = Tensor | PackedWeight | GPUWeight
 
 
 class LinearMethod(ABC):
-    """The holder of a linear layer's weight [O, I], which also multiplies by it."""
+    """Holds a linear layer's weight [O, I] and multiplies by it."""
 
     takes_floats: bool
-    """Whether the tensors of `tensors` are floats of 16 or 32 bits."""
+    """Whether `load` takes floats of 16 or 32 bits."""
     input_scale: Tensor | None = None
-    """float32 []: the scale of all activations, where calibration has chosen one."""
+    """float32 []: the static scale of all activations. None: calibration set no scale."""
     permutation: Tensor | None = None
-    """int64 [I]: the order of input channels in the weight, where it is another."""
+    """int64 [I]: the order of the input channels in the weight. None: the natural order."""
 
     @property
     @abstractmethod
     def weight(self) -> Weight:
-        """Return the weight as the kernels read it. It is there after `load`."""
+        """The weight in the kernels' format. Available after `load`."""
 
     @property
     @abstractmethod
     def held(self) -> dict[str, Tensor]:
-        """Return the tensors that a layer registers, by name: parameters, and buffers, which do not count as weights."""
+        """The tensors that the layer registers, by name: parameters, and buffers, which do not count as weights."""
 
     @abstractmethod
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the names, within the layer, and the shapes of the checkpoint's tensors that `load` takes."""
+        """Return the names, within the layer, and the shapes of the checkpoint tensors that `load` takes."""
 
     @abstractmethod
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -47,63 +47,65 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def load(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        """Make the weight of tensors on the CPU, in a model of `dtype`. Raises UserError for impossible values."""
+        """Create the weight from tensors on the CPU, in a model of `dtype`. Raises UserError for invalid values."""
 
     @abstractmethod
     def restore(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Take out of `tensors` what was `held` after `load` in a model of `dtype`.
+        """Take the tensors that were `held` after `load`, in a model of `dtype`, out of `tensors`.
 
-        Raises KeyError for a tensor that is missing, and ValueError for one of another shape or dtype, or with numbers by which a kernel
-        would read beyond it.
+        Raises KeyError for a missing tensor. Raises ValueError for a wrong shape or dtype, and for values that would
+        make a kernel read out of bounds.
         """
 
     @abstractmethod
     def with_weight(self, weight: Weight) -> "LinearMethod":
-        """Return a method that differs from this one in its weight, and so in its outputs, alone."""
+        """Return a method that differs from this one only in its weight, and therefore its outputs."""
 
     @abstractmethod
     def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
-        """Return x [R, I] times the weight transposed, plus bias [O]: [R, O]."""
+        """Return x W^T + bias: [R, O], for x [R, I] and bias [O]."""
 
     @abstractmethod
     def shard(self, outputs: tuple[range, ...]) -> "tuple[LinearMethod, dict[str, Shard]]":
-        """Return the method of some outputs, and how the checkpoint's tensors are cut that it loads, by name; others it loads whole.
+        """Return the method for a rank's outputs, and the shards of the checkpoint tensors that it loads, by name.
 
-        Only before `load`, and for a method that was not shared yet.
+        Tensors without an entry are loaded whole. Call it once, and before `load`.
         """
 
     def shard_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[LinearMethod, dict[str, Shard]] | None":
-        """Return what `shard` does for a rank's inputs, of `ranges` by rank. None: products of such parts do not add up to the whole."""
+        """Return the same as `shard` for the inputs `ranges[rank]`.
+
+        None: partial products do not add up to the whole product.
+        """
         return None
 
     def slice_outputs(self, outputs: slice) -> "LinearMethod":
-        """Return the method of a range of outputs of a loaded one."""
+        """Return the method for a range of outputs of this loaded method."""
         return self.with_weight(_cut(self.weight, outputs))
 
     def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:
-        """Return the activation format that the weight is multiplied by, or None for floats.
+        """Return the format in which activations are multiplied. None: floats.
 
-        `num_weights`: how many weights divide `num_rows` rows among them.
+        `num_weights`: the number of weights among which `num_rows` rows are distributed.
         """
         return None
 
     def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
-        """Return x [R, I] in the format of `activations`, its channels in the order of the weight."""
+        """Return x [R, I] in the format of `activations`, with channels in the weight's order."""
         return x
 
     @property
     def merge_key(self) -> Hashable:
-        """Return what methods have in common whose weights are multiplied in one call. None: this one is multiplied alone."""
+        """Methods with equal keys can be multiplied in one call. None: the method is always multiplied alone."""
         return None
 
     @property
     def gpu_weight(self) -> GPUWeight | None:
-        """Return the weight in the form in which those of several layers may lie in one, or None on a CPU."""
+        """The weight in a form that can be joined with the weights of other layers. None: the weight is on a CPU."""
         return None
 
 
 def _cut(weight: Weight, outputs: slice) -> Weight:
-    """Return the weight of a range of outputs: a view, or of a packed weight a copy."""
     return weight[outputs] if isinstance(weight, Tensor) else weight.slice_outputs(outputs)
 
 
@@ -114,19 +116,27 @@ def are_alike(methods: Sequence[LinearMethod]) -> bool:
 
 
 def share_input_scale(methods: Sequence[LinearMethod]) -> bool:
-    """Return whether all these methods, which are alike, quantise their activations with one scale, or each row with its own."""
+    """Return whether methods of one `merge_key` quantise activations with one static scale, or all with a scale per
+    row.
+    """
     scales = [method.input_scale for method in methods]
     chosen = [scale for scale in scales if scale is not None]
     return not chosen or len(chosen) == len(scales) and all(scale.equal(chosen[0]) for scale in chosen)
 
 
 def quantized_activations(codes: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int | None) -> Tensor:
-    """Return quantised activations as what an architecture passes on: only the linear layers after a norm or a gate look inside."""
+    """Return quantised activations typed as a tensor.
+
+    Only a linear layer after a norm or a gate reads them; the architecture's code passes them on.
+    """
     return cast(Tensor, QuantizedActivations(codes, scales, dtype, group_size))
 
 
 def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Take the tensor of this name out of `tensors`. Raises KeyError where it is missing, ValueError for another shape or dtype."""
+    """Take the tensor `name` out of `tensors`.
+
+    Raises KeyError if it is missing, ValueError for a wrong shape or dtype.
+    """
     tensor = tensors.pop(name)
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{list(tensor.shape)} of {tensor.dtype}, not {list(shape)} of {dtype}, for its {name}")

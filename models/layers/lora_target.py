@@ -1,4 +1,4 @@
-"""Linear layers that rows may adapt. I input channels, O output channels."""
+"""Linear layers that adapters may change. I input channels, O output channels."""
 
 import torch
 from torch import Tensor
@@ -12,27 +12,27 @@ class LoRATarget(Module):
     """A linear layer as adapters see it: its shape, without its weight."""
 
     adapters: AdapterTable | None = None
-    """Low-rank adapters that rows of a batch may have beside the weight; None where none was loaded that changes this layer."""
+    """The adapters of this layer, by slot. None: no loaded adapter changes this layer."""
     outputs: tuple[range, ...] | None = None
-    """The outputs of the whole layer that are this one's; None: all."""
+    """The outputs of the whole layer that this rank has. None: all."""
     inputs: range | None = None
-    """Its inputs, likewise."""
+    """The inputs of the whole layer that this rank has. None: all."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
-        """`shape`: (O, I)."""
+        """`shape`: (O, I) of the whole layer."""
         super().__init__()
         self.shape = self.whole_shape = shape
 
     def keep(self, outputs: tuple[range, ...]) -> None:
-        """Keep some outputs."""
+        """Keep a rank's outputs."""
         self.outputs, self.shape = outputs, (count(outputs), self.shape[1])
 
     def keep_inputs(self, inputs: range) -> None:
-        """Keep some inputs."""
+        """Keep a rank's inputs."""
         self.inputs, self.shape = inputs, (self.shape[0], len(inputs))
 
     def own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what belongs to this layer of the factors A [r, I] and B [O, r] of the whole."""
+        """Return this rank's part of the factors A [r, I] and B [O, r] of the whole layer."""
         if self.inputs is not None:
             a = a[:, self.inputs.start : self.inputs.stop].clone()
         if self.outputs is not None:

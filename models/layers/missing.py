@@ -1,4 +1,4 @@
-"""What stands in the place of the parts of a model that another stage has."""
+"""Placeholders for the modules of other pipeline stages."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,10 @@ from models.layers.module import Module
 
 
 class MissingLayer(Module):
-    """A module of another stage. It has no parameters, and nobody calls it."""
+    """A module that another pipeline stage has. It has no parameters, and is never called."""
 
 
 def is_missing(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether the module of this name is, or would be in, one that another stage has. `modules` are all, by name."""
+    """Return whether the module `name` belongs to another pipeline stage. `modules`: all modules by name."""
     parts = name.split(".")
     return any(isinstance(modules.get(".".join(parts[:end])), MissingLayer) for end in range(1, len(parts) + 1))

@@ -1,4 +1,4 @@
-"""Gated feed-forward layers: down(silu(gate(x)) * up(x)), x and the result [T, E] (arXiv 2002.05202).
+"""Gated feed-forward layers: down(silu(gate(x)) * up(x)), where x and the result are [T, E] (arXiv 2002.05202).
 
 T tokens, E hidden channels, F feed-forward channels.
 """
@@ -16,7 +16,7 @@ class MLP(NamedParts):
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, down_bias: bool | None = None
     ) -> None:
-        """`down_bias`: as `bias` where it is None."""
+        """`down_bias`: None means the value of `bias`."""
         gate = Linear(hidden_size, intermediate_size, bias)
         up = Linear(hidden_size, intermediate_size, bias)
         down = Linear(intermediate_size, hidden_size, bias if down_bias is None else down_bias)
@@ -30,7 +30,7 @@ class MLP(NamedParts):
 
 
 class FusedMLP(NamedParts):
-    """One whose checkpoints hold gate and up as one matrix, one after the other."""
+    """A gated feed-forward layer whose checkpoints hold gate and up as one matrix, gate first."""
 
     names = ("gate_up_proj", "down_proj")
 

@@ -1,4 +1,4 @@
-"""The base of all modules."""
+"""The base class of all modules."""
 
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ class _HasForward(Protocol[P, R]):
 
 
 class Module(nn.Module):
-    """A torch module whose call has the types of its `forward`, where torch says Any."""
+    """A torch module whose call has the types of its `forward`. torch types every call as Any."""
 
     if TYPE_CHECKING:
 

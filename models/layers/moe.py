@@ -1,6 +1,6 @@
-"""Mixtures of experts: each token goes through the few feed-forward layers that its router chooses (arXiv 1701.06538).
+"""Mixtures of experts: a router chooses few feed-forward layers for each token (arXiv 1701.06538).
 
-T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token.
+T tokens, E hidden channels, F channels of an expert, N experts, K experts per token.
 """
 
 from collections.abc import Iterable
@@ -31,13 +31,16 @@ class MixtureConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
-    """Whether the weights of a token's experts are made to add up to 1."""
+    """Whether the weights of a token's experts are normalised to a sum of 1."""
     sparse_layers: tuple[bool, ...]
-    """Whether each layer is a mixture."""
+    """For each layer, whether it is a mixture."""
 
 
 def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
-    """Read Qwen's keys of config.json. Raises UserError for a missing key, a wrong type, or more experts per token than there are."""
+    """Read Qwen's keys of config.json.
+
+    Raises UserError for a missing key, a wrong type, or more chosen experts than experts.
+    """
     # transformers 5 writes num_local_experts for Qwen 3
     key = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
     experts, chosen = config.count(key), config.count("num_experts_per_tok")
@@ -57,10 +60,10 @@ def read_mixture(config: ConfigReader, num_layers: int) -> MixtureConfig:
 
 
 class Experts(nn.ModuleList):
-    """A layer's experts, gated feed-forward layers of one shape, under the checkpoint's names: `0.gate_proj.weight` and so on.
+    """The experts of a layer: gated feed-forward layers of one shape, named as in the checkpoint: `0.gate_proj.weight`.
 
-    `merge` prepares how they are computed together. Without it, or where their methods do not allow it, one expert computes its tokens
-    after the other. With the C++ kernels a token's bits never depend on the other tokens.
+    `merge` prepares their joint computation. Without it, or if their methods do not allow it, the experts run one after
+    the other. With the C++ kernels, a token's bits never depend on the other tokens.
     """
 
     def __init__(self, experts: Iterable[MLP], num_experts_per_tok: int) -> None:
@@ -70,7 +73,7 @@ class Experts(nn.ModuleList):
         self._owned: ExpertParallel | None = None
 
     def keep(self, owned: ExpertParallel) -> None:
-        """Keep this rank's experts, before anything is loaded."""
+        """Keep this rank's experts, before loading."""
         self._owned = owned
         for number in range(len(self)):
             if number not in owned.own:
@@ -81,11 +84,14 @@ class Experts(nn.ModuleList):
         return range(len(self)) if self._owned is None else self._owned.own
 
     def active_share(self, num_tokens: int) -> float:
-        """Return the expected share of all experts that `num_tokens` tokens read, if each is as likely chosen as any other."""
+        """Return the expected share of experts that `num_tokens` tokens read, if all experts are equally likely."""
         return 1 - (1 - self.num_experts_per_tok / len(self)) ** num_tokens
 
     def merge(self) -> None:
-        """Prepare to compute all experts in a few calls, once their weights are loaded. On a GPU these come to lie in one."""
+        """Prepare to compute all experts in a few calls, after their weights are loaded.
+
+        On a GPU the weights are stacked.
+        """
         gates, ups, downs = map(list, zip(*(self[number].parts for number in self._own), strict=True))
         methods = [[layer.method for layer in layers] for layers in (gates, ups, downs)]
         has_bias = any(layer.bias is not None for layer in (*gates, *ups, *downs))
@@ -105,11 +111,11 @@ class Experts(nn.ModuleList):
         return self._merged is not None
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, [T, E] as x; weights float32 and chosen int64 [T, K]."""
+        """Return the weighted sum of each token's experts, [T, E] as x. weights float32 [T, K], chosen int64 [T, K]."""
         if isinstance(self._merged, StackedExperts):
             return self._merged(x, weights, chosen)
         rows, starts, places = group_rows(x, chosen, len(self))
-        # an exported graph takes for places only what group_rows makes, and is never of owned experts
+        # an exported graph accepts only indices that group_rows makes, and never has owned experts
         own = starts if self._owned is None else starts[self._own.start : self._own.stop + 1]
         parts = self._one_by_one(rows, own.tolist()) if self._merged is None else self._merged(rows, own)
         if self._owned is not None:
@@ -125,7 +131,7 @@ class Experts(nn.ModuleList):
 
 
 class MergedExperts:
-    """Experts on a CPU, whose kernels multiply each expert's rows by its own weight in one call."""
+    """Experts on a CPU. The kernels multiply each expert's rows by its own weight in one call."""
 
     def __init__(
         self,
@@ -135,14 +141,17 @@ class MergedExperts:
         num_experts: int,
         pieces: RowParallelGather | RowParallelReduce | None = None,
     ) -> None:
-        """`num_experts`: of the layer, also where these are some. `pieces` are those of each of `downs`."""
+        """`num_experts`: of the whole layer, even if the lists hold only a rank's experts.
+
+        `pieces`: of each of `downs`.
+        """
         self._gate, self._down, self._count, self._pieces = gates[0], downs[0], num_experts, pieces
         self._weights = [_group(methods) for methods in (gates, ups, downs)]
 
     def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
-        """Return each row's expert of it, [R, E] as rows; those of expert i begin at starts[i], int64 [N + 1].
+        """Return the output [R, E] of each row's expert. Rows of expert i begin at starts[i], int64 [N + 1].
 
-        Rows of other experts give anything.
+        Rows of experts on other ranks get undefined values.
         """
         gates, ups, downs = self._weights
         gated = grouped_matmul(self._gate.quantized(rows, self._count), gates, starts, ups)
@@ -153,13 +162,13 @@ class MergedExperts:
 
 
 class StackedExperts:
-    """Experts on a GPU, in one weight for gates and ups and one for downs."""
+    """Experts on a GPU. One weight holds all gates and ups, one weight all downs."""
 
     def __init__(self, gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> None:
         self._gate_up, gate_up_pieces = _stack(gates + ups)
         self._down, down_pieces = _stack(downs)
         self.pieces = gate_up_pieces + down_pieces
-        """The methods of gates, ups and downs, whose weights are views of the two."""
+        """The methods of gates, ups and downs, in this order. Their weights are views of the stacked weights."""
         self._formats = [(methods[0], _input_scales(methods)) for methods in (gates, downs)]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -173,12 +182,12 @@ class StackedExperts:
 
 
 class Router(Module):
-    """Scores experts in float32: those of many lie closer together than bfloat16 tells apart."""
+    """Scores experts in float32: bfloat16 cannot separate the scores of many experts."""
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.product = PerHead(self, lambda own: own.weight[None])  # of one head
+        self.product = PerHead(self, lambda own: own.weight[None])  # a product with one head
 
     def logits(self, x: Tensor) -> Tensor:
         """Return float32 [T, N] of x [T, E]."""
@@ -187,7 +196,7 @@ class Router(Module):
 
 
 class SparseMoeBlock(Module):
-    """A router and the experts that it chooses from."""
+    """A router and its experts."""
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()
@@ -198,7 +207,7 @@ class SparseMoeBlock(Module):
         )
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """x and the result [T, E]."""
+        """x and the result are [T, E]."""
         logits = self.gate(x, batch)  # [T, N]
         weights, chosen = route(logits, self.experts.num_experts_per_tok, self.renormalise)
         result: Tensor = self.experts(x, weights, chosen)
@@ -206,7 +215,11 @@ class SparseMoeBlock(Module):
 
 
 def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> bool:
-    """Return whether the weights have the same sizes, no order of channels of their own, and each gate and its up quantise alike."""
+    """Return whether the experts' weights can be stacked.
+
+    Gates and ups must have one size and format, and so must downs. No weight may permute channels. Each gate and its up
+    must quantise their input alike.
+    """
     formats = [
         {method.gpu_weight and method.gpu_weight.format for method in methods} for methods in (gates + ups, downs)
     ]
@@ -216,17 +229,16 @@ def can_stack(gates: list[LinearMethod], ups: list[LinearMethod], downs: list[Li
 
 
 def _group(methods: list[LinearMethod]) -> WeightGroup:
-    """Return the packed weights of all, each for rows of its own."""
     return WeightGroup([weight for method in methods if isinstance(weight := method.weight, PackedWeight)])
 
 
 def _stack(methods: list[LinearMethod]) -> tuple[GPUWeight, list[LinearMethod]]:
-    """Return one weight for all, and methods like these with views of it."""
+    """Return one stacked weight, and methods with views of it."""
     weight = stack([each for method in methods if (each := method.gpu_weight) is not None])
     return weight, [method.with_weight(weight.expert(number)) for number, method in enumerate(methods)]
 
 
 def _input_scales(methods: list[LinearMethod]) -> Tensor | None:
-    """Return the scales of all activations before each weight, float32 [N], or None where each row has its own."""
+    """Return the static activation scales, float32 [N]. None: each row has its own scale."""
     scales = [method.input_scale for method in methods if method.input_scale is not None]
     return torch.stack(scales) if scales else None

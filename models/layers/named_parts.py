@@ -1,4 +1,4 @@
-"""One form of module under the many names that checkpoints give its parts."""
+"""Modules whose parts have different names in the checkpoints of different families."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from models.layers.module import Module
 
 
 class NamedParts(Module):
-    """A module whose parts, in the order of their computation, are registered under `names`. A family with other names derives a class."""
+    """A module that registers its parts under `names`, in the order of computation. A subclass defines other names."""
 
     names: tuple[str, ...]
 
@@ -19,12 +19,12 @@ class NamedParts(Module):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """In the order of `names`; a part that was replaced since is the new one."""
+        """The current parts, in the order of `names`."""
         return tuple(getattr(self, name) for name in self.names)
 
 
 def register(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Make `module` the submodule of `model` at a dotted path. Parents that are missing become modules without a call."""
+    """Make `module` the submodule of `model` at a dotted path. Missing parents are created as empty modules."""
     parents, _, name = path.rpartition(".")
     for parent in filter(None, parents.split(".")):
         if not hasattr(model, parent):

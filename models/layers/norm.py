@@ -1,4 +1,4 @@
-"""Normalisation.
+"""Normalisation layers.
 
 T tokens, E hidden channels.
 """
@@ -17,10 +17,10 @@ from models.layers.module import Module
 
 
 class LayerNorm(nn.LayerNorm, Module):
-    """Subtract the mean of x [T, E], divide by the standard deviation, scale and shift (arXiv 1607.06450)."""
+    """Layer normalisation of x [T, E] with weight and bias (arXiv 1607.06450)."""
 
     readers: Sequence[Linear] = ()
-    """As of `RMSNorm`."""
+    """As in `RMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         format = shared_activations(x.shape[0], self.readers)
@@ -31,13 +31,16 @@ class LayerNorm(nn.LayerNorm, Module):
 
 
 class RMSNorm(Module):
-    """The norm of x [T, E] (arXiv 1910.07467)."""
+    """Root mean square normalisation of x [T, E] (arXiv 1910.07467)."""
 
     readers: Sequence[Linear] = ()
-    """The layers that alone read the norm: it has the activation format that they all expect, floats where they differ."""
+    """The only layers that read the output.
+
+    The norm returns the activation format that all of them expect, else floats.
+    """
 
     def __init__(self, size: int, eps: float, weight_offset: float | None = None) -> None:
-        """`weight_offset` is added to the weight before it multiplies, as in `rms_norm`."""
+        """`weight_offset` is added to the weight before the product, as in `rms_norm`."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps, self.weight_offset = eps, weight_offset
@@ -47,7 +50,7 @@ class RMSNorm(Module):
 
 
 class ResidualStream(NamedTuple):
-    """Hidden states x + update [T, E] between two layers. The norm that reads the sum next makes it."""
+    """Hidden states x + update [T, E] between two layers. The next norm computes the sum."""
 
     x: Tensor
     update: Tensor | None = None
@@ -57,10 +60,10 @@ class ResidualStream(NamedTuple):
 
 
 class AddRMSNorm(Module):
-    """The norm of a residual stream, and the stream itself: both [T, E]."""
+    """Returns the norm of a residual stream, and the summed stream: both [T, E]."""
 
     readers: Sequence[Linear] = ()
-    """As of `RMSNorm`."""
+    """As in `RMSNorm`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Products of each head's inputs with a weight of its own.
+"""Products of each head's inputs with the head's own weight.
 
 M rows, H heads, K inputs and N outputs of a head.
 """
@@ -16,12 +16,15 @@ Owner = TypeVar("Owner", bound=Module)
 
 
 class PerHead(Module, Generic[Owner]):
-    """The product with a view of a parameter, which stays as the checkpoint has it. On a CPU `merge` packs a copy."""
+    """Multiplies by a view of a parameter, which keeps the checkpoint's layout. On a CPU `merge` packs a copy."""
 
     def __init__(self, owner: Owner, weight: Callable[[Owner], Tensor]) -> None:
-        """`weight` returns the view [H, N, K] of what the owner has loaded: a copy of the owner is the owner of the product's copy."""
+        """`weight` returns the view [H, N, K] of the owner's parameter.
+
+        It takes the owner as an argument, so that a copied owner uses its own parameter.
+        """
         super().__init__()
-        self._owner = (owner,)  # in a tuple, so that it is no module of this one
+        self._owner = (owner,)  # in a tuple, so that the owner is not registered as a submodule
         self._view = weight
         self._packed: WeightGroup | None = None
 
@@ -30,7 +33,7 @@ class PerHead(Module, Generic[Owner]):
         return self._view(self._owner[0])
 
     def merge(self) -> None:
-        """Prepare the product, once the weight is loaded: packed in every step it took a tenth of DeepSeek-V2's."""
+        """Pack the weight after it is loaded. Packing it in every step took a tenth of DeepSeek-V2's step time."""
         weight = self._weight.detach()
         if weight.is_cpu and build.library() is not None:
             self._packed = WeightGroup([pack(each) for each in weight])

@@ -1,6 +1,6 @@
-"""Angles of the rotary position embedding, with the scalings that stretch a context.
+"""The angles of rotary position embedding, with the scalings for long contexts.
 
-T tokens, D channels per head. Frequencies are float32, in the order of operations of the models' own code.
+T tokens, D channels per head. Frequencies are float32, computed in the order of operations of the models' own code.
 """
 
 import math
@@ -16,41 +16,44 @@ from models.config import ConfigReader
 from models.layers.constant import Constant
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
-"""cos and sin of the rotation angles of each token's pairs of channels, [T, D/2] each."""
+"""cos and sin of the rotation angles of each token's channel pairs, [T, D/2] each."""
 
 
 class AnglesByLayer(NamedTuple):
-    """The angles of a model whose layers with a window turn at another speed than those that see everything."""
+    """The angles of a model whose sliding-window layers use other frequencies than its full-attention layers."""
 
     full: Angles
     sliding: Angles
 
     def of(self, window: int | None) -> Angles:
-        """Return those of a layer with this window; None: of one that sees everything."""
+        """Return the angles of a layer with this window. None: full attention."""
         return self.full if window is None else self.sliding
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """`rope_theta` and `rope_scaling` (in transformers 5: `rope_parameters`) of config.json, checked."""
+    """The checked `rope_theta` and `rope_scaling` of config.json (`rope_parameters` in transformers 5)."""
 
     head_dim: int
     max_position_embeddings: int
     theta: float = 10000.0
     type: str = "default"
     factor: float = 1.0
-    original_length: int = 0  # the context before stretching (llama3, yarn)
+    original_length: int = 0  # context length before scaling (llama3, yarn)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
-    mscale_all_dim: float = 0.0  # yarn in DeepSeek: sharpens the softmax too
+    mscale_all_dim: float = 0.0  # yarn in DeepSeek: also scales the attention logits
 
     @property
     def context_length(self) -> int:
-        """Return the context length after scaling. linear and dynamic scale max_position_embeddings; in the others it is scaled already."""
+        """The context length after scaling.
+
+        linear and dynamic scale max_position_embeddings; for all other types it is already the scaled length.
+        """
         if self.type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.factor)
         return max(self.max_position_embeddings, int(self.original_length * self.factor) if self.type == "yarn" else 0)
@@ -63,10 +66,12 @@ def read_rotary_config(
     partial_rotary_factor: float | None = None,
     default_theta: float = 10000.0,
 ) -> RotaryConfig:
-    """Read the rotary settings of config.json. Raises UserError for a scaling that is not one of linear, dynamic, llama3 and yarn.
+    """Read the rotary settings of config.json. Supported scalings are linear, dynamic, llama3 and yarn.
 
-    partial_rotary_factor: share of a head's channels that are rotated where the file says nothing; None: always all of them.
-    default_theta: the base of the angles where the file says nothing.
+    partial_rotary_factor: the default share of a head's channels that are rotated; None: all channels, and the file may
+    not change it.
+    default_theta: the default base of the frequencies.
+    Raises UserError for an unsupported scaling or setting.
     """
     theta = config.positive("rope_theta", default_theta)
     _refuse_both(config)
@@ -78,7 +83,7 @@ def read_rotary_config(
     theta = scaling.positive("rope_theta", theta)
     if partial_rotary_factor is None:
         scaling.expect("partial_rotary_factor", (None, 1), None)
-    is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files say type
+    is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files use the key type
     kind = scaling.expect(
         "type" if is_old else "rope_type", ("default", "linear", "dynamic", "llama3", "yarn"), "default"
     )
@@ -110,10 +115,11 @@ def read_rotary_config(
 def read_rotary_by_layer(
     config: ConfigReader, head_dim: int, max_position_embeddings: int, theta: float, sliding_theta: float
 ) -> tuple[RotaryConfig, RotaryConfig]:
-    """Read the rotary settings of layers that see everything, and of those with a window.
+    """Read the rotary settings of full-attention layers and of sliding-window layers.
 
-    `rope_parameters` has them by the type of a layer. In older files `rope_theta` and `rope_scaling` are the former's and
-    `rope_local_base_freq` is the latter's. The thetas given are defaults. Raises UserError as `read_rotary_config` does.
+    `rope_parameters` holds settings per layer type. In older files, `rope_theta` and `rope_scaling` apply to
+    full-attention layers, and `rope_local_base_freq` to sliding-window layers. The theta arguments are defaults. Raises
+    UserError as `read_rotary_config` does.
     """
     _refuse_both(config)
     both = config.get("rope_parameters", dict, {})
@@ -132,14 +138,16 @@ def read_rotary_by_layer(
 
 
 def _refuse_both(config: ConfigReader) -> None:
-    """Raises UserError where two keys have other rotary settings: the codes of some families take the one, of others the other."""
+    """Raise UserError if both keys are present with different settings: the code of some families reads one key, of
+    other families the other.
+    """
     new, old = config.raw("rope_parameters"), config.raw("rope_scaling")
     if new and old and _without_spelling(new) != _without_spelling(old):
         raise UserError("config.json has rope_parameters and rope_scaling: leave one of them out")
 
 
 def _without_spelling(scaling: Any) -> Any:
-    """Return the settings without `rope_theta`, and with `type`, the older name, as `rope_type`."""
+    """Return the settings without `rope_theta`, and with the older key `type` as `rope_type`."""
     if not isinstance(scaling, dict):
         return scaling
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -147,7 +155,10 @@ def _without_spelling(scaling: Any) -> Any:
 
 
 def _original_length(config: ConfigReader, scaling: ConfigReader, default: int) -> int:
-    """Read the context before stretching. As in transformers, the key beside the settings wins; some files have a float."""
+    """Read the context length before scaling.
+
+    As in transformers, the key outside the section wins. Some files hold a float.
+    """
     key = "original_max_position_embeddings"
     inner, outer = scaling.raw(key), config.raw(key)
     value = outer if outer is not None else inner if inner is not None else default
@@ -168,7 +179,7 @@ def _turning_channels(config: ConfigReader, scaling: ConfigReader | None, head_d
 
 
 def _read_yarn(scaling: ConfigReader, factor: float) -> dict[str, Any]:
-    scaling.expect("finetuned", (None, True, False), None)  # the first files say it, and it changes nothing
+    scaling.expect("finetuned", (None, True, False), None)  # only the first files have this key, and it has no effect
     return {
         "beta_fast": scaling.positive("beta_fast", 32.0),
         "beta_slow": scaling.positive("beta_slow", 1.0),
@@ -179,7 +190,9 @@ def _read_yarn(scaling: ConfigReader, factor: float) -> dict[str, Any]:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """Return the factor of attention logits for a context scaled by `factor` (arXiv 2309.00071, with DeepSeek's weight)."""
+    """Return the factor of attention logits for a context scaled by `factor` (arXiv 2309.00071, with DeepSeek's
+    weight).
+    """
     return 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -194,18 +207,20 @@ def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
 
 
 def _positive_or_zero(scaling: ConfigReader, key: str) -> float:
-    """Return a number above 0, or 0 where the key is absent or 0."""
     return scaling.positive(key) if scaling.get(key, float, 0.0) else 0.0
 
 
 def _frequencies(theta: float | Tensor, head_dim: int) -> Tensor:
-    """Return theta^(-2i/D) float32, [D/2] on the CPU, also while a model is built without memory; for theta [T, 1] [T, D/2] beside it."""
+    """Return theta^(-2i/D), float32 [D/2] on the CPU. For theta [T, 1]: [T, D/2] on its device."""
     device = theta.device if isinstance(theta, Tensor) else "cpu"
     return 1.0 / (theta ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim))
 
 
 def _llama3(c: RotaryConfig) -> Tensor:
-    """Return Llama 3.1's frequencies [D/2]: low ones are divided by the factor, high ones kept, those between blended linearly."""
+    """Return Llama 3.1's frequencies [D/2].
+
+    Low frequencies are divided by the factor, high frequencies are kept, and frequencies between are blended linearly.
+    """
     frequencies = _frequencies(c.theta, c.head_dim)
     wavelengths = 2 * math.pi / frequencies
     smooth = (c.original_length / wavelengths - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
@@ -220,7 +235,11 @@ def llama3_factors(c: RotaryConfig) -> Tensor:
 
 
 def _yarn(c: RotaryConfig) -> Tensor:
-    """Interpolate channels that turn less than beta_slow times over the original context, keep those above beta_fast (arXiv 2309.00071)."""
+    """Return yarn's frequencies [D/2] (arXiv 2309.00071).
+
+    Channels with fewer than beta_slow rotations over the original context are interpolated, channels with more than
+    beta_fast are kept.
+    """
 
     def channel(rotations: float) -> float:
         return c.head_dim * math.log(c.original_length / (rotations * 2 * math.pi)) / (2 * math.log(c.theta))
@@ -236,7 +255,10 @@ def _yarn(c: RotaryConfig) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Computes cos and sin of each token's angles. Not a module: it has no weights, and its table keeps float32 in any model."""
+    """Computes cos and sin of each token's angles.
+
+    It is not a module: it has no weights, and its table stays float32.
+    """
 
     def __init__(self, config: RotaryConfig) -> None:
         self._config = config
@@ -259,10 +281,11 @@ class RotaryEmbedding:
         return rope_angles(positions, frequencies, c.attention_factor, dtype)
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
-        """Return frequencies [T, D/2] with NTK-aware scaling by lengths [T]: a prompt's tokens use its whole length, a new token its own.
+        """Return the frequencies [T, D/2] of dynamic NTK scaling for lengths [T].
 
-        So a token's rotation depends neither on how the prompt was cut into steps nor on other rows, and it equals what
-        transformers computes for one sequence with a cache.
+        Prompt tokens use the prompt's whole length, a generated token uses the length up to itself. A token's rotation
+        then does not depend on the steps of the prefill or on other rows, and equals transformers' result for one
+        sequence with a cache.
         """
         c = self._config
         stretch = c.factor * lengths.clamp(min=c.max_position_embeddings) / c.max_position_embeddings - (c.factor - 1)
@@ -270,12 +293,12 @@ class RotaryEmbedding:
 
 
 class RotaryByLayer:
-    """Computes the angles of layers that see everything, and of those with a window."""
+    """Computes the angles of full-attention layers and of sliding-window layers."""
 
     def __init__(self, full: RotaryConfig, sliding: RotaryConfig) -> None:
         self._full, self._sliding = RotaryEmbedding(full), RotaryEmbedding(sliding)
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> AnglesByLayer:
-        """Return both, each as `RotaryEmbedding` does."""
+        """Return both angles, as `RotaryEmbedding.angles` does."""
         full, sliding = (each.angles(positions, prompt_lengths, dtype) for each in (self._full, self._sliding))
         return AnglesByLayer(full, sliding)

@@ -1,22 +1,26 @@
-"""Which layers see a window only, and how long it is, from config.json."""
+"""Read from config.json which layers use a sliding window, and its length."""
 
 from conf.errors import UserError
 from models.config import ConfigReader
 
 
 def read_window(config: ConfigReader, default: int | None = None) -> int | None:
-    """`sliding_window` where it holds for every layer; null is full attention. `default` is for a config without the key."""
+    """Return `sliding_window` for models in which it applies to every layer. None: full attention.
+
+    `default` is used if the key is absent; null means full attention.
+    """
     return None if config.raw("sliding_window", default) is None else config.count("sliding_window", default)
 
 
 def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window, None for full attention. `layer_types` says which slide; in older files the first `max_window_layers` do not.
+    """Return the window of each layer. None: full attention.
 
-    `sliding_window` counts only with `use_sliding_window`: many files carry one that is not used.
+    `layer_types` selects the layers with a window. In older files, all layers from `max_window_layers` on have it.
+    `sliding_window` applies only with `use_sliding_window`, because many files contain an unused value.
     """
     used = config.get("use_sliding_window", bool, False)
-    config.raw("sliding_window")  # is read, also where it is not used
-    first = config.get("max_window_layers", int, 28)  # as in transformers
+    config.raw("sliding_window")  # marks the key as read, even if it is not used
+    first = config.get("max_window_layers", int, 28)  # the default of transformers
     types = config.raw("layer_types")
     if types is None:
         types = ["sliding_attention" if used and i >= first else "full_attention" for i in range(num_layers)]
@@ -36,7 +40,10 @@ def read_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...
 
 
 def read_named_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Read the windows of an architecture in which only `layer_types` says which layers slide. Raises UserError for windows without it."""
+    """Read the windows of an architecture in which only `layer_types` selects the layers with a window.
+
+    Raises UserError if `use_sliding_window` is true and `layer_types` is missing.
+    """
     if config.get("use_sliding_window", bool, False) and config.raw("layer_types") is None:
         raise UserError(
             "config.json: layer_types is missing, but use_sliding_window is true: say which layers have one"
