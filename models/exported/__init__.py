@@ -1,1 +1,1 @@
-"""A model as a graph in a folder: traced from its own forward, and computed without its code."""
+"""Exported models: the traced graph of a model in a folder. It runs without the model's code."""

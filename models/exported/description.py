@@ -1,6 +1,7 @@
-"""export.json: what the engine must know of an artefact beside its graph and its weights. It is untrusted input.
+"""export.json: the properties of an exported model that the engine needs in addition to its graph and weights.
 
-That of a divided model names the division; each rank's is in a folder of its own.
+The file is untrusted input. For a sharded model it holds the parallel layout, and each rank's own export.json is in a
+subfolder.
 
 N blocks of B slots, G key/value heads.
 """
@@ -37,7 +38,7 @@ REMEDY = "export the model anew by task=export"
 
 @dataclass(frozen=True)
 class ExportedShape(ModelShape):
-    """The facts of a model whose code is not there."""
+    """The config of an exported model, whose code is not available."""
 
     most_tokens: int
     whole_prompt: bool
@@ -73,14 +74,14 @@ class ExportedShape(ModelShape):
 
 @dataclass(frozen=True)
 class Side:
-    """How the cache holds the keys, or the values, of a layer."""
+    """The cache format of a layer's keys or values."""
 
     num_heads: int
     channels: int
     format: str
-    """A name of kernels/kv_format."""
+    """The name of a format in kernels/kv_format."""
     scales: str | None
-    """The name of the static scales among the weights."""
+    """The name of the static scales among the weights. None: no static scales."""
 
 
 @dataclass(frozen=True)
@@ -97,40 +98,44 @@ class Description:
     embedding_dim: int
     dtype: torch.dtype
     sides: list[Side]
-    """Keys and values of each layer in turn."""
+    """Keys and values of each layer, alternating."""
     step_bytes: int
-    """Bytes of weights that every decode step reads."""
+    """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
     quant: dict[str, Any]
-    """The fields of QuantConfig that the model was exported with."""
+    """The fields of QuantConfig at export."""
     weights: list[str]
-    """Names of the weights, in the order of the graph's inputs."""
+    """The names of the weights, in the order of the graph's inputs."""
     constants: list[str]
-    """Names of those among them that are no weights of the model, such as frequencies."""
+    """The names of the entries of `weights` that are not model weights, such as frequencies."""
     adapted_weights: list[str]
-    """Likewise those of the graph of steps with adapters."""
+    """The names of the weights of the graph with adapters, in the order of its inputs."""
     linears: dict[str, tuple[int, int]]
-    """Outputs and inputs of the linear layers that rows can adapt, by name, in the order of that graph's inputs."""
+    """The outputs and inputs of the linear layers that can have adapters, by name, in the order of the graph's inputs.
+    """
     head: str
     """The name of the model's head."""
     sha256: dict[str, str]
-    """Of the graphs' files, by name."""
+    """The sha256 of the graph files, by file name."""
     prompt_marks: list[list[int]]
-    """As `CausalLM.prompt_marks`."""
+    """As in `CausalLM.prompt_marks`."""
     part: ExportedShard | None
-    """Which part of a divided model it is; None: it is whole."""
+    """The part of a sharded model. None: the model is whole."""
 
     @property
     def parallel_layout(self) -> ParallelLayout:
         return ParallelLayout() if self.part is None else self.part.parallel_layout
 
     def vectors(self, weights: dict[str, Tensor]) -> list[PagedVectors]:
-        """Return keys and values of each layer in turn, without blocks, from the weights by name. Raises KeyError or ValueError."""
+        """Return the keys and values of each layer, alternating, without blocks.
+
+        weights: the weights by name. Raises KeyError or ValueError.
+        """
         return [_vectors(side, self.dtype, weights) for side in self.sides]
 
     @property
     def heads(self) -> list[Heads]:
-        """The heads of each layer's keys and values; those of queries are the graph's own matter."""
+        """The heads of each layer's keys and values. The numbers of query heads are fixed in the graph."""
         own = [
             Heads(keys.num_heads, keys.num_heads, keys.channels, values.channels)
             for keys, values in zip(self.sides[::2], self.sides[1::2], strict=True)
@@ -139,12 +144,12 @@ class Description:
 
 
 def part_folder(folder: Path, parallel_layout: ParallelLayout) -> Path:
-    """Return the folder of a rank's part of an artefact."""
+    """Return the folder of a rank's part of an exported model."""
     return folder if parallel_layout.tp * parallel_layout.pp == 1 else folder / f"rank_{parallel_layout.rank}"
 
 
 def describe_division(folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Return the content of export.json of a folder that has those of all ranks."""
+    """Return the content of export.json for a folder with the parts of all ranks."""
     files = [part_folder(Path(), ParallelLayout(tp, pp, rank % tp, rank // tp)) / EXPORT for rank in range(tp * pp)]
     return {"tp": tp, "pp": pp, "sha256": {str(file): _sha256(folder / file) for file in files}}
 
@@ -159,9 +164,10 @@ def describe(
     sha256: dict[str, str],
     parallel_layout: ParallelLayout,
 ) -> dict[str, Any]:
-    """Return the content of export.json for a traced model, or a rank's part.
+    """Return the content of export.json for a traced model, or for a rank's part.
 
-    `weights`: of its graph without adapters, and of that with them; `sha256`: of the files of these, by name.
+    weights: the weights of the graph without adapters, and of the graph with adapters.
+    sha256: the sha256 of the graph files, by file name.
     """
     shape, (own, adapted) = model.config, weights
     held = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
@@ -202,18 +208,18 @@ def describe(
 
 
 def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
-    """Return the keys or the values of a layer's cache for export.json. `scales`: names of weights, by where they lie."""
+    """Describe a layer's keys or values for export.json. `scales`: weight names by data pointer."""
     _, format, static, channels, _ = PARTS.flatten(vectors)
     name = None if static is None else scales[static.data_ptr()]
     return {"num_heads": vectors.tensors[0].shape[2], "channels": channels, "format": format, "scales": name}
 
 
 def _check_machine(reader: ConfigReader, folder: Path) -> None:
-    """Raises UserError where the model was exported for other instructions or other operators."""
+    """Raise UserError if the model was exported for another instruction set or with other operators."""
     made_for, here = reader.require("instruction_set", str), _instructions()
     if made_for != here:
         raise UserError(f"{folder} was exported for {made_for!r}, and this machine has {here}: {REMEDY} here")
-    known, wanted = schemas(), reader.require("operators", dict)  # of which a graph that is older names no newer ones
+    known, wanted = schemas(), reader.require("operators", dict)  # an older graph does not list newer operators
     if changed := sorted(name for name in wanted if wanted[name] != known.get(name)):
         raise UserError(f"{folder} was exported with other operators ({', '.join(changed)[:80]}): {REMEDY}")
 
@@ -232,14 +238,14 @@ def _read_shape(reader: ConfigReader) -> ExportedShape:
             reader.require("has_windows", bool),
             reader.require("prefix_stops_scaling", bool),
         )
-    except UserError as error:  # also of an artefact that an older version has made
+    except UserError as error:  # also raised for a folder that an older version exported
         raise UserError(f"{error}: {REMEDY}") from error
 
 
 def read_description(folder: Path, rank: int = 0) -> Description:
-    """Read export.json; that of a rank where the model is divided.
+    """Read export.json, and for a sharded model the export.json of the rank.
 
-    Raises UserError where it is damaged, and where it was made for other instructions or other operators.
+    Raises UserError for a damaged file, and for an export for another instruction set or with other operators.
     """
     reader = ConfigReader.from_folder(folder, EXPORT)
     if reader.raw("tp") is None:

@@ -1,4 +1,4 @@
-"""The functions that a graph may name, and which numbers C++ takes for places in memory."""
+"""The functions that a graph may call, and the sources of the indices that C++ kernels trust."""
 
 import operator
 from collections.abc import Callable
@@ -41,7 +41,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         *(soft_cap, swiglu, swiglu_quantize, take_channels),
     )
 }
-"""Our own, by the names of their nodes."""
+"""Quintet's operators, by the names of their nodes."""
 ATEN = frozenset(
     """
     add.Tensor arange.default arange.start bitwise_not.default bucketize.Tensor cat.default chunk.default
@@ -54,16 +54,16 @@ ATEN = frozenset(
     view.default where.self zeros_like.default
     """.split()
 )
-"""Those of torch, each with its overload."""
+"""torch's operators, with their overloads."""
 SIZES: dict[str, Callable[..., Any]] = {
     "_operator.add": operator.add,
     "_operator.sub": operator.sub,
     "_operator.mul": operator.mul,
     "_operator.floordiv": operator.floordiv,
 }
-"""What is computed of sizes."""
+"""Integer operations on sizes."""
 ONLY_CHECKS = "torch.ops.aten._assert_tensor_metadata.default"
-"""Left out: it says again what every trace says."""
+"""This node is skipped: it repeats facts that every trace contains."""
 PLACES = {
     ("kv_store", "slots"): {"slots"},
     ("rope_and_store", "slots"): {"slots"},
@@ -76,12 +76,15 @@ PLACES = {
     ("lora_add", "slots"): {"adapter_slots", "adapter_slots[output_rows].0"},
     ("lora_add", "y"): {"linear.0", *(f"matmul_together.{number}" for number in range(3))},
 }
-"""By operator and argument who makes the numbers that C++ takes for places, or the memory that it writes into: a field of the batch, its
-output rows, or an output of an operator."""
+"""The allowed makers of unchecked arguments, by operator and argument. C++ reads these arguments as memory indices, or
+writes into them.
+
+A maker is a field of the batch, the output rows of a field, or an output of an operator.
+"""
 
 
 def function_of(target: str) -> Callable[..., Any] | None:
-    """Return the function of a node, None for one that is not listed here."""
+    """Return the function of a node. None: the node is not allowed."""
     library, _, name = target.removeprefix("torch.ops.").partition(".")
     if library == "quintet":
         return OPERATORS.get(name.removesuffix(".default"))
@@ -93,10 +96,10 @@ def function_of(target: str) -> Callable[..., Any] | None:
 
 
 def collectives_of(group: Group) -> dict[str, Callable[..., Any]]:
-    """Return the functions of nodes by which a rank exchanges numbers with the others of its group, by these nodes' targets."""
+    """Return the collective operations of a rank in its group, by the targets of their nodes."""
     return {f"torch.ops.quintet.{name}.default": function for name, function in nodes.node_functions(group).items()}
 
 
 def schemas() -> dict[str, str]:
-    """Return what torch knows of each operator's arguments, by name."""
+    """Return the torch schema of each operator, by name."""
     return {name: str(getattr(torch.ops.quintet, name).default._schema) for name in (*OPERATORS, *nodes.NAMES)}

@@ -1,4 +1,4 @@
-"""A traced step as calls of functions: what an artefact computes in the place of its model's code.
+"""The graph of a traced step, as a list of function calls. An exported model runs it instead of the model's code.
 
 E hidden channels, V vocabulary, R output rows.
 """
@@ -14,33 +14,33 @@ from models.batch import Batch, BatchShape, KVCache
 
 ADAPTERS = "adapter_slots"
 INPUTS = tuple(name for name in BatchShape(1, 1, 1, 0, 1).fields if name != ADAPTERS)
-"""The fields of a batch that are inputs of a graph, in their order."""
+"""The fields of a batch that are inputs of a graph, in order."""
 ADAPTED_INPUTS = (*INPUTS, ADAPTERS)
-"""Those of the graph of steps with adapters."""
+"""The inputs of the graph for steps with adapters."""
 STREAM = "stream"
-"""A further input of the graphs of a stage that is not the first: what the stage before gives, [T, E]."""
+"""An additional input of the graphs of later pipeline stages: the output [T, E] of the previous stage."""
 
 Given = Callable[[list[Any], KVCache], Any]
-"""Returns an argument, of a step's values and its cache."""
+"""Returns an argument of a call from the step's values and the cache."""
 
 
 class DamagedGraphError(Exception):
-    """A graph that cannot be run; the text says why."""
+    """The graph cannot be run. The text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One node."""
+    """One node of the graph."""
 
     name: str
     function: Callable[..., Any]
     arguments: list[Given]
     keywords: dict[str, Given]
     outputs: list[int]
-    """Which of the step's values are its results."""
+    """The indices of the step's values that the call sets."""
     has_one_output: bool
     equal_sizes: list[tuple[Given, Given]]
-    """Sizes that are equal, or C++ would read past what it is given."""
+    """Pairs of sizes that must be equal, because C++ would otherwise read out of bounds."""
 
     def run(self, values: list[Any], cache: KVCache) -> None:
         for one, other in self.equal_sizes:
@@ -55,29 +55,32 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """The calls of a step. Those of `body` give hidden states, those of `head` logits of these; none in a stage without the head."""
+    """The calls of a step. `body` computes the hidden states, `head` computes their logits.
+
+    `head` is empty in a stage without the head.
+    """
 
     fields: tuple[str, ...]
-    """The fields of a batch, and the stream, which are a step's first values."""
+    """The first values of a step: fields of the batch, and the stream."""
     body: list[Call]
     head: list[Call]
     num_values: int
     hidden: int
     logits: int
     num_quantized: int = 0
-    """How many products have their rows quantised before them, although the graph gives them floats."""
+    """The number of products whose float inputs are quantised before the product."""
 
     def compute_hidden(self, batch: Batch, cache: KVCache, stream: Tensor | None = None) -> Tensor:
-        """Return hidden states [R, E] of a batch's output rows, or the stream [T, E] of a stage that is not the last.
+        """Return hidden states [R, E] of the output rows, or the stream [T, E] of a stage that is not the last.
 
-        `stream` [T, E]: that of the stage before. Raises DamagedGraphError where a node cannot be computed.
+        `stream` [T, E]: the output of the previous stage. Raises DamagedGraphError if a node cannot be computed.
         """
         values = self._inputs(batch, stream)
         values += [None] * (self.num_values - len(values))
         return _run(self.body, values, cache, self.hidden)
 
     def compute_logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return logits [R, V] of hidden states [R, E], which are the output rows of `batch`. None: rows of no batch.
+        """Return logits [R, V] of hidden states [R, E], the output rows of `batch`. None: the rows belong to no batch.
 
         Raises DamagedGraphError as `compute_hidden` does.
         """

@@ -1,4 +1,4 @@
-"""A model that is its graph: the engine runs it as any other.
+"""A model that runs an exported graph. The engine treats it like any other model.
 
 T tokens, E hidden channels, V vocabulary, R output rows.
 """
@@ -31,27 +31,30 @@ from models.layers.named_parts import register
 
 
 class GraphEmbedding(Module):
-    """The graph's embedding of tokens, a module as that of other models: a soft prefix stands in for what it gives."""
+    """The graph's token embedding as a module, so that a soft prefix can replace its output."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.embedding_dim = channels
 
     def forward(self, function: Callable[..., Tensor], **arguments: Any) -> Tensor:
-        """Return the vectors [T, E] of tokens, which are what the graph's function gives."""
+        """Return the vectors [T, E] of tokens: the result of the graph's embedding function."""
         return function(**arguments)
 
 
 class ExportedLM(CausalLM):
-    """The model of an artefact, or a rank's part. Of its layers there is what rows adapt alone: no calibration."""
+    """An exported model, or a rank's part of it.
+
+    It exposes only the LoRA target layers, so it cannot be calibrated.
+    """
 
     of_a_missing_layer = (
         "which rows of an exported model cannot adapt: merge it by task=convert convert.lora, and export that"
     )
     graph: Graph
-    """That of steps without adapters."""
+    """The graph of steps without adapters."""
     quantized: Callable[[Tensor, int], Rows] | None = None
-    """What makes codes of the rows that weights of integers multiply, as for `build_graph`. It is read when a graph is."""
+    """Quantises the rows that integer weights multiply, as in `build_graph`. Set it before a graph is read."""
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class ExportedLM(CausalLM):
         group: Group | None = None,
         neighbours: Neighbours = NO_NEIGHBOURS,
     ) -> None:
-        """`folder`: of the files that are described. `has_head`: whether logits are wanted; without, they are the hidden states.
+        """`folder`: the folder of the described files. `has_head`: false returns the hidden states as logits.
 
-        `group` and `neighbours`: as for `divide`, of the rank whose part it is.
+        `group` and `neighbours`: of the rank, as in `shard_model`.
         """
         super().__init__(description.shape)
         self._group = group
@@ -72,7 +75,7 @@ class ExportedLM(CausalLM):
         self._embedding = GraphEmbedding(description.embedding_dim)
         self.description, self.folder = description, folder
         self.kv_formats: list[tuple[KVFormat, KVFormat]] = []
-        """Of each layer's keys and values, after `load`."""
+        """The cache formats of each layer's keys and values, set by `load`."""
         self._linears = {name: LoRATarget(shape) for name, shape in description.linears.items()}
         part, names = description.part, [*self._linears]
         try:
@@ -84,7 +87,7 @@ class ExportedLM(CausalLM):
             self._refuse(error)
 
     def _become(self, part: ExportedShard, neighbours: Neighbours) -> None:
-        """Be a rank's part."""
+        """Apply a rank's part of the description."""
         self.own_layers = part.own_layers
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():
@@ -93,7 +96,7 @@ class ExportedLM(CausalLM):
             register(self, name, MissingLayer())
 
     def load(self) -> None:
-        """Map the weights and read the graph. Raises UserError for files that are missing, damaged or hostile."""
+        """Map the weights and read the graph. Raises UserError for missing, damaged or hostile files."""
         try:
             with safe_open(self.folder / WEIGHTS, framework="pt") as file:
                 names = dict.fromkeys(self.description.weights + self.description.adapted_weights)
@@ -112,12 +115,12 @@ class ExportedLM(CausalLM):
             for number, name in enumerate(self.description.weights):
                 if name not in self.description.constants:
                     self.register_buffer(f"weight_{number}", self._weights[name])
-        except (KeyError, TypeError) as error:  # a linear layer has this name
+        except (KeyError, TypeError) as error:  # a linear layer has the same name
             self._refuse(error)
 
     @cached_property
     def adapted_graph(self) -> Graph:
-        """That of steps with adapters, read when it is needed. Raises UserError as `load` does."""
+        """The graph of steps with adapters, read on first use. Raises UserError as `load` does."""
         return self._read(ADAPTED_GRAPH, ADAPTED_INPUTS, self.description.adapted_weights, [*self._linears.values()])
 
     def _read(self, file: str, fields: tuple[str, ...], names: list[str], adapted: list[LoRATarget]) -> Graph:
@@ -144,7 +147,7 @@ class ExportedLM(CausalLM):
 
     @property
     def head(self) -> nn.Module:
-        """The head of a model without one; the other is in the graph."""
+        """A head that returns its input. The real head is in the graph."""
         return NoHead(self.description.hidden_size)
 
     def step_weight_bytes(self, num_sequences: int) -> float:

@@ -1,6 +1,6 @@
-"""Read a program's graph in torch's JSON schema, without torch's own loader, which would unpickle what a file asks for.
+"""Read a graph in torch's JSON schema. torch's own loader is not used, because it unpickles data from the file.
 
-A file chooses among listed functions, and gives them numbers, weights, and what was computed before.
+A file can only call the listed functions, with numbers, weights and earlier results as arguments.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from models.exported.functions import ONLY_CHECKS, PLACES, collectives_of, funct
 from models.exported.graph import Call, DamagedGraphError, Given, Graph
 from models.layers.lora_target import LoRATarget
 
-MAX_BYTES = 2**28  # of a graph: one of 128 layers takes 10 MB
+MAX_BYTES = 2**28  # of a graph; a graph of 128 layers takes 10 MB
 DTYPES = {
     1: torch.uint8,
     2: torch.int8,
@@ -44,13 +44,13 @@ DTYPES = {
     13: torch.bfloat16,
     29: torch.float8_e4m3fn,
 }
-"""Dtypes by their numbers in torch's schema."""
+"""The dtypes by their numbers in torch's schema."""
 NUM_FIELDS = len(fields(AdapterTable))
 PLAIN: dict[str, type | tuple[type, ...]] = {"as_int": int, "as_float": (int, float), "as_bool": bool, "as_string": str}
 PRODUCTS = {"matmul_together": "weights", "matmul_swiglu": "gate", "grouped_matmul": "weights"}
-"""Operators that multiply rows `x`, with the argument that has the weights."""
+"""Operators that multiply rows `x`, with the name of their weights argument."""
 WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
-"""What a file of another form makes of its reading."""
+"""The errors that reading a file of another form may raise."""
 
 
 class Value(NamedTuple):
@@ -58,11 +58,11 @@ class Value(NamedTuple):
 
     number: int
     maker: str
-    """The field of the batch that it is, or OPERATOR.OUTPUT."""
+    """The field of the batch, or OPERATOR.OUTPUT."""
 
 
 class TablePart(NamedTuple):
-    """A field of the adapters of one of the layers."""
+    """A field of one layer's adapter table."""
 
     layer: int
     field: int
@@ -75,9 +75,12 @@ class Stored(NamedTuple):
 
 
 def read_graph(path: Path, sha256: str) -> dict[str, Any]:
-    """Return the JSON of the graph of a PT2 archive. Raises DamagedGraphError where there is none, and for a file of another sha256."""
+    """Return the JSON graph of a PT2 archive.
+
+    Raises DamagedGraphError for a file without a graph or with another sha256.
+    """
     try:
-        if not path.is_file():  # a pipe would make its reader wait
+        if not path.is_file():  # reading a pipe would block
             raise DamagedGraphError("it is no file")
         if path.stat().st_size > MAX_BYTES:
             raise DamagedGraphError(f"it has more than {MAX_BYTES:,} bytes")
@@ -99,7 +102,10 @@ def read_graph(path: Path, sha256: str) -> dict[str, Any]:
 
 
 def _check_entries(entries: Sequence[zipfile.ZipInfo]) -> None:
-    """Raise DamagedGraphError for what torch does not write: each entry is stored as it is, so that none is larger than the file."""
+    """Raise DamagedGraphError for entries that torch does not write.
+
+    Compressed entries could be larger than the file.
+    """
     names = set[str]()
     for entry in entries:
         name = shortened(repr(entry.filename))
@@ -122,13 +128,15 @@ def build_graph(
     group: Group | None = None,
     quantized: Callable[[Tensor, int], Rows] | None = None,
 ) -> Graph:
-    """Return the calls of a graph, with the weights in them.
+    """Return the calls of a graph, including its weights.
 
-    Its inputs are `fields` of a batch, the tensors of `sides`, which are the cache's keys and values of each layer in turn, `weights`, and
-    the tables of the layers `adapted`. `embed(function, **arguments)` is called for the embedding of tokens. `group`: of the rank
-    whose graph it is; None: of a model that is not divided. `quantized(x, count)` gives what `count` weights of integers multiply in the
-    place of rows x of floats; None: they multiply x.
-    Raises DamagedGraphError for what is not listed, and for weights beyond which a kernel would read.
+    The graph's inputs are, in this order, the `fields` of a batch, the cache tensors of `sides` (keys and values of
+    each layer, alternating), `weights`, and the adapter tables of the layers `adapted`. `embed(function, **arguments)`
+    is called for the token embedding. `group`: the group of the rank; None: the model is not sharded. `quantized(x,
+    count)` quantises float rows x for products with `count` integer weights; None: the product takes floats.
+
+    Raises DamagedGraphError for functions and arguments that are not listed, and for weights that a kernel would read
+    out of bounds.
     """
     try:
         return _Builder(graph, fields, sides, weights, embed, adapted, group, quantized).build()
@@ -159,7 +167,7 @@ class _Builder:
         self._values: dict[str, Any] = dict(zip(names, inputs, strict=True))
         self._num_values = len(fields)
         self._sizes: dict[int, Given] = {}
-        """By a value that holds places: how many there are of them."""
+        """For each value of indices, the number of entries that the indices may address."""
 
     def build(self) -> Graph:
         calls = [self._call(node) for node in self._graph["nodes"] if node["target"] != ONLY_CHECKS]
@@ -202,7 +210,7 @@ class _Builder:
         return Call(node["name"] or target, function, arguments, keywords, outputs, has_one_output, equal)
 
     def _outputs(self, outputs: Sequence[Mapping[str, Any]], maker: str) -> tuple[list[int], bool]:
-        """Return the numbers of a node's results, and whether it returns one and no list of such."""
+        """Return the indices of a node's results, and whether the function returns one value instead of a tuple."""
         names: list[str] = []
         for output in outputs:
             ((kind, value),) = output.items()
@@ -244,7 +252,10 @@ class _Builder:
         raise DamagedGraphError(f"{kind!r} is no argument of a model's function")
 
     def _own_arguments(self, schema: Schema, given: dict[str, Any]) -> list[Given]:
-        """Return the arguments of one of our operators, its parts put together; what is made of weights alone is made once."""
+        """Return the arguments of one of Quintet's operators, with compound types rebuilt.
+
+        Arguments that contain only weights are built once.
+        """
         found = []
         for parts, names in schema.arguments:
             if not given.keys() & {*names}:
@@ -267,7 +278,10 @@ class _Builder:
         return found
 
     def _table(self, own: list[Any]) -> Given:
-        """Return what gives the adapters of a layer, None where it has none."""
+        """Return the argument for a layer's adapter table.
+
+        The argument is None at run time if the layer has no adapters.
+        """
         number = own[0].layer if isinstance(own[0], TablePart) else -1
         if own != [TablePart(number, field) for field in range(NUM_FIELDS)]:
             raise DamagedGraphError("what is given for a layer's adapters is something else")
@@ -277,7 +291,7 @@ class _Builder:
     def _cached(
         self, tensors: list[Stored], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
     ) -> Given:
-        """Return what gives the keys or values of a layer, as the engine has them."""
+        """Return the argument for a layer's keys or values."""
         number = self._stored.index([each.number for each in tensors])
         side = self._sides[number]
         taken = replace(side, channels=channels)
@@ -293,7 +307,10 @@ class _Builder:
         return lambda values, cache: replace(cache.layers[layer][is_value], channels=channels)
 
     def _equal_sizes(self, name: str, given: dict[str, Any]) -> list[tuple[Given, Given]]:
-        """Return sizes that must be equal. Raises DamagedGraphError where places in memory are other numbers than those made for it."""
+        """Return pairs of sizes that must be equal.
+
+        Raises DamagedGraphError if memory indices have another maker than in PLACES.
+        """
         for (operator, argument), makers in PLACES.items():
             if operator == name and getattr(given[argument], "maker", None) not in makers:
                 raise DamagedGraphError(f"{argument} of {name} are not made by {' or '.join(sorted(makers))}")
@@ -317,7 +334,7 @@ class _Builder:
 
 
 def _starts(sides: Sequence[PagedVectors]) -> list[tuple[int, PagedVectors]]:
-    """Return keys and values, each with the number of tensors before its own."""
+    """Return each side with the index of its first tensor."""
     counts = [0, *accumulate(len(side.tensors) for side in sides)]
     return [*zip(counts, sides, strict=False)]
 
@@ -339,7 +356,7 @@ def _constant(value: Any) -> Given:
 
 
 def _resolved(value: Any) -> Given:
-    """Return what gives a value, or a list of such."""
+    """Return the argument for a value or a list of values."""
     if isinstance(value, Value):
         number = value.number
         return lambda values, cache: values[number]
@@ -356,7 +373,7 @@ def _computed(parts: Parts, own: list[Given]) -> Given:
 
 
 def _num_integer_weights(name: str, given: Mapping[str, Any]) -> int:
-    """Return among how many weights of integers a product divides its rows of floats; 0 for any other operator."""
+    """Return the number of integer weights that share a product's float rows. 0: the operator is not such a product."""
     if name not in PRODUCTS or given["x_scales"] is not None:
         return 0
     codes = given[f"{PRODUCTS[name]}_codes"]
@@ -375,18 +392,20 @@ def _size(value: Any, axis: int) -> Given:
 
 
 def _output_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of x [T, *] that are wanted [R]: x itself where they are all, as the batch has them in their order."""
+    """Return the output rows [R, *] of x [T, *].
+
+    If all rows are output rows, returns x itself, which has the same order.
+    """
     return x if x.shape[0] == rows.shape[0] else x[rows]
 
 
 def _lora_add(y: Tensor, x: Tensor, table: AdapterTable | None, slots: Tensor) -> None:
-    """Add the adapters of a layer, if it has any."""
     if table is not None:
         lora_add(y, x, table, slots)
 
 
 def _check_weights(made: Any) -> None:
-    """Raise ValueError where a kernel would read past a packed weight."""
+    """Raise ValueError if a kernel would read past the end of a packed weight."""
     for weight in made.weights if isinstance(made, WeightGroup) else made if isinstance(made, list) else [made]:
         if isinstance(weight, FloatWeight):
             weight.check()

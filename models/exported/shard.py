@@ -1,4 +1,4 @@
-"""What export.json says of a rank's part of a divided model, beside what it says of a whole one. It is untrusted input."""
+"""The entry of export.json for a rank's part of a sharded model. It is untrusted input."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from models.sharding import ParallelLayout
 
 MOST = 2**31
 PLACE = ("tp", "pp", "tp_rank", "stage")
-"""Fields of a division: its ranks join pieces, and have a part of every expert."""
+"""The exported fields of a parallel layout. Its ranks gather, and each rank has a shard of every expert."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,18 @@ class ExportedShard:
     parallel_layout: ParallelLayout
     own_layers: range
     width: int
-    """Channels of what a stage gives to the next one; 0 where there is one stage."""
+    """The channels [E] that a stage sends to the next stage. 0: there is only one stage."""
     keys: list[tuple[int, int]]
-    """Of each own layer the number of the first key head in the whole layer, and how many that has."""
+    """For each own layer, the index of its first key head in the whole layer, and the number of key heads of the whole
+    layer.
+    """
     outputs: dict[str, tuple[range, ...]]
-    """By the name of a linear layer that rows can adapt: its outputs among those of the whole layer, where it has not all."""
+    """The output ranges in the whole layer of each sharded linear layer that can have adapters, by name."""
     absent: list[str]
-    """The names of what other stages have."""
+    """The names of the modules of other stages."""
 
     def place(self, heads: list[Heads]) -> list[Heads]:
-        """Return the heads of each own layer with their places among those of the whole layer."""
+        """Return the heads of each own layer with their positions in the whole layer."""
         return [
             replace(each, first_key=first, num_whole_keys=whole)
             for each, (first, whole) in zip(heads, self.keys, strict=True)
@@ -36,7 +38,7 @@ class ExportedShard:
 
 
 def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str, Any]:
-    """Return what export.json holds of a part."""
+    """Return the entry of export.json for a rank's part."""
     link = model.before or model.after
     return {
         "division": {name: getattr(parallel_layout, name) for name in PLACE},
@@ -53,9 +55,9 @@ def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str,
 
 
 def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> ExportedShard:
-    """Return a part as `describe_part` has described it. Raises KeyError, TypeError or ValueError for something else.
+    """Read the entry that `describe_part` returns. Raises KeyError, TypeError or ValueError for any other content.
 
-    `linears`: outputs and inputs of the layers that rows can adapt.
+    `linears`: the outputs and inputs of the layers that can have adapters.
     """
     parallel_layout, (first, last) = ParallelLayout(*[found["division"][name] for name in PLACE]), found["own_layers"]
     keys = [(start, whole) for start, whole in found["keys"]]

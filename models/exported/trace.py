@@ -1,4 +1,4 @@
-"""Trace a model's step: a program of our operators whose inputs are the batch, the cache and the weights.
+"""Trace a model's step into a program of Quintet's operators. Its inputs are the batch, the cache and the weights.
 
 T tokens, S sequences, M blocks in the longest block table, R output rows, N blocks of B slots.
 """
@@ -24,16 +24,21 @@ from models.exported.graph import ADAPTED_INPUTS, ADAPTERS, INPUTS, STREAM
 from models.layers.lora_target import LoRATarget
 
 TRACED = BatchShape(num_tokens=7, num_sequences=3, table_width=2, num_prompt_features=0, num_outputs=5)
-"""The sizes of a step that is traced: all above 1 and unlike each other, because torch takes 0, 1 and equal sizes for constants."""
+"""The sizes of the traced step.
+
+All sizes are above 1 and distinct, because torch treats 0, 1 and equal sizes as constants.
+"""
 NUM_BLOCKS, BLOCK_SIZE = 6, 16
 NUM_SLOTS, RANK = 9, 11
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A program, called with (fields, stored, weights, tables), which returns hidden states [R, E] and logits [R, V].
+    """A program with the arguments (fields, stored, weights, tables). It returns hidden states [R, E] and logits [R,
+    V].
 
-    That of a stage that is not the first has the stream [T, E] among the fields; one that is not the last returns the stream alone.
+    In a later pipeline stage, the fields include the stream [T, E]. A stage that is not the last returns only the
+    stream.
     """
 
     program: ExportedProgram
@@ -42,14 +47,14 @@ class Traced:
 
 
 class Border(Link):
-    """The way to another stage in a graph: what comes is an input, what goes is an output."""
+    """The link to another stage in a graph. Received tensors are inputs of the graph, sent tensors are outputs."""
 
     def __init__(self, width: int, x: Tensor | None = None) -> None:
         super().__init__(Alone(), width)
         self._x = x
 
     def send(self, x: Tensor) -> None:
-        """Do nothing: the step returns it."""
+        """Do nothing: the step returns x."""
 
     def receive(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert self._x is not None
@@ -57,10 +62,14 @@ class Border(Link):
 
 
 class FieldsBatch(Batch):
-    """A batch whose fields are tensors of their own. The last layer always takes the output rows, also where they are all rows."""
+    """A batch whose fields are separate tensors.
+
+    The last layer always selects the output rows, even if they are all rows.
+    """
 
     def __init__(self, fields: Mapping[str, Tensor], only_outputs_attend: bool = False) -> None:
-        # torch does not know before the end of a trace that both have as many rows: in a later stage those of its layers count
+        # torch learns only at the end of a trace that both have as many rows, so a later stage uses the stream's number
+        # of rows
         tokens, tables = fields.get(STREAM, fields["token_ids"]).shape[0], fields["block_tables"].shape
         features, outputs = fields["prompt_features"].shape[1], fields["output_rows"].shape[0]
         adapted = tokens if ADAPTERS in fields else 0
@@ -75,12 +84,15 @@ class FieldsBatch(Batch):
     def adapter_slots_of(self, num_rows: int) -> Tensor | None:
         if not self.shape.num_adapted:
             return None
-        are_all = statically_known_true(num_rows == self.shape.num_tokens)  # asks for no numbers
+        are_all = statically_known_true(num_rows == self.shape.num_tokens)  # creates no guard on the sizes
         return self.adapter_slots if are_all else self.adapter_slots[self.output_rows]
 
 
 class Step(nn.Module):
-    """A model's hidden states and logits. The cache's tensors and those of adapters are inputs; its formats are constants."""
+    """Computes a model's hidden states and logits.
+
+    The tensors of the cache and of the adapters are inputs; the cache formats are constants.
+    """
 
     def __init__(self, model: CausalLM, cache: KVCache, adapted: Sequence[LoRATarget]) -> None:
         super().__init__()
@@ -119,10 +131,10 @@ def _with(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
 def trace(
     model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[LoRATarget] | None = None
 ) -> Traced:
-    """Trace the model over caches like this one, with any numbers of tokens, sequences, output rows, blocks and slots.
+    """Trace the model with a cache of this format, for any numbers of tokens, sequences, output rows, blocks and slots.
 
-    `names` are those of weights that are named already, by where they lie; new ones are added. `adapted`: the layers whose adapters are
-    inputs, too, with any numbers of slots and ranks; None: of a step without adapters.
+    names: the names of already named weights, by their storage; new weights are added.
+    adapted: the layers whose adapters are inputs, with any numbers of slots and ranks; None: a step without adapters.
     """
     shape = TRACED._replace(num_prompt_features=model.num_prompt_features, num_adapted=TRACED.num_tokens)
     inputs, layers = (INPUTS, []) if adapted is None else (ADAPTED_INPUTS, adapted)
@@ -139,7 +151,7 @@ def trace(
     any_shape = any_size, any_pool, any_table
     step = torch.export.export(Step(model, cache, layers).eval(), given, dynamic_shapes=any_shape, strict=False)
     traced = _with_weights(step, names, *given)
-    for node in traced.program.graph.nodes:  # paths and code of this machine
+    for node in traced.program.graph.nodes:  # these entries hold paths and code of this machine
         for told in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
             node.meta.pop(told, None)
     return traced
@@ -152,7 +164,10 @@ def _with_weights(
     stored: list[Tensor],
     tables: list[list[Tensor]],
 ) -> Traced:
-    """Return the step with its weights as inputs, between `stored` and `tables`: a program holds none, and a file of them can be mapped."""
+    """Make the weights inputs, between `stored` and `tables`.
+
+    The program then holds no weights, and their file can be mapped.
+    """
     held, taken, weights = {**step.state_dict, **step.constants}, {*names.values()}, dict[str, Tensor]()
     nodes = {node.name: node for node in step.graph.find_nodes(op="placeholder")}
     own_inputs, others = dict[str, Node](), list[Node]()
@@ -165,7 +180,7 @@ def _with_weights(
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         own = spec.target.removeprefix("model.")
         name = names.setdefault(place, own if own not in taken else f"{own}.{len(names)}")
-        if name in weights:  # one that has several names is there once
+        if name in weights:  # a weight with several names is stored once
             node.replace_all_uses_with(own_inputs[name])
             step.graph.erase_node(node)
         else:

@@ -1,1 +1,1 @@
-"""The bundled model `tiny`: its weights, the text that it learned from, and its training."""
+"""The bundled model `tiny`: its weights, its training text and its training program."""

@@ -1,8 +1,8 @@
-"""The text that the bundled model `tiny` learns from, generated here from a seed.
+"""The training text of the bundled model `tiny`, generated from a seed.
 
-Four kinds of document: short stories in simple English, statements about things and places, Chinese
-sentences, and questions whose answers can be checked. A question belongs to the held-out tenth or to
-the training text by the hash of its wording, so no held-out question is ever trained on.
+There are four kinds of documents: short stories in simple English, statements about things and places, Chinese
+sentences, and questions with answers that can be checked. The hash of a question's text decides whether it belongs to
+the held-out tenth or to the training text. A held-out question is therefore never in the training text.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 
 @dataclass(frozen=True)
 class Question:
-    """A question and the one answer that counts as right (compared as whole strings)."""
+    """A question and its only correct answer. Answers are compared as whole strings."""
 
     kind: str
     prompt: str
@@ -60,7 +60,7 @@ class Question:
 
     @property
     def held_out(self) -> bool:
-        """A tenth of all wordings, chosen by sha256, is kept out of the training text."""
+        """Whether the question is not in the training text. This holds for a tenth of all texts, selected by sha256."""
         return hashlib.sha256(self.prompt.encode()).digest()[0] < 26
 
 
@@ -69,7 +69,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about; chosen once, so that the whole story agrees with itself."""
+    """The people and things of a story. They are chosen once, so that the whole story is consistent."""
 
     name: str
     friend: str
@@ -271,7 +271,7 @@ def chinese(rng: random.Random) -> str:
 # --- questions ---------------------------------------------------------------------------------------
 
 
-# Each kind returns the rounds of one dialogue: the first stands alone, the others ask on about the same facts.
+# Each kind returns the rounds of one dialogue. The first question contains all facts; later questions refer to them.
 
 
 def _add(rng: random.Random) -> list[Question]:
@@ -305,7 +305,10 @@ def _teams(rng: random.Random) -> list[Question]:
 
 
 def _looked_up(kind: str, keys: list[str], values: list[str], rng: random.Random) -> list[Question]:
-    """Look-up by a word that stands right before what is wanted; the answer repeats the word, so that it can be found by it."""
+    """Return questions that look up a value by its key.
+
+    The answer repeats the key, because the value follows it in the prompt.
+    """
     rows = [f"{key} {value}" for key, value in zip(keys, values, strict=True)]
     rounds = [Question(kind, f"Which {kind} has {key}?", row) for key, row in zip(keys, rows, strict=True)]
     rng.shuffle(rounds)
@@ -344,7 +347,7 @@ KINDS: list[Callable[[random.Random], list[Question]]] = [
 
 
 def questions(seed: int, held_out: bool) -> Iterator[list[Question]]:
-    """Rounds without end, only those whose first question is of the training part or only those where it is held out."""
+    """Yield rounds without end. Either all first questions are held out, or none is."""
     rng = random.Random(seed)
     while True:
         rounds = rng.choice(KINDS)(rng)
@@ -353,14 +356,14 @@ def questions(seed: int, held_out: bool) -> Iterator[list[Question]]:
 
 
 def dialogue(rounds: list[Question]) -> str:
-    """The rounds in ChatML, as the tokenizer's chat template writes them (without the leading BOS)."""
+    """Format the rounds in ChatML, as the tokenizer's chat template does, without the initial BOS."""
     return "".join(
         f"{TURN_START}user\n{q.prompt}{TURN_END}\n{TURN_START}assistant\n{q.answer}{TURN_END}\n" for q in rounds
     )
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Training documents without end; deterministic in `seed`."""
+    """Yield training documents without end. They depend only on `seed`."""
     rng = random.Random(seed)
     asked = questions(rng.randrange(2**32), held_out=False)
     while True:

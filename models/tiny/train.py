@@ -1,7 +1,7 @@
 """Train the bundled model: `python -m models.tiny.train --output models/tiny` (about an hour on two cores).
 
-The training loop uses transformers' Llama, so that the checkpoint is also an independent witness for our own.
-Everything is generated from the seed: the text (`corpus.py`), the byte-level BPE tokenizer and the initial weights.
+The training loop uses the Llama of transformers, so that the checkpoint also tests this project's own Llama
+independently. The seed determines the text (`corpus.py`), the byte-level BPE tokenizer and the initial weights.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from models.tiny.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
 
 VOCAB_SIZE = 1536
 TOKENS_PER_STEP = 4096
-SHORT, LONG = 256, 1024  # sequence lengths: most steps are short and cheap, the last ones teach the long positions
+SHORT, LONG = 256, 1024  # most steps use short sequences; the last steps use long ones for the late positions
 LONG_SHARE = 0.12
-# weights in the loss: what the user asks nobody can predict, and prose is learnt long before the answers are
+# Weights in the loss. Questions cannot be predicted, and prose is learned long before the answers.
 QUESTION_WEIGHT, PROSE_WEIGHT, ANSWER_WEIGHT = 0.02, 0.2, 1.0
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -32,7 +32,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE; digits stand alone, so that arithmetic sees places and not arbitrary groups. In GGUF this cut is `smollm`."""
+    """Train a byte-level BPE tokenizer. Each digit is one token, so that arithmetic sees decimal places.
+
+    GGUF calls this pre-tokenizer `smollm`.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -68,7 +71,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_stream(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[int, float]]:
-    """(token id, weight in the loss): BOS, document, BOS, document, ...; the next document's start is this one's end."""
+    """Yield (token id, weight in the loss): BOS, document, BOS, document, and so on.
+
+    Each BOS also ends the previous document.
+    """
     stream = documents(seed)
     turn_start, user = tokenizer.token_to_id(TURN_START), tokenizer.token_to_id("user")
     while True:
@@ -89,9 +95,10 @@ def build_model(vocab_size: int) -> LlamaForCausalLM:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Keller Jordan 2024, github.com/KellerJordan/Muon), for the matrices of the layers.
+    """The Muon optimizer for the matrices of the layers (Keller Jordan 2024, github.com/KellerJordan/Muon).
 
-    In float32: torch's own Muon iterates in bfloat16, which a CPU without it makes five times slower.
+    It uses float32. torch's own Muon iterates in bfloat16, which is five times slower on a CPU without bfloat16
+    instructions.
     """
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -116,7 +123,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
-    """Each of matrices [N, R, C] with its singular values moved towards 1, by five Newton-Schulz steps."""
+    """Return matrices [N, R, C] with singular values moved towards 1 by five Newton-Schulz steps."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
@@ -130,7 +137,7 @@ def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
 def train(
     model: LlamaForCausalLM, stream: Iterator[tuple[int, float]], minutes: float, peak_rate: float
 ) -> Iterator[int]:
-    """A cosine schedule over the time that is given; prints the loss once in 100 steps and yields after each step."""
+    """Train with a cosine schedule over `minutes`. Prints the loss every 100 steps, and yields after each step."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = [
@@ -138,7 +145,7 @@ def train(
         torch.optim.AdamW(others, lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [10 * peak_rate, peak_rate]
-    model.model.compile()  # 3.7 -> 4.5 thousand tokens/s on two AVX2 cores
+    model.model.compile()  # 4.5 instead of 3.7 thousand tokens/s on two AVX2 cores
     start, losses = time.monotonic(), []
     for step in itertools.count(1):
         share = (time.monotonic() - start) / (60 * minutes)
