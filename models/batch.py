@@ -117,9 +117,7 @@ class Batch:
 
     @property
     def attending_starts(self) -> Tensor:
-        """Row offsets [S+1] among the attending rows: sequence s owns rows attending_starts[s] to
-        attending_starts[s+1].
-        """
+        """Row offsets [S+1] of the sequences among the attending rows, as `query_starts` among all rows."""
         return self.output_starts if self._only_outputs_attend else self.query_starts
 
     @property

@@ -167,7 +167,6 @@ class CausalLM(Module, ABC):
 
     @property
     def final_norm(self) -> nn.Module:
-        """The norm after the last decoder layer."""
         return self._part(self.layout.final_norm)
 
     def _part(self, path: str) -> nn.Module:
@@ -195,8 +194,7 @@ class CausalLM(Module, ABC):
         return _num_bytes(self) - skipped
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return the first position of each prompt mark. The model needs the result in every step, as
-        `Batch.prompt_features`.
+        """Return the first position of each prompt mark. Every step needs the result, as `Batch.prompt_features`.
 
         Raises UserError for a prompt that lacks a mark.
         """
@@ -240,8 +238,7 @@ class CausalLM(Module, ABC):
         return x
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Return the normed hidden states [R, E] of the output rows, and write the batch's keys and values into the
-        cache.
+        """Return the normed hidden states [R, E] of the output rows, and write the keys and values into the cache.
 
         A stage that is not the last sends its total stream [T, E] to the next stage, and returns it.
         """
@@ -267,8 +264,9 @@ class CausalLM(Module, ABC):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return logits [R, V] of normed hidden states [R, E], the output rows of `batch`. None: the rows belong to no
-        batch.
+        """Return the logits [R, V] of normed hidden states [R, E].
+
+        batch: the batch whose output rows these are; None: the rows belong to no batch.
 
         With tensor parallelism, only rank 0 of the last stage gets all logits. Its other ranks return the logits of
         their part of the vocabulary. A stage without the head returns none.

@@ -70,9 +70,9 @@ def read_decoder_config(
     read_rotary: Callable[[ConfigReader, int, int], RotaryConfig] = read_rotary_config,
     activation: str = "silu",
 ) -> DecoderConfig:
-    """Read the keys that these architectures share. Two keys have defaults for architectures whose older files lack
-    them.
+    """Read the keys that these architectures share.
 
+    rms_norm_eps, max_position_embeddings: the defaults of architectures whose older files lack these keys.
     `read_rotary` takes the arguments of `read_rotary_config`. Raises UserError for a missing key, a wrong type or an
     unsupported value.
     """

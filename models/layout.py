@@ -57,8 +57,9 @@ class ModelLayout:
     norm_weight_offset: float = 0.0
     """A norm multiplies by this offset plus its weight."""
     scale_fold_targets: Mapping[str, str] = field(default_factory=lambda: {"down_proj": "up_proj", "o_proj": "v_proj"})
-    """For scale folding: by the last part of a linear layer's name, the sibling layer whose output channels, times a
-    factor, are its input channels.
+    """For scale folding: a sibling layer by the last part of a linear layer's name.
+
+    The output channels of the sibling, times a factor, are the input channels of the linear layer.
     """
     row_parallel: tuple[str, ...] = ("o_proj", "down_proj")
     """Last parts of the names of linear layers that write into the residual stream.

@@ -35,9 +35,7 @@ class LinearSpec:
 
 
 def linear_specs(model: nn.Module, quantizable: bool = True) -> dict[str, LinearSpec]:
-    """Return, by name, the linear layers that may be quantised, or with `quantizable` false the layers that stay
-    floats.
-    """
+    """Return, by name, the linear layers that may be quantised. `quantizable` false: the layers that stay floats."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
     return {
         name: LinearSpec(name, layer.shape, layer.is_transposed, layer.bias is not None)
@@ -47,7 +45,6 @@ def linear_specs(model: nn.Module, quantizable: bool = True) -> dict[str, Linear
 
 
 def linear_layer(model: nn.Module, name: str) -> Linear:
-    """Return the linear layer of this name."""
     layer = model.get_submodule(name)
     assert isinstance(layer, Linear)
     return layer
@@ -91,8 +88,9 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
 
 
 def fuse_layers(model: CausalLM, device: torch.device) -> None:
-    """Prepare the fused computations, after all weights are loaded: experts, layers with a common input, and norms with
-    their readers.
+    """Prepare the fused computations of experts, of layers with a common input, and of norms with their readers.
+
+    Call it after all weights are loaded.
     """
     merge_experts(model, device)
     merge_layers(model)
@@ -100,16 +98,15 @@ def fuse_layers(model: CausalLM, device: torch.device) -> None:
 
 
 def merge_layers(model: nn.Module) -> None:
-    """Merge all layers that share their input, except merged experts. At most one layer's weights are duplicated at a
-    time.
+    """Merge all layers that share their input, except merged experts, and prepare the per-head products.
 
-    Also prepares the per-head products.
+    At most one layer's weights are duplicated at a time.
     """
     in_mixtures = {module for experts in _modules(model, Experts) if experts.is_merged for module in experts.modules()}
     for layers in _modules(model, MergedLinear):
         if layers not in in_mixtures:
             layers.merge()
-            torch.cuda.empty_cache()  # else a small weight takes part of the freed memory, and a large one no longer fits
+            torch.cuda.empty_cache()  # else small weights fragment the freed memory
     for product in _modules(model, PerHead):
         product.merge()
 

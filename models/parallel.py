@@ -96,9 +96,7 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
 
 
 def check_division(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
-    """Raise UserError for more ranks than heads or whole experts and for more stages than layers, as `shard_model`
-    does.
-    """
+    """Raise UserError for more ranks than heads or whole experts, and for more stages than layers."""
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
     if parallel_layout.pp > 1:

@@ -71,8 +71,9 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
 
 
 def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all checkpoint tensors that the model needs, by name: parameters, and the tensors that
-    linear layers load.
+    """Return the shapes of all checkpoint tensors that the model needs, by name.
+
+    These are the parameters, and the tensors that linear layers load.
     """
     parts = checkpoint_parts(model).items()
     return parameter_shapes(model) | {name: layer.method.tensors()[own] for name, (layer, own) in parts}
@@ -83,7 +84,6 @@ def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def head_name(model: CausalLM) -> str:
-    """Return the name of the head's weight in a checkpoint."""
     return f"{model.layout.head}.weight"
 
 
@@ -178,12 +178,11 @@ class CastFile:
 
 
 def parameter_dtype(model: CausalLM, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter in a model of `dtype`."""
     return torch.float32 if name.endswith(model.float32_tensors) else dtype
 
 
 def module_bytes(model: CausalLM, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of each module's own parameters after loading, by module name, for a model on the meta device."""
+    """Return the bytes of each module's own parameters after loading, by module name. The model is on the meta device."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     sizes = {name: layer.method.num_bytes(dtype) for name, layer in layers.items()}
     for name, parameter in other_parameters(model).items():
@@ -229,7 +228,6 @@ def _listed(names: list[str]) -> str:
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set the parameter `name` to `tensor`."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 

@@ -157,18 +157,14 @@ def describe_division(folder: Path, tp: int, pp: int) -> dict[str, Any]:
 def describe(
     model: CausalLM,
     cache: KVCache,
-    weights: Sequence[Mapping[str, Tensor]],
+    weights: Sequence[Mapping[str, Tensor]],  # of the graph without adapters, and of the graph with adapters
     quant: dict[str, Any],
     eos: frozenset[int],
     hidden_size: int,
-    sha256: dict[str, str],
+    sha256: dict[str, str],  # of the graph files, by file name
     parallel_layout: ParallelLayout,
 ) -> dict[str, Any]:
-    """Return the content of export.json for a traced model, or for a rank's part.
-
-    weights: the weights of the graph without adapters, and of the graph with adapters.
-    sha256: the sha256 of the graph files, by file name.
-    """
+    """Return the content of export.json for a traced model, or for a rank's part."""
     shape, (own, adapted) = model.config, weights
     held = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
     scales = {weight.data_ptr(): name for name, weight in own.items()}

@@ -76,8 +76,9 @@ PLACES = {
     ("lora_add", "slots"): {"adapter_slots", "adapter_slots[output_rows].0"},
     ("lora_add", "y"): {"linear.0", *(f"matmul_together.{number}" for number in range(3))},
 }
-"""The allowed makers of unchecked arguments, by operator and argument. C++ reads these arguments as memory indices, or
-writes into them.
+"""The allowed makers of unchecked arguments, by operator and argument.
+
+C++ reads these arguments as memory indices, or writes into them.
 
 A maker is a field of the batch, the output rows of a field, or an output of an operator.
 """

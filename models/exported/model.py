@@ -87,7 +87,6 @@ class ExportedLM(CausalLM):
             self._refuse(error)
 
     def _become(self, part: ExportedShard, neighbours: Neighbours) -> None:
-        """Apply a rank's part of the description."""
         self.own_layers = part.own_layers
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():

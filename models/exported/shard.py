@@ -21,9 +21,7 @@ class ExportedShard:
     width: int
     """The channels [E] that a stage sends to the next stage. 0: there is only one stage."""
     keys: list[tuple[int, int]]
-    """For each own layer, the index of its first key head in the whole layer, and the number of key heads of the whole
-    layer.
-    """
+    """For each own layer: the index of its first key head, and the number of key heads of the whole layer."""
     outputs: dict[str, tuple[range, ...]]
     """The output ranges in the whole layer of each sharded linear layer that can have adapters, by name."""
     absent: list[str]

@@ -34,9 +34,9 @@ NUM_SLOTS, RANK = 9, 11
 
 @dataclass(frozen=True)
 class Traced:
-    """A program with the arguments (fields, stored, weights, tables). It returns hidden states [R, E] and logits [R,
-    V].
+    """A program with the arguments (fields, stored, weights, tables).
 
+    It returns hidden states [R, E] and logits [R, V].
     In a later pipeline stage, the fields include the stream [T, E]. A stage that is not the last returns only the
     stream.
     """

@@ -1,1 +1,1 @@
-"""One file for each architecture: its config.json, and what differs in it from the shared decoder."""
+"""One file per architecture: it reads config.json, and defines the differences from the shared decoder."""

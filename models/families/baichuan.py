@@ -1,8 +1,8 @@
-"""Baichuan 7B and 13B, Baichuan 2 7B and 13B, from config.json, which says neither which size nor which version it is of.
+"""Baichuan 7B and 13B, Baichuan 2 7B and 13B. config.json states neither the size nor the version.
 
 T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
-The 7B models turn keys and queries (rotary), and their config has `max_position_embeddings`; the 13B models have ALiBi, and only
-`model_max_length`. Baichuan 2 has a head of unit rows; `read_version` says how it is told.
+The 7B models use rotary embedding, and their config has `max_position_embeddings`. The 13B models use ALiBi, and their
+config has only `model_max_length`. The head of Baichuan 2 has unit rows; `read_version` detects the version.
 """
 
 import logging
@@ -45,10 +45,11 @@ class BaichuanConfig(PreNormShape):
 
 
 def read_version(config: ConfigReader) -> int:
-    """1 or 2, by the signs in config.json: the vocabulary of the released models; a class spelled BaiChuan, which only Baichuan-7B has;
-    a `tokenizer_class` or a `z_loss_weight`, which only Baichuan 2 has. No sign means 1, with a warning.
+    """Return the version, 1 or 2.
 
-    Raises UserError where signs contradict each other.
+    Signs in config.json are the vocabulary size of the released models, the class name BaiChuan, which only Baichuan-7B
+    has, and `tokenizer_class` and `z_loss_weight`, which only Baichuan 2 has. Without a sign the version is 1, and a
+    warning is logged. Raises UserError for contradictory signs.
     """
     vocab_size = config.count("vocab_size")
     architectures, tokenizer = config.raw("architectures"), config.raw("tokenizer_class")
@@ -71,7 +72,7 @@ def read_version(config: ConfigReader) -> int:
 
 
 def read_config(config: ConfigReader) -> BaichuanConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.activation(("silu",), "silu")
     config.expect("tie_word_embeddings", (False,), False)
     config.expect("rope_theta", (None, 10000), None)
@@ -120,17 +121,17 @@ class Attention(Module):
 
 
 class NormHead(Module):
-    """A head whose rows have length 1 (Baichuan 2, arXiv 2309.10305). Checkpoints hold it as it was trained."""
+    """A head whose rows have length 1 (Baichuan 2, arXiv 2309.10305). Checkpoints hold the unnormalised weight."""
 
     output_axis = 0
 
     def __init__(self, c: BaichuanConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        self._normalised: tuple[Tensor, ...] = ()  # in a tuple, or it would become a second parameter
+        self._normalised: tuple[Tensor, ...] = ()  # in a tuple, so that it is not registered as a second parameter
 
     def unit_rows(self) -> Tensor:
-        """The weight [V, E], normalised in place the first time a step asks for it: once after each loading, with no second copy."""
+        """Return the weight [V, E], normalised in place on the first call after each loading, without a second copy."""
         if not is_compiling() and not any(weight is self.weight for weight in self._normalised):
             with torch.no_grad():
                 functional.normalize(self.weight, dim=1, out=self.weight)

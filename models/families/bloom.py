@@ -1,4 +1,4 @@
-"""BLOOM (arXiv 2211.05100), BLOOMZ and their kin, from config.json.
+"""BLOOM (arXiv 2211.05100) and BLOOMZ.
 
 T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
 """
@@ -33,13 +33,13 @@ class BloomConfig(ModelShape):
 
     @property
     def context_length(self) -> int:
-        """The length of training: ALiBi has no end of its own."""
+        """The training length. ALiBi itself sets no limit."""
         return self.seq_length
 
 
 def read_config(config: ConfigReader) -> BloomConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    # The hub's first files say n_embed and num_attention_heads.
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
+    # The first files on the hub use n_embed and num_attention_heads.
     hidden_size = config.count("n_embed" if config.raw("n_embed") is not None else "hidden_size")
     heads = config.count("num_attention_heads" if config.raw("n_head") is None else "n_head")
     config.check_multiple("hidden_size", hidden_size, "n_head", heads)
@@ -125,7 +125,7 @@ class Bloom(CausalLM):
 
     def __init__(self, c: BloomConfig) -> None:
         super().__init__(c)
-        if c.apply_residual_connection_post_layernorm:  # the residual is the normed one
+        if c.apply_residual_connection_post_layernorm:  # the residual stream continues from the normed state
             self.layout = replace(self.layout, norm_readers={})
         self.transformer = Transformer(c)
         self.lm_head = make_head(self.transformer.word_embeddings, c.tie_word_embeddings)

@@ -1,8 +1,8 @@
-"""ChatGLM-6B, from config.json: a prefix language model with two positions per token (GLM, arXiv 2103.10360).
+"""ChatGLM-6B: a prefix language model with two positions per token (GLM, arXiv 2103.10360).
 
 T tokens of S sequences, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
-A prompt is a text with a [gMASK] or [MASK], then <sop>, and may have a beginning of the reply. Tokens before <sop> are seen by all tokens,
-so a prompt is computed in one step. Modules are named as the checkpoint's tensors are.
+A prompt is a text with [gMASK] or [MASK], then <sop>, then optionally the beginning of the reply. All tokens attend to
+the tokens before <sop>, so a prompt is computed in one step. Module names match the checkpoint's tensor names.
 """
 
 import math
@@ -27,7 +27,7 @@ from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout, Unit
 
-# The published code scales residuals by the square root of twice 28 layers, whatever num_layers is.
+# The original code scales residuals by sqrt(2 * 28), regardless of num_layers.
 RESIDUAL_SCALE = math.sqrt(2 * 28)
 
 
@@ -53,7 +53,7 @@ class ChatGLMConfig(ModelShape):
 
 
 def read_config(config: ConfigReader) -> ChatGLMConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("position_encoding_2d", (True,), True)
     config.expect("tie_word_embeddings", (False,), False)
     config.expect("pre_seq_len", (None,), None)
@@ -82,26 +82,30 @@ def read_config(config: ConfigReader) -> ChatGLMConfig:
 
 @dataclass(frozen=True)
 class Angles:
-    """cos and sin of both of a token's positions, [T, D/4] each."""
+    """cos and sin of both positions of a token, [T, D/4] each."""
 
     place: tuple[Tensor, Tensor]
     block: tuple[Tensor, Tensor]
 
 
 def positions_2d(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Each token's place in the text, which after it is the mask's, and its place after the text, which in it is 0: [T] each."""
+    """Return each token's place in the text and its block position, [T] each.
+
+    After the text, the place is the position of the mask, and block positions count from 1. In the text, the block
+    position is 0.
+    """
     text_length, mask_position = batch.prompt_features[batch.owners].unbind(1)
     place = torch.where(batch.positions < text_length, batch.positions, mask_position)
     return place, (batch.positions - text_length + 1).clamp(min=0)
 
 
 class RotaryEmbedding2D:
-    """Not a module: it has no weights, and its table must not follow the model's dtype."""
+    """Computes the angles of both positions. It is not a module: it has no weights, and its table stays float32."""
 
     def __init__(self, c: ChatGLMConfig) -> None:
         size = c.head_dim // 2
         exact = 1.0 / (10000 ** (torch.arange(0, size, 2, device="cpu").float() / size))  # [D/4]
-        self._frequencies = Constant(exact.half().float())  # as the published code rounds them, in any dtype
+        self._frequencies = Constant(exact.half().float())  # rounded as in the original code, in any dtype
 
     def angles(self, batch: Batch, dtype: torch.dtype) -> Angles:
         place, block = positions_2d(batch)
@@ -117,7 +121,8 @@ class Attention(Module):
         super().__init__()
         self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
-        # Scores grow with the layers: as in the published code they are kept small while they may be float16, and scaled up after.
+        # Scores grow with the layer number. As in the original code, they are divided while they may be float16, and
+        # scaled up later.
         self.coefficient = layer + 1.0
         self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
         self.dense = Linear(c.hidden_size, c.hidden_size)
@@ -127,13 +132,13 @@ class Attention(Module):
         query, key, value = heads.chunk(3, dim=-1)  # [T, H, D] each
         query, key = self._rope(query, angles), self._rope(key, angles)
         query = query / (math.sqrt(self.head_dim) * self.coefficient)
-        seen_by_all = batch.origins + batch.prompt_features[:, 0]  # [S] a soft prefix and the text
+        seen_by_all = batch.origins + batch.prompt_features[:, 0]  # [S] the soft prefix and the text
         kv_store(key, value, *cache, batch.slots)
         attended = attend(query, cache, batch, self.coefficient, prefix_lengths=seen_by_all)
         return self.dense(attended, batch)
 
     def _rope(self, x: Tensor, angles: Angles) -> Tensor:
-        """The first half of every head turns by one position, the second by the other."""
+        """Rotate the first half of every head by the place, and the second half by the block position."""
         first, second = x.chunk(2, dim=-1)  # [T, H, D/2]
         return torch.cat((rope(first, *angles.place), rope(second, *angles.block)), dim=-1)
 
@@ -157,7 +162,7 @@ class GLMBlock(Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        x = self.input_layernorm(x)  # the residual is the normed one
+        x = self.input_layernorm(x)  # the residual stream continues from the normed state
         x = batch.attending(x) * RESIDUAL_SCALE + self.attention(x, angles, batch, cache)
         x = self.post_attention_layernorm(x)
         return x * RESIDUAL_SCALE + self.mlp(x, batch)
@@ -178,7 +183,7 @@ class ChatGLM(CausalLM):
         layers="transformer.layers",
         final_norm="transformer.final_layernorm",
         attention="attention",
-        norm_readers={},  # the residual is the normed one
+        norm_readers={},  # the residual stream continues from the normed state
         scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},
@@ -192,7 +197,7 @@ class ChatGLM(CausalLM):
 
     @property
     def prompt_marks(self) -> Sequence[Sequence[int]]:
-        """The end of the text, which is <sop>. Then its [gMASK], or else its [MASK]."""
+        """The end of the text, <sop>; then its [gMASK], or [MASK] if there is none."""
         c = self.config
         return (c.sop_token_id,), (c.gmask_token_id, c.mask_token_id)
 

@@ -1,7 +1,8 @@
-"""ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B in the layout of their own code, from config.json. ChatGLM-6B is in chatglm.py.
+"""ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B in their original layout. ChatGLM-6B is in chatglm.py.
 
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, V vocabulary, R output rows.
-The first half of a head's channels is turned, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
+The first half of a head's channels is rotated, in pairs of adjacent channels. Module names match the checkpoint's
+tensor names.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class ChatGLM2Config(PreNormShape):
 
 
 def read_config(config: ConfigReader) -> ChatGLM2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     for key, value in (
         ("add_bias_linear", False),
         ("apply_residual_connection_post_layernorm", False),
@@ -77,9 +78,9 @@ def read_config(config: ConfigReader) -> ChatGLM2Config:
 
 
 def _read_rotary(config: ConfigReader, channels: int) -> RotaryConfig:
-    """ChatGLM3-6B-32K and GLM-4 multiply the base of the angles by `rope_ratio`; ChatGLM2-6B-32K divides positions by it.
+    """ChatGLM3-6B-32K and GLM-4 multiply the base by `rope_ratio`; ChatGLM2-6B-32K divides positions by it.
 
-    Only `_name_or_path` tells them apart.
+    Only `_name_or_path` distinguishes them.
     """
     ratio, length = config.positive("rope_ratio", 1.0), config.count("seq_length")
     if "chatglm2" in str(config.raw("_name_or_path")).lower():

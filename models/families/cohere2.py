@@ -1,6 +1,7 @@
-"""Command R7B and Command A (Cohere 2), from config.json: attention and feed-forward side by side, after one LayerNorm.
+"""Command R7B and Command A (Cohere 2): attention and feed-forward in parallel, after one LayerNorm.
 
-Layers with a window turn queries and keys, in pairs of neighbours; those that see everything turn nothing.
+Sliding-window layers rotate queries and keys, in pairs of adjacent channels. Full-attention layers have no position
+encoding.
 T tokens, E hidden channels.
 """
 
@@ -22,7 +23,7 @@ from models.layers.norm import LayerNorm
 from models.layers.rotary import Angles, RotaryEmbedding
 from models.layout import ModelLayout
 
-FORM = {  # what Cohere's own files say of the model's form
+FORM = {  # the form of the model in Cohere's own files
     "layer_switch": 4,
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",
@@ -36,17 +37,17 @@ FORM = {  # what Cohere's own files say of the model's form
 
 @dataclass(frozen=True)
 class Cohere2Config(WindowedConfig):
-    """`rms_norm_eps` is that of the LayerNorms."""
+    """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
     attention_bias: bool
     logit_scale: float
 
 
 def read_config(config: ConfigReader) -> Cohere2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=8192)
     config.expect("head_dim", (None, shape.hidden_size // shape.num_attention_heads), None)
-    config.raw("use_parallel_embedding")  # of training
+    config.raw("use_parallel_embedding")  # a training setting
     for key, value in FORM.items():
         config.expect(key, (None, value), None)
     return Cohere2Config(
@@ -88,7 +89,7 @@ class Decoder(Module):
 class Cohere2(CausalLM):
     layout = ModelLayout(
         norms=("input_layernorm",),
-        # attention and feed-forward are apart by the rows that are left in the last layer, so that the norm gives floats
+        # in the last layer, attention and feed-forward read different rows, so the norm returns floats
         norm_readers={},
     )
 

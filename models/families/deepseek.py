@@ -1,8 +1,8 @@
-"""DeepSeek-V2 and -V3: attention over a small latent per token, and many small experts, from config.json (arXiv 2405.04434, 2412.19437).
+"""DeepSeek-V2 and -V3: multi-head latent attention and mixtures of many small experts (arXiv 2405.04434, 2412.19437).
 
-T tokens, H query heads, E hidden channels, V vocabulary, R output rows; L channels of the latent; per head N channels without position,
-P with position, D for values; X experts in C groups, K of them chosen.
-Modules are named as the checkpoint's tensors are, so no map of names is needed.
+T tokens, H query heads, E hidden channels, V vocabulary, R output rows; L channels of the latent; per head N channels
+without position, P with position, D for values; X experts in C groups, K of them chosen per token.
+Module names match the checkpoint's tensor names.
 """
 
 import math
@@ -29,12 +29,12 @@ from models.layers.per_head import PerHead
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
 from models.layout import ModelLayout, Unit
 
-LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps says: so in the models' own code
+LATENT_NORM_EPS = 1e-6  # the eps of the norms within attention in the models' own code, independent of rms_norm_eps
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The settings by which a token's experts and their weights are chosen."""
+    """The settings that choose a token's experts and their weights."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -42,12 +42,16 @@ class Routing:
     topk_group: int
     scaling_factor: float
     has_correction_bias: bool
-    """V3: scores are sigmoids, a bias corrects them for the choice alone, and a group counts by its best two. V2: softmax, the best one."""
+    """Whether V3's rule applies.
+
+    V3: scores are sigmoids, a bias corrects them only for the choice, and a group's score is the sum of its best two
+    experts. V2: scores are a softmax, and a group's score is its best expert.
+    """
     norm_topk_prob: bool
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token's experts are the K of the highest softmax, whatever their group."""
+        """Whether a token's experts are the K highest softmax scores, regardless of groups."""
         return not self.has_correction_bias and self.topk_group == self.n_group
 
 
@@ -84,7 +88,7 @@ class DeepseekConfig(PreNormShape):
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(N + P), times yarn's correction of the temperature for queries and for keys."""
+        """1 / sqrt(N + P), times yarn's temperature correction, once for queries and once for keys."""
         mscale = yarn_mscale(self.rotary.factor, self.rotary.mscale_all_dim)
         return mscale * mscale / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
@@ -97,9 +101,9 @@ class DeepseekConfig(PreNormShape):
 
 
 def read_config_v2(config: ConfigReader) -> DeepseekConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("scoring_func", ("softmax",), "softmax")
-    # The model's own code and transformers disagree about what true means here, and no published model has it.
+    # The model's own code and transformers interpret true differently, and no published model uses it.
     config.expect("norm_topk_prob", (False, None), False)
     method = config.expect("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     if method == "greedy":
@@ -111,7 +115,7 @@ def read_config_v2(config: ConfigReader) -> DeepseekConfig:
 
 
 def read_config_v3(config: ConfigReader) -> DeepseekConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("scoring_func", ("sigmoid",), "sigmoid")
     config.expect("topk_method", ("noaux_tc",), "noaux_tc")
     groups = config.count("n_group"), config.count("topk_group")
@@ -123,7 +127,7 @@ def read_config_v3(config: ConfigReader) -> DeepseekConfig:
 def read_routing(
     config: ConfigReader, groups: tuple[int, int], has_correction_bias: bool, norm_topk_prob: bool
 ) -> Routing:
-    """Read the numbers of experts. `groups`: n_group and topk_group. Raises UserError where these do not fit."""
+    """Read the numbers of experts. `groups`: n_group and topk_group. Raises UserError for inconsistent numbers."""
     experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
     n_group, topk_group = groups
     config.check_multiple("n_routed_experts", experts, "n_group", n_group)
@@ -141,7 +145,7 @@ def read_routing(
 
 
 def read_num_nextn(config: ConfigReader, num_layers: int) -> int:
-    """Read the number of layers that predict more than one token. Raises UserError for more than the others are."""
+    """Read the number of multi-token prediction layers. Raises UserError unless it is from 0 to `num_layers`."""
     number = config.get("num_nextn_predict_layers", int, 0)
     if not 0 <= number <= num_layers:
         raise UserError(
@@ -155,7 +159,7 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
     config.activation(("silu",), "silu")
     config.expect("mlp_bias", (False, None), False)
     config.expect("num_key_value_heads", (heads, None), None)
-    for derived in ("head_dim", "qk_head_dim"):  # of other keys; written by newer versions of transformers
+    for derived in ("head_dim", "qk_head_dim"):  # newer versions of transformers write these derived keys
         config.raw(derived)
     rank, rope_dim = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
     if rope_dim % 2:
@@ -189,16 +193,17 @@ def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) 
 
 
 class Attention(Module):
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1) in its absorbed form.
+    """Multi-head latent attention in its absorbed form (arXiv 2405.04434, section 2.1).
 
-    The models' own code computes a key and a value for every head and earlier token from that token's latent c: q (B c) and sum(w (A c)).
-    Here the small side is multiplied instead, (q B) c and A sum(w c), so that the cache holds nothing but latents.
+    The models' own code computes a key and a value per head for every earlier token from the token's latent c: q (B c)
+    and sum(w (A c)). This code multiplies the smaller side instead: (q B) c and A sum(w c). The cache therefore holds
+    only latents.
     """
 
     def __init__(self, c: DeepseekConfig) -> None:
         super().__init__()
         self.c = c
-        # All heads share one key, which is the latent and the part with position; values are computed from the latent.
+        # All heads share one key: the latent, and the part with position. Values are computed from the latent.
         self.heads = Heads(c.num_attention_heads, 1, c.kv_lora_rank + c.qk_rope_head_dim, 0)
         query_size = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         if c.q_lora_rank is None:
@@ -218,7 +223,7 @@ class Attention(Module):
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
     def _to_heads(self) -> tuple[Tensor, Tensor]:
-        """Return what turns latents into each head's keys [H, N, L] and values [H, D, L]."""
+        """Return the matrices from latents to each head's keys [H, N, L] and values [H, D, L]."""
         sizes = self.c.qk_nope_head_dim, self.c.v_head_dim
         to_key, to_value = self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         return to_key, to_value
@@ -249,7 +254,7 @@ class Gate(Router):
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For hidden states [T, E]: as `route`."""
+        """x [T, E]; returns as `route` does."""
         r = self.routing
         logits = self.logits(x)  # [T, X]
         if r.has_correction_bias:
@@ -264,7 +269,10 @@ class Gate(Router):
         return weights * r.scaling_factor, chosen
 
     def _choose_in_groups(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the K experts of the highest scores [T, X] in the groups whose best ones are the highest, and these scores."""
+        """Return the K highest of scores [T, X] within the best groups, and their experts: [T, K] each.
+
+        A group's score is the score of its best expert.
+        """
         r = self.routing
         grouped = scores.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
         best = grouped.topk(1).values[..., 0]  # [T, C]
@@ -274,7 +282,7 @@ class Gate(Router):
 
 
 class MoE(Module):
-    """K routed experts for each token, and the shared ones for all."""
+    """K routed experts per token, and shared experts for all tokens."""
 
     def __init__(self, hidden_size: int, moe_intermediate_size: int, n_shared_experts: int, routing: Routing) -> None:
         super().__init__()
@@ -297,25 +305,30 @@ def _mlp(c: DeepseekConfig, sparse: bool) -> nn.Module:
 
 
 class NextTokenLayer(DecoderLayer):
-    """V3's first module of multi-token prediction (arXiv 2412.19437, section 2.2), with the model's own embedding and head.
+    """V3's first multi-token prediction module (arXiv 2412.19437, section 2.2).
 
-    The order of the projected halves and the norms before both inputs are those of the checkpoints. Both hidden states that it reads,
-    the model's and its own, are after a final norm, as in vLLM and SGLang.
+    It uses the model's own embedding and head.
+    The order of the projected halves and of the norms of both inputs follows the checkpoints. Both hidden states that
+    the module reads, the model's and its own, are taken after a final norm, as in vLLM and SGLang.
     """
 
     def __init__(self, c: DeepseekConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__(c, self_attn, mlp)
         self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        # Checkpoints whose other layers are quantised hold it in floats.
+        # It is float even in checkpoints whose other layers are quantised.
         self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, bias=False, is_quantizable=False)
-        self._final_norm = (AddRMSNorm(c.hidden_size, c.rms_norm_eps),)  # in a tuple, for its name is another one
+        self._final_norm = (AddRMSNorm(c.hidden_size, c.rms_norm_eps),)  # in a tuple: registered below
         register(self, "shared_head.norm", self._final_norm[0])
 
     def predict(
         self, embedded: Tensor, hidden: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache
     ) -> Tensor:
-        """Return normed hidden states [R, E] of the embeddings of tokens and the hidden states of those before them, both [T, E]."""
+        """Return normed hidden states [R, E].
+
+        embedded: the embeddings of tokens [T, E].
+        hidden: the hidden states [T, E] of the tokens before them.
+        """
         both = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)  # [T, 2 * E]
         stream = self(ResidualStream(self.eh_proj(both, batch)), angles, batch.of_output_rows(), cache)
         return self._final_norm[0](*stream)[0]
@@ -334,7 +347,7 @@ class Deepseek(PreNormLM):
         replicated=("q_a_proj", "kv_a_proj_with_mqa", "eh_proj"),
         units=dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), (Unit.QUERY_HEAD,)),
     )
-    # Many experts' scores lie closer together than bfloat16 tells apart; the weight would be widened in every step.
+    # bfloat16 cannot separate the scores of many experts. A bfloat16 weight would also be converted in every step.
     float32_tensors = ("e_score_correction_bias", "mlp.gate.weight")
 
     def __init__(self, c: DeepseekConfig) -> None:
@@ -352,9 +365,9 @@ class Deepseek(PreNormLM):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        first = self.config.num_hidden_layers  # the layers that predict more than one token come after the others
+        first = self.config.num_hidden_layers  # the multi-token prediction layers follow the decoder layers
         prefixes = [f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers)]
-        if self.config.predicts_ahead:  # its copies of the model's embedding and head
+        if self.config.predicts_ahead:  # the layer's copies of the model's embedding and head
             prefixes[:1] = [f"{prefixes[0]}{copy}." for copy in ("embed_tokens", "shared_head.head")]
         return tuple(prefixes)
 

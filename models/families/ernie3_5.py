@@ -1,7 +1,8 @@
-"""Ernie 3.5 SE, from the config of PaddleNLP's checkpoints (llm/ernie-3.5-se/modeling.py), whose fused matrices their reader takes apart.
+"""Ernie 3.5 SE, from PaddleNLP's checkpoints (llm/ernie-3.5-se/modeling.py), whose reader splits the fused matrices.
 
-Layers have attention and feed-forward side by side, after one LayerNorm. With `parallel_attn_hatf` the first has attention alone and
-the last a feed-forward alone. T tokens, E hidden channels, V vocabulary.
+Layers have attention and feed-forward in parallel, after one LayerNorm. With `parallel_attn_hatf`, the first layer has
+only attention, and the last layer has only a feed-forward.
+T tokens, E hidden channels, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,13 +24,13 @@ from models.layers.norm import LayerNorm
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding
 from models.layout import ModelLayout
 
-STRIDE = 8  # between the positions of neighbours where these were random in training
-LONGEST = 4096  # tokens with this stride; of longer texts it depends on their length
+STRIDE = 8  # between adjacent positions if training used random positions
+LONGEST = 4096  # tokens with this stride; for longer texts the stride depends on their length
 
 
 @dataclass(frozen=True)
 class Ernie35Config(DecoderConfig):
-    """`rms_norm_eps` is that of the LayerNorms."""
+    """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
     use_bias: bool
     head_bias: bool
@@ -37,7 +38,7 @@ class Ernie35Config(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> Ernie35Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("tie_word_embeddings", (False, None), False)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
@@ -71,7 +72,10 @@ def read_config(config: ConfigReader) -> Ernie35Config:
 
 
 def _rotary(config: ConfigReader, head_dim: int) -> RotaryConfig:
-    """Return the angles. Positions STRIDE apart, 7, 15, 23 ..., turn as a linear scaling by its inverse does: only distances count."""
+    """Read the rotary settings. Positions with a stride, 7, 15, 23 and so on, are a linear scaling by its inverse.
+
+    Attention depends only on distances, so the first position does not matter.
+    """
     length = config.count("max_position_embeddings", 2048)
     if not config.get("enable_random_position_ids", bool, False):
         return RotaryConfig(head_dim, length)
@@ -79,7 +83,7 @@ def _rotary(config: ConfigReader, head_dim: int) -> RotaryConfig:
 
 
 class NoAttention(Module):
-    """Stands for the attention of a layer that has none: its heads have no channels, so that the cache stores nothing."""
+    """The attention of a layer without attention. Its heads have no channels, so that nothing is cached."""
 
     def __init__(self, c: Ernie35Config) -> None:
         super().__init__()
@@ -87,7 +91,7 @@ class NoAttention(Module):
 
 
 class DecoderLayer(Module):
-    """y = x + attention(norm(x)) + mlp(norm(x)), or one of them alone."""
+    """y = x + attention(norm(x)) + mlp(norm(x)), or with only one of the two terms."""
 
     def __init__(self, c: Ernie35Config, has_attention: bool, has_mlp: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ernie 4.5, from config.json: Llama's decoder that turns pairs of neighbours, tied by default."""
+"""Ernie 4.5: Llama's decoder with rotation of adjacent channel pairs. The head is tied by default."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +15,13 @@ class Ernie45Config(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> Ernie45Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    config.count("head_dim")  # transformers would take 128 where it is missing
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
+    config.count("head_dim")  # transformers defaults to 128
     return Ernie45Config(**vars(read_ernie_config(config)), use_bias=config.get("use_bias", bool, False))
 
 
 def read_ernie_config(config: ConfigReader) -> DecoderConfig:
-    """Read what both kinds of Ernie have, with transformers' defaults."""
+    """Read the keys of both kinds of Ernie 4.5, with transformers' defaults."""
     config.expect("use_rmsnorm", (True, None), None)
     shape = read_decoder_config(config, 1e-5, 131072, partial(read_rotary_config, default_theta=5e5))
     return replace(shape, tie_word_embeddings=config.get("tie_word_embeddings", bool, True))

@@ -1,6 +1,6 @@
-"""Ernie 4.5 with mixtures of experts (21B A3B, 300B A47B), from config.json.
+"""Ernie 4.5 with mixtures of experts (21B A3B, 300B A47B).
 
-T tokens, E hidden channels, N experts, K experts of each token.
+T tokens, E hidden channels, N experts, K experts per token.
 """
 
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ class Ernie45MoeConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> Ernie45MoeConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     shape = read_ernie_config(config)
-    config.expect("use_bias", (False, None), False)  # no published mixture has any
-    config.expect("moe_use_aux_free", (True, None), None)  # the correction of the choice
-    for key in ("moe_capacity", "moe_gate", "num_nextn_predict_layers"):  # of training, and of tensors left out
+    config.expect("use_bias", (False, None), False)  # no published mixture has biases
+    config.expect("moe_use_aux_free", (True, None), None)  # the correction of the routing scores
+    for key in ("moe_capacity", "moe_gate", "num_nextn_predict_layers"):  # training settings, and unused tensors
         config.raw(key)
     experts, chosen = config.count("moe_num_experts", 64), config.count("moe_k", 6)
     if chosen > experts:
@@ -56,14 +56,18 @@ def read_config(config: ConfigReader) -> Ernie45MoeConfig:
 
 
 def _read_sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer is a mixture: every `moe_layer_interval`th from the first to the last, where -1 is the model's last."""
+    """Return whether each layer is a mixture.
+
+    Mixtures are every `moe_layer_interval`th layer between the start and end index. The end index -1 is the model's
+    last layer.
+    """
     first, last = config.get("moe_layer_start_index", int, 1), config.get("moe_layer_end_index", int, -1)
     interval, last = config.count("moe_layer_interval", 1), num_layers - 1 if last == -1 else last
     return tuple((i + 1) % interval == 0 and first <= i <= last for i in range(num_layers))
 
 
 class Statics(Module):
-    """The correction of experts' probabilities by which they are chosen."""
+    """The correction of the experts' probabilities, used only for the choice."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -71,7 +75,7 @@ class Statics(Module):
 
 
 class MoE(Module):
-    """A token's K of N experts, and shared ones for all."""
+    """K of N experts per token, and shared experts for all tokens."""
 
     def __init__(self, c: Ernie45MoeConfig) -> None:
         super().__init__()
@@ -103,4 +107,4 @@ class Ernie45Moe(DecoderLM):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        return ("model.mtp_",)  # the layers that predict more than one token
+        return ("model.mtp_",)  # multi-token prediction layers

@@ -1,6 +1,6 @@
-"""EXAONE 4 (arXiv 2507.11407), from config.json: norms after each half of a layer, and on every head's query and key.
+"""EXAONE 4 (arXiv 2507.11407): norms after attention and feed-forward, and on each head's query and key.
 
-Where some layers see a window, those that see everything turn neither queries nor keys.
+If some layers have a sliding window, full-attention layers do not rotate queries and keys.
 T tokens, H query heads, G key/value heads, D channels per head.
 """
 
@@ -21,18 +21,18 @@ from models.layers.rotary import Angles
 @dataclass(frozen=True)
 class Exaone4Config(WindowedConfig):
     is_hybrid: bool
-    """Whether `sliding_window` is a number, also where no layer has it."""
+    """Whether `sliding_window` is a number, even if no layer uses it."""
 
 
 def read_config(config: ConfigReader) -> Exaone4Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
     is_hybrid = config.raw("sliding_window", 4096) is not None
     if is_hybrid:
         windows = read_patterned_windows(config, full_every=4)
     else:
         config.expect("layer_types", (None, ["full_attention"] * shape.num_hidden_layers), None)
-        config.raw("sliding_window_pattern")  # without a window it counts nothing
+        config.raw("sliding_window_pattern")  # no effect without a window
         windows = (None,) * shape.num_hidden_layers
     return Exaone4Config(**vars(shape), windows=windows, is_hybrid=is_hybrid)
 

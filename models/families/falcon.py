@@ -1,4 +1,4 @@
-"""Falcon 7B, 11B, 40B and 180B (arXiv 2311.16867), from config.json. Those with ALiBi (falcon-rw) are refused by name.
+"""Falcon 7B, 11B, 40B and 180B (arXiv 2311.16867). Models with ALiBi (falcon-rw) raise an error.
 
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels.
 """
@@ -26,23 +26,23 @@ from models.layout import ModelLayout, Unit
 
 @dataclass(frozen=True)
 class FalconConfig(DecoderConfig):
-    """`rms_norm_eps` is that of the LayerNorms."""
+    """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
     bias: bool
     is_grouped: bool
-    """Whether a fused projection holds each key/value head after its query heads; else all queries come first."""
+    """Whether a fused projection holds each key/value head after its query heads. If false, all queries come first."""
     num_parallel_norms: int
-    """0: the feed-forward is after the attention. 1: they share a norm. 2: each has its own."""
+    """0: attention, then feed-forward. 1: parallel with a common norm. 2: parallel with separate norms."""
 
 
 def read_config(config: ConfigReader) -> FalconConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("alibi", (False, None), False)
-    config.raw("ff_factor")  # which ffn_hidden_size says, too
+    config.raw("ff_factor")  # ffn_hidden_size repeats it
     config.expect("activation", ("gelu",), "gelu")
     config.expect("apply_residual_connection_post_layernorm", (False, None), False)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    config.expect("n_embed", (None, hidden_size), None)  # transformers would take it in place of hidden_size
+    config.expect("n_embed", (None, hidden_size), None)  # transformers would use it instead of hidden_size
     config.check_multiple("hidden_size", hidden_size, "2 * num_attention_heads", 2 * heads)
     is_grouped = config.get("new_decoder_architecture", bool, False)
     is_parallel = config.get("parallel_attn", bool, True)
@@ -85,7 +85,7 @@ class Attention(Module):
         return self.dense(attend(query, cache, batch, self.head_dim**-0.5), batch)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, H, D], keys and values [T, G, D] of fused heads [T, (H + 2G) * D]."""
+        """Return queries [T, H, D], keys and values [T, G, D] of a fused projection [T, (H + 2G) * D]."""
         if self.is_grouped:
             return self.heads.split_groups(fused)
         query, key, value = fused.unflatten(-1, (-1, self.head_dim)).split(self.heads.fused, dim=1)
@@ -103,7 +103,7 @@ class MLP(Module):
 
 
 class DecoderLayer(Module):
-    """The attention and the feed-forward, one after the other, or side by side after one norm or two."""
+    """Attention and feed-forward in sequence, or in parallel after one or two norms."""
 
     def __init__(self, c: FalconConfig) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Falcon(CausalLM):
         self.layout = replace(
             self.layout,
             norms=norms,
-            # one norm has other rows for the feed-forward in the last layer
+            # with one norm, the feed-forward reads different rows in the last layer
             norm_readers=dict(zip(norms, readers, strict=True)) if len(norms) == 2 else {},
             units={"query_key_value": (Unit.KEY_VALUE_HEAD,) if c.is_grouped else fused},
         )

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118), from config.json.
+"""Gemma 2 (arXiv 2408.00118).
 
 T tokens, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
@@ -39,8 +39,8 @@ class Gemma2Config(WindowedConfig):
 
 
 def read_config(config: ConfigReader) -> Gemma2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
-    config.raw("hidden_act")  # the hub's files repeat the activation; the original code reads hidden_activation
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
+    config.raw("hidden_act")  # a copy of the activation; the original code reads hidden_activation
     config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", (None, False), None)
     heads, groups = config.count("num_attention_heads"), config.count("num_key_value_heads")
@@ -68,12 +68,15 @@ def read_config(config: ConfigReader) -> Gemma2Config:
 
 
 def read_soft_cap(config: ConfigReader, key: str, default: float | None) -> float | None:
-    """None where the file says null; where it says nothing, the default."""
+    """Return a soft cap. null means None; an absent key means the default."""
     return None if config.raw(key, default) is None else config.positive(key, default)
 
 
 def read_windows(config: ConfigReader, full_every: int) -> tuple[int | None, ...]:
-    """Return each layer's window, None for full attention: so does every `full_every`th, unless layer_types says otherwise."""
+    """Return the window of each layer. None: full attention.
+
+    Every `full_every`th layer has full attention, unless `layer_types` is present.
+    """
     num_layers, types = config.num_layers(), config.raw("layer_types")
     if types is None:
         types = [SLIDING if i % full_every else FULL for i in range(1, num_layers + 1)]
@@ -89,7 +92,7 @@ def read_windows(config: ConfigReader, full_every: int) -> tuple[int | None, ...
 
 
 def read_patterned_windows(config: ConfigReader, full_every: int) -> tuple[int | None, ...]:
-    """Read windows as `read_windows` does. `sliding_window_pattern` takes the place of `full_every`, unless `layer_types` is there."""
+    """Read windows as `read_windows` does. Without `layer_types`, `sliding_window_pattern` replaces `full_every`."""
     is_pattern = config.raw("sliding_window_pattern") is not None and config.raw("layer_types") is None
     return read_windows(config, config.count("sliding_window_pattern") if is_pattern else full_every)
 
@@ -123,7 +126,7 @@ class DecoderLayer(Module):
         self.post_feedforward_layernorm = norm(c)
 
     def forward(self, x: Tensor, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
-        """`angles`: whatever the attention takes."""
+        """`angles`: any type that the attention takes."""
         attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
         x = batch.attending(x) + self.post_attention_layernorm(attended)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))
@@ -138,7 +141,7 @@ class Decoder(Module):
 
 
 class CappedHead(Linear):
-    """The head, whose logits are soft capped: c * tanh(logit / c)."""
+    """A head with soft-capped logits: c * tanh(logit / c)."""
 
     def __init__(self, c: Gemma2Config, embedding: Embedding) -> None:
         super().__init__(
@@ -152,7 +155,7 @@ class CappedHead(Linear):
 
 
 class Gemma(CausalLM):
-    """The model of Gemma 2 and 3. Each layer gets what its own `layer_inputs` returns."""
+    """The model of Gemma 2 and 3. A subclass defines `layer_inputs`."""
 
     config: Gemma2Config
     layout = ModelLayout(
@@ -171,7 +174,7 @@ class Gemma(CausalLM):
 
     def embed(self, batch: Batch) -> Tensor:
         x: Tensor = self.model.embed_tokens(batch.token_ids)  # [T, E]
-        # The scale is rounded to the model's dtype, as in training: 59.8665 is 59.75 in bfloat16.
+        # The scale is rounded to the model's dtype, as in training. In bfloat16, 59.8665 becomes 59.75.
         return x * x.new_full((), self.config.hidden_size**0.5)
 
 

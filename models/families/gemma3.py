@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786): Gemma 2 with norms of queries and keys, and two speeds of rotation, from config.json.
+"""Gemma 3 (arXiv 2503.19786): Gemma 2 with query and key norms, and separate rotary settings for sliding-window layers.
 
 T tokens, H query heads, G key/value heads, D channels per head.
 """
@@ -21,16 +21,16 @@ from models.layers.rotary import Angles, AnglesByLayer, RotaryByLayer, RotaryCon
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
     sliding_rotary: RotaryConfig
-    """That of layers with a window; `rotary` is that of the others."""
+    """The rotary settings of sliding-window layers. `rotary` applies to full-attention layers."""
 
     @property
     def context_length(self) -> int:
-        return self.rotary.max_position_embeddings  # which is that after scaling
+        return self.rotary.max_position_embeddings  # the value after scaling
 
 
 def read_config(config: ConfigReader) -> Gemma3Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    for key in ("hidden_act", "_sliding_window_pattern"):  # repeat hidden_activation and layer_types in some files
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
+    for key in ("hidden_act", "_sliding_window_pattern"):  # copies of hidden_activation and layer_types
         config.raw(key)
     config.expect("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", (None, False), None)

@@ -1,6 +1,7 @@
-"""GLM-4-9B in the layout of transformers, from config.json. That of its own code is in chatglm2.py.
+"""GLM-4-9B in the layout of transformers. The original layout is in chatglm2.py.
 
-The first channels of a head are turned, half of them by default, in pairs of neighbours. Modules are named as the checkpoint's tensors are.
+The first channels of a head are rotated, by default half of them, in pairs of adjacent channels. Module names match the
+checkpoint's tensor names.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class GlmConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> GlmConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     config.activation(("silu",), "silu")
     heads = config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", 2)

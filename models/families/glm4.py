@@ -1,4 +1,4 @@
-"""GLM-4-0414 (9B and 32B), from config.json: GLM with a norm after each half of a layer, too."""
+"""GLM-4-0414 (9B and 32B): GLM with additional norms after attention and feed-forward."""
 
 from models.batch import Batch, LayerCache
 from models.decoder import DecoderLM

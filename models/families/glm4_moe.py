@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.5-Air and 4.6 (arXiv 2508.06471): heads in groups, and DeepSeek-V3's mixtures of experts, from config.json."""
+"""GLM-4.5, 4.5-Air and 4.6 (arXiv 2508.06471): grouped-query attention, and DeepSeek-V3's mixtures of experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ class Glm4MoeConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> Glm4MoeConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     groups = config.count("n_group", 1), config.count("topk_group", 1)
     shape = read_decoder_config(config, read_rotary=partial(read_rotary_config, partial_rotary_factor=0.5))
     return Glm4MoeConfig(
@@ -54,7 +54,7 @@ class Glm4Moe(DecoderLM):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        first = self.config.num_hidden_layers  # the layers that predict more than one token come after the others
+        first = self.config.num_hidden_layers  # the multi-token prediction layers follow the decoder layers
         return tuple(f"model.layers.{first + i}." for i in range(self.config.num_nextn_predict_layers))
 
 

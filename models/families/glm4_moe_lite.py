@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash, from config.json: DeepSeek-V3 whose dense layers a list may name."""
+"""GLM-4.7-Flash: DeepSeek-V3 with an optional list of the dense layers."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ from models.families.deepseek import DeepseekConfig, read_config_v3
 
 
 def read_config(config: ConfigReader) -> DeepseekConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("partial_rotary_factor", (1, None), None)
-    for key in ("rms_norm_eps", "routed_scaling_factor"):  # whose defaults are not DeepSeek-V3's
+    for key in ("rms_norm_eps", "routed_scaling_factor"):  # their defaults differ from DeepSeek-V3's
         config.positive(key)
     shape = read_config_v3(config)
     num_dense, types = config.get("first_k_dense_replace", int, 1), config.raw("mlp_layer_types")

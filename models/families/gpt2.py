@@ -1,4 +1,4 @@
-"""GPT-2 and its kin, from config.json.
+"""GPT-2 and models of its architecture.
 
 T tokens, H heads, D channels per head, E hidden channels, F feed-forward channels, V vocabulary, R output rows.
 """
@@ -45,7 +45,7 @@ class GPT2Config(ModelShape):
 
 
 def read_config(config: ConfigReader) -> GPT2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.expect("add_cross_attention", (False,), False)
     n_embd, heads = config.count("n_embd"), config.count("n_head")
     config.check_multiple("n_embd", n_embd, "n_head", heads)

@@ -1,6 +1,6 @@
-"""GPT-NeoX, Pythia and their kin (arXiv 2204.06745), from config.json.
+"""GPT-NeoX, Pythia and models of their architecture (arXiv 2204.06745).
 
-The first channels of a head are turned. T tokens, H heads, D channels per head, E hidden channels.
+The first channels of a head are rotated. T tokens, H heads, D channels per head, E hidden channels.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class GPTNeoXConfig(DecoderConfig):
-    """`rms_norm_eps` is that of the LayerNorms."""
+    """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
     hidden_act: str
     attention_bias: bool
@@ -41,8 +41,8 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> GPTNeoXConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    for key in ("classifier_dropout", "hidden_dropout", "is_decoder"):  # of other heads, and of training
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
+    for key in ("classifier_dropout", "hidden_dropout", "is_decoder"):  # settings of other heads and of training
         config.raw(key)
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)

@@ -1,4 +1,4 @@
-"""Granite 3 (dense), from config.json: Llama whose embedding, attention, branches and logits have a factor each."""
+"""Granite 3 (dense): Llama with a factor on each of embedding, attention, residual branches and logits."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class GraniteConfig(LlamaConfig):
 
 
 def read_config(config: ConfigReader) -> GraniteConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     return GraniteConfig(
         **vars(llama.read_config(config)),
         embedding_multiplier=config.positive("embedding_multiplier", 1.0),
@@ -42,7 +42,7 @@ class Attention(decoder.Attention):
 
 
 class DecoderLayer(decoder.DecoderLayer):
-    """Pre-norm; what attention and feed-forward give is multiplied before it is added."""
+    """Pre-norm. The outputs of attention and feed-forward are scaled before they are added."""
 
     def __init__(self, c: GraniteConfig) -> None:
         super().__init__(c, Attention(c), MLP(c.hidden_size, c.intermediate_size, c.mlp_bias))
@@ -57,7 +57,7 @@ class DecoderLayer(decoder.DecoderLayer):
 
 
 class ScaledHead(Linear):
-    """A head whose logits are divided by a number."""
+    """A head whose logits are divided by a constant."""
 
     def __init__(self, embedding: nn.Embedding, tied: bool, divisor: float) -> None:
         vocab_size, channels = embedding.weight.shape

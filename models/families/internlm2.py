@@ -1,6 +1,6 @@
-"""InternLM2 and 2.5, from config.json: Llama with one projection to all heads, and names of its own (arXiv 2403.17297).
+"""InternLM2 and 2.5: Llama with one fused query, key and value projection, and its own module names (arXiv 2403.17297).
 
-T tokens, H query heads, G key/value heads, D channels per head. Modules are named as the checkpoint's tensors are.
+T tokens, H query heads, G key/value heads, D channels per head. Module names match the checkpoint's tensor names.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ class InternLM2Config(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> InternLM2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are its own code's."""
+    """Read config.json, with defaults as in the original code.
+
+    Raises UserError for missing, mistyped or unsupported values.
+    """
     return InternLM2Config(
         **vars(read_decoder_config(config, rms_norm_eps=1e-6, max_position_embeddings=2048)),
         bias=config.get("bias", bool, True),

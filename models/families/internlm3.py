@@ -1,4 +1,4 @@
-"""InternLM3, from config.json: Seed-OSS's decoder, whose biases have other keys here."""
+"""InternLM3: Seed-OSS's decoder with other config keys for its biases."""
 
 from models.config import ConfigReader
 from models.decoder import read_decoder_config
@@ -6,7 +6,10 @@ from models.families.seed_oss import SeedOssConfig
 
 
 def read_config(config: ConfigReader) -> SeedOssConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are its own code's."""
+    """Read config.json, with defaults as in the original code.
+
+    Raises UserError for missing, mistyped or unsupported values.
+    """
     bias = config.get("bias", bool, False)
     return SeedOssConfig(
         **vars(read_decoder_config(config, rms_norm_eps=1e-6, max_position_embeddings=32768)),

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3, 3.1, 3.2, TinyLlama and their kin, from config.json (arXiv 2302.13971)."""
+"""Llama 1, 2, 3, 3.1, 3.2, TinyLlama and models of their architecture (arXiv 2302.13971)."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> LlamaConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     return LlamaConfig(
         **vars(read_decoder_config(config, rms_norm_eps=1e-6, max_position_embeddings=2048)),
         attention_bias=config.get("attention_bias", bool, False),

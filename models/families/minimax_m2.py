@@ -1,6 +1,6 @@
-"""MiniMax-M2, from config.json: a decoder whose every layer has many small experts, and norms over all queries and all keys of a token.
+"""MiniMax-M2: a mixture of many small experts in every layer, and norms over all queries and all keys of a token.
 
-T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, N experts, K experts of each token.
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, N experts, K experts per token.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from models.layers.rotary import Angles, read_rotary_config
 from models.layout import ModelLayout
 
 UNUSED = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp")
-"""Keys of the hub's files for what the model does not have."""
+"""Keys in the hub's files for features that the model does not have."""
 SUPPORTED = {
     "layernorm_full_attention_beta": (1, None),
     "layernorm_linear_attention_beta": (1, None),
@@ -45,7 +45,7 @@ class MiniMaxM2Config(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> MiniMaxM2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     for key, values in SUPPORTED.items():
         config.expect(key, values, None)
     for key in UNUSED:
@@ -69,7 +69,10 @@ def read_config(config: ConfigReader) -> MiniMaxM2Config:
 
 
 class Attention(decoder.Attention):
-    """Its norms need all heads: every rank has the whole projections to queries and keys, and goes on with its own heads."""
+    """Attention whose norms need all heads.
+
+    Each rank has the whole query and key projections, and attends with its own heads.
+    """
 
     def __init__(self, c: MiniMaxM2Config) -> None:
         super().__init__(c)
@@ -87,7 +90,11 @@ class Attention(decoder.Attention):
 
 
 class MoE(Module):
-    """A token's K of N experts: the highest sigmoids after a correction; without it their weights are those sigmoids over their sum."""
+    """K of N experts per token.
+
+    The choice uses corrected sigmoid scores. The weights are the uncorrected scores of the chosen experts, divided by
+    their sum.
+    """
 
     def __init__(self, c: MiniMaxM2Config) -> None:
         super().__init__()

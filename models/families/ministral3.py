@@ -1,4 +1,4 @@
-"""Ministral 3, from config.json: Mistral whose queries grow with their position, beside yarn.
+"""Ministral 3: Mistral with yarn, and with queries that grow with their position.
 
 T tokens, H query heads, D channels per head.
 """
@@ -19,7 +19,7 @@ from models.layers.mlp import MLP
 from models.layers.rotary import Angles, RotaryConfig, read_rotary_config
 from models.layers.sliding_window import read_window
 
-MOST_STEPS = 2**16  # of the factors of queries, of which each layer holds a table; the published model has 17
+MOST_STEPS = 2**16  # the maximum size of each layer's table of query factors; the published model has 17 entries
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Ministral3Config(MistralConfig):
 
 
 def read_config(config: ConfigReader) -> Ministral3Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     scaling = _scaling(config)
     shape = read_decoder_config(config, read_rotary=_read_rotary)
     length = scaling.count("original_max_position_embeddings")
@@ -48,7 +48,7 @@ def read_config(config: ConfigReader) -> Ministral3Config:
 
 
 def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: int) -> RotaryConfig:
-    """Read what is left of the settings beside that of the queries, and a copy of the model's own length."""
+    """Read the rotary settings without the query scaling and the copy of the context length."""
     scaling = _scaling(config)
     scaling.expect("max_position_embeddings", (max_position_embeddings, None), None)
     own = ("llama_4_scaling_beta", "max_position_embeddings")
@@ -70,7 +70,7 @@ class Attention(decoder.Attention):
         super().__init__(c, c.sliding_window)
         self.query_length = c.query_length
         steps = torch.arange(1, c.context_length // c.query_length + 2, device="cpu").float()
-        # A table, because torch's log of a number may depend on its place in a tensor.
+        # A table, because torch's log of a number can depend on its index in a tensor.
         self._factors = Constant(1 + c.query_beta * steps.log())
 
     def turn_and_store(

@@ -1,4 +1,7 @@
-"""Mistral: Llama's decoder in which every layer may see a window only (arXiv 2310.06825). Mistral 7B, Nemo, Small 2501."""
+"""Mistral 7B, Nemo and Small 2501 (arXiv 2310.06825).
+
+Llama's decoder with an optional sliding window in every layer.
+"""
 
 from dataclasses import dataclass
 
@@ -18,7 +21,7 @@ class MistralConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> MistralConfig:
-    """Read config.json; without `sliding_window` it means 4096, as in transformers' MistralConfig."""
+    """Read config.json. Without the key, `sliding_window` is 4096, as in transformers' MistralConfig."""
     return MistralConfig(**vars(read_decoder_config(config)), sliding_window=read_window(config, default=4096))
 
 

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: Mistral whose feed-forward layers are mixtures of experts (arXiv 2401.04088)."""
+"""Mixtral 8x7B and 8x22B: Mistral with mixtures of experts as feed-forward layers (arXiv 2401.04088)."""
 
 from dataclasses import dataclass
 

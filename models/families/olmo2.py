@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656), from config.json. OLMo 3 and EXAONE 4 have its form: norms after each half of a layer alone.
+"""OLMo 2 (arXiv 2501.00656). OLMo 3 and EXAONE 4 share its form: norms only after attention and feed-forward.
 
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels.
 """
@@ -24,7 +24,7 @@ from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, RotaryByLayer, RotaryEmbedding
 from models.layout import ModelLayout
 
-IN_FLOAT32 = 0.0  # norms round once, after the weight, as `rms_norm` does with an offset
+IN_FLOAT32 = 0.0  # the norm rounds once, after the weight, as `rms_norm` does with an offset
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,16 @@ class Olmo2Config(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> Olmo2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     shape = read_decoder_config(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
     return Olmo2Config(**vars(shape), attention_bias=config.get("attention_bias", bool, False))
 
 
 class Attention(decoder.Attention):
-    """Attention with a norm over all queries of a token, and one over all its keys. A rank has them whole, and attends with its own."""
+    """Attention with a norm over all queries of a token, and a norm over all its keys.
+
+    Each rank computes all queries and keys, and attends with its own heads.
+    """
 
     def __init__(self, c: Olmo2Config, window: int | None = None) -> None:
         super().__init__(c, window, qkv_bias=c.attention_bias, o_bias=c.attention_bias)
@@ -49,7 +52,7 @@ class Attention(decoder.Attention):
     def turn_and_store(
         self, query: Tensor, key: Tensor, value: Tensor, angles: Angles, batch: Batch, cache: LayerCache
     ) -> Tensor:
-        """`query` and `key` are those of the whole layer, `value` this rank's."""
+        """`query` and `key` are of the whole layer, `value` is of this rank."""
         heads = self.heads
         query = self.q_norm(query.flatten(1)).view(query.shape)
         key = self.k_norm(key.flatten(1)).view(key.shape)
@@ -69,7 +72,7 @@ class PostNormLayer(Module):
         self.post_feedforward_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, weight_offset)
 
     def forward(self, x: Tensor, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
-        """`angles`: whatever the attention takes."""
+        """`angles`: any type that the attention takes."""
         x = batch.attending(x) + self.post_attention_layernorm(self.self_attn(x, angles, batch, cache))
         return x + self.post_feedforward_layernorm(self.mlp(x, batch))
 
@@ -83,7 +86,7 @@ class Decoder(Module):
 
 
 class PostNormLM(CausalLM):
-    """A model of `PostNormLayer`s, whose norms are as `RMSNorm` has them with `weight_offset`."""
+    """A model of `PostNormLayer`s. `weight_offset`: as for `RMSNorm`."""
 
     layout = ModelLayout(norms=(), norm_readers={})
 
@@ -94,7 +97,7 @@ class PostNormLM(CausalLM):
         weight_offset: float | None = None,
         rotary: RotaryByLayer | None = None,
     ) -> None:
-        """`rotary`: None where all layers turn at one speed."""
+        """`rotary`: None if all layers use `c.rotary`."""
         super().__init__(c)
         self.model = Decoder(c, attentions, weight_offset)
         self.lm_head = make_head(self.model.embed_tokens, c.tie_word_embeddings)

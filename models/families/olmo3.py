@@ -1,4 +1,4 @@
-"""OLMo 3, from config.json: OLMo 2, of whose layers three of four see a window, and a scaled rotation in the others alone."""
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers. Only full-attention layers use a scaled rotation."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,11 @@ from models.layers.rotary import AnglesByLayer, RotaryByLayer, RotaryConfig, rea
 @dataclass(frozen=True)
 class Olmo3Config(Olmo2Config, WindowedConfig):
     sliding_rotary: RotaryConfig
-    """That of layers with a window; `rotary` is that of the others."""
+    """The rotary settings of sliding-window layers. `rotary` applies to full-attention layers."""
 
 
 def read_config(config: ConfigReader) -> Olmo3Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     theta = config.positive("rope_theta", 5e5)
     read_both = partial(read_rotary_by_layer, theta=theta, sliding_theta=theta)
     shape = read_decoder_config(config, 1e-5, 2048, read_rotary=lambda *sizes: read_both(*sizes)[0])

@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068) and Galactica, from config.json.
+"""OPT (arXiv 2205.01068) and Galactica.
 
 T tokens, H heads, D channels per head, E hidden channels, P channels of an embedding, V vocabulary, R output rows.
 """
@@ -21,8 +21,8 @@ from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # OPT's and Galactica's
-POSITION_OFFSET = 2  # the table's first rows belonged to padding
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": relu, "gelu": gelu}  # of OPT, and of Galactica
+POSITION_OFFSET = 2  # the first rows of the table were for padding
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OPTConfig(ModelShape):
 
 
 def read_config(config: ConfigReader) -> OPTConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     hidden_size, heads = config.count("hidden_size"), config.count("num_attention_heads")
     config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     norm_before = config.get("do_layer_norm_before", bool, True)
@@ -151,7 +151,7 @@ class OPT(CausalLM):
 
     def __init__(self, c: OPTConfig) -> None:
         super().__init__(c)
-        if not c.do_layer_norm_before:  # the residual is the normed one
+        if not c.do_layer_norm_before:  # the residual stream continues from the normed state
             self.layout = replace(self.layout, norm_readers={})
         self.model = Model(c)
         self.lm_head = make_head(self.model.decoder.embed_tokens, c.tie_word_embeddings)

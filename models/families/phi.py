@@ -1,6 +1,7 @@
-"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2309.05463), from config.json: attention and feed-forward side by side, after one LayerNorm.
+"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2309.05463): attention and feed-forward in parallel, after one LayerNorm.
 
-The first channels of a head are turned. T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, V vocabulary.
+The first channels of a head are rotated.
+T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -25,11 +26,11 @@ from models.layout import ModelLayout
 
 @dataclass(frozen=True)
 class PhiConfig(DecoderConfig):
-    """`rms_norm_eps` is that of the LayerNorms."""
+    """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
 
 def read_config(config: ConfigReader) -> PhiConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     config.activation(("gelu_new", "gelu_pytorch_tanh"), "gelu_new")  # two names of one function
     config.expect("qk_layernorm", (False, None), False)
     config.expect("tie_word_embeddings", (False,), False)  # the head has a bias
@@ -110,7 +111,7 @@ class Phi(CausalLM):
     layout = ModelLayout(
         final_norm="model.final_layernorm",
         norms=("input_layernorm",),
-        norm_readers={},  # the feed-forward reads other rows of it in the last layer
+        norm_readers={},  # in the last layer, the feed-forward reads different rows
         scale_fold_targets={},
         row_parallel=("dense", "fc2"),
     )

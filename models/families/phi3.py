@@ -1,6 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini too) (arXiv 2404.14219), from config.json.
+"""Phi-3, Phi-3.5 and Phi-4, including the mini models (arXiv 2404.14219).
 
-T tokens, H query heads, G key/value heads, D channels per head of which R turn, E hidden channels, F feed-forward channels.
+T tokens, H query heads, G key/value heads, D channels per head, R rotated channels per head, E hidden channels, F
+feed-forward channels.
 """
 
 import math
@@ -25,7 +26,10 @@ from models.layout import ModelLayout, Unit
 
 @dataclass(frozen=True)
 class LongRopeConfig:
-    """Each frequency has a divisor of its own for short texts and one for long ones (arXiv 2402.13753); without scaling all are 1."""
+    """Long RoPE: each frequency has one divisor for short texts and one for long texts (arXiv 2402.13753).
+
+    Without scaling, all divisors are 1.
+    """
 
     theta: float
     original_length: int
@@ -58,7 +62,7 @@ class Phi3Config(PreNormShape):
 
 
 def read_config(config: ConfigReader) -> Phi3Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     config.activation(("silu",), "silu")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         config.expect(key, (False,), False)
@@ -94,11 +98,11 @@ def _read_rotary(config: ConfigReader, head_dim: int, max_position_embeddings: i
         raise UserError(
             f"config.json: partial_rotary_factor={partial} turns {turning} of {head_dim} channels, not an even number of them"
         )
-    # It wins over the one in rope_scaling, as in transformers.
+    # As in transformers, this key takes precedence over the key in rope_scaling.
     original = config.count("original_max_position_embeddings", 4096)
     scaling.raw("original_max_position_embeddings")
-    is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files say type
-    # The first files called it su, and yarn.
+    is_old = scaling.raw("type") is not None and scaling.raw("rope_type") is None  # older files use the key type
+    # The first files use the names su and yarn.
     kind = scaling.expect("type" if is_old else "rope_type", ("default", "longrope", "su", "yarn"), "default")
     short = long = (1.0,) * (turning // 2)
     attention_factor = 1.0
@@ -122,22 +126,26 @@ def _read_factors(scaling: ConfigReader, key: str, count: int) -> tuple[float, .
 
 
 class LongRope:
-    """cos and sin of each token's angles. Not a module: it has no weights, and its tables must not follow the model's dtype."""
+    """Computes cos and sin of each token's angles.
+
+    It is not a module: it has no weights, and its tables stay float32.
+    """
 
     def __init__(self, config: LongRopeConfig) -> None:
         self._config = config
         count = len(config.short_factor)
-        # On the CPU, also where a model is being built without memory.
+        # On the CPU, even while a model is built on the meta device.
         powers = config.theta ** (torch.arange(0, 2 * count, 2, device="cpu").float() / (2 * count))
         self._short = Constant(1.0 / (torch.tensor(config.short_factor, device="cpu") * powers))  # [R/2]
         self._long = Constant(1.0 / (torch.tensor(config.long_factor, device="cpu") * powers))  # [R/2]
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
-        """positions and prompt_lengths [T] int64; returns cos and sin [T, R/2] in dtype.
+        """Return cos and sin [T, R/2] in `dtype`. positions, prompt_lengths: [T] int64.
 
-        All tokens of a text that is longer than the original length turn by the long factors, those of others by the short ones. The
-        engine computes a sequence again when it grows past that length (`long_rope_threshold`), as transformers' generate() does. So a
-        rotation depends neither on how a prompt was cut into steps nor on its batch mates.
+        All tokens of a text that is longer than the original length use the long factors, all tokens of a shorter text
+        use the short factors. The engine recomputes a sequence that grows past this length (`long_rope_threshold`), as
+        transformers' generate() does. A rotation then depends neither on the steps of the prefill nor on other
+        sequences of the batch.
         """
         is_long = torch.maximum(positions + 1, prompt_lengths) > self._config.original_length
         long, short = self._long.on(positions.device), self._short.on(positions.device)

@@ -1,7 +1,8 @@
-"""Qwen 1.8B to 72B of 2023: rotary attention whose base grows with the prompt and whose late queries are scaled (arXiv 2309.16609).
+"""Qwen 1.8B to 72B of 2023 (arXiv 2309.16609). The rotary base grows with the prompt, and late queries are scaled.
 
-T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows, P different prompt lengths.
-Modules are named as the checkpoint's tensors are; the order of operations is that of the model's own modeling_qwen.py.
+T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows, P thresholds of the prompt
+length.
+Module names match the checkpoint's tensor names. The order of operations follows the model's own modeling_qwen.py.
 """
 
 import itertools
@@ -33,7 +34,7 @@ class QwenConfig(PreNormShape):
     rotary_emb_base: float
     max_position_embeddings: int
     seq_length: int
-    """The context in training, from which on the two scalings begin."""
+    """The training context length. Both scalings start above it."""
     use_dynamic_ntk: bool
     use_logn_attn: bool
 
@@ -47,12 +48,12 @@ class QwenConfig(PreNormShape):
 
     @property
     def prefix_stops_scaling(self) -> bool:
-        """Return True: modeling_qwen.py chooses the rotary base for an empty cache, and keeps the first base after that."""
+        """True: modeling_qwen.py chooses the rotary base for an empty cache, and then keeps this base."""
         return True
 
 
 def read_config(config: ConfigReader) -> QwenConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     for key, value in (("no_bias", True), ("scale_attn_weights", True), ("rotary_pct", 1.0)):
         config.expect(key, (value,), value)
     for key in ("tie_word_embeddings", "use_cache_quantization"):
@@ -92,28 +93,34 @@ def read_config(config: ConfigReader) -> QwenConfig:
     )
 
 
-LONGEST_PROMPT = 2**31  # whatever the config says: no tables are made for more
+LONGEST_PROMPT = 2**31  # an upper bound of the tables, independent of the config
 
 
 class Rotary:
-    """cos and sin of each token's angles. The base follows the length of the prompt and stays while tokens are added to it."""
+    """Computes cos and sin of each token's angles.
+
+    The base depends on the prompt's length, and does not change afterwards.
+    """
 
     def __init__(self, c: QwenConfig) -> None:
         longest = min(c.context_length, LONGEST_PROMPT) if c.use_dynamic_ntk else 0
         lengths = list(itertools.takewhile(lambda n: n < longest, (c.seq_length * 2**i for i in itertools.count())))
-        # Prompt lengths [P] above each of which the base is another.
+        # The prompt lengths [P] above which the base changes.
         self._lengths = Constant(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
         self._frequencies = Constant(torch.stack([_frequencies(c, i) for i in range(len(lengths) + 1)]))  # [P + 1, D/2]
 
     def angles(self, positions: Tensor, prompt_lengths: Tensor, dtype: torch.dtype) -> Angles:
-        """positions and prompt_lengths [T] int64; returns cos and sin [T, D/2] in dtype."""
+        """Return cos and sin [T, D/2] in `dtype`. positions, prompt_lengths: [T] int64."""
         rows = torch.bucketize(prompt_lengths, self._lengths.on(positions.device))  # [T]
         angles = positions[:, None].float() * self._frequencies.on(positions.device)[rows]  # [T, D/2]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _frequencies(c: QwenConfig, step: int) -> Tensor:
-    """[D/2]. The base grows as if alpha contexts stood in a row: 1 up to seq_length, 3 up to twice that, 7 up to four times."""
+    """Return the frequencies [D/2] for prompt lengths up to seq_length * 2**step.
+
+    The base grows by alpha: 1 up to seq_length, 3 up to twice seq_length, 7 up to four times.
+    """
     alpha = 2 ** (step + 1) - 1
     base = c.rotary_emb_base * alpha ** (c.head_dim / (c.head_dim - 2))
     exponents = torch.arange(0, c.head_dim, 2, device="cpu").float() / c.head_dim
@@ -121,9 +128,10 @@ def _frequencies(c: QwenConfig, step: int) -> Tensor:
 
 
 def logn_scales(places: Tensor, seq_length: int) -> Tensor:
-    """float32 [T]: log(place + 1) to the base of seq_length, at least 1. In float64, so that no bit depends on the number of tokens.
+    """Return log(place + 1) to the base of seq_length, at least 1: float32 [T].
 
-    places [T] int64: those of the tokens in the cache, where a soft prefix counts as in modeling_qwen.py.
+    `places` [T] int64 are the tokens' cache indices, in which a soft prefix counts, as in modeling_qwen.py. The
+    logarithm is in float64, so that the result does not depend on the number of tokens.
     """
     return ((places + 1).double().log() / math.log(seq_length)).clamp(min=1).float()
 

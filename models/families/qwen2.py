@@ -1,6 +1,6 @@
-"""Qwen 1.5, 2 and 2.5: Llama's decoder with biases on queries, keys and values, and a window in the later layers if asked for.
+"""Qwen 1.5, 2 and 2.5 (arXiv 2407.10671): Llama's decoder with query, key and value biases.
 
-Qwen 2's report: arXiv 2407.10671.
+A sliding window is optional. By default it applies to the later layers.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Qwen 1.5 MoE A2.7B and Qwen 2 57B A14B: Qwen 2 with mixtures of experts, beside them one expert that every token goes through.
+"""Qwen 1.5 MoE A2.7B and Qwen 2 57B A14B: Qwen 2 with mixtures of experts and a shared expert (arXiv 2407.10671).
 
-T tokens. Qwen 2's report: arXiv 2407.10671.
+T tokens.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,10 @@ class Qwen2MoeConfig(WindowedConfig):
 
 
 def read_config(config: ConfigReader) -> Qwen2MoeConfig:
-    """Raises UserError also for windows without `layer_types`: the codes of this model disagree on which layers have them."""
+    """Read config.json. Raises UserError also for windows without `layer_types`.
+
+    Implementations of this model disagree on the layers that have windows.
+    """
     shape = read_decoder_config(config)
     return Qwen2MoeConfig(
         **vars(shape),
@@ -51,7 +54,10 @@ class SharedExpertMoeBlock(SparseMoeBlock):
         return super().forward(x, batch) + shared
 
     def _shared_weight(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """sigmoid(x . gate) [T, 1]. Not torch's sigmoid, which on a CPU takes another way for the last of many numbers; exp does not."""
+        """Return sigmoid(x . gate) [T, 1].
+
+        torch's sigmoid is not used: on a CPU it computes the last of many numbers in another way. exp does not.
+        """
         logit = self.shared_expert_gate(x, batch).float()
         return (1 / (1 + (-logit).exp())).to(x.dtype)
 
@@ -68,7 +74,7 @@ class Qwen2Moe(DecoderLM):
                     Attention(c, window, qkv_bias=c.qkv_bias),
                     SharedExpertMoeBlock(c) if sparse else MLP(c.hidden_size, c.intermediate_size),
                 )
-                # a planner's model has the first layers alone
+                # a planner's model has only the first layers
                 for sparse, window in zip(c.layer_kinds, c.windows, strict=False)
             ),
         )

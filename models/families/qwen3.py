@@ -1,4 +1,4 @@
-"""Qwen 3: Llama's decoder with a norm on every head's query and key (arXiv 2505.09388)."""
+"""Qwen 3: Llama's decoder with a norm on each head's query and key (arXiv 2505.09388)."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Qwen3Config(WindowedConfig):
 
 
 def read_config(config: ConfigReader) -> Qwen3Config:
-    config.count("head_dim")  # transformers would take 128 where it is missing
+    config.count("head_dim")  # transformers defaults to 128
     shape = read_decoder_config(config)
     return Qwen3Config(
         **vars(shape),

@@ -37,7 +37,7 @@ def read_config(config: ConfigReader) -> Qwen3MoeConfig:
 
 
 def _read_window(config: ConfigReader, num_layers: int) -> int | None:
-    """The window of every layer, where `use_sliding_window` is true. Raises UserError where a key gives it to some layers."""
+    """Return the window of every layer. None: full attention. Raises UserError if only some layers have a window."""
     if not config.get("use_sliding_window", bool, False):
         read_windows(config, num_layers)
         return None

@@ -1,4 +1,4 @@
-"""Seed-OSS, from config.json: Llama with biases of its own on the projections to heads and on the one after them."""
+"""Seed-OSS: Llama with separate bias settings for the qkv projections and the output projection."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class SeedOssConfig(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> SeedOssConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
-    config.raw("residual_dropout")  # of training
-    config.count("head_dim")  # transformers would take 128 where it is missing
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
+    config.raw("residual_dropout")  # a training setting
+    config.count("head_dim")  # transformers defaults to 128
     return SeedOssConfig(
         **vars(read_decoder_config(config, rms_norm_eps=1e-6, max_position_embeddings=524288)),
         attention_bias=config.get("attention_bias", bool, True),

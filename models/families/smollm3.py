@@ -1,4 +1,4 @@
-"""SmolLM3, from config.json: Llama, of whose layers some, every fourth by default, turn neither queries nor keys."""
+"""SmolLM3: Llama without rotation of queries and keys in some layers, by default every fourth."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from models.layers.sliding_window import read_named_windows
 @dataclass(frozen=True)
 class SmolLM3Config(LlamaConfig, WindowedConfig):
     turns: tuple[bool, ...]
-    """Whether a layer turns queries and keys."""
+    """For each layer, whether it rotates queries and keys."""
 
 
 def read_config(config: ConfigReader) -> SmolLM3Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     scaling = config.section("rope_parameters")
     if scaling is None or scaling.raw("rope_theta") is None:
-        config.positive("rope_theta")  # transformers would take 2 million where it is missing
+        config.positive("rope_theta")  # transformers defaults to 2 million
     shape = llama.read_config(config)
     return SmolLM3Config(
         **{**vars(shape), "tie_word_embeddings": config.get("tie_word_embeddings", bool, True)},
@@ -31,7 +31,11 @@ def read_config(config: ConfigReader) -> SmolLM3Config:
 
 
 def _read_turns(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
-    """Read `no_rope_layers`, whose 1 means that a layer turns; else every `no_rope_layer_interval`th does not."""
+    """Return whether each layer rotates queries and keys.
+
+    `no_rope_layers` holds 1 for a layer with rotation. Without it, every `no_rope_layer_interval`th layer has no
+    rotation.
+    """
     interval = config.count("no_rope_layer_interval", 4)
     turns = config.raw("no_rope_layers")
     if turns is None:

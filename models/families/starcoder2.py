@@ -1,4 +1,4 @@
-"""StarCoder 2 (arXiv 2402.19173), from config.json: rotary attention in groups, LayerNorms with shift, a feed-forward without a gate.
+"""StarCoder 2 (arXiv 2402.19173): grouped-query rotary attention, LayerNorms with bias, a feed-forward without gate.
 
 T tokens, E hidden channels, F feed-forward channels.
 """
@@ -25,12 +25,12 @@ UNUSED = (
     *("activation_function", "layer_norm_epsilon", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
     *("embedding_dropout", "residual_dropout"),
 )
-"""Keys of the hub's files that change nothing: in the place of the first two others are read, and the last two are of training."""
+"""Keys of the hub's files without effect. Other keys replace the first two, and the last two are training settings."""
 
 
 @dataclass(frozen=True)
 class Starcoder2Config(DecoderConfig):
-    """`rms_norm_eps` is that of the LayerNorms."""
+    """`rms_norm_eps` is the epsilon of the LayerNorms."""
 
     use_bias: bool
     sliding_window: int | None
@@ -41,7 +41,7 @@ class Starcoder2Config(DecoderConfig):
 
 
 def read_config(config: ConfigReader) -> Starcoder2Config:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement. Defaults are transformers'."""
+    """Read config.json with transformers' defaults. Raises UserError for missing, mistyped or unsupported values."""
     for key in UNUSED:
         config.raw(key)
     config.expect("mlp_type", (None, "default"), None)

@@ -1,6 +1,6 @@
-"""TeleChat and TeleChat2, from config.json: Llama with fused keys and values, and names of its own (arXiv 2401.03804, 2507.18013).
+"""TeleChat and TeleChat2: Llama with a fused key and value projection (arXiv 2401.03804, 2507.18013).
 
-T tokens, H query heads, G key/value heads, D channels per head. Modules are named as the checkpoint's tensors are.
+T tokens, H query heads, G key/value heads, D channels per head. Module names match the checkpoint's tensor names.
 """
 
 import math
@@ -20,16 +20,16 @@ from models.layers.rotary import Angles, RotaryConfig
 from models.layout import ModelLayout, Unit
 
 ROPE_THETA = 10000.0
-BASE_SEQLEN = 4096  # in the code of TeleChat, whose files do not say it
+BASE_SEQLEN = 4096  # from the code of TeleChat; its files do not contain it
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
-    """Raises UserError for a missing key, a wrong type, or a value that this file does not implement."""
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
     for key in ("apply_residual_connection_post_layernorm", "embed_layernorm", "logn", "semi_causal"):
         config.expect(key, (False, None), False)
     config.expect("n_inner", (None,), None)
     for key in ("flash_attn", "seq_length"):
-        config.raw(key)  # one of two ways to compute the same, and a length that the original code does not read
+        config.raw(key)  # a choice of two equivalent implementations, and a length that the original code does not read
     hidden_size, heads = config.count("hidden_size"), config.count("n_head")
     groups = config.count("num_key_value_heads", heads)
     config.check_multiple("n_head", heads, "num_key_value_heads", groups)
@@ -50,10 +50,11 @@ def read_config(config: ConfigReader) -> DecoderConfig:
 
 
 def _read_rotary(config: ConfigReader, head_dim: int) -> RotaryConfig:
-    """The base grows as if alpha contexts stood in a row: 1 up to base_seqlen, 3 up to twice that, 7 up to four times.
+    """Read the rotary settings.
 
-    The original code takes the length of training for every text that is not longer. After it, it would turn all keys anew, so that length
-    is the context here.
+    The base grows by alpha: 1 up to base_seqlen, 3 up to twice base_seqlen, 7 up to four times.
+    The original code uses the training length for every text up to this length. For a longer text it would rotate all
+    keys again, so the training length is the context length here.
     """
     training, base = config.count("training_seqlen", 8192), config.count("base_seqlen", BASE_SEQLEN)
     alpha = max(1, 2 ** math.ceil(math.log2(training / base) + 1) - 1)

@@ -56,9 +56,7 @@ class Heads:
         return query, groups[:, :, -2], groups[:, :, -1]
 
     def own_keys(self, values: Tensor, axis: int) -> Tensor:
-        """Return the entries of these key heads along `axis` from a tensor with one entry per key head of the whole
-        layer.
-        """
+        """Return the entries of these key heads along `axis`, as `own` does for query heads."""
         return values.narrow(axis, self.first_key, self.num_key_value_heads)
 
 
@@ -94,8 +92,7 @@ def attend(
 
 
 def attend_latent(query: Tensor, value_channels: int, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
-    """Attend where the first `value_channels` channels of a key are also its value. Returns [T or R, H,
-    value_channels].
+    """Attend where the first C = `value_channels` channels of a key are also its value: [T, H, C] or [R, H, C].
 
     This is multi-head latent attention (arXiv 2405.04434): all heads share one key per token, and no values are cached.
     """

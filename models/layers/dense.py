@@ -142,8 +142,9 @@ class DenseMethod(LinearMethod):
 
 
 class PackedDenseMethod(LinearMethod):
-    """The parameter `tiles`: the weight packed for the CPU kernels. bfloat16 is compressed to 12 bits if this is a
-    gain.
+    """The parameter `tiles`: the weight packed for the CPU kernels.
+
+    bfloat16 is compressed to 12 bits if this is a gain.
     """
 
     def __init__(self, stored: StoredMatrix) -> None:

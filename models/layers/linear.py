@@ -45,11 +45,12 @@ class Linear(LoRATarget):
         is_packable: bool = True,
         embedding: nn.Embedding | None = None,
     ) -> None:
-        """`is_transposed`: checkpoints hold the weight as [I, O]. `is_quantizable`: quantisation may replace the weight
-        by codes.
+        """Create the layer with an unset weight.
 
-        `is_packable`: the weight may be packed for the kernels; false if other code reads `weight`. `embedding` [O, I]:
-        the layer uses its weight.
+        is_transposed: checkpoints hold the weight as [I, O].
+        is_quantizable: quantisation may replace the weight by codes.
+        is_packable: the weight may be packed for the kernels; false if other code reads `weight`.
+        embedding [O, I]: the layer uses the weight of this embedding.
         """
         super().__init__((outputs, inputs))
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable

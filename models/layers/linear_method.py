@@ -116,9 +116,7 @@ def are_alike(methods: Sequence[LinearMethod]) -> bool:
 
 
 def share_input_scale(methods: Sequence[LinearMethod]) -> bool:
-    """Return whether methods of one `merge_key` quantise activations with one static scale, or all with a scale per
-    row.
-    """
+    """Return whether methods of one `merge_key` all use one static activation scale, or all a scale per row."""
     scales = [method.input_scale for method in methods]
     chosen = [scale for scale in scales if scale is not None]
     return not chosen or len(chosen) == len(scales) and all(scale.equal(chosen[0]) for scale in chosen)

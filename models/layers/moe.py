@@ -233,7 +233,6 @@ def _group(methods: list[LinearMethod]) -> WeightGroup:
 
 
 def _stack(methods: list[LinearMethod]) -> tuple[GPUWeight, list[LinearMethod]]:
-    """Return one stacked weight, and methods with views of it."""
     weight = stack([each for method in methods if (each := method.gpu_weight) is not None])
     return weight, [method.with_weight(weight.expert(number)) for number, method in enumerate(methods)]
 

@@ -68,8 +68,7 @@ def read_rotary_config(
 ) -> RotaryConfig:
     """Read the rotary settings of config.json. Supported scalings are linear, dynamic, llama3 and yarn.
 
-    partial_rotary_factor: the default share of a head's channels that are rotated; None: all channels, and the file may
-    not change it.
+    partial_rotary_factor: the default share of a head's channels that are rotated; None: always all channels.
     default_theta: the default base of the frequencies.
     Raises UserError for an unsupported scaling or setting.
     """
@@ -138,8 +137,9 @@ def read_rotary_by_layer(
 
 
 def _refuse_both(config: ConfigReader) -> None:
-    """Raise UserError if both keys are present with different settings: the code of some families reads one key, of
-    other families the other.
+    """Raise UserError if both keys are present with different settings.
+
+    The code of some families reads the new key, and the code of other families reads the old key.
     """
     new, old = config.raw("rope_parameters"), config.raw("rope_scaling")
     if new and old and _without_spelling(new) != _without_spelling(old):
@@ -190,8 +190,9 @@ def _read_yarn(scaling: ConfigReader, factor: float) -> dict[str, Any]:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """Return the factor of attention logits for a context scaled by `factor` (arXiv 2309.00071, with DeepSeek's
-    weight).
+    """Return the factor of attention logits for a context scaled by `factor` (arXiv 2309.00071).
+
+    `weight` is DeepSeek's addition.
     """
     return 0.1 * weight * math.log(factor) + 1.0
 

@@ -347,7 +347,7 @@ KINDS: list[Callable[[random.Random], list[Question]]] = [
 
 
 def questions(seed: int, held_out: bool) -> Iterator[list[Question]]:
-    """Yield rounds without end. Either all first questions are held out, or none is."""
+    """Yield rounds without end. `held_out`: whether all first questions are held out, or none."""
     rng = random.Random(seed)
     while True:
         rounds = rng.choice(KINDS)(rng)
