@@ -1,6 +1,7 @@
-"""Floor 4a, the engine: token ids in, token ids and text out, many sequences at once.
+"""The inference engine, floor 4a: it takes token ids, runs many sequences at once, and returns token ids and text.
 
-`request`, `block_manager` and `scheduler` decide and import no torch; `batch`, `kv_cache`, `runner` and `sampler` compute.
+`request`, `block_manager` and `scheduler` decide and do not import torch. `batch`, `kv_cache`, `executor` and `sampler`
+compute.
 """
 
 from pipelines.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""Which adapters are resident in the slots of the model's tables, and which of these are in use."""
+"""The slots of the model's adapter tables: which adapters are resident, and which of them are in use."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,30 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AdapterId:
-    """An adapter by its name and its content: another one under the same name is not equal."""
+    """An adapter's name and content digest. A new adapter under an old name is not equal to the old one."""
 
     name: str
     digest: str
-    """sha256 of its files' content."""
+    """sha256 of the content of the adapter's files."""
 
 
 class AdapterSlots:
-    """Slots of adapters. One that nobody uses stays until its slot is needed: the least recently used goes first."""
+    """A fixed number of adapter slots.
+
+    An unused adapter stays resident until its slot is needed; the least recently used is evicted first.
+    """
 
     def __init__(self, num_slots: int, fill: Callable[[int, AdapterId], None]) -> None:
-        """`fill` puts an adapter into a slot of the tables."""
+        """`fill` writes an adapter into a slot of the tables."""
         self._free = list(range(num_slots - 1, -1, -1))
         self._fill = fill
-        self._resident: dict[AdapterId, int] = {}  # in the order of their last use
+        self._resident: dict[AdapterId, int] = {}  # least recently used first
         self._users: Counter[AdapterId] = Counter()
 
     @property
     def resident(self) -> list[AdapterId]:
-        """Adapters that are in a slot, the last used one last."""
+        """Return the adapters that occupy a slot, least recently used first."""
         return list(self._resident)
 
     def acquire(self, adapter: AdapterId) -> int | None:
-        """Return the slot of an adapter, which stays there until it is released as often; None while all slots are in use."""
+        """Return the adapter's slot and count one more user, or return None if all slots are in use.
+
+        The adapter keeps its slot until `release` was called as often as `acquire`.
+        """
         slot = self._resident.pop(adapter, None)
         if slot is None:
             if not self._free:
@@ -45,11 +51,10 @@ class AdapterSlots:
         return slot
 
     def release(self, adapter: AdapterId) -> None:
-        """End one use of an adapter."""
         self._users[adapter] -= 1
 
     def forget(self, adapter: AdapterId) -> None:
-        """Free the slot of an adapter that nobody uses, if it has one."""
+        """Free the adapter's slot, if it has one. The adapter must be unused."""
         assert not self._users[adapter]
         if adapter in self._resident:
             self._free.append(self._resident.pop(adapter))

@@ -1,4 +1,4 @@
-"""The adapters that rows may name: read once, kept on the CPU, and put into the model's tables when rows need them."""
+"""The LoRA adapters that requests can name: read once, kept on the CPU, and written into the model's tables on demand."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +13,11 @@ from models.formats.base import WeightFile
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.request import Request
 
-MAX_ADAPTERS = 8  # resident ones, where nobody says
+MAX_ADAPTERS = 8  # default number of slots
 
 
 class Adapters:
-    """Adapters of one model by name."""
+    """The adapters of one model, by name."""
 
     def __init__(
         self,
@@ -29,9 +29,11 @@ class Adapters:
         smoothed_by: str | None = None,
         base: Sequence[WeightFile] = (),
     ) -> None:
-        """`folds`: the scales that are folded into the model's weights, by linear layer. `smoothed_by`: the method that folded some.
+        """`folds`: the scales folded into the model's weights, by linear layer.
 
-        One that left no `folds` makes the model one that takes no adapters. base: the model's files.
+        `smoothed_by`: the quantisation method that folded some scales.
+
+        If that method recorded no `folds`, the model rejects adapters. `base`: the model's weight files.
         """
         self._model, self._dtype, self._folds = model, dtype, folds or {}
         self._base = base
@@ -42,16 +44,15 @@ class Adapters:
         self.slots = AdapterSlots(num_slots, self.fill)
 
     def fill(self, slot: int, id: AdapterId) -> None:
-        """Put an adapter into a slot of the model's tables."""
         self._tables.put(slot, self._adapters[id])
 
     @property
     def ids(self) -> list[AdapterId]:
-        """All that rows may name, in the order of their loading."""
+        """Return all loaded adapters, in load order."""
         return list(self._ids.values())
 
     def find(self, name: str) -> AdapterId:
-        """Return the adapter of this name. Raises UserError that lists the known ones."""
+        """Return the adapter of this name. Raises UserError that lists the loaded names."""
         if name in self._ids:
             return self._ids[name]
         remedy = "there are none: give model.adapters={NAME: FOLDER}"
@@ -59,7 +60,10 @@ class Adapters:
         raise UserError(f"adapter {shortened(repr(name))} does not exist: {known}")
 
     def give(self, request: Request, name: str) -> Request:
-        """Return the request with the adapter of this name. Raises UserError as `find` does, and beside a soft prefix."""
+        """Return the request with the adapter of this name.
+
+        Raises UserError as `find` does, and if the request has a soft prefix.
+        """
         adapter = self.find(name)
         if request.prefix.num_tokens:
             raise UserError(
@@ -68,14 +72,16 @@ class Adapters:
         return replace(request, adapter=adapter)
 
     def check(self, id: AdapterId | None) -> None:
-        """Raise UserError for an adapter that was unloaded or replaced since a request was made for it."""
+        """Raise UserError if the adapter was unloaded or replaced after the request was made."""
         if id is not None and id not in self._adapters:
             raise UserError(f"adapter {id.name} was unloaded since the request was made: make the request anew")
 
     def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
-        """Read an adapter, in the place of one of the same name. Returns whether tables are new, so that no recorded step knows them.
+        """Read an adapter; it replaces an adapter of the same name.
 
-        Raises UserError as `read_adapter` does, and where an adapter of this name is in use. Raises it also for a smoothed model whose
+        Returns whether the tables are new, which invalidates recorded steps.
+
+        Raises UserError as `read_adapter` does, if an adapter of this name is in use, and for a smoothed model whose
         fold scales are unknown.
         """
         if self._smoothed_by is not None:
@@ -92,7 +98,7 @@ class Adapters:
         return has_grown
 
     def unload(self, name: str, in_use: Container[AdapterId | None]) -> None:
-        """Forget an adapter. Raises UserError for one that does not exist, and for one in use."""
+        """Remove an adapter. Raises UserError if it does not exist or is in use."""
         id = self.find(name)
         self._refuse_in_use(name, in_use)
         self.slots.forget(id)

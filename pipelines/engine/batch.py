@@ -1,4 +1,4 @@
-"""Turns the plan of a step, or whole prompts, into tensors."""
+"""Build the model's input tensors from a step plan or from whole prompts."""
 
 import itertools
 from typing import NamedTuple
@@ -7,26 +7,26 @@ from models.batch import Batch
 from pipelines.engine.request import Sequence
 from pipelines.engine.scheduler import Scheduled, StepPlan
 
-UNKNOWN = 0  # stands for a token that only the device knows yet
+UNKNOWN = 0  # placeholder for a token that the CPU has not received yet
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a step computes of a sequence, whose block table has a slot for each of these tokens."""
+    """The tokens of one sequence that a step computes. The sequence's block table has a slot for each of them."""
 
     sequence: Sequence
     start: int
-    """Position of the first one."""
+    """Position of the first of these tokens."""
     token_ids: list[int]
     num_outputs: int
-    """How many of them, the last ones, have outputs that are wanted."""
+    """The last `num_outputs` tokens are output rows."""
     adapter_slot: int = -1
-    """The sequence's adapter in the model's tables; -1 for none, and for a model that only drafts."""
+    """Slot of the sequence's adapter in the model's tables; -1 for no adapter, and for a draft model."""
 
 
 def build_batch(plan: StepPlan, block_size: int, all_outputs: bool = False) -> Batch:
-    """Flatten the plan's new tokens, each sequence's with its drafts after them, without padding.
+    """Flatten the plan's new tokens without padding. Draft tokens follow the new tokens of their sequence.
 
-    `all_outputs`: every token is an output row, not only those whose outputs the plan wants.
+    `all_outputs`: make every token an output row, not only the rows that the plan needs.
     """
     parts = [_new_tokens(item) for item in plan.scheduled]
     if all_outputs:
@@ -42,7 +42,7 @@ def _new_tokens(item: Scheduled) -> NewTokens:
 
 
 def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
-    """Flatten the new tokens of sequences, without padding."""
+    """Flatten the new tokens of several sequences without padding."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -87,7 +87,7 @@ def whole_batch(
     prompt_features: list[tuple[int, ...]],
     block_size: int,
 ) -> Batch:
-    """Flatten whole prompts, each over its own blocks; the last `num_outputs` tokens of each are output rows."""
+    """Flatten whole prompts, each with its own blocks. The last `num_outputs` tokens of each prompt are output rows."""
     lengths = [len(prompt) for prompt in prompts]
     ends = list(itertools.accumulate(lengths))
     places = [

@@ -1,7 +1,7 @@
-"""Beam search, as transformers defines it: length penalty, early stopping, one list of finished beams per prompt.
+"""Beam search as in transformers: length penalty, early stopping, one list of finished beams per prompt.
 
-B beams at most (num_beams), S of them running, C candidates in a step, V tokens in the vocabulary. Scores are float32 sums of log
-probabilities, in transformers' order of operations, so that ties and rounding fall the same way.
+Dimensions: B = num_beams, S running beams, C candidates per step, V vocabulary entries. Scores are float32 sums of log
+probabilities, added in transformers' order, so that ties and rounding are equal to transformers'.
 """
 
 import torch
@@ -12,17 +12,17 @@ from pipelines.engine.logits import process_logits
 from pipelines.engine.request import Completion, Continuation, FinishReason, SamplingParams, Sequence, SequenceGroup
 from pipelines.engine.stopping import completion_of, extend_text
 
-OUT = -1e9  # what transformers adds to the score of a beam that is out of the race
+OUT = -1e9  # transformers' penalty on the score of an excluded beam
 
 
 class BeamSearch:
-    """The beams of one request: those that run, with their scores, and the best that finished."""
+    """The beams of one request: the running beams with their scores, and the best finished beams."""
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
         self._params = params
-        # Enough candidates that num_beams of them go on even if every end token is among the best.
+        # With this many candidates num_beams of them continue even if every end token is among the best.
         self._num_candidates = max(2, 1 + len(params.end_token_ids)) * params.num_beams
-        self._detokenizer = detokenizer if params.stop else None  # stop strings are found in text
+        self._detokenizer = detokenizer if params.stop else None  # only needed to find stop strings
         self._begin()
 
     def _begin(self) -> None:
@@ -33,14 +33,14 @@ class BeamSearch:
         self._can_improve = True
 
     def observe(self, hidden: Tensor) -> None:
-        """Do nothing: beams are compared by their probabilities alone."""
+        """Do nothing: beam scores do not depend on hidden states."""
 
     def restart(self, group: SequenceGroup) -> Sequence:
         self._begin()
         return group.origin.fork()
 
     def recompute(self, group: SequenceGroup) -> None:
-        """Do nothing: scores are of tokens that were chosen before."""
+        """Do nothing: the scores of chosen tokens remain valid."""
 
     def advance(self, group: SequenceGroup, logits: Tensor) -> list[Continuation]:
         sequences, num_beams = group.sequences, self._params.num_beams
@@ -71,7 +71,7 @@ class BeamSearch:
         return length == params.max_new_tokens or (may_stop and token in params.end_token_ids)
 
     def _finish(self, outputs: list[list[int]], scores: Tensor, ends: Tensor, length: int) -> None:
-        """Merge the candidates that end here into the finished beams, of which the best num_beams stay."""
+        """Merge the candidates that end in this step into the finished beams, and keep the best num_beams."""
         full = all(self._finished) and self._params.early_stopping is True
         scores = scores / length**self._params.length_penalty
         scores += (full + (not self._can_improve) + ~ends) * OUT

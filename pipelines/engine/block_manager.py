@@ -1,7 +1,7 @@
-"""Owners of the blocks of the KV cache, and the cached blocks that a later prompt may begin with.
+"""Allocation and reference counts of the KV cache's blocks, and the prefix cache.
 
-A block is in one of three states: empty (holds nothing), cached (full, without an owner, found by its hash) or used (owned by one or more
-sequences). Invariant: empty + cached + used == all. The free blocks are those without an owner: the empty and the cached ones.
+A block is in one of three states: empty (holds nothing), cached (full, not owned, found by its hash) or used (owned by
+one or more sequences). Invariant: empty + cached + used == all. Empty and cached blocks are free.
 """
 
 import hashlib
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 def extend_hashes(
     hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, root: bytes, num_prefix_tokens: int = 0
 ) -> None:
-    """Append to `hashes` until they are those of the first `num_blocks` blocks, which are full.
+    """Extend `hashes` to the hashes of the first `num_blocks` blocks of a sequence. These blocks must be full.
 
-    A block's hash is the sha256 of the hash before it, or of the root (`root_hash`), and of the block's tokens. Two hashes are equal only
-    where the root and everything up to the end of the block are. `num_prefix_tokens`: virtual tokens before the first one, which the root
-    stands for.
+    A block's hash is the sha256 of the previous block's hash (for the first block: of the root, see `root_hash`) and
+    the block's tokens. Equal hashes mean that the roots and all tokens up to the end of the block are equal.
+    `num_prefix_tokens`: virtual tokens before the first token; the root represents them.
     """
     for i in range(len(hashes), num_blocks):
         first, end = (max(0, j * block_size - num_prefix_tokens) for j in (i, i + 1))
@@ -26,11 +26,11 @@ def extend_hashes(
 
 
 def root_hash(salt: str | None, is_past_threshold: bool, prefix: str = "", adapter: str = "") -> bytes:
-    """Return what the first hash of a sequence's blocks begins with. Sequences that differ in one of these arguments share no blocks.
+    """Return the root of a sequence's block hashes. Sequences with different arguments share no blocks.
 
-    `prefix` and `adapter` are digests: another one under the same name does not find the blocks of the last.
+    `prefix` and `adapter` are content digests, so a new prefix under an old name does not find the old prefix's blocks.
     """
-    # The words in front are no token ids, so that no salt can pass for a block of tokens.
+    # With these text prefixes no salt has the same bytes as a block of token ids.
     parts = [b"past border:"] if is_past_threshold else []
     parts += [b"prefix:" + prefix.encode()] if prefix else []
     parts += [b"adapter:" + adapter.encode()] if adapter else []
@@ -39,16 +39,16 @@ def root_hash(salt: str | None, is_past_threshold: bool, prefix: str = "", adapt
 
 
 class BlockManager:
-    """Blocks with reference counts; cached ones are evicted least recently used first."""
+    """Blocks with reference counts. Cached blocks are evicted least recently used first."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest and the last freed go first
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: lowest numbers first, and the last freed first
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._cached: dict[int, None] = {}  # in the order of their last use
+        self._cached: dict[int, None] = {}  # least recently used first
         self._pinned: list[int] = []
 
     @property
@@ -57,19 +57,19 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can give: the empty ones, and the cached ones, which it evicts."""
+        """Blocks that `allocate` can return: the empty blocks, and the cached blocks, which it evicts."""
         return len(self._empty) + len(self._cached)
 
     @property
     def num_empty_blocks(self) -> int:
-        """Blocks that hold nothing: `allocate` gives them without evicting a cached one."""
+        """Blocks that `allocate` can return without an eviction."""
         return len(self._empty)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return blocks that the caller alone owns. The caller has checked `num_free_blocks`."""
+        """Return `num_blocks` blocks with the caller as the only owner. The caller must check `num_free_blocks` first."""
         assert num_blocks <= self.num_free_blocks
         blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
         for block in blocks:
@@ -77,11 +77,11 @@ class BlockManager:
         return blocks
 
     def pin(self, blocks: list[int]) -> None:
-        """Keep the caller's blocks for good."""
+        """Keep the caller's blocks allocated permanently."""
         self._pinned += blocks
 
     def find_prefix(self, hashes: list[bytes]) -> list[int]:
-        """Return the blocks of the longest known beginning of a chain of hashes. The caller does not own them yet."""
+        """Return the cached blocks that match the longest prefix of `hashes`. The caller does not own them yet."""
         blocks = []
         for value in hashes:
             if value not in self._block_of:
@@ -90,7 +90,7 @@ class BlockManager:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """Add an owner to blocks that `find_prefix` found or that a sequence to fork has."""
+        """Add an owner to blocks that `find_prefix` returned, or to the blocks of a sequence that is forked."""
         for block in blocks:
             self._references[block] += 1
             self._cached.pop(block, None)
@@ -99,13 +99,16 @@ class BlockManager:
         return self._references[block]
 
     def remember(self, block: int, value: bytes) -> None:
-        """Let later prompts find a full, computed block by its hash. The first block of a hash stays the known one."""
+        """Add a full, computed block to the prefix cache. If another block has this hash already, that block stays."""
         if value not in self._block_of and block not in self._hash_of:
             self._hash_of[block] = value
             self._block_of[value] = block
 
     def free(self, blocks: list[int]) -> None:
-        """Release the caller's blocks. The last ones are evicted first, because prompts more likely share their beginning."""
+        """Release the caller's blocks.
+
+        The last blocks are evicted first, because prompts more often share their beginning.
+        """
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -121,7 +124,9 @@ class BlockManager:
         return block
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raise RuntimeError unless reference counts match the tables, and each block is empty, cached or used exactly once."""
+        """Raise RuntimeError unless reference counts match the tables, and each block is empty, cached or used exactly
+        once.
+        """
         owned = Counter(block for table in [*block_tables, self._pinned] for block in table)
         if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
             raise RuntimeError("reference counts differ from what the sequences own")

@@ -1,4 +1,4 @@
-"""The tokens that a step chooses: what goes into each choice, and what requests want of it beside the token."""
+"""Sample the step's tokens and collect the requested log probabilities."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -11,32 +11,32 @@ from pipelines.engine.request import Continuation, SamplingContext, Sequence, Se
 from pipelines.engine.sampler import sample, token_logprobs
 from pipelines.engine.scheduler import Scheduled
 
-LOGPROB_ROWS = 256  # rows of prompt log probabilities at a time: float32 copies of them stay small
+LOGPROB_ROWS = 256  # rows of prompt log probabilities per call, which bounds the float32 copies
 
 Fail: TypeAlias = Callable[[SequenceGroup, BaseException], None]
-"""Ends a group alone, or raises the exception again where it does not belong to one request."""
+"""Ends one request's group; raises the exception again if it does not belong to one request."""
 
 
 class Sampled(NamedTuple):
-    """The next token of a sequence, or the first one of a sample that begins as a fork of it."""
+    """The next token of a sequence, or the first token of a sample that will be forked from the sequence."""
 
     group: SequenceGroup
     sequence: Sequence
     sample: int
     token: int | None
-    """None where all were banned."""
+    """None if all tokens were banned."""
     logprobs: list[TokenLogprobs]
 
 
 class Choices(NamedTuple):
-    """The tokens and continuations that a step chose."""
+    """The tokens and the search continuations that a step chose."""
 
     sampled: list[Sampled]
     searched: list[tuple[SequenceGroup, list[Continuation]]]
 
 
 def choose_tokens(step: LaunchedStep, fail: Fail) -> Choices:
-    """Choose the next tokens of a step. A group that a row or the choice itself fails for ends alone."""
+    """Choose the next tokens of a step. If a row or its sampling fails, only its group ends."""
     finite, tokens = step.wait()
     rows = _observe(step, finite, fail)
     if step.tokens is not None:
@@ -56,7 +56,7 @@ def choose_tokens(step: LaunchedStep, fail: Fail) -> Choices:
 
 
 def _observe(step: LaunchedStep, finite: list[bool], fail: Fail) -> dict[Sequence, int]:
-    """Keep what requests want of their prompts. Returns the row of the last token of each sequence that has not ended or failed."""
+    """Collect prompt log probabilities and hidden states. Returns the row of each live sequence's last token."""
     rows, all_finite = {}, all(finite)
     for item, begin in zip(step.plan.scheduled, step.first_rows, strict=True):
         group, end = item.group, begin + item.num_outputs
@@ -83,7 +83,7 @@ def _sample(
     given: dict[tuple[Sequence, int], int | None],
     fail: Fail,
 ) -> list[Sampled]:
-    """Choose a token for each sequence of groups that do not search; those that are given stay."""
+    """Sample a token for each sequence of groups without a search. Tokens in `given` are already chosen and stay."""
     if not groups:
         return []
     chosen = [
@@ -107,14 +107,14 @@ def _sample(
             return []
         if not belongs_to_request(error):
             raise
-        # Each alone shows whether the fault is its own.
+        # Sample each group alone to find the group that fails.
         return [each for group in groups for each in _sample([group], rows, logits, given, fail)]
 
 
 def next_contexts(group: SequenceGroup) -> list[tuple[Sequence, SamplingContext]]:
-    """Return contexts of the group's next tokens, each with the sequence that it continues.
+    """Return the sampling contexts of the group's next tokens, each with the sequence that it continues.
 
-    Samples that begin now come before the sequence that they are forked from, so that it has not grown by then.
+    New samples come before the sequence that they fork from, so that they fork before it grows.
     """
     n = group.request.params.n
     if len(group.sequences) == n or group.num_output_tokens:
@@ -124,16 +124,16 @@ def next_contexts(group: SequenceGroup) -> list[tuple[Sequence, SamplingContext]
 
 
 def chosen_logprobs(logits: Tensor, row: int, context: SamplingContext, token: int | None) -> list[TokenLogprobs]:
-    """Return those of the token that was chosen from a row of logits [R, V], if the request asks for them."""
+    """Return the log probabilities of the chosen token from a row of logits [R, V]; empty if the request wants none."""
     num_top = context.params.logprobs
     return [] if token is None or num_top is None else token_logprobs(logits[row : row + 1], [token], num_top)
 
 
 def add_prompt_logprobs(item: Scheduled, logits: Tensor) -> None:
-    """Add what logits [P, V], of the last P tokens of the item, say of the prompt's next tokens."""
+    """Append prompt log probabilities from `logits` [P, V], the outputs of the item's last P tokens."""
     request, known = item.group.request, item.group.prompt_logprobs
     first = item.start + item.num_new_tokens - len(logits)
-    logits = logits[max(0, len(known) - first) :]  # without what was known before a preemption
+    logits = logits[max(0, len(known) - first) :]  # skip rows that were collected before a preemption
     targets = request.prompt_token_ids[len(known) + 1 :][: len(logits)]
     for start in range(0, len(targets), LOGPROB_ROWS):
         chunk = targets[start : start + LOGPROB_ROWS]

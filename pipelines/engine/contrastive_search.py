@@ -1,9 +1,10 @@
-"""Contrastive search (Su et al. 2022, arXiv 2202.06417): of the k most likely tokens the one that is likely and unlike what was said.
+"""Contrastive search (Su et al. 2022, arXiv 2202.06417): of the k most likely tokens, choose a token that is likely and
+unlike the context.
 
 score = (1 - alpha) * probability - alpha * (largest cosine similarity of its hidden state to an earlier token's)
 
-The hidden state of a candidate is known only once it is computed, so the candidates run as k forks of the sequence, one of which stays.
-L tokens so far, k candidates, E hidden channels, V tokens in the vocabulary.
+A candidate's hidden state is known only after the candidate is computed. So the k candidates run as forks of the
+sequence, and one fork stays. Dimensions: L tokens so far, k candidates, E hidden channels, V vocabulary entries.
 """
 
 import torch
@@ -18,22 +19,22 @@ from pipelines.engine.stopping import completion_of, extend_text
 
 
 class ContrastiveSearch:
-    """The candidates of one request for its next token, and the hidden states that they are compared with."""
+    """The candidates of one request for its next token, and the hidden states of its context."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
         self._observed: list[Tensor] = []  # hidden states since the last choice
-        self._context: Tensor | None = None  # [L, E] directions of the hidden states so far
-        self._probabilities: Tensor | None = None  # [k] of the candidates; None while there are none
-        self._logits: Tensor | None = None  # [V] that the candidates were taken from
+        self._context: Tensor | None = None  # [L, E] normalised hidden states of the context
+        self._probabilities: Tensor | None = None  # [k] of the candidates; None before the first choice
+        self._logits: Tensor | None = None  # [V] logits of the candidates
 
     def observe(self, hidden: Tensor) -> None:
         self._observed.append(hidden.clone())  # the next step overwrites it
 
     def restart(self, group: SequenceGroup) -> Sequence:
-        """Return the sequence without its candidate: hidden states and candidates are computed again."""
+        """Return the sequence without its candidate. Hidden states and candidates are computed again."""
         sequence = group.sequences[0].fork()
         if self._probabilities is not None:
             sequence.token_ids.pop()
@@ -43,7 +44,7 @@ class ContrastiveSearch:
         return sequence
 
     def recompute(self, group: SequenceGroup) -> None:
-        """Observe the hidden states before the candidates again. The candidates stay."""
+        """Collect the hidden states of the context again. The candidates stay."""
         self._context = None
         group.sequences[0].first_output_position = 0
 

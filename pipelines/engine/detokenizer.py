@@ -1,22 +1,25 @@
-"""Turns token ids into text, piece by piece: no half characters, no half stop strings, nothing decoded twice over."""
+"""Incremental detokenisation: emits only complete characters, never part of a stop string, and decodes a short window
+per token.
+"""
 
 import copy
 from collections.abc import Callable
 
 from pipelines.engine.stop_strings import StopStrings
 
-REPLACEMENT = "\ufffd"  # what a decoder puts for bytes that are no whole character yet
-FIRST_TAIL = 8  # prompt tokens decoded as context for the first new one
-CHARACTER = 4  # bytes of the longest character, which begins at most three tokens before its last one
-MAX_PENDING = 16  # tokens in a row whose text is not certain
+REPLACEMENT = "\ufffd"  # a decoder's output for an incomplete character
+FIRST_TAIL = 8  # prompt tokens that are decoded as context of the first new token
+CHARACTER = 4  # bytes of the longest character: it starts at most three tokens before its last token
+MAX_PENDING = 16  # consecutive tokens whose text can still change
 
 
 class Detokenizer:
-    """Turns one sequence's new tokens into text. The pieces joined are the text that decoding everything at once would give.
+    """Decodes one sequence's new tokens incrementally. The joined pieces equal the text of decoding all tokens at once.
 
-    A token's text can depend on the token before it (a leading space) and on those after it (bytes of one character). So each
-    step decodes a short window that starts at the last token whose text was complete, and holds back what is not certain yet.
-    The window stays short: of more than MAX_PENDING tokens that give no character all but the last few are taken as they are.
+    A token's text can depend on the previous token (a leading space) and on later tokens (bytes of one character). So
+    each step decodes a short window that starts at the last token whose text was complete, and holds back text that can
+    still change. The window stays short: after more than MAX_PENDING tokens without a character, all but the last few
+    are emitted as they are.
     """
 
     def __init__(
@@ -27,7 +30,10 @@ class Detokenizer:
         include_stop: bool = False,
         hidden_text: Callable[[int], str] = lambda id: "",
     ) -> None:
-        """hidden_text: what a token spells that `decode` leaves out, as it does special tokens. Stop strings are looked for in it, too."""
+        """`hidden_text` returns the text of a token that `decode` omits, for example a special token.
+
+        Stop strings match this text too.
+        """
         self._decode = decode
         self._hidden_text = hidden_text
         self._stop = StopStrings(stop)
@@ -36,7 +42,7 @@ class Detokenizer:
         self._window = _clean_tail(decode, prompt_token_ids)
         self._window_text = decode(self._window).rstrip(REPLACEMENT)
         self._num_known = len(self._window)  # tokens of the window whose text is in _window_text
-        self._held: list[tuple[str, bool]] = []  # characters that may begin a stop string, and whether each is shown
+        self._held: list[tuple[str, bool]] = []  # characters that can start a stop string, and whether each is shown
 
     def copy(self) -> "Detokenizer":
         other = copy.copy(self)
@@ -44,7 +50,10 @@ class Detokenizer:
         return other
 
     def add(self, token_id: int, may_stop: bool) -> tuple[str, str | None]:
-        """Return the text that `token_id` makes certain, and the stop string that was met. `may_stop` is False before min_new_tokens."""
+        """Return the text that `token_id` completes, and the stop string that it completes, if any.
+
+        `may_stop` is False before min_new_tokens.
+        """
         piece = self._certain_text(token_id)
         characters = [*((one, True) for one in piece), *((one, False) for one in self._hidden_text(token_id))]
         return self._release(characters, may_stop) if characters else ("", None)
@@ -61,17 +70,20 @@ class Detokenizer:
         return self._settle(text) if len(self._window) - self._num_known > MAX_PENDING else ""
 
     def flush(self) -> str:
-        """Return the rest, at the end of the sequence: held text, and bytes that never became a character."""
+        """Return the remaining text at the end of the sequence: held text, and bytes that never became a character."""
         held, self._held = self._held, []
         return _shown(held) + self._decode(self._window)[len(self._window_text) :]
 
     def _settle(self, text: str) -> str:
-        """Shorten a window that holds too many pending tokens, and return the text of those that leave it. `text` is the window's."""
-        # A new token that has no text, as a special one has none, changes nothing for the next one.
+        """Shorten a window with too many pending tokens, and return the text of the removed tokens.
+
+        `text` is the window's text.
+        """
+        # A token without text, for example a special token, does not affect the next token's text.
         if not text.endswith(REPLACEMENT):
             self._window.pop()
             return ""
-        # The bytes are no text. The last of them may yet begin a character, which must not be cut.
+        # The bytes are not valid text. The last of them can still begin a character, which must not be split.
         for cut in range(len(self._window) - CHARACTER + 1, self._num_known, -1):
             rest = self._decode(self._window[cut:])
             if rest and self._decode(self._window[:cut]) + rest == text:
@@ -85,7 +97,7 @@ class Detokenizer:
         if may_stop:
             for length, (character, _) in enumerate(characters, len(self._held) + 1):
                 self._stop_state, found = self._stop.advance(self._stop_state, character)
-                if found:  # the string that is complete first wins, of several the longest
+                if found:  # the first complete string wins, and the longest of several
                     self._held = []
                     met = "".join(one for one, _ in text[length - found : length])
                     return _shown(text[: length if self._include_stop else length - found]), met
@@ -99,6 +111,6 @@ def _shown(characters: list[tuple[str, bool]]) -> str:
 
 
 def _clean_tail(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[int]:
-    """Return the last tokens of the prompt, from where a character begins."""
+    """Return the last tokens of the prompt, starting at a character boundary."""
     tails = [token_ids[-count:] for count in range(FIRST_TAIL, FIRST_TAIL + CHARACTER)]
     return next((tail for tail in tails if not decode(tail).startswith(REPLACEMENT)), tails[0])

@@ -1,7 +1,7 @@
-"""How many drafts pay: from the seconds that steps took, and from the share of drafts that stayed.
+"""Chooses the number of draft tokens per row from measured step times and acceptance rates.
 
-Drafts are taken in the order of their chance to stay for as long as tokens per second rise (goodput, arXiv 2406.14066). Times may decide
-here, because no token depends on a draft.
+Drafts are taken in order of acceptance probability while the expected tokens per second increase (goodput, arXiv
+2406.14066). Measured times may decide this, because drafts do not change the generated tokens.
 """
 
 import math
@@ -14,29 +14,33 @@ from weakref import WeakKeyDictionary
 from conf.speculation import Acceptance, DraftOrder
 from pipelines.engine.request import Sequence
 
-LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # drafts of a row: few, so that few shapes of steps are recorded
-FIRST_TIMES = 3  # steps of a size before its time counts: the first is computed by calls, the second recorded
-ONE_READING = 16  # tokens for which a CPU reads each weight once: so many are tried, because they may cost nothing
-TRIED = 1.5  # times the largest known size is tried, if that is more
-NUM_TIMES = 8  # of which the least counts: a step that was interrupted took longer than the next one will
+LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # draft counts of a row: few values, so that few step shapes are recorded
+# Steps of a size before its time counts: the first step runs eagerly, the second is recorded.
+FIRST_TIMES = 3
+# Tokens for which a CPU reads each weight once. Steps up to this size are tried, because they may cost no more.
+ONE_READING = 16
+TRIED = 1.5  # factor on the largest measured size up to which a size is tried
+# Recent times of which the minimum counts: an interrupted step took longer than the next step will.
+NUM_TIMES = 8
 PROBE_EVERY = 32  # steps without a draft
-PRIOR_WEIGHT = 2.0  # drafts that a row's first guess of its own chance is worth
-MEMORY = 32.0  # drafts after which older ones count half: texts repeat themselves in stretches
-MARGIN = 1.05  # of tokens per second: chances are guesses, and the best of many guesses promises too much
-LEAST_GAIN = 0.01  # tokens that a draft gives by its chance: fewer are not looked at
+PRIOR_WEIGHT = 2.0  # weight of the prior of a row's own rate, in drafts
+MEMORY = 32.0  # drafts after which the counts are halved, because the rate changes along a text
+# Required gain in tokens per second: the chances are estimates, and the best of many estimates is too optimistic.
+MARGIN = 1.05
+LEAST_GAIN = 0.01  # expected tokens of a draft below which it is not considered
 
 
 class StepCosts:
-    """Seconds of decode steps by their number of tokens."""
+    """Measured seconds of decode steps, by number of tokens."""
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
         self._known: dict[int, float] = {}
-        self._sizes: list[int] = []  # the known ones, in order
-        self._seconds: dict[int, float] = {}  # what was asked for since a time changed
+        self._sizes: list[int] = []  # the measured sizes, ascending
+        self._seconds: dict[int, float] = {}  # estimates since the last change of a time
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """Note what a step of so many tokens took."""
+        """Record the time of a step with `num_tokens` tokens."""
         times = self._times.setdefault(num_tokens, deque(maxlen=NUM_TIMES))
         times.append(seconds)
         if len(times) >= FIRST_TIMES and self._known.get(num_tokens) != (least := min(times)):
@@ -45,10 +49,13 @@ class StepCosts:
             self._seconds.clear()
 
     def seconds(self, num_tokens: int) -> float:
-        """Return what a step takes: between two known sizes as much as on the line through them, infinity where nothing is known.
+        """Estimate the time of a step; infinity if nothing was measured.
 
-        Beyond the largest known size it takes as long up to ONE_READING, and from there grows as it did last, so that it is tried where
-        that would pay. Further on it is infinite, so that no step is tried that may take several times as long.
+        Between two measured sizes it interpolates linearly.
+
+        Up to ONE_READING tokens, a larger size costs as much as the largest measured size, so that it is tried. Above
+        ONE_READING the cost grows as between the last two measured sizes, up to TRIED times the largest size. Beyond
+        that it is infinite, so that no step is tried that may take several times as long.
         """
         found = self._seconds.get(num_tokens)
         if found is None:
@@ -71,13 +78,13 @@ class StepCosts:
 
 @dataclass
 class Share:
-    """The chance that a draft stays if those before it do."""
+    """Acceptance rate: the probability that a draft is accepted if all drafts before it are."""
 
     num_accepted: float = 0.0
     num_tried: float = 0.0
 
     def add(self, num_accepted: int, num_drafts: int) -> None:
-        """Count drafts up to the first one that was wrong; those after it say nothing."""
+        """Count drafts up to the first rejected draft. Later drafts carry no information."""
         if self.num_tried > MEMORY:
             self.num_accepted /= 2
             self.num_tried /= 2
@@ -90,9 +97,9 @@ class Share:
 
 
 def draft_lengths(chances: Row[float], most: Row[int], num_tokens: int, costs: StepCosts) -> list[int]:
-    """Return how many drafts each row gets, of `most`, beside the step's `num_tokens`: as many as give the most tokens per second.
+    """Return the number of drafts for each row, at most `most[i]`, that gives the most tokens per second.
 
-    `chances`: of each row's drafts to stay.
+    `num_tokens`: tokens of the step without drafts. `chances`: acceptance probability of each row's drafts.
     """
     gains = []
     for row, chance in enumerate(chances):
@@ -116,7 +123,7 @@ def draft_lengths(chances: Row[float], most: Row[int], num_tokens: int, costs: S
 
 
 class DraftBudget:
-    """Gives every row of a step its number of drafts, by what it learned from the steps before."""
+    """Assigns each row of a step its number of drafts, from statistics of earlier steps."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
@@ -126,7 +133,7 @@ class DraftBudget:
         self._num_without = 0  # steps since the last draft
 
     def lengths(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
-        """Return how many drafts each row gets, at most `most`, in a step of `num_tokens` without them."""
+        """Return the number of drafts for each row, at most `most[i]`. `num_tokens`: tokens of the step without drafts."""
         lengths = list(most)
         by_goodput = []
         for index, (row, wanted) in enumerate(zip(rows, most, strict=True)):
@@ -146,7 +153,10 @@ class DraftBudget:
         return lengths
 
     def _of_goodput(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
-        """Return the lengths that give the most tokens per second; every PROBE_EVERY-th step without a draft has one."""
+        """Return the lengths with the most tokens per second.
+
+        After PROBE_EVERY - 1 steps without a draft, one row gets one draft.
+        """
         prior, unknown = self._share.chance(0.5), Share()
         chances = [self._own_shares.get(row, unknown).chance(prior) for row in rows]
         lengths = draft_lengths(chances, most, num_tokens, self.costs)
@@ -157,7 +167,7 @@ class DraftBudget:
         return lengths
 
     def learn(self, row: Sequence, num_accepted: int, num_drafts: int) -> None:
-        """Note how many of a row's drafts became tokens."""
+        """Record how many of a row's drafts were accepted."""
         self._share.add(num_accepted, num_drafts)
         self._own_shares.setdefault(row, Share()).add(num_accepted, num_drafts)
         most = row.params.speculation.num_tokens
