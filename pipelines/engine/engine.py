@@ -1,4 +1,4 @@
-"""Runs requests step by step: plan, build, execute, sample, commit."""
+"""The engine's step loop: plan, build the batch, execute, sample, commit."""
 
 import time
 from collections import deque
@@ -50,7 +50,7 @@ MICROBATCH_STEPS = 4
 
 
 class Engine:
-    """Runs requests over one model and one pool of KV blocks. Not for several threads at once.
+    """Runs requests over one model and one pool of KV blocks. Not thread-safe.
 
     >>> requests = [engine.request(0, [1, 403, 407], DecodeConfig(max_new_tokens=8))]
     >>> [output.completions[0].token_ids for output in engine.generate(requests)]
@@ -72,11 +72,12 @@ class Engine:
         adapters: Adapters | None = None,
         make_executor: Callable[[CausalLM, KVCache, int, int, int | None], Executor] = Executor,
     ) -> None:
-        """`decode_defaults`: settings of DecodeConfig that hold where a request says nothing.
+        """`decode_defaults`: DecodeConfig settings that apply where a request sets none.
 
-        `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph, where there is a GPU.
-        `decode_threads`: threads of decode steps on a CPU, if not all. `unavailable_proposers`: why each cannot draft. `adapters`: those
-        of the model that rows may name. `make_executor`: Executor, or what takes the same and runs the model with other ranks.
+        `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph; read only on a GPU.
+        `decode_threads`: CPU threads of decode steps; None: all. `unavailable_proposers`: why a proposer cannot draft,
+        by proposer. `adapters`: the model's adapters that requests can name. `make_executor`: Executor, or a factory
+        with the same arguments for an executor that runs the model with other ranks.
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
@@ -84,7 +85,7 @@ class Engine:
         shape = model.config
         self.vocab_size = shape.vocab_size
         self.sees_later_tokens = shape.needs_whole_prompt
-        """Whether a prompt's tokens see later ones, so that they are not predicted from those before them."""
+        """Whether a prompt's tokens attend to later tokens, so that earlier tokens do not predict them."""
         self.requests = RequestFactory(
             *(tokenizer, shape.vocab_size, context, eos_token_ids, decode_defaults),
             *(self.num_blocks, self.block_size, max_batched_tokens),
@@ -99,7 +100,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, *limits, self.adapters.slots)
         self._make_executor = make_executor
         self.looks_ahead = self.device.type == "cuda"
-        """Whether a step is launched before the tokens of the one before it are known, where that is possible."""
+        """Whether a step is launched before the previous step's tokens are known, if its plan allows it."""
         self.num_generated_tokens = 0  # by all requests so far
         self.num_computed_tokens = 0  # without drafts
         self._decode_threads = decode_threads
@@ -107,7 +108,10 @@ class Engine:
         self.run_over(model, cache, num_graph_sequences)
 
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
-        """From now on compute with this model and this cache, of as many blocks as the last one. Steps that were captured are dropped."""
+        """Compute with this model and this cache from now on.
+
+        The cache must have as many blocks as before. Drops captured steps.
+        """
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
         self.executor = self._make_executor(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
@@ -116,12 +120,15 @@ class Engine:
         self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Let rows name the LoRA adapter of a folder, in the place of one of the same name. Raises UserError as `Adapters.load` does."""
+        """Load the LoRA adapter of a folder; it replaces an adapter of the same name.
+
+        Raises UserError as `Adapters.load` does.
+        """
         if self.adapters.load(name, Path(folder), self.scheduler.adapters_in_use):
             self.run_over(self.executor.model, self.executor.cache, self._num_graph_sequences)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises UserError for an unknown name, and while a request uses it."""
+        """Remove an adapter. Raises UserError if the name is unknown or a request uses the adapter."""
         self.adapters.unload(name, self.scheduler.adapters_in_use)
 
     @property
@@ -130,7 +137,7 @@ class Engine:
 
     @property
     def is_next_computed(self) -> bool:
-        """Whether the next step computes nothing, because it is the rest of one whose drafts were right."""
+        """Whether the next step needs no computation, because an earlier step's accepted drafts have its outputs."""
         return self._launched is not None and self._launched.is_confirmed
 
     def request(
@@ -143,7 +150,10 @@ class Engine:
         prefix: str | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Return a checked request. Raises UserError as `RequestFactory.make` and `Adapters.give` do, and for a prompt it cannot take."""
+        """Return a checked request.
+
+        Raises UserError as `RequestFactory.make` and `Adapters.give` do, and for a prompt that the model cannot take.
+        """
         request = self.requests.make(id, prompt_token_ids, decode, sink, prediction_token_ids, prefix)
         return self._with_adapter(request, adapter)
 
@@ -156,7 +166,10 @@ class Engine:
         prefix: str | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Return a checked request for the prompt's vector. Raises UserError as `RequestFactory.make_pooled` and `request` do."""
+        """Return a checked request for the prompt's vector.
+
+        Raises UserError as `RequestFactory.make_pooled` and `request` do.
+        """
         return self._with_adapter(self.requests.make_pooled(id, prompt_token_ids, pooling, decode, prefix), adapter)
 
     def _with_adapter(self, request: Request, adapter: str | None) -> Request:
@@ -166,7 +179,7 @@ class Engine:
         return request
 
     def pin(self, blocks: list[int]) -> None:
-        """Keep allocated blocks for good: requests have the others."""
+        """Keep allocated blocks permanently. Requests can use only the remaining blocks."""
         self.scheduler.block_manager.pin(blocks)
         num_blocks = self.num_blocks - self.scheduler.block_manager.num_pinned_blocks
         self.requests = replace(self.requests, num_blocks=num_blocks)
@@ -177,23 +190,25 @@ class Engine:
         max_num_requests: int | None = None,
         on_step: Callable[[], None] = lambda: None,
     ) -> Generator[Output, None, None]:
-        """Yield outputs as they finish. Requests are taken from the iterable when a place is free; closing the iterator cancels the rest.
+        """Yield outputs as requests finish.
 
-        A request that fails on its way is an output with its `error`. What does not belong to one request is raised.
+        Takes the next request when a slot is free; closing the iterator cancels the rest.
+
+        A request that fails is an output with its `error`. An exception that does not belong to one request is raised.
         """
         source = iter(requests)
         with closing(self.steps(lambda: next(source, None), max_num_requests)) as steps:
             for outputs in steps:
                 yield from outputs
-                on_step()  # after the outputs, so that nothing is lost if it raises
+                on_step()  # after the outputs, so that no output is lost if it raises
 
     def steps(
         self, next_request: Callable[[], Request | Output | None], max_num_requests: int | None = None
     ) -> Generator[list[Output], None, None]:
-        """Yield after each step the outputs that it finished, until nothing runs and there is no request.
+        """Yield the finished outputs after each step, until nothing runs and there is no further request.
 
-        `next_request` is called when a place is free. It returns None where there is none now, or the output of one that was refused.
-        Outputs, exceptions and closing are as those of `generate`.
+        `next_request` is called when a slot is free. It returns None if there is no request now, or the output of a
+        refused request. Outputs, exceptions and closing are as in `generate`.
         """
         limit = min(max_num_requests or self.max_num_requests, self.max_num_requests)
         alive: list[SequenceGroup] = []
@@ -211,18 +226,21 @@ class Engine:
                         yield [Output(request.id, [], len(request.prompt_token_ids), 0, error=error)]
                 if not alive:
                     return
-                if any(group.sequences for group in alive):  # the steps of another call may have finished them all
+                if any(group.sequences for group in alive):  # steps of another call may have finished all groups
                     self.step()
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]
                 yield [group.output() for group in finished]
         finally:
             for group in alive:
-                if group.sequences:  # some may have finished in the very step that failed
+                if group.sequences:  # some groups may have finished in the step that failed
                     self.scheduler.cancel(group)
 
     def add(self, request: Request) -> SequenceGroup:
-        """Queue a request: `step` until its `sequences` are none, then take its `output`; or `scheduler.cancel` it."""
+        """Queue a request.
+
+        Call `step` until the group's `sequences` are empty, then take its `output`; or call `scheduler.cancel`.
+        """
         self.adapters.check(request.adapter)
         params, pooling = request.params, request.pooling
         origin = Sequence.begin(request, self._detokenizer(request))
@@ -242,9 +260,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, max_tokens: int | None = None) -> None:
-        """Compute one step over everything that runs, and continue the groups that are computed to their last tokens.
+        """Run one step for all running groups, and continue the groups whose tokens are all computed.
 
-        `max_tokens`: the step's budget, as for `Scheduler.plan`.
+        `max_tokens`: the step's token budget, as for `Scheduler.plan`.
         """
         step, self._launched = self._launched, None
         if step is None or not step.has_live_sequences():
@@ -260,7 +278,7 @@ class Engine:
         self._launched = ahead or step.confirmed()
 
     def _next_step(self, max_tokens: int | None) -> LaunchedStep:
-        """Begin a step in every microbatch that is free, and return the one that was begun first. Drafts have one microbatch."""
+        """Begin a step in every free microbatch, and return the oldest step. With drafts there is only one microbatch."""
         microbatches, executor = self._microbatches, self.executor
         num_microbatches = 1 if self.speculator.wants_drafts(self.scheduler.running) else executor.num_microbatches
         if num_microbatches > 1:
@@ -278,7 +296,7 @@ class Engine:
         return LaunchedStep(plan, outputs())
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
-        """Build the plan's batch and execute it. `last_tokens` [S]: its inputs, where only the device knows them."""
+        """Build the plan's batch and execute it. `last_tokens` [S]: the input tokens, if only the device has them."""
         batch = build_batch(plan, self.block_size)
         if self.speculator.reads_hidden(plan):
             whole = build_batch(plan, self.block_size, all_outputs=True)
@@ -292,19 +310,19 @@ class Engine:
         return LaunchedStep(plan, outputs, choose(outputs.logits, contexts, last_tokens))
 
     def _launch_ahead(self, step: LaunchedStep) -> LaunchedStep | None:
-        """Begin the step after this one with the tokens that the device chooses, if it can be planned without knowing them."""
+        """Launch the next step with the tokens that the device chooses, if it can be planned before they are known."""
         if step.tokens is None or not step.all_sequences_live():
             return None
         plan = self.scheduler.plan_ahead(step.plan)
         return plan and self._launch(plan, step.tokens.clamp(0, self.vocab_size - 1))
 
     def _accept(self, choices: Choices) -> None:
-        """Continue sequences with what was chosen, then hand the new text to the sinks, which may raise."""
+        """Append the chosen tokens to their sequences, then pass the new text to the sinks, which may raise."""
         now, pieces = time.monotonic(), list[tuple[Sink, Piece]]()
         searches = [group for group, _ in choices.searched if not group.request.pooling]
         self.num_generated_tokens += len(choices.sampled) + len(searches)
         for group, sequence, number, token, logprobs in choices.sampled:
-            if group.error:  # another sample's
+            if group.error:  # another sample of the group failed
                 continue
             if number != sequence.sample:
                 sequence = self._begin_sample(group, sequence, number)
@@ -328,14 +346,13 @@ class Engine:
             sink(*piece)
 
     def _begin_sample(self, group: SequenceGroup, sequence: Sequence, sample: int) -> Sequence:
-        """Fork a sample, which goes its own way from here."""
         fork = self.scheduler.fork(sequence)
         fork.sample = sample
         group.sequences.append(fork)
         return fork
 
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:
-        """End this request alone. Raises the exception again where it does not belong to one request."""
+        """End this request alone. Raises the exception again if it does not belong to one request."""
         if not belongs_to_request(error):
             raise error
         self.scheduler.cancel(group)
@@ -357,16 +374,17 @@ class Engine:
         return Detokenizer(decode, request.prompt_token_ids, params.stop, params.include_stop, hidden_text)
 
     def num_at_once(self, num_tokens: int) -> int:
-        """Return how many prompts of so many tokens `hidden_states` takes in one step."""
+        """Return how many prompts of `num_tokens` tokens `hidden_states` takes in one step."""
         blocks = self.scheduler.block_manager
         by_memory = blocks.num_free_blocks // blocks.num_blocks_for(num_tokens)
         return min(by_memory, self.scheduler.max_batched_tokens // num_tokens)
 
     @torch.inference_mode()
     def hidden_states(self, prompts: list[list[int]], num_outputs: list[int]) -> Tensor:
-        """Compute hidden states [R, E] of the last `num_outputs` tokens of each prompt, in one step that nothing else is in.
+        """Compute hidden states [R, E] of the last `num_outputs` tokens of each prompt, in one step without other
+        requests.
 
-        The prompts' keys and values are read from the cache, as those of requests are. No more than `num_at_once` prompts.
+        The prompts' keys and values are read from the cache, as for requests. Takes at most `num_at_once` prompts.
         """
         blocks = self.scheduler.block_manager
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Runs a model on batches over its cache."""
+"""Runs a model on batches over its KV cache."""
 
 import itertools
 from collections.abc import Callable
@@ -20,34 +20,36 @@ from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.steps import StepOutputs, Steps
 
-MAX_RECORDED_TOKENS = 16  # of a decode step: larger ones take so long that the calls do not count
-# The calls of a prompt take 0.6 ms, however long it is. It is recorded where its tokens times the bytes of weights are no more than this:
-# with models/tiny in float32 up to 97 tokens, which take 3 ms and 4 MB of intermediate results; with 1.1 B parameters never.
+MAX_RECORDED_TOKENS = 16  # of a decode step: in larger steps the cost of the calls is negligible
+# The operator calls of a prompt step take 0.6 ms at any length. A prompt step is recorded if its tokens times the bytes
+# of weights are at most this number: with models/tiny in float32 up to 97 tokens, which take 3 ms and 4 MB of
+# intermediate results; with 1.1 B parameters never.
 MAX_RECORDED_BYTES = 2**30
-# Steps of one shape: to record costs as much as their calls. Most lengths of prompts do not come again.
+# Steps of a shape before it is recorded. Recording costs as much as the calls, and most prompt lengths do not repeat.
 DECODES_BEFORE_RECORDING, PROMPTS_BEFORE_RECORDING = 1, 8
 
 
 class Executor:
-    """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs: `execute` chooses."""
+    """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs; `execute` chooses."""
 
     num_microbatches = 1
-    """Steps that are worth being under way at once."""
+    """Number of steps that should be in flight at once."""
 
     def __init__(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> None:
-        """On a GPU, captures decode steps of up to `num_graph_sequences` now, with block tables of the width that a sequence may need.
+        """On a GPU, captures decode steps of up to `num_graph_sequences` sequences now, with block tables of
+        `table_width`.
 
-        On a CPU decode steps have `decode_threads`, or as many as all, and what comes again is recorded when it does.
+        On a CPU, decode steps run on `decode_threads` threads (None: all), and repeated shapes are recorded.
         """
         self._table_width, self._decode_threads = table_width, decode_threads
         self.model = model
         self.cache = cache
         self._device = cache.tensors[0].device
         self.decode_steps: Steps = self.compute
-        self.adapted_steps: Steps = self.compute  # decode steps with adapters, on a GPU
-        self.prompt_steps: Steps = self.compute  # apart: many lengths of prompts push no decode step out
+        self.adapted_steps: Steps = self.compute  # on a GPU, decode steps with adapters
+        self.prompt_steps: Steps = self.compute  # separate, so that many prompt lengths do not evict decode steps
         if self._device.type == "cpu":
             max_tokens = int(MAX_RECORDED_BYTES / model.step_weight_bytes(1))
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
@@ -61,12 +63,12 @@ class Executor:
                 self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self._device, with_adapters=True)
 
     def beside(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":
-        """Return the runner of another model, over a cache of the same blocks."""
+        """Return an executor of another model over a cache with the same blocks."""
         return Executor(model, cache, num_graph_sequences, self._table_width, self._decode_threads)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as they are held: parameters, and the buffers that stand for them where they are packed."""
+        """Bytes of all weights as stored: parameters, and the buffers of packed weights."""
         return sum(tensor.nbytes for tensor in itertools.chain(self.model.parameters(), self.model.buffers()))
 
     def step_weight_bytes(self, num_sequences: int) -> float:
@@ -75,7 +77,7 @@ class Executor:
 
     @property
     def peak_memory_of_others(self) -> int:
-        """Peak bytes of the other processes that compute each step, added up."""
+        """Sum of the peak bytes of the other ranks' processes."""
         return 0
 
     @property
@@ -87,7 +89,7 @@ class Executor:
     def cache_tensors(self) -> dict[str, tuple[Tensor, Heads]]:
         """The cache's tensors [N, B, G, *] and the heads of each, by name.
 
-        Names have the layer's number in the whole model. A layer that only drafts has no name.
+        Names contain the layer's number in the whole model. A layer that only drafts has no name.
         """
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
@@ -99,18 +101,21 @@ class Executor:
         }
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return what the model needs of a prompt in every step. Raises UserError for one that it cannot take."""
+        """Return the prompt's features that the model reads in every step.
+
+        Raises UserError for a prompt that it cannot take.
+        """
         return self.model.prompt_features(token_ids)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks of the cache in all layers, from and to."""
+        """Copy blocks of the cache in all layers. `copies`: pairs of source and target."""
         if copies:
             sources, targets = torch.tensor(copies, device=self._device).T
             for keys, values in self.cache.layers:
                 copy_blocks(keys, values, sources, targets)
 
     def on_device(self, batch: Batch) -> Batch:
-        """Return the batch where the model is, without waiting for a GPU."""
+        """Return the batch on the model's device, without waiting for a GPU."""
         if batch.numbers.device.type == self._device.type:
             return batch
         return Batch(batch.numbers.pin_memory().to(self._device, non_blocking=True), batch.shape)
@@ -118,12 +123,12 @@ class Executor:
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         """Compute the batch's output rows, without waiting for a GPU. The next call overwrites them.
 
-        `token_ids`, int64 [T] on the model's device, takes the place of the batch's.
+        `token_ids`, int64 [T] on the model's device, replaces the batch's token ids.
         """
         return self._execute(batch, token_ids)
 
     def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
-        """Begin what `execute` does, and return a function that waits for the outputs.
+        """Begin an `execute`, and return a function that waits for the outputs.
 
         With several microbatches no later step overwrites the outputs.
         """
@@ -138,7 +143,10 @@ class Executor:
             return (self.adapted_steps if batch.shape.num_adapted else self.decode_steps)(batch, token_ids)
 
     def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
-        """Return what `execute` does of a batch, and the hidden states [T, E] of all its tokens, which are output rows of `whole`."""
+        """Return the outputs of `execute` and the hidden states [T, E] of all tokens.
+
+        `whole` is the same batch with every token as an output row.
+        """
         if batch.shape.num_outputs == batch.shape.num_tokens:
             outputs = self._execute(batch)
             return outputs, outputs.hidden
@@ -148,7 +156,7 @@ class Executor:
         return StepOutputs(wanted, logits, all_finite(logits)), hidden
 
     def compute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
-        """Compute a step by calling every operator."""
+        """Compute a step eagerly, operator by operator."""
         batch = self.on_device(batch)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids)
@@ -165,7 +173,9 @@ class Executor:
             return self.model(self.on_device(batch), self.cache)
 
     def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
-        """Compute hidden states [R, E] as `hidden` does, with embeddings [T, E] in the place of those of the batch's tokens."""
+        """Compute hidden states [R, E] as `hidden` does, from `embeddings` [T, E] instead of the embeddings of the
+        batch's tokens.
+        """
         handle = self.model.embedding.register_forward_hook(lambda *_: embeddings)
         try:
             return self._hidden(batch)
@@ -173,34 +183,39 @@ class Executor:
             handle.remove()
 
     def predict_ahead(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute hidden states [R, E] of the layer that predicts ahead, as `CausalLM.predict_ahead` does."""
+        """Compute hidden states [R, E] of the multi-token prediction layer, as `CausalLM.predict_ahead` does."""
         return self.model.predict_ahead(hidden, self.on_device(batch), self.cache)
 
     def clear_ahead(self) -> None:
-        """Zero the keys and values of the layer that predicts ahead."""
+        """Zero the keys and values of the multi-token prediction layer."""
         for stored in self.cache.layers[-1]:
             for tensor in stored.tensors:
                 tensor.zero_()
 
     def own_layers(self, all_layers: Tensor) -> Tensor:
-        """Return the part [L', *] of [L, *] that is of this stage's layers."""
+        """Return the slice [L', *] of `all_layers` [L, *] that belongs to this pipeline stage."""
         return all_layers[self.model.own_layers.start : self.model.own_layers.stop]
 
     def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
-        """Write keys and values [L, 2, P, G, D] of all layers and key heads of the model to slots of the cache, as they are."""
+        """Write keys and values [L, 2, P, G, D] of all layers and key heads of the model to slots of the cache,
+        unchanged.
+        """
         places, own = torch.tensor(slots, device=self._device), self.own_layers(keys_and_values)
         for layer, heads, both in zip(self.cache.layers, self.model.attention_heads, own, strict=True):
             keys, values = heads.own_keys(both, axis=2)
             kv_store(keys, values, *layer, places)
 
     def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
-        """Put content [n, B, G, *], of all key heads of the model, into blocks of the cache's tensor of this name, if this stage has it."""
+        """Write content [n, B, G, *], of all key heads of the model, into blocks of the cache tensor of this name.
+
+        Does nothing if this pipeline stage does not have the tensor.
+        """
         if name in self.cache_tensors:
             tensor, heads = self.cache_tensors[name]
             tensor[blocks] = heads.own_keys(content, axis=2).to(self._device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, V] of hidden states [R, E]. Raises UserError where one is not finite."""
+        """Compute logits [R, V] of hidden states [R, E]. Raises UserError if a logit is not finite."""
         logits = self.unchecked_logits(hidden)
         if not all_finite(logits).all():
             raise not_finite()

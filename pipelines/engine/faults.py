@@ -1,4 +1,4 @@
-"""An exception belongs to one request, whose row fails alone, or to everything that runs."""
+"""Decides whether an exception belongs to one request, whose row fails alone, or to everything that runs."""
 
 import logging
 
@@ -9,7 +9,7 @@ from conf.errors import UserError
 log = logging.getLogger(__name__)
 
 SHARED = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)  # memory, disk, pipe, device
-CPU_MEMORY_ENDED = "DefaultCPUAllocator: can't allocate memory"  # in a RuntimeError, for torch has no class for it
+CPU_MEMORY_ENDED = "DefaultCPUAllocator: can't allocate memory"  # in a RuntimeError, because torch has no class for it
 
 
 def not_finite() -> UserError:
@@ -19,18 +19,19 @@ def not_finite() -> UserError:
 
 
 def belongs_to_request(error: BaseException) -> bool:
-    """Return whether an exception is of one request alone.
+    """Return whether an exception belongs to one request alone.
 
-    Interrupts are no `Exception`. Neither is a panic of a tokenizer's Rust code, though it belongs to the text that it read.
+    Interrupts are not subclasses of `Exception`. A panic in a tokenizer's Rust code is not one either, but it belongs
+    to the text that the tokenizer read.
     """
     is_shared = isinstance(error, SHARED) or (isinstance(error, RuntimeError) and CPU_MEMORY_ENDED in str(error))
     return (isinstance(error, Exception) and not is_shared) or type(error).__name__ == "PanicException"
 
 
 def row_error(error: BaseException, index: int) -> str:
-    """Return what the row's `error` says, and log the traceback of an exception that nobody foresaw.
+    """Return the text of the row's `error` field, and log the traceback of an unexpected exception.
 
-    Raises the exception again where it does not belong to one request.
+    Raises the exception again if it does not belong to one request.
     """
     if isinstance(error, UserError):
         return str(error)

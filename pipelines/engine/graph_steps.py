@@ -1,6 +1,8 @@
-"""Decode steps as CUDA graphs of a few sizes, all captured before the first request; a batch runs in the smallest that holds it.
+"""Decode steps as CUDA graphs of a few sizes, captured before the first request.
 
-S sequences of a batch, E hidden channels, V tokens in the vocabulary.
+A batch runs in the smallest graph that fits it.
+
+Dimensions: S sequences of a batch, E hidden channels, V vocabulary entries.
 """
 
 import logging
@@ -16,7 +18,7 @@ from pipelines.engine.steps import StepOutputs, Steps
 
 log = logging.getLogger(__name__)
 
-PADDING = {  # values of the rows after a batch's own: sequences without new tokens, which see nothing and are stored nowhere
+PADDING = {  # values of padding rows: sequences without new tokens, which attend to nothing and store nothing
     "token_ids": 0,
     "positions": 0,
     "slots": -1,
@@ -29,14 +31,14 @@ PADDING = {  # values of the rows after a batch's own: sequences without new tok
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
-    """Return numbers of sequences: 1, 2, 4, then every eighth, and `max_sequences`."""
+    """Return the captured numbers of sequences: 1, 2, 4, multiples of 8, and `max_sequences`."""
     return [*(size for size in (1, 2, 4, *range(8, max_sequences, 8)) if size < max_sequences), max_sequences]
 
 
 class GraphSteps:
-    """Steps of one token for each sequence: one copy from pinned memory and one launch.
+    """Decode steps with one token per sequence: one copy from pinned memory and one graph launch.
 
-    Tables are as wide as a sequence may ever need, because the grid of paged attention follows from their width.
+    Block tables have the maximum width of a sequence, because the grid of paged attention depends on the width.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class GraphSteps:
         device: torch.device,
         with_adapters: bool = False,
     ) -> None:
-        """Captures steps of all sizes, or none, with a warning, where the model does what a graph cannot hold.
+        """Captures steps of all sizes; if a graph cannot hold the model's operations, captures none and logs a warning.
 
-        `capture` returns what computes again on whatever the inputs hold by then. `with_adapters`: for batches in which tokens have some.
+        `capture` returns a function that repeats the computation on the current content of the inputs. `with_adapters`:
+        capture steps for batches with adapters.
         """
         self._compute = compute
         self._sizes = graph_sizes(max_sequences)
@@ -76,7 +79,7 @@ class GraphSteps:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of sequences for which there is a graph."""
+        """Numbers of sequences with a captured graph."""
         return sorted(self._replays)
 
     @torch.inference_mode()
@@ -90,13 +93,13 @@ class GraphSteps:
             self._replays[size] = capture(partial(self._step, size))
 
     def _step(self, size: int) -> None:
-        """Compute into the outputs. Nothing else is needed afterwards, so that graphs of all sizes share their memory."""
+        """Compute into the shared outputs. Nothing else of a step is kept, so graphs of all sizes can share memory."""
         for output, values in zip(self._outputs, self._compute(self._inputs[size], None), strict=True):
             output[:size].copy_(values)
 
     def _send(self, batch: Batch, size: int) -> None:
         if self._sent:
-            self._sent.synchronize()  # the last batch has left the pinned memory
+            self._sent.synchronize()  # the last copy from pinned memory has finished
         fill(self._pinned[size], batch)
         self._inputs[size].numbers.copy_(self._pinned[size].numbers, non_blocking=True)
         if self._sent:
@@ -115,9 +118,9 @@ class GraphSteps:
 
 
 def fill(target: Batch, batch: Batch) -> None:
-    """Put a batch into one with as many sequences and as wide tables at least, and padding after it.
+    """Copy a batch into a `target` with at least as many sequences and as wide tables, and pad the rest.
 
-    Entries of a table after a sequence's blocks stay as they are: nobody reads them.
+    Entries of a table after a sequence's blocks keep their old values: no kernel reads them.
     """
     for name, padding in PADDING.items():
         to, values = getattr(target, name), getattr(batch, name)

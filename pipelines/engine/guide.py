@@ -1,7 +1,8 @@
-"""Guides: which tokens may follow, so that a text is written in a grammar.
+"""Guided decoding: computes which tokens may follow, so that the output matches a grammar.
 
-llguidance parses, by Earley's algorithm over a lexer of derivatives. A mask has exactly the tokens that some text of the grammar goes on
-with; it depends on the output so far alone, so that a row's tokens do not depend on its batch. There is no torch here: masks are bytes.
+llguidance parses, with Earley's algorithm over a lexer of derivatives. A mask contains exactly the tokens that continue
+some text of the grammar. It depends only on the output so far, so a row's tokens do not depend on its batch. This
+module does not import torch: masks are bytes.
 """
 
 import functools
@@ -17,16 +18,19 @@ from models.tokenizers.base import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Work that a user's grammar may make: llguidance counts it, so that the same grammar is refused on every machine. Its own limits of a mask,
-# about 15 ms, hold beside these.
-MAX_GRAMMAR_SIZE = 10_000  # symbols; time is their square: 3,000 optional properties of an object take 6 s, 500 0.2 s
-MAX_LEXER_FUEL = 500_000  # of building the lexer, 50,000 in a millisecond
+# Limits on the work of a user's grammar. llguidance counts operations, so every machine refuses the same grammars.
+# llguidance's own limits for a mask, about 15 ms, also apply.
+# Symbols. The time grows with their square: 3,000 optional properties of an object take 6 s, 500 take 0.2 s
+MAX_GRAMMAR_SIZE = 10_000
+MAX_LEXER_FUEL = 500_000  # operations that build the lexer, 50,000 per millisecond
 MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
-# Between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write spaces without end.
+# Allowed between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write
+# endless spaces.
 WHITESPACE = r" |\r?\n[ \t]{0,32}"
 NUM_KEPT = 64  # compiled or refused guides
-# Without forced tokens: where the grammar has one continuation, any tokens may write it, and nothing depends on how long it is.
-OPTIONS = '%llguidance {"no_forcing": true}'  # the last one of a grammar counts
+# Disables forced tokens. Where the grammar has only one continuation, any tokens may spell it, and the result does not
+# depend on its length.
+OPTIONS = '%llguidance {"no_forcing": true}'  # the last such line of a grammar counts
 
 
 class Guide:
@@ -39,19 +43,19 @@ class Guide:
         return Guide(self._matcher.deep_copy(), self._vocab_size)
 
     def mask(self) -> bytes:
-        """Return the tokens that may follow: a bit for each, from the lowest, in whole int32 words. Raises UserError as `accept` does."""
+        """Return the bitmask of allowed tokens, lowest id first, padded to int32. Raises UserError as `accept` does."""
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
-        return mask[: 4 * -(-self._vocab_size // 32)]  # there is a bit more than tokens
+        return mask[: 4 * -(-self._vocab_size // 32)]  # llguidance's mask can be longer than the vocabulary
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token that the mask has. Raises UserError where the text takes more work than llguidance's limits allow."""
+        """Advance by an allowed token. Raises UserError if the text exceeds llguidance's work limits."""
         self._matcher.consume_token(token_id)
         self._check()
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end of the text may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
@@ -61,23 +65,26 @@ class Guide:
 
 
 class Guides:
-    """Compiles guides for one vocabulary, and keeps those that were used last. For any number of threads."""
+    """Compiles guides for one vocabulary, and caches the last used guides. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`vocab_size`: of the model, whose masks it is for; ids that the tokenizer lacks are never allowed."""
+        """`vocab_size`: the model's, which sizes the masks. Ids that the tokenizer lacks are never allowed."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(id for id in eos_token_ids if id < vocab_size)
         self._compiled = functools.lru_cache(maxsize=NUM_KEPT)(self._tried)
 
     def begin(self, guide: dict[str, Any]) -> Guide:
-        """Return the state at the beginning of a text. Raises UserError for a guide that cannot be compiled, or is too large to be."""
+        """Return a guide's state at the start of a text.
+
+        Raises UserError if the guide cannot be compiled or is too large.
+        """
         compiled = self._compiled(guide_text(guide))
         if isinstance(compiled, UserError):
             raise UserError(str(compiled))
         return compiled.copy()
 
     def _tried(self, text: str) -> Guide | UserError:
-        """Return a compiled guide, or why there is none: whoever sends a slow one again shall not make it slow again."""
+        """Return the compiled guide or its error. Errors are cached too, so that a slow guide costs its time only once."""
         try:
             return self._compile(text)
         except UserError as error:
@@ -86,12 +93,12 @@ class Guides:
     def _compile(self, text: str) -> Guide:
         ((kind, value),) = json.loads(text).items()
         vocabulary = self._vocabulary
-        from llguidance import LLMatcher  # here, because it is an extra; _vocabulary says so where it is missing
+        from llguidance import LLMatcher  # an optional package; _vocabulary reports it if it is missing
 
         grammar = {"grammars": [{"lark_grammar": f"{_lark(kind, value)}\n{OPTIONS}"}]}
         matcher = LLMatcher(vocabulary, json.dumps(grammar), log_level=0, limits=_limits())
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the lexer's first states, which copies have then
+            matcher.compute_bitmask()  # builds the lexer's first states, which copies share
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
         if matcher.is_stopped():
@@ -100,7 +107,7 @@ class Guides:
 
     @functools.cached_property
     def _vocabulary(self) -> "LLTokenizer":
-        """The tokens' bytes as a trie: a second for 128,000 tokens."""
+        """The tokens' bytes as a trie. It takes about a second to build for 128,000 tokens."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError as error:
@@ -116,15 +123,15 @@ class Guides:
 
 
 class _Vocabulary:
-    """A vocabulary as TokenizerWrapper reads it."""
+    """The vocabulary in the interface that TokenizerWrapper reads."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: list[int]) -> None:
         self.eos_token_id = eos_token_ids[0]
         self.tokens = [tokenizer.token_bytes(id) for id in range(size)]
-        # Special tokens by their names, which Lark grammars may say; no text writes them. What has no name, as ids that only the
-        # model has, is no special token: an empty name would begin any other.
+        # Lark grammars may name special tokens; ordinary text never produces them. An id without a name, for example an
+        # id that only the model has, is not a special token: an empty name would be a prefix of every other name.
         self.special_token_ids = []
         for id, token in enumerate(self.tokens):
             name = tokenizer.decode([id], skip_special_tokens=False) if token is None and id < tokenizer.size else ""
@@ -148,7 +155,6 @@ def _limits() -> "LLParserLimits":
 
 
 def _lark(kind: str, value: Any) -> str:
-    """Return a checked guide as a grammar in llguidance's Lark."""
     from llguidance import regex_to_lark
 
     match kind:
@@ -174,6 +180,6 @@ def _refused(kind: str, error: str) -> UserError:
 
 
 def _one_line(error: str) -> str:
-    """Return what llguidance says, without the grammar that it quotes."""
+    """Return llguidance's error message without the grammar that it quotes."""
     said = re.split(r"\n\s*\d+ \| |\n<non-verbose/>", error)[0]
     return shortened(" ".join(re.sub(r"^at \d+\(\d+\): ", "", said).split()))

@@ -1,4 +1,4 @@
-"""The pool of key/value blocks: how many fit, and their memory."""
+"""The pool of key/value blocks: computes how many blocks fit, and allocates them."""
 
 import os
 
@@ -10,8 +10,8 @@ from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
 from models.batch import KVCache
 from models.layers.attention import Heads
 
-BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by kind of device
-AUTO_SHARE = 0.5  # of the memory that is free when the pool is made, at most
+BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # token slots in a block, by device type
+AUTO_SHARE = 0.5  # maximum share of the memory that is free when the pool is allocated
 
 
 def allocate_kv_cache(
@@ -22,14 +22,14 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Allocate a cache, not initialised, from the heads of each layer and the formats of its keys and values.
+    """Allocate an uninitialised cache from the heads of each layer and the formats of its keys and values.
 
-    `dtype` is what the model computes in.
+    `dtype`: the dtype that the model computes in.
     """
 
     def paged(format: KVFormat, num_heads: int, channels: int) -> PagedVectors:
         size = (num_blocks, block_size, num_heads)
-        # The values of a latent cache have no channels, hence nothing to quantise.
+        # The values of a latent (MLA) cache have no channels, so there is nothing to quantise.
         return allocate(format if channels else Unquantised(), size, channels, dtype, device)
 
     return KVCache(
@@ -54,17 +54,18 @@ def choose_num_blocks(
     num_ranks: int = 1,
     num_sharing: int = 1,
 ) -> int:
-    """Return the number of blocks that `device.kv_cache_memory` holds where `free` bytes are free; with auto at most `wanted_blocks`.
+    """Return the number of blocks that fit `device.kv_cache_memory` (`memory`) with `free` bytes free.
 
-    `num_ranks` share a size in bytes equally, and `num_sharing` of them, which have this memory, what is free.
-
-    Raises UserError for none or too many.
+    With `auto` it is at most `wanted_blocks`. `num_ranks` share a size in bytes equally. `num_sharing`: number of these
+    ranks that use this device's memory, and share the free bytes. Raises UserError if the size is less than one block
+    or more than the free bytes.
     """
     one_block = allocate_kv_cache(heads, 1, block_size, formats, dtype, torch.device("meta"))
-    block_bytes = max(1, sum(tensor.nbytes for tensor in one_block.tensors))  # a stage's layers may store nothing
+    # A pipeline stage may have no layer that stores keys and values.
+    block_bytes = max(1, sum(tensor.nbytes for tensor in one_block.tensors))
     if memory == "auto":
         return max(1, min(wanted_blocks, int(AUTO_SHARE * free) // num_sharing // block_bytes))
-    everywhere = free * num_ranks // num_sharing  # of machines like this one
+    everywhere = free * num_ranks // num_sharing  # assumes that all machines are equal
     wanted, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
     if not block_bytes <= wanted <= free:
         limits = f"from {block_bytes} (one block) to {free} (what is free) bytes"
@@ -73,7 +74,7 @@ def choose_num_blocks(
 
 
 def free_memory(device: torch.device, memory_fraction: float) -> int:
-    """Return the free bytes; on a GPU no more than this process may still take of its share."""
+    """Return the free bytes. On a GPU, at most what remains of this process's `memory_fraction`."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -1,7 +1,8 @@
-"""Changes logits as requests ask: biases, penalties, allowed tokens, bans, forced tokens, guides, in this order, all rows at once.
+"""Logits processing for all rows at once, in this order: biases, penalties, allowed tokens, bans, forced tokens,
+guides.
 
-Only the tokens that something is done to are touched. On a GPU nothing waits for it, and a row's last token may be one that
-only the GPU knows. R rows, V tokens in the vocabulary.
+It changes only the affected tokens. On a GPU it does not synchronise, and a row's last token may be on the GPU only.
+Dimensions: R rows, V vocabulary entries.
 """
 
 from array import array
@@ -20,16 +21,19 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether bans or biases depend on the last token, so that the CPU must know it: n-grams, longer sequences, guides."""
+    """Return whether the CPU needs the last token for bans or biases: for n-grams, sequences of several tokens, and
+    guides.
+    """
     p = context.params
     sequences = (*p.bad_words, *(ids for ids, _ in p.sequence_bias))
     return bool(p.no_repeat_ngram_size or context.guide) or any(len(ids) > 1 for ids in sequences)
 
 
 def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
-    """Return rows [R, V], float32, a copy; the same tensor where nobody asks for anything. A token that may not be chosen has -inf.
+    """Return processed logits [R, V], float32, in a copy. Banned tokens have -inf.
 
-    `last_tokens` int64 [R], on the logits' device: the token after those that each context lists; for rows that need not wait for it.
+    Returns `logits` itself if no row requests processing. `last_tokens` int64 [R], on the logits' device: the token
+    after those in each context's `token_ids`. It requires that `waits_for_tokens` is False for every row.
     """
     assert last_tokens is None or not any(map(waits_for_tokens, contexts))
     vocab_size, num_unknown = logits.shape[1], int(last_tokens is not None)
@@ -66,7 +70,7 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
 
 
 def _masks(contexts: Sequence[SamplingContext], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the bitmasks int32 [R, ceil(V / 32)] of what guides allow; other rows allow all."""
+    """Return the guides' bitmasks int32 [R, ceil(V / 32)]. Rows without a guide allow all tokens."""
     free = bytes([255]) * (4 * -(-vocab_size // 32))
     rows = bytearray(b"".join(context.guide.mask() if context.guide else free for context in contexts))
     masks = torch.frombuffer(rows, dtype=torch.int32).view(len(contexts), -1)
@@ -74,9 +78,9 @@ def _masks(contexts: Sequence[SamplingContext], vocab_size: int, device: torch.d
 
 
 def to_device(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a one-dimensional tensor; through pinned memory where that is a GPU, so that nothing waits for it.
+    """Return a one-dimensional tensor. For a GPU, the copy goes through pinned memory and does not synchronise.
 
-    An array is read ten times faster than torch reads a list.
+    The values pass through an `array`, which is ten times faster than torch's conversion of a list.
     """
     numbers = array(TYPE_CODES[dtype], values)
     tensor = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
@@ -95,13 +99,12 @@ def _asks_for_something(context: SamplingContext, num_unknown: int) -> bool:
 
 
 def _may_not_end(context: SamplingContext, num_unknown: int) -> bool:
-    """Return whether the row is too short to end, though there are tokens that would end it."""
+    """Return whether the row is shorter than min_new_tokens and has end tokens to ban."""
     p = context.params
     return bool(p.end_token_ids) and context.num_output_tokens + num_unknown < p.min_new_tokens
 
 
 def _biases(context: SamplingContext) -> Iterable[tuple[int, float]]:
-    """Yield the tokens that have a bias here."""
     p = context.params
     yield from p.logit_bias.items()
     for ids, bias in p.sequence_bias:
@@ -110,7 +113,7 @@ def _biases(context: SamplingContext) -> Iterable[tuple[int, float]]:
 
 
 def _forced(context: SamplingContext, num_unknown: int) -> tuple[int, ...]:
-    """Return the only tokens that may follow here, at the beginning or the end of the output; none with a guide."""
+    """Return the tokens allowed as the first or the last token of the output; empty if unrestricted or with a guide."""
     p, place = context.params, context.num_output_tokens + num_unknown
     if context.guide is not None:
         return ()
@@ -130,16 +133,20 @@ def _penalise(
     penalised: list[int],
     last_tokens: Tensor | None,
 ) -> None:
-    """Change flattened rows in place. Repetition (arXiv 1909.05858) is for all tokens of a row, presence and frequency for its output."""
+    """Apply the penalties to flattened rows in place.
+
+    The repetition penalty (arXiv 1909.05858) covers all tokens of a row; presence and frequency penalties cover its
+    output only.
+    """
     known = [_counts(contexts[row]) for row in penalised]
-    listed = array("q"), array("q"), array("q")  # rows, tokens of rows, and how often each was generated
+    listed = array("q"), array("q"), array("q")  # row index, token id, and number of times generated
     for row, each in zip(penalised, known, strict=True):
         for numbers, more in zip(
             listed, (array("q", [row]) * len(each.counts), each.token_ids, each.counts), strict=True
         ):
             numbers += more
     rows, tokens, counts = (to_device(numbers, torch.int64, flat.device) for numbers in listed)
-    if last_tokens is not None:  # one more of a token that is listed, or one that is not
+    if last_tokens is not None:  # add the last token: to its count if it is listed, else as a new entry
         own = to_device(penalised, torch.int64, flat.device)
         again = tokens == last_tokens[rows]
         counts = counts + again
@@ -155,11 +162,10 @@ def _penalise(
     values = flat.gather(0, places)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= (presence + frequency * counts) * (counts > 0)
-    flat.scatter_(0, places, values)  # into a place that is there twice, the same number
+    flat.scatter_(0, places, values)  # duplicate indices write the same value
 
 
 def _counts(context: SamplingContext) -> TokenCounts:
-    """Return the counts of the tokens that are penalised."""
     if context.counts is None:
         context.counts = TokenCounts(context.num_prompt_tokens, with_prompt=context.params.repetition_penalty != 1)
     context.counts.update(context.token_ids)
@@ -167,7 +173,7 @@ def _counts(context: SamplingContext) -> TokenCounts:
 
 
 def _banned(context: SamplingContext, num_unknown: int) -> set[int]:
-    """Return tokens that may not follow: ends before the minimum length, repeated n-grams, last tokens of bad words."""
+    """Return the banned tokens: end tokens before the minimum length, repeated n-grams, last tokens of bad words."""
     p, token_ids = context.params, context.token_ids
     banned = set(p.end_token_ids) if _may_not_end(context, num_unknown) else set()
     for word in p.bad_words:

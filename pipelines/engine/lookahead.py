@@ -1,11 +1,11 @@
-"""Steps whose outputs are computed, or will be, before the tokens that go into them are known.
+"""Launched steps: steps whose outputs are in progress or complete before their input tokens are known on the CPU.
 
-One step of lookahead: a GPU begins the next decode step while the CPU still learns what this one chose. A step's tokens stay on the GPU
-and are the next one's inputs. Texts, stops and new requests come one step late, as the tokens do; what was computed for a row that turns
-out to have stopped is dropped. All that steps read and write on a GPU is ordered by its one stream, so blocks that are freed meanwhile may
-be given to others at once.
+The engine looks ahead by one step: a GPU begins the next decode step while the CPU still receives this step's tokens.
+The tokens stay on the GPU as the next step's inputs. Texts, stops and new requests are handled one step late, and
+results for a row that has stopped are dropped. One stream orders all GPU reads and writes of the steps, so blocks that
+are freed meanwhile can be reused at once.
 
-A step with drafts holds the next steps' outputs for as long as the drafts turn out to be the tokens that are chosen.
+A step with drafts contains the outputs of the next steps, as long as the drafts equal the chosen tokens.
 """
 
 import copy
@@ -23,19 +23,19 @@ from pipelines.engine.steps import StepOutputs
 
 
 class LaunchedStep:
-    """A step that is being computed. S sequences of the plan, R output rows."""
+    """A step in progress. S sequences of the plan, R output rows."""
 
     def __init__(self, plan: StepPlan, outputs: StepOutputs, tokens: Tensor | None = None) -> None:
-        """`tokens` [S]: what the device chooses, one for each sequence; None where the CPU chooses."""
+        """`tokens` [S]: the tokens that the device chooses, one per sequence; None if the CPU chooses."""
         self.plan = plan
         self.outputs = outputs
         self.tokens = tokens
         self.first_rows = _first_rows(plan)
-        """The first output row of each of the plan's items, which has as many as it has outputs; its drafts' rows follow."""
+        """Index of each item's first output row. An item has `num_outputs` rows, followed by the rows of its drafts."""
         self.given: dict[tuple[Sequence, int], int | None] = {}
-        """Tokens that are chosen already, by sequence and the number of its tokens before."""
+        """Tokens that are chosen already. Key: the sequence, and its number of tokens before the token."""
         self.is_confirmed = False
-        """Whether nothing is computed for it, because it is the rest of a step whose drafts were right."""
+        """Whether the step needs no computation, because an earlier step's accepted drafts have its outputs."""
         self._results = outputs.finite
         self._arrived: torch.cuda.Event | None = None
         if tokens is not None:
@@ -47,22 +47,26 @@ class LaunchedStep:
                 self._arrived.record()
 
     def give(self, index: int, tokens: list[int | None]) -> None:
-        """Let the plan's item of this index have these next tokens: its first drafts, and one after them."""
+        """Fix the next tokens of the plan's item `index`: its accepted drafts, and one token after them."""
         item = self.plan.scheduled[index]
         before = len(item.sequence.token_ids)
         self.given |= {(item.sequence, before + i): token for i, token in enumerate(tokens)}
         self.plan.scheduled[index] = item._replace(drafts=item.drafts[: len(tokens) - 1])
 
     def has_live_sequences(self) -> bool:
-        """Return whether a sequence of the plan has not ended since."""
+        """Return whether at least one sequence of the plan has not ended."""
         return any(item.sequence in item.group.sequences for item in self.plan.scheduled)
 
     def all_sequences_live(self) -> bool:
-        """Return whether no sequence of the plan has ended since."""
+        """Return whether no sequence of the plan has ended."""
         return all(item.sequence in item.group.sequences for item in self.plan.scheduled)
 
     def confirmed(self) -> "LaunchedStep | None":
-        """Return the next step, whose outputs are there already: of sequences that have grown by what was drafted for them."""
+        """Return the next step, whose outputs are already computed: it contains the sequences whose first draft became
+        their last token.
+
+        Returns None if there is no such sequence.
+        """
         grown = [
             (_without_first_draft(item), row + item.num_outputs)
             for item, row in zip(self.plan.scheduled, self.first_rows, strict=True)
@@ -78,7 +82,9 @@ class LaunchedStep:
         return step
 
     def wait(self) -> tuple[list[bool], list[int | None]]:
-        """Return whether each of the R rows is finite, and the S tokens that the device chose, None where all were banned."""
+        """Return whether each of the R rows is finite, and the S tokens that the device chose; None where all tokens
+        were banned.
+        """
         if self._arrived:
             self._arrived.synchronize()
         if self.tokens is None:
@@ -93,16 +99,16 @@ def _first_rows(plan: StepPlan) -> list[int]:
 
 
 def _without_first_draft(item: Scheduled) -> Scheduled:
-    """Return what is scheduled where the first draft is a token of the sequence."""
+    """Return the item for the state in which its first draft is a token of the sequence."""
     after = item.start + item.num_new_tokens
     return item._replace(start=after, num_new_tokens=1, num_outputs=1, drafts=item.drafts[1:])
 
 
 def can_choose_ahead(plan: StepPlan) -> bool:
-    """Return whether the device can choose the tokens alone: from the logits, what the CPU knew before, and the last token.
+    """Return whether the device can choose the tokens from the logits, the last token and what the CPU already has.
 
-    n-grams that may not repeat and bad words of several tokens are looked for on the CPU, in all tokens; guides, searches and samples
-    that fork, and log probabilities, are made there too; drafts follow the tokens. Their rows, and those beside them, wait for each step.
+    The CPU needs each step's tokens for n-grams that must not repeat, bad words of several tokens, guides, searches,
+    samples that fork, log probabilities, and drafts. If one row needs them, all rows of the step wait.
     """
     return len(plan.ready) == len(plan.scheduled) and all(
         item.group.search is None

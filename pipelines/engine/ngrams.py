@@ -1,7 +1,10 @@
-"""Find the tokens that may not follow a sequence, because an n-gram would occur twice. A token costs the same at any length."""
+"""Finds the tokens that would repeat an n-gram of a sequence.
+
+The cost per token does not depend on the sequence's length.
+"""
 
 MODULUS = 2**127 - 1  # a prime so large that two n-grams with equal hashes are not expected in any run
-BASE = 0x9E3779B97F4A7C15F39CC0605CEDC834  # any number below it
+BASE = 0x9E3779B97F4A7C15F39CC0605CEDC834  # any number below MODULUS
 
 
 class NgramIndex:
@@ -9,9 +12,9 @@ class NgramIndex:
 
     def __init__(self, size: int) -> None:
         self._num_before = size - 1
-        self._first_weight = pow(BASE, size - 1, MODULUS)  # of the token that leaves the run
+        self._first_weight = pow(BASE, size - 1, MODULUS)  # weight of the token that leaves the run
         self._num_known = 0
-        self._run = 0  # hash of the last tokens, `num_before` of them or all that there are
+        self._run = 0  # hash of the last `num_before` tokens, or of all tokens if there are fewer
         self._followers: dict[int, tuple[int, ...]] = {}
 
     def copy(self) -> "NgramIndex":
@@ -20,16 +23,19 @@ class NgramIndex:
         return other
 
     def followers(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return the tokens that followed the last `size - 1` tokens before. token_ids: those of the last call, and the new ones."""
+        """Return the tokens that followed earlier occurrences of the last `size - 1` tokens.
+
+        `token_ids`: the tokens of the last call, extended by the new tokens.
+        """
         for position in range(self._num_known, len(token_ids)):
             self._take(token_ids, position)
         self._num_known = len(token_ids)
         return self._followers.get(self._run, ()) if len(token_ids) >= self._num_before else ()
 
     def _take(self, token_ids: list[int], position: int) -> None:
-        """Add the token at this position as a follower, and as the last of the next run."""
+        """Add the token at this position as a follower of the previous run, and as the last token of the next run."""
         token, before = token_ids[position], self._num_before
-        run = self._run * BASE + token + 1  # not 0, so that runs of other lengths have other hashes
+        run = self._run * BASE + token + 1  # + 1, so that runs of different lengths have different hashes
         if position >= before:
             known = self._followers.get(self._run, ())
             if token not in known:

@@ -1,6 +1,7 @@
-"""Pooling: a prompt's outputs become one vector, after which nothing follows.
+"""Pooling: turns a prompt's outputs into one vector. The request generates no tokens.
 
-R output rows, E hidden channels, O outputs of the model's head: its vocabulary, its labels, or the hidden channels where it has no head.
+Dimensions: R output rows, E hidden channels, O outputs of the model's head: its vocabulary, its labels, or the hidden
+channels if the model has no head.
 """
 
 import torch
@@ -12,8 +13,9 @@ from pipelines.engine.request import Continuation, Pooling, Sequence, SequenceGr
 class PromptPooling:
     """Ends a group when its prompt is computed, with the float32 vector `group.pooled`.
 
-    It is the head's outputs [O] for the last token, the hidden state [E] of the first one, or the mean [E] of all. The mean adds up in
-    float64 from the first token to the last, so that chunks change no bit of it.
+    The vector is the head's outputs [O] for the last token, the hidden state [E] of the first token, or the mean [E] of
+    all hidden states. The mean is summed in float64 from the first token to the last, so that prompt chunks do not
+    change it.
     """
 
     def __init__(self, pooling: Pooling) -> None:

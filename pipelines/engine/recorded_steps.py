@@ -1,4 +1,4 @@
-"""Steps on a CPU whose shapes come again: computed at first, then recorded, and replayed from then on."""
+"""CPU steps with recurring shapes: computed eagerly at first, then recorded, and replayed from then on."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from kernels.capture import Graph, capture
 from models.batch import Batch, BatchShape
 from pipelines.engine.steps import StepOutputs, Steps
 
-MAX_COUNTED_SHAPES = 256  # shapes whose coming is counted before they are recorded
-MAX_BYTES = 2**27  # memory of recorded steps: 22 MB for 16 tokens of 1.1 B parameters, 60 kB for one of models/tiny
+MAX_COUNTED_SHAPES = 256  # shapes that are counted before they are recorded
+MAX_BYTES = 2**27  # memory of recorded steps: 22 MB for 16 tokens of 1.1 B parameters, 60 kB for 1 token of models/tiny
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step with its inputs and outputs, whose memory every replay reads and writes."""
+    """A recording with its inputs and outputs. Every replay reads and writes their memory."""
 
     graph: Graph
     inputs: Batch
@@ -22,23 +22,27 @@ class RecordedStep:
 
 
 class RecordedSteps:
-    """Replays steps of the shapes that were used last. A model that cannot be recorded computes every time."""
+    """Replays steps of the most recently used shapes. A model that cannot be recorded is computed eagerly."""
 
     def __init__(self, compute: Steps, max_tokens: int, times_before: int, max_bytes: int = MAX_BYTES) -> None:
-        """Records steps of at most `max_tokens` tokens, whose shape was computed `times_before`, in at most `max_bytes`."""
+        """Records steps of at most `max_tokens` tokens whose shape was computed `times_before` times.
+
+        If all recordings take more than `max_bytes`, the least recently used are dropped. The newest recording always
+        stays.
+        """
         self._compute = compute
         self._max_tokens = max_tokens
         self._times_before = times_before
         self._max_bytes = max_bytes
-        self._steps: dict[BatchShape, RecordedStep] = {}  # the last used one last
+        self._steps: dict[BatchShape, RecordedStep] = {}  # least recently used first
         self._num_bytes = 0
-        self._times: dict[BatchShape, int] = {}  # how often a shape was computed, the last one last
+        self._times: dict[BatchShape, int] = {}  # how often each shape was computed; the last computed is last
         self.can_record = True
-        """Whether nothing was met that cannot be recorded."""
+        """False after the model did an operation that cannot be recorded."""
 
     @property
     def shapes(self) -> list[BatchShape]:
-        """Shapes that are recorded, the last used one last."""
+        """Recorded shapes, least recently used first."""
         return list(self._steps)
 
     def __call__(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:

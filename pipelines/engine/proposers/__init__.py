@@ -1,4 +1,4 @@
-"""Who drafts: guesses of what follows a sequence. Nothing they say changes a token."""
+"""Proposers of draft tokens for speculative decoding. Drafts do not change the generated tokens."""
 
 from typing import ClassVar, Protocol
 
@@ -10,19 +10,25 @@ from pipelines.engine.scheduler import Scheduled
 
 class Proposer(Protocol):
     reads_hidden: ClassVar[bool] = False
-    """Whether `observe` is called."""
+    """Whether the engine calls `observe`."""
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return at most so many tokens that may follow each sequence, whose block table has room for them."""
+        """Return draft tokens for each sequence, at most the given number.
+
+        The sequence's block table has room for them.
+        """
 
     def learn(self, sequence: Sequence) -> None:
-        """Take a sequence that has finished, for later rows."""
+        """Learn from a finished sequence, for later rows."""
         return
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy what the proposer keeps in blocks, from and to, as the model's own is copied."""
+        """Copy the proposer's own data in blocks, as the model's cache is copied. `copies`: pairs of source and target."""
         return
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
-        """Take the hidden states [T, E] of what a step computes of each sequence, drafts among it. The next step overwrites them."""
+        """Take the hidden states [T, E] of each sequence's tokens in a step, drafts included.
+
+        The next step overwrites them.
+        """
         return

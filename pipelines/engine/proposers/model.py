@@ -1,6 +1,7 @@
-"""Drafts of a smaller model with the same tokens, whose keys and values lie beside the model's own, in blocks of the same numbers.
+"""Drafts of a smaller model with the same tokens. Its own KV cache uses the block tables of the main model.
 
-It computes by itself what it missed: prompts, and what others drafted. What its cache holds decides how many drafts stay, and no token.
+It computes by itself all tokens that its cache lacks: prompts, and tokens that another proposer drafted. Its cache
+content decides how many drafts are accepted, but never which tokens are generated.
 """
 
 from typing import NamedTuple
@@ -21,10 +22,10 @@ class Held(NamedTuple):
 
     num_tokens: int
     drafts: tuple[int, ...]
-    """What was computed after them."""
+    """The draft tokens that were computed after them."""
 
     def num_right(self, token_ids: list[int]) -> int:
-        """Return how many of the sequence's tokens are in the cache, with the drafts that became tokens."""
+        """Return how many of the sequence's tokens are in the cache, including accepted drafts."""
         num_tokens = self.num_tokens
         for draft in self.drafts:
             if num_tokens == len(token_ids) or token_ids[num_tokens] != draft:
@@ -37,24 +38,26 @@ class ModelProposer(Proposer):
     """Drafts token by token, all sequences in one batch."""
 
     def __init__(self, executor: Executor, block_size: int, max_batched_tokens: int, vocab_size: int) -> None:
-        """`executor`: of the draft model. Before a step it computes at most `max_batched_tokens` tokens beside the drafts.
+        """`executor`: the draft model's.
 
-        `vocab_size`: of the model that is drafted for. Tokens that only one of them has are padding, and are not drafted.
+        It computes at most `max_batched_tokens` tokens per step, not counting the drafts.
+
+        `vocab_size`: the main model's. Tokens that only one of the two vocabularies has are padding, and are never
+        drafted.
         """
         self.executor = executor
         self._vocab_size, self._own_vocab_size = vocab_size, executor.model.config.vocab_size
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
-        self._hashes: dict[int, bytes] = {}  # of each block that the draft model has filled: as the prefix cache's
+        self._hashes: dict[int, bytes] = {}  # prefix cache hashes of the blocks that the draft model has filled
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks of the draft model's cache."""
         self.executor.copy_blocks(copies)
         for _, target in copies:
             self._hashes.pop(target, None)
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return at most so many tokens that may follow each sequence: none where more of it was missed than one batch takes."""
+        """Return draft tokens for each sequence; none if its missing tokens exceed one batch."""
         drafts = {sequence: Draft(sequence, most) for sequence, most in wanted}
         missed = self._missed(list(drafts))
         for part in missed:
@@ -69,14 +72,16 @@ class ModelProposer(Proposer):
         return [draft.token_ids for draft in drafts.values()]
 
     def _logits(self, new: list[NewTokens]) -> Tensor:
-        """Compute new tokens, and return logits [R, V] of the other model's vocabulary: -inf for what this one has not."""
+        """Compute new tokens, and return logits [R, V] over the main model's vocabulary: -inf for tokens that the draft
+        model lacks.
+        """
         logits = self.executor.execute(flat_batch(new, self._block_size)).logits
         return pad(logits, (0, self._vocab_size - self._own_vocab_size), value=-torch.inf)
 
     def _missed(self, sequences: list[Sequence]) -> list[NewTokens]:
-        """Return the tokens that are not in the cache, of each sequence the last one at least, as far as the budget goes.
+        """Return the tokens of each sequence that are not in the cache, at least the last token, within the budget.
 
-        None of a sequence of which one is not in this model's vocabulary.
+        Skips a sequence with a token that is not in the draft model's vocabulary.
         """
         budget, parts = self._max_batched_tokens, []
         for sequence in sequences:
@@ -89,11 +94,11 @@ class ModelProposer(Proposer):
         return parts
 
     def _num_held(self, sequence: Sequence) -> int:
-        """Return how many tokens need not be computed; the last one's output is always wanted."""
+        """Return how many tokens are already computed. It never includes the last token, whose output is needed."""
         held: Held | None = sequence.drafting
         if held:
             num_tokens = held.num_right(sequence.token_ids)
-        else:  # of a row that began alike
+        else:  # a new row, which may share blocks of an earlier row
             blocks = list(zip(sequence.block_table, sequence.block_hashes, strict=False))
             first = sequence.prefix.num_tokens // self._block_size
             others = (i for i in range(first, len(blocks)) if self._hashes.get(blocks[i][0]) != blocks[i][1])
@@ -102,7 +107,7 @@ class ModelProposer(Proposer):
         return min(num_tokens, len(sequence.token_ids) - 1)
 
     def _hold(self, part: NewTokens) -> None:
-        """Note what is in the cache now: of a block that is full, and that later prompts may find, its hash."""
+        """Record the cache content, with the hashes of full blocks for sequences that share them later."""
         sequence, after = part.sequence, part.start + len(part.token_ids)
         sequence.drafting = Held(after, ())
         first, after = (sequence.prefix.num_tokens + position for position in (part.start, after))

@@ -1,7 +1,9 @@
-"""Drafts of the model's own layer for it (multi-token prediction, arXiv 2412.19437), whose keys and values come last in the cache.
+"""Drafts of the model's multi-token prediction layer (arXiv 2412.19437).
 
-The layer reads the hidden state of a token and the token after it, so it can compute all but the last token of a sequence. Further drafts
-come of its own hidden states.
+Its keys and values are the cache's last layer.
+
+The layer reads the hidden state of a token and the token after it, so it can compute all but the last token of a
+sequence. It computes further drafts from its own hidden states.
 """
 
 from typing import NamedTuple
@@ -16,11 +18,14 @@ from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
 from pipelines.engine.scheduler import Scheduled
 
-MAX_WAITING = 16  # tokens of a row that wait for its next draft: for so many a CPU reads each weight once
+MAX_WAITING = 16  # tokens of a row that wait for its next draft: a CPU reads each weight once for so many tokens
 
 
 class Seen(NamedTuple):
-    """Hidden states [P, E] of a sequence's tokens from a position on, which the layer has not computed. Drafts' follow: some are wrong."""
+    """Hidden states [P, E] of a sequence's tokens from position `start`, which the layer has not computed yet.
+
+    The last rows belong to drafts, some of which may have been rejected.
+    """
 
     start: int
     hidden: Tensor
@@ -30,16 +35,17 @@ class MtpProposer(Proposer):
     reads_hidden = True
 
     def __init__(self, executor: Executor, block_size: int, max_batched_tokens: int) -> None:
-        """`executor`: of the model, which predicts ahead. The layer computes at most `max_batched_tokens` tokens at once."""
+        """`executor`: the main model's. The layer computes at most `max_batched_tokens` tokens per call."""
         self._executor = executor
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
-        executor.clear_ahead()  # rows that others drafted for leave gaps, and blocks of theirs are shared
+        executor.clear_ahead()  # rows of other proposers leave gaps in their blocks, which may be shared
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
-        """Take the hidden states [T, E] of sequences. They wait for a draft; where too many do, the layer computes those seen before.
+        """Keep hidden states [T, E] until the next draft. If too many wait, the layer computes the earlier ones.
 
-        What waits when a row ends or gives way is not computed: rows that find its blocks get worse drafts.
+        Hidden states that wait when a row ends or is preempted are not computed: rows that reuse its blocks get worse
+        drafts.
         """
         waiting = [self._num_waiting(item.sequence, item.start) for item, _ in computed]
         num_tokens = sum(waiting) + sum(len(hidden) for _, hidden in computed)
@@ -53,7 +59,7 @@ class MtpProposer(Proposer):
             item.sequence.drafting = Seen(item.start - count, torch.cat((before, hidden)))
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return at most so many tokens that may follow each sequence: none before the model has computed all but its last token."""
+        """Return draft tokens for each sequence; none before the model has computed all but its last token."""
         drafts = [Draft(sequence, most) for sequence, most in wanted]
         ends = {draft.sequence: len(draft.sequence.token_ids) - 1 for draft in drafts}
         growing = [draft for draft in drafts if self._num_waiting(draft.sequence, ends[draft.sequence])]
@@ -65,13 +71,16 @@ class MtpProposer(Proposer):
 
     @staticmethod
     def _num_waiting(sequence: Sequence, end: int) -> int:
-        """Return how many hidden states up to the position `end` wait for the layer: 0 where some of them are missing."""
+        """Return how many hidden states before position `end` wait for the layer: 0 if some of them are missing."""
         seen: Seen | None = sequence.drafting
         count = 0 if seen is None else end - seen.start
         return count if seen is not None and 0 < count <= len(seen.hidden) else 0
 
     def _compute(self, parts: list[tuple[Sequence, int]]) -> Tensor:
-        """Compute what was seen of sequences up to these positions. Returns hidden states [S, E] of the last of each."""
+        """Compute the waiting hidden states of sequences up to these positions.
+
+        Returns hidden states [S, E] of the last position of each.
+        """
         new, hidden = [], []
         for sequence, end in parts:
             seen: Seen = sequence.drafting
@@ -81,5 +90,5 @@ class MtpProposer(Proposer):
         return self._predict(new, torch.cat(hidden)) if new else torch.empty(0)
 
     def _predict(self, new: list[NewTokens], hidden: Tensor) -> Tensor:
-        """Return hidden states [S, E] of the last of each sequence's tokens, whose positions are those of the tokens before them."""
+        """Return hidden states [S, E] of each sequence's last token. A token has the position of the token before it."""
         return self._executor.predict_ahead(hidden, flat_batch(new, self._block_size))

@@ -1,6 +1,8 @@
-"""Drafts copied from where the last tokens stood before: in the row itself, in its prediction, in rows that have finished.
+"""Drafts copied from an earlier occurrence of the last tokens: in the row's prediction, in the row itself, or in
+finished rows.
 
-Prompt lookup (Saxena 2023) and llama.cpp's lookup decoding are this. A token costs the same however long the text is.
+The method is prompt lookup (Saxena 2023) and llama.cpp's lookup decoding. The cost per token does not depend on the
+text's length.
 """
 
 from weakref import WeakKeyDictionary
@@ -12,7 +14,7 @@ from pipelines.engine.request import Sequence
 
 
 class Places:
-    """The latest place after each n-gram of a growing list of tokens, for n from `fewest` to `most`."""
+    """The latest position after each n-gram of a growing list of tokens, for n from `fewest` to `most`."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self._sizes = range(most, fewest - 1, -1)
@@ -20,7 +22,7 @@ class Places:
         self._num_known = 0
 
     def update(self, token_ids: list[int]) -> None:
-        """Take the tokens that came since the last call. The n-grams at the very end have nothing after them yet."""
+        """Add the tokens since the last call. The n-grams at the very end have no follower yet and are not added."""
         for end in range(max(1, self._num_known), len(token_ids)):
             for size in self._sizes:
                 if size <= end:
@@ -28,7 +30,7 @@ class Places:
         self._num_known = len(token_ids)
 
     def find(self, last: list[int]) -> int | None:
-        """Return the latest place after the longest n-gram that the last tokens end with."""
+        """Return the latest position after the longest n-gram that `last` ends with."""
         for size in self._sizes:
             if size <= len(last) and (place := self._places.get(tuple(last[-size:]))) is not None:
                 return place
@@ -36,7 +38,7 @@ class Places:
 
 
 def copied(token_ids: list[int], place: int, most: int) -> list[int]:
-    """Return the tokens from a place on; after the last one comes again what was copied, as in a text that repeats itself."""
+    """Copy `most` tokens from a position; at the end of the text, continue with the copied text, as if it repeated."""
     draft = token_ids[place : place + most]
     while len(draft) < most:
         draft += draft[: most - len(draft)]
@@ -44,7 +46,7 @@ def copied(token_ids: list[int], place: int, most: int) -> list[int]:
 
 
 class NgramProposer(Proposer):
-    """Looks first in the row's prediction, then in its prompt and output, then in finished rows of its cache_salt."""
+    """Searches the row's prediction first, then its prompt and output, then finished rows with the same cache_salt."""
 
     def __init__(self) -> None:
         self._own: WeakKeyDictionary[Sequence, Places] = WeakKeyDictionary()
@@ -52,7 +54,6 @@ class NgramProposer(Proposer):
         self._shared = SharedTables()
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return at most so many tokens that may follow each sequence."""
         return [self._draft(sequence, most) for sequence, most in wanted]
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
@@ -73,13 +74,15 @@ class NgramProposer(Proposer):
         return self._shared.propose(sequence.params.cache_salt, last, most) if _shares(settings) else []
 
     def learn(self, sequence: Sequence) -> None:
-        """Let later rows copy from a sequence that has finished."""
+        """Let later rows copy from a finished sequence."""
         settings = sequence.params.speculation
         if _shares(settings):
             self._shared.learn(sequence.params.cache_salt, sequence.token_ids)
 
     def _from_prediction(self, sequence: Sequence, prediction: list[int], last: list[int], most: int) -> list[int]:
-        """Return what follows in the prediction: after the output where it begins so, else after the last tokens."""
+        """Return the continuation in the prediction: after the output if the prediction starts with it, else after the
+        last tokens.
+        """
         num_said = sequence.num_output_tokens
         if prediction[:num_said] == sequence.output_token_ids:
             return prediction[num_said : num_said + most]
@@ -99,15 +102,16 @@ class NgramProposer(Proposer):
 
 
 def _shares(settings: SpeculationConfig) -> bool:
-    """Return whether a row copies from others: not where its tokens would depend on them."""
+    """Return whether a row may copy from other rows: not if its tokens would depend on them."""
     return settings.shared and settings.order is DraftOrder.longest and settings.acceptance is Acceptance.exact
 
 
 def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
-    """Return PaddleNLP's draft (`ngram_match.cc` of inference_with_reference).
+    """Return the draft of PaddleNLP's method (`ngram_match.cc` of inference_with_reference).
 
-    For n from `max_ngram` down to 1: what follows the first place of the output's last n tokens in the prompt, clipped at the prompt's end;
-    else in the output, which begins with the prompt's last token and of which the last token is not copied.
+    For n from `max_ngram` down to 1: find the first occurrence of the output's last n tokens in the prompt, and copy
+    what follows, clipped at the prompt's end. If the prompt does not contain them, search the output in the same way;
+    here the output starts with the prompt's last token and excludes its own last token.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
     said = sequence.token_ids[sequence.num_prompt_tokens - 1 :]

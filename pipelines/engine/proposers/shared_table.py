@@ -1,22 +1,22 @@
-"""What followed the last tokens in rows that have finished: tables of fixed size, one for each cache_salt."""
+"""Tables of the tokens that followed n-grams in finished rows: fixed size, one table per cache_salt."""
 
 from array import array
 
-NUM_BEFORE = 3  # tokens by which a follower is found
-NUM_PLACES = 2**21  # of a table, of 8 bytes: 16 MB, as llama.cpp's ngram-mod has
-MAX_TABLES = 4  # of as many salts, the last used ones
+NUM_BEFORE = 3  # tokens of the n-gram before a follower
+NUM_PLACES = 2**21  # entries of a table, of 8 bytes each: 16 MB, as llama.cpp's ngram-mod has
+MAX_TABLES = 4  # least recently used salts are dropped
 EMPTY = -1
 
 
 class SharedTables:
-    """Two rows of different salts share nothing, as in the prefix cache."""
+    """One table per cache_salt. Rows with different salts share nothing, as in the prefix cache."""
 
     def __init__(self) -> None:
-        # token ids, by the hash of the tokens before; the last used table last
+        # token ids by the hash of the n-gram; the last used table is last
         self._tables: dict[str | None, array[int]] = {}
 
     def propose(self, salt: str | None, last: list[int], most: int) -> list[int]:
-        """Return what followed the last tokens, one token after the other, as far as it is known."""
+        """Return the stored continuation of `last`, token by token, at most `most` tokens."""
         table = self._tables.get(salt)
         draft: list[int] = []
         if table is None or len(last) < NUM_BEFORE:
@@ -28,7 +28,7 @@ class SharedTables:
         return draft
 
     def learn(self, salt: str | None, token_ids: list[int]) -> None:
-        """Take all tokens of a row. A later follower of the same tokens, or of others with their hash, takes an earlier one's place."""
+        """Add all tokens of a row. A later follower replaces an earlier follower with the same hash."""
         table = self._tables.pop(salt, None)
         self._tables[salt] = table = table or array("q", [EMPTY]) * NUM_PLACES
         if len(self._tables) > MAX_TABLES:
