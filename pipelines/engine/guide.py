@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 # Limits on the work of a user's grammar. llguidance counts operations, so every machine refuses the same grammars.
 # llguidance's own limits for a mask, about 15 ms, also apply.
-# Symbols. The time grows with their square: 3,000 optional properties of an object take 6 s, 500 take 0.2 s
-MAX_GRAMMAR_SIZE = 10_000
+MAX_GRAMMAR_SIZE = 10_000  # symbols; quadratic time: 6 s for 3,000 optional properties of an object, 0.2 s for 500
 MAX_LEXER_FUEL = 500_000  # operations that build the lexer, 50,000 per millisecond
 MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 # Allowed between the parts of a JSON text: a space, or a line break and an indent. Without a bound small models write

@@ -1,4 +1,4 @@
-"""The nouns of the engine: Request in, Sequence while it runs, Output at the end."""
+"""The engine's data types: a Request on input, Sequences while it runs, an Output at the end."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pipelines.engine.token_counts import TokenCounts
 
 
 class FinishReason(Enum):
-    stop = "stop"  # eos, a stop token, a stop string or the end of a guide
+    stop = "stop"  # EOS, a stop token, a stop string or the end of a guide
     length = "length"
     no_token = "no_token"  # every token was banned
     error = "error"  # the request was refused, or failed inside the engine
@@ -23,16 +23,16 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """How many tokens a sequence may have, and the setting that says so, for error messages."""
+    """The maximum number of tokens of a sequence, and the name of the setting that limits it, for error messages."""
 
     num_tokens: int
     source: str
     num_prefix_tokens: int = 0
-    """Virtual tokens of a prefix, which take their places in the context."""
+    """Virtual tokens of a prefix, which use up positions of the context."""
 
     @property
     def num_places(self) -> int:
-        """How many tokens fit after the prefix."""
+        """Number of tokens that fit after the prefix."""
         return self.num_tokens - self.num_prefix_tokens
 
     def __str__(self) -> str:
@@ -42,7 +42,9 @@ class ContextLimit:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """A DecodeConfig resolved for one prompt: every limit a number, every stop token an id, a seed drawn where none was given."""
+    """A DecodeConfig resolved for one prompt: every limit is a number, every stop token an id, and the seed is always
+    set.
+    """
 
     max_new_tokens: int
     min_new_tokens: int
@@ -62,17 +64,17 @@ class SamplingParams:
     no_repeat_ngram_size: int
     logit_bias: dict[int, float]
     bad_words: tuple[tuple[int, ...], ...]
-    """Sequences of token ids: each word as the tokenizer writes it, bad_words_ids, and suppress_tokens one by one."""
+    """Banned sequences of token ids: each word as tokenised, bad_words_ids, and each token of suppress_tokens."""
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...]
     first_token_ids: tuple[int, ...]
-    """Tokens of which one must be the first; empty: any."""
+    """The first output token must be one of these; empty: unrestricted."""
     last_token_ids: tuple[int, ...]
-    """Tokens of which one must be the last of max_new_tokens; empty: any."""
+    """Output token number max_new_tokens must be one of these; empty: unrestricted."""
     allowed_token_ids: list[int]
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
     end_token_ids: frozenset[int]
-    """The stop tokens and, unless it is ignored, the model's eos."""
+    """The stop tokens and, unless `ignore_eos` is set, the model's EOS tokens."""
     include_stop: bool
     seed: int
     logprobs: int | None
@@ -85,34 +87,35 @@ class SamplingParams:
 
     @property
     def samples(self) -> bool:
-        """Whether the seed decides the tokens; beams and contrastive search have temperature 0."""
+        """Whether tokens are drawn with the seed. Beam search and contrastive search have temperature 0."""
         return self.temperature > 0
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the request has at once, at most."""
+        """Maximum number of sequences that the request has at once."""
         return max(self.n, self.num_beams, self.top_k if self.penalty_alpha else 1)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log probabilities of one step, from the unmodified distribution: the chosen token's and the most likely ones'."""
+    """Natural log probabilities of one step, from unprocessed logits: of the chosen token and the most likely tokens."""
 
     logprobs: dict[int, float]
-    """Token id to log probability; the chosen token is always in."""
+    """Token id to log probability; always contains the chosen token."""
     ranks: dict[int, int]
-    """Token id to rank, 1 for the most likely."""
+    """Token id to rank; 1 is the most likely token."""
 
 
 Sink: TypeAlias = Callable[[int, list[int], str, list[TokenLogprobs]], None]
-"""Takes the sample, its next token ids, the text that they made certain ("" where none is) and their log probabilities, if asked for.
+"""Takes the sample number, its next token ids, the text that they complete (can be ""), and log probabilities if
+requested.
 
-The pieces of a sample, joined, are its completion.
+The joined texts of a sample are its completion.
 """
 
 
 class Pooling(Enum):
-    """The choice of the outputs of a prompt that become its vector."""
+    """Which outputs of a prompt become its vector."""
 
     last = "last"  # the head's outputs for the last token
     mean = "mean"  # the mean of all hidden states
@@ -121,15 +124,16 @@ class Pooling(Enum):
 
 @dataclass(frozen=True)
 class PlacedPrefix:
-    """Virtual tokens that stand before a prompt's first token: they are in the cache, and in no list or count of tokens."""
+    """Virtual tokens before a prompt's first token. They are in the cache, but not in any list or count of tokens."""
 
     num_tokens: int
     first_position: int
     """Position of the prompt's first token."""
     digest: str
-    """sha256 of what its keys and values were made of."""
+    """sha256 of the source of its keys and values."""
     blocks: tuple[int, ...]
-    """Its blocks of the cache. Sequences share them; the last one, if not full, is copied by those that write after it."""
+    """Its blocks of the cache, which sequences share. A sequence that writes into the last, partly filled block copies
+    it first."""
 
 
 NO_PREFIX = PlacedPrefix(0, 0, "", ())
@@ -145,19 +149,19 @@ class Request:
     sink: Sink | None = None
     """Called for each new token."""
     prediction_token_ids: list[int] = field(default_factory=list)
-    """What the output may be, for drafts to be copied from."""
+    """The expected output, from which drafts are copied."""
     prefix: PlacedPrefix = NO_PREFIX
     pooling: Pooling | None = None
-    """What the request gives instead of continuations."""
+    """How to pool the prompt into a vector; None: generate tokens."""
     adapter: AdapterId | None = None
-    """The low-rank adapter that its tokens are computed with."""
+    """The LoRA adapter that its tokens are computed with."""
     guide: Guide | None = None
-    """The grammar of its outputs, at their beginning."""
+    """The grammar of its outputs, in the start state."""
 
 
 @dataclass(eq=False)
 class SamplingContext:
-    """All that the choice of a row's next token depends on, beside its logits."""
+    """Everything except the logits that the choice of a row's next token depends on."""
 
     params: SamplingParams
     token_ids: list[int]
@@ -166,24 +170,24 @@ class SamplingContext:
     sample: int = 0
     """Which of the request's n samples the row continues."""
     ngrams: NgramIndex | None = None
-    """Index of the tokens, made when it is first asked which may not follow."""
+    """Index of n-grams, created on first use."""
     counts: TokenCounts | None = None
-    """Counts of the tokens, made when they are first penalised."""
+    """Counts of the tokens, created when they are first penalised."""
     guide: Guide | None = None
-    """Where the output is in its grammar; None where any text may be written."""
+    """The output's state in its grammar; None: no guide."""
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def as_sample(self, sample: int) -> "SamplingContext":
-        """Return the context of another sample, which goes on from the same tokens."""
+        """Return the context of another sample that continues from the same tokens."""
         return SamplingContext(self.params, self.token_ids, self.num_prompt_tokens, sample, guide=self.guide)
 
 
-@dataclass(eq=False)  # a sequence is itself, not its contents
+@dataclass(eq=False)  # compared by identity
 class Sequence(SamplingContext):
-    """One continuation of a prompt on its way. The scheduler writes the counts and blocks, the engine the rest."""
+    """One continuation of a prompt in progress. The scheduler writes the counts and blocks, the engine writes the rest."""
 
     request: Request = field(kw_only=True)
     detokenizer: Detokenizer | None = None
@@ -192,21 +196,21 @@ class Sequence(SamplingContext):
     num_computed_tokens: int = 0
     """Tokens whose keys and values are in the cache."""
     first_output_position: int | None = None
-    """Position of the first token whose output (logits and hidden state) is wanted; None: only the last token's is."""
+    """Position of the first token whose output (logits and hidden state) is needed; None: only the last token's is."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the first full blocks, as far as anybody needed them."""
+    """Hashes of the first full blocks, computed on demand."""
     is_past_threshold: bool = False
-    """Whether its keys are those of a text that is longer than the model's `long_rope_threshold`."""
+    """Whether its keys are computed for a text longer than the model's `long_rope_threshold`."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """Its new text, in pieces."""
     stop_reason: str | int | None = None
-    """The stop string, or the id of the token, that ended it."""
+    """The stop string or the token id that ended the sequence."""
     unsent: str | None = None
-    """Text of the last token, which the request's sink has not had yet; None where there is no such token."""
+    """Text of the last token that the request's sink has not received yet; None: there is no such token."""
     drafting: Any = None
-    """What a proposer knows of its own keys and values in the sequence's blocks, None for nothing. A fork begins with the same."""
+    """The proposer's own state for this sequence; None: none. A fork starts with the same state."""
 
     @classmethod
     def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":
@@ -227,7 +231,7 @@ class Sequence(SamplingContext):
         return len(self.token_ids) - self.num_computed_tokens
 
     def fork(self) -> "Sequence":
-        """Return a copy that goes its own way. Its block table names the same blocks: the scheduler counts their owners."""
+        """Return an independent copy. Its block table refers to the same blocks; the scheduler counts their owners."""
         return replace(
             self,
             detokenizer=self.detokenizer and self.detokenizer.copy(),
@@ -244,65 +248,71 @@ class Sequence(SamplingContext):
 
 @dataclass(frozen=True)
 class Continuation:
-    """A sequence and the token that follows it."""
+    """A sequence and its next token."""
 
     parent: Sequence
     token_id: int
 
 
 class Search(Protocol):
-    """How a group goes on where its sequences compete for the next tokens, or nothing follows. Tensors are Any: there is no torch here."""
+    """How a group continues if its sequences compete for the next tokens, or if it generates none.
+
+    Tensors are typed as Any, because this module does not import torch.
+    """
 
     def observe(self, hidden: Any) -> None:
-        """Take the hidden states [P, E] of tokens that were just computed: the prompt's, then those of the group's sequences.
+        """Take the hidden states [P, E] of newly computed tokens: first the prompt's, then those of the group's
+        sequences.
 
         The next step overwrites them.
         """
 
     def advance(self, group: "SequenceGroup", logits: Any) -> list[Continuation]:
-        """Return the sequences that go on, from logits [S, V] of the group's S sequences.
+        """Return the continuations, from logits [S, V] of the group's S sequences.
 
-        At the end these are none, and the group has completions.
+        At the end the list is empty and the group has completions.
         """
 
     def restart(self, group: "SequenceGroup") -> Sequence:
-        """Return the one sequence to begin with again after a preemption."""
+        """Return the one sequence that the group restarts with after a preemption."""
 
     def recompute(self, group: "SequenceGroup") -> None:
-        """Prepare for the group's sequences to be computed again from their first tokens, because their keys are other ones now."""
+        """Prepare to compute all tokens of the group's sequences again, because their keys change."""
 
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """A request on its way. Its sequences run, wait and give way together; it is finished when none is left.
+    """A request in progress.
+
+    Its sequences run, wait and are preempted together; the group is finished when it has no sequence.
 
     The scheduler writes the times, in seconds of `time.monotonic`, and the preemptions.
     """
 
     request: Request
     origin: Sequence
-    """The prompt, as it was before anything was computed."""
+    """The prompt, in the state before any computation."""
     search: Search | None
-    """None for greedy tokens and samples, which do not compete."""
+    """None for greedy decoding and sampling, whose sequences do not compete."""
     sequences: list[Sequence] = field(default_factory=list)
-    """Those that still grow."""
+    """The sequences that still grow."""
     completions: dict[int, "Completion"] = field(default_factory=dict)
-    """By sample, or by rank in a search."""
+    """Key: sample number, or rank in a search."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that another request had computed before; None until the group is admitted."""
+    """Prefix cache hit of the prompt in tokens; None until the group is admitted."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: Any = None
-    """The vector of a request with a `pooling`."""
+    """The vector of a request with `pooling`."""
     error: BaseException | None = None
-    """Why the request failed; then it has no sequences."""
+    """Why the request failed; then the group has no sequences."""
     num_sent: Counter[int] = field(default_factory=Counter)
-    """Output tokens of each sample that the sink has had."""
+    """Number of output tokens of each sample that the sink has received."""
     queued_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float = 0.0
     num_preemptions: int = 0
     adapter_slot: int = -1
-    """Where its adapter is while it runs; -1: nowhere, or it has none."""
+    """Slot of its adapter while it runs; -1: no slot or no adapter."""
 
     def __post_init__(self) -> None:
         self.sequences = [self.origin.fork()]
@@ -315,7 +325,7 @@ class SequenceGroup:
         return max(0, *growing, *(len(completion.token_ids) for completion in self.completions.values()))
 
     def restart(self) -> None:
-        """Begin again after a preemption, where several sequences shared blocks. A single one goes on where it was."""
+        """Reset a search or a group of several samples after a preemption. A single sequence keeps its tokens."""
         if self.search:
             self.sequences = [self.search.restart(self)]
         elif self.request.params.n > 1:
@@ -323,7 +333,7 @@ class SequenceGroup:
             self.completions.clear()
 
     def output(self) -> "Output":
-        """Return what became of a request that has finished or failed."""
+        """Return the output of a request that has finished or failed."""
         return Output(
             request_id=self.request.id,
             completions=[] if self.error else [completion for _, completion in sorted(self.completions.items())],
@@ -341,37 +351,38 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation of a prompt. `text` is None where the engine has no tokenizer."""
+    """One continuation of a prompt. `text` is None if the engine has no tokenizer."""
 
     token_ids: list[int]
-    """New tokens, with the stop token if one ended the row."""
+    """New tokens, including the stop token if one ended the row."""
     text: str | None
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
     score: float | None = None
-    """A beam's sum of log probabilities over its length to the power of length_penalty."""
+    """Beam search: sum of log probabilities / length ** length_penalty."""
     stop_reason: str | int | None = None
-    """The stop string, or the id of the eos or stop token, that ended the row; None where nothing of the kind did."""
+    """The stop string, EOS token id or stop token id that ended the row; None if the row ended for another reason."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request, or one that failed. Times are seconds of `time.monotonic`; outputs that differ in these alone are equal."""
+    """The result of a finished or failed request. Times are seconds of `time.monotonic` and do not affect equality."""
 
     request_id: int
     completions: list[Completion]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that the prefix cache spared."""
+    """Prefix cache hit of the prompt in tokens."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Log probabilities of the prompt's tokens from the second on."""
+    """Log probabilities of the prompt's tokens, starting with the second token."""
     pooled: Any = field(default=None, compare=False)
-    """The vector of a request with a `pooling`: a float32 tensor [O] on the CPU, of the head's outputs or the hidden channels."""
+    """The vector of a request with `pooling`: a float32 tensor [O] on the CPU, of the head's outputs or the hidden
+    channels."""
     error: BaseException | None = None
-    """Why the request failed on its way; then there are no completions. The other requests went on."""
+    """Why the request failed; then there are no completions. Other requests are not affected."""
     queued_s: float = field(default=0.0, compare=False)
     first_token_s: float | None = field(default=None, compare=False)
-    """When the first tokens were chosen; None where the request failed before."""
+    """When the first tokens were chosen; None if the request failed before."""
     finished_s: float = field(default=0.0, compare=False)
     num_preemptions: int = field(default=0, compare=False)
-    """How often the request gave its blocks up and was computed again."""
+    """How often the request released its blocks and was computed again."""

@@ -1,4 +1,4 @@
-"""Checked requests, made from numbers and a tokenizer: no model, no memory and no torch, so that any process can make them."""
+"""Creates checked requests from numbers and a tokenizer. Needs no model and no torch, so any process can do it."""
 
 import functools
 import random
@@ -23,33 +23,33 @@ from pipelines.engine.request import (
 )
 
 DEFAULT_MAX_NEW_TOKENS = 256
-NUM_KEPT = 64  # lists of bad_words, as token ids
+NUM_KEPT = 64  # cached lists of bad_words
 
 
 @dataclass(frozen=True)
 class RequestFactory:
-    """Makes the requests of one engine, and refuses those that it could never run."""
+    """Creates the requests of one engine, and refuses requests that the engine can never run."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
     context: ContextLimit
     eos_token_ids: frozenset[int]
     decode_defaults: dict[str, Any]
-    """Settings of DecodeConfig that hold where a request says nothing."""
+    """DecodeConfig settings that apply where a request sets none."""
     num_blocks: int
-    """Blocks of the KV cache that requests can have."""
+    """Blocks of the KV cache that requests can use."""
     block_size: int
     max_batched_tokens: int
     shares_prefixes: bool = True
-    """Whether the same tokens have the same keys in any prompt that begins with them."""
+    """Whether a token's keys depend only on the tokens before it, so that prompts can share cached blocks."""
     needs_whole_prompt: bool = False
     """Whether a prompt must be computed in one step."""
     long_rope_threshold: int | None = None
-    """Number of tokens past which all keys of a text are computed otherwise."""
+    """Number of tokens above which all keys of a text are computed differently."""
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
-    """By the names that requests give."""
+    """The prefixes that requests can name."""
     unavailable_proposers: Mapping[Speculate, str] = field(default_factory=dict)
-    """Who cannot draft here, and why."""
+    """Why a proposer cannot draft here, by proposer."""
 
     @functools.cached_property
     def guides(self) -> Guides:
@@ -60,9 +60,9 @@ class RequestFactory:
         return functools.lru_cache(NUM_KEPT)(self._written)
 
     def prepare(self, decode: DecodeConfig) -> None:
-        """Do what may take long with settings and depends on no prompt, so that `make` finds it done. In any thread.
+        """Precompute the slow parts of `make` that depend only on the settings. Thread-safe.
 
-        Raises UserError for a guide as `Guides`.
+        Raises UserError for a guide as `Guides` does.
         """
         if decode.bad_words and self.tokenizer is not None:
             self._bad_words(tuple(decode.bad_words))
@@ -70,7 +70,7 @@ class RequestFactory:
             self.guides.begin(decode.guide)
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
-        """Complete the settings: what the checkpoint suggests, or a neutral value, where they say nothing."""
+        """Return the settings with unset values filled in: from the checkpoint's defaults, else with a neutral value."""
         return decode.resolved(self.decode_defaults)
 
     def make(
@@ -82,10 +82,10 @@ class RequestFactory:
         prediction_token_ids: list[int] | None = None,
         prefix: str | None = None,
     ) -> Request:
-        """Return a checked request, after the prefix of this name.
+        """Return a checked request, with the prefix of this name.
 
-        Raises UserError for ids outside the vocabulary, for lengths that do not fit, for an unknown prefix, and for a guide as `Guides`.
-        `prediction_token_ids`: what the output may be, for drafts to be copied from.
+        `prediction_token_ids`: the expected output, from which drafts are copied. Raises UserError for ids outside the
+        vocabulary, lengths that do not fit, an unknown prefix, and for a guide as `Guides` does.
         """
         self._check_prompt(prompt_token_ids)
         decode = self.resolve(decode)
@@ -107,7 +107,7 @@ class RequestFactory:
         return Request(id, prompt_token_ids, params, sink, prediction, placed, guide=guide)
 
     def _check_prediction(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Raise UserError for ids outside the vocabulary; warn of a prediction that nothing reads."""
+        """Raise UserError for ids outside the vocabulary; warn if the settings do not use the prediction."""
         self._check_ids("prediction token id", token_ids)
         speculate, order = params.speculate, params.speculation.order
         if token_ids and (speculate, order) != (Speculate.ngram, DraftOrder.longest):
@@ -115,7 +115,7 @@ class RequestFactory:
             warn_once(f"a row's prediction is not used with {drafts}: give decode.speculate=ngram and order=longest")
 
     def prefix(self, name: str | None) -> PlacedPrefix:
-        """Return the prefix of this name. Raises UserError for an unknown one."""
+        """Return the prefix of this name. Raises UserError for an unknown name."""
         if name is None:
             return NO_PREFIX
         if name not in self.prefixes:
@@ -126,9 +126,10 @@ class RequestFactory:
     def make_pooled(
         self, id: int, prompt_token_ids: list[int], pooling: Pooling, decode: DecodeConfig, prefix: str | None = None
     ) -> Request:
-        """Return a checked request for the prompt's vector, after the prefix of this name.
+        """Return a checked request for the prompt's vector, with the prefix of this name.
 
-        Of `decode` it reads `prefix_cache` and `cache_salt`. Raises UserError as `make` does, and for another setting of `decode`.
+        Of `decode` it reads only `prefix_cache` and `cache_salt`. Raises UserError as `make` does, and for any other
+        setting of `decode`.
         """
         self._check_prompt(prompt_token_ids)
         check_pooled(decode)
@@ -148,7 +149,7 @@ class RequestFactory:
         self._check_ids("prompt token id", token_ids)
 
     def check(self, decode: DecodeConfig) -> None:
-        """Raise UserError for settings that no prompt could be run with."""
+        """Raise UserError for settings that are invalid with every prompt."""
         check_max_length(decode, self.context)
         if reason := self.unavailable_proposers.get(decode.speculate):
             raise UserError(f"decode.speculate={decode.speculate.name} {reason}")
@@ -171,7 +172,7 @@ class RequestFactory:
             raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
 
     def _written(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return each word as the tokenizer writes it, alone and after a space."""
+        """Return the token ids of each word, at the start of a text and after a space."""
         if not words:
             return ()
         assert self.tokenizer is not None
@@ -179,7 +180,7 @@ class RequestFactory:
         return tuple(dict.fromkeys(tuple(ids) for ids in written if ids))
 
     def _check_size(self, params: SamplingParams, num_prompt_tokens: int, num_prefix_tokens: int) -> None:
-        """Raise UserError for a request that could never run, because the pool or a step is too small for it."""
+        """Raise UserError for a request that can never run, because the KV cache or a step is too small."""
         num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
         own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, self.long_rope_threshold, num_prefix_tokens)
         if own_blocks > self.num_blocks:
@@ -205,15 +206,18 @@ def max_blocks(
     long_rope_threshold: int | None = None,
     num_prefix_tokens: int = 0,
 ) -> int:
-    """Return how many blocks a request may own at most: one that needs more than there are could wait for ever.
+    """Return the maximum number of blocks that a request owns.
 
-    Those that its prefix fills do not count.
+    A request that needs more than the pool has would wait forever.
+
+    Full blocks of its prefix are not counted.
     """
     num_tokens = num_prefix_tokens + num_prompt_tokens + params.max_new_tokens
-    # Sequences share the prompt's full blocks. Candidates share all but the block that their one token is in.
+    # Sequences share the prompt's full blocks. Candidates of contrastive search share all blocks but the one with their
+    # own token.
     num_shared = (num_tokens - 1 if params.penalty_alpha else num_prefix_tokens + num_prompt_tokens) // block_size
     if long_rope_threshold is not None and num_prompt_tokens <= long_rope_threshold < num_tokens:
-        num_shared = 0  # each is computed again by itself
+        num_shared = 0  # each sequence is computed again without sharing
     num_blocks = num_shared + params.num_sequences * (-(-num_tokens // block_size) - num_shared)
     return num_blocks - num_prefix_tokens // block_size
 
@@ -225,7 +229,7 @@ def resolve_sampling_params(
     eos_token_ids: frozenset[int],
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Resolve complete settings for one prompt. Raises UserError where the prompt and the tokens asked for do not fit."""
+    """Resolve complete settings for one prompt. Raises UserError if the prompt and its new tokens do not fit."""
     max_new_tokens = _resolve_max_new_tokens(decode, num_prompt_tokens, context)
     least = max(0, (decode.min_length or 0) - num_prompt_tokens)
     min_new_tokens = decode.min_new_tokens or min(max_new_tokens, least)
@@ -235,7 +239,7 @@ def resolve_sampling_params(
 
 
 def check_pooled(decode: DecodeConfig) -> None:
-    """Raise UserError for a setting that a request for a vector does not read."""
+    """Raise UserError for a setting that a pooled request does not read."""
     replace(decode, prefix_cache=True, cache_salt=None).check_unset("where nothing is generated", "leave it out")
 
 
@@ -263,12 +267,11 @@ def _sampling_params(
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
-    """Return one id, several or none as a list."""
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:
-    """Raise UserError for a length that no prompt could have."""
+    """Raise UserError for a max_length that is longer than the context."""
     limit = context.num_tokens
     if decode.max_length is not None and decode.max_length > limit:
         raise UserError(
@@ -277,7 +280,7 @@ def check_max_length(decode: DecodeConfig, context: ContextLimit) -> None:
 
 
 def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, context: ContextLimit) -> UserError:
-    """Return the error for more new tokens than fit. It names the number that fits after this prompt, if its length is known."""
+    """Return the error for too many new tokens. It states the limit for this prompt, if its length is known."""
     number = ""
     if num_prompt_tokens is not None:
         number = f"at most {context.num_places - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "

@@ -1,7 +1,7 @@
-"""Chooses tokens from logits: small pure functions, composed in `sample`.
+"""Chooses tokens from logits, with small pure functions.
 
-R rows, V tokens in the vocabulary. A token that may not be chosen has the logit -inf.
-Order: bias, penalties, bans and guides (logits.py), temperature, top_k, top_p, min_p.
+Dimensions: R rows, V vocabulary entries. A banned token has the logit -inf. Order: bias, penalties, bans and guides
+(logits.py), temperature, top_k, top_p, min_p.
 """
 
 from collections.abc import Sequence
@@ -18,30 +18,31 @@ NO_TOKEN = -1
 
 
 def sample(logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
-    """Return a token id for each row of the model's logits [R, V] in its context, None where all are banned."""
+    """Return a token id for each row of the model's logits [R, V]; None where all tokens are banned."""
     return known_tokens(choose(logits, contexts))
 
 
 def known_tokens(tokens: Tensor) -> list[int | None]:
-    """Return what `choose` chose, None where all were banned."""
+    """Convert the tensor of `choose` to a list, with None where all tokens were banned. Waits for the GPU."""
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
 def choose(logits: Tensor, contexts: Sequence[SamplingContext], last_tokens: Tensor | None = None) -> Tensor:
-    """Return the token int64 [R] of each row of the model's logits [R, V], NO_TOKEN where all are banned, without waiting for a GPU.
+    """Return a token int64 [R] for each row of the model's logits [R, V], without waiting for a GPU.
 
-    Temperature 0 takes the most likely, the lowest id of equals. `last_tokens`: as for `process_logits`.
+    NO_TOKEN where all tokens are banned. Temperature 0 takes the most likely token, and the lowest id of equal ones.
+    `last_tokens`: as for `process_logits`.
     """
     processed = process_logits(logits, contexts, last_tokens)
     tokens = _choose(processed, contexts, int(last_tokens is not None))
     if processed is logits:
         return tokens
-    chosen = processed.gather(1, tokens.clamp(max=logits.shape[1] - 1)[:, None])[:, 0]  # a draw of nothing is V
+    chosen = processed.gather(1, tokens.clamp(max=logits.shape[1] - 1)[:, None])[:, 0]  # V if all are banned
     return tokens.masked_fill(chosen == -torch.inf, NO_TOKEN)
 
 
 def _choose(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown: int) -> Tensor:
-    """Choose as `choose` does, from processed logits. `num_unknown`: output tokens of each row that its context does not list yet."""
+    """Choose from processed logits. `num_unknown`: output tokens of each row that its context does not contain yet."""
     drawn = [row for row, context in enumerate(contexts) if context.params.temperature > 0]
     if len(drawn) == len(contexts):
         return _draw_rows(logits, contexts, num_unknown)
@@ -62,23 +63,27 @@ def _draw_rows(logits: Tensor, contexts: Sequence[SamplingContext], num_unknown:
 
 
 def next_uniform(context: SamplingContext, num_unknown: int = 0) -> float:
-    """Return the row's number in [0, 1) for its next token, or for one `num_unknown` tokens later."""
+    """Return the row's random number in [0, 1) for its next token, or for the token `num_unknown` tokens later."""
     return uniform(_sample_seed(context), context.num_output_tokens + num_unknown)
 
 
 def uniform(seed: int, step: int) -> float:
-    """Return the step-th number in [0, 1) of the seed's SplitMix64 stream (Steele, Lea, Flood 2014).
+    """Return number `step` in [0, 1) of the seed's SplitMix64 stream (Steele, Lea, Flood 2014).
 
-    A function of seed and step alone: the same on every device, in every batch, after every preemption. 52 bits, so that the
-    product with a total in float64 stays below the total. Because every device inverts the distribution at this number, the same logits
-    give the same token everywhere, but for what rounding moves across a limit; noise added to the logits (Gumbel-max) would not.
+    It depends only on seed and step: it is equal on every device, in every batch, after every preemption. It has 52
+    bits, so that its product with a float64 total stays below the total. Every device inverts the distribution at this
+    number, so equal logits give equal tokens everywhere, except where rounding moves the number across a boundary.
+    Noise added to the logits (Gumbel-max) would not have this property.
     """
     start = _mix(seed)
     return (_mix(start + (step + 1) * 0x9E3779B97F4A7C15) >> 12) / 2**52
 
 
 def _sample_seed(context: SamplingContext) -> int:
-    """Return the seed of the row's own stream: each of a request's n samples has one; the first's is that of a request for one sample."""
+    """Return the seed of the row's stream.
+
+    Each of a request's n samples has its own; the first sample's is the request's seed.
+    """
     seed = context.params.seed
     return _mix(_mix(seed) ^ context.sample) if context.sample else seed
 
@@ -91,7 +96,9 @@ def _mix(x: int) -> int:
 
 
 def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Return log probabilities of each row's own token and of its `num_top` most likely ones, from the model's own logits [R, V]."""
+    """Return log probabilities of each row's token and of its `num_top` most likely tokens, from unprocessed logits
+    [R, V].
+    """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [R, 1]
     ranks = (logprobs > own).sum(-1) + 1

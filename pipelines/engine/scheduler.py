@@ -1,4 +1,7 @@
-"""Which requests run in the next step, and with how many tokens: first come, first served, continuously batched, prompts in chunks."""
+"""Continuous batching: which requests run in the next step, and with how many tokens.
+
+First come, first served; prompts in chunks.
+"""
 
 import time
 from collections import Counter, deque
@@ -14,28 +17,29 @@ class Scheduled(NamedTuple):
     group: SequenceGroup
     sequence: Sequence
     start: int
-    """Position of the first new token: the sequence's earlier ones are in the cache by then."""
+    """Position of the first new token. Earlier tokens are in the cache when the step runs."""
     num_new_tokens: int
     num_outputs: int
-    """How many of the new tokens, the last ones, have outputs that are wanted."""
+    """The last `num_outputs` of the new tokens are output rows."""
     drafts: tuple[int, ...] = ()
-    """Guesses of the tokens after the new ones, which are computed, with outputs, in the same step."""
+    """Draft tokens after the new tokens. The same step computes them, all as output rows."""
 
 
 class StepPlan(NamedTuple):
     scheduled: list[Scheduled]
     ready: list[SequenceGroup]
-    """The groups that are computed to their last tokens, so that new ones follow."""
+    """The groups whose tokens are all computed by this step, so that new tokens follow."""
     copies: list[tuple[int, int]]
-    """Blocks to copy first, from and to, for sequences that are about to write into a block which others share."""
+    """Pairs of source and target blocks to copy before the step (copy-on-write of shared blocks)."""
 
 
 class Scheduler:
-    """Plans steps over at most `max_num_requests` requests.
+    """Plans steps for at most `max_num_requests` requests.
 
-    Every sequence that generates gets its one token; the rest of a step's budget is shared evenly by the prompts, so that a long one
-    stalls nobody. A request is admitted when the pool holds all it has so far; when it grows and no block is left, the
-    last admitted one gives its blocks up and starts again later (preemption by recomputation).
+    Every generating sequence gets one token per step. Prompts share the remaining token budget evenly, so that a long
+    prompt does not stall other sequences. A request is admitted when the pool can hold all its current tokens. If it
+    grows and no block is free, the last admitted request releases its blocks and is computed again later (preemption by
+    recomputation).
     """
 
     def __init__(
@@ -47,10 +51,10 @@ class Scheduler:
         long_rope_threshold: int | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        """`max_batched_tokens`: budget of a step, unless its caller gives a smaller one.
+        """`max_batched_tokens`: token budget of a step, unless the caller passes a smaller one.
 
-        `whole_prompts`: admit a request only to a step that all of its tokens fit in. `long_rope_threshold`: the model's. `adapters`: what
-        a request that has an adapter needs.
+        `whole_prompts`: admit a request only to a step that has room for all its tokens. `long_rope_threshold`: the
+        model's. `adapters`: the slots for requests with an adapter.
         """
         self._adapters = adapters
         self.block_manager = block_manager
@@ -60,17 +64,16 @@ class Scheduler:
         self._long_rope_threshold = long_rope_threshold
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
-        self._reserved: list[Sequence] = []  # which have blocks for drafts
+        self._reserved: list[Sequence] = []  # sequences with blocks for drafts
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a group."""
-        assert group.request.params.num_sequences <= self.max_batched_tokens  # so that everyone who runs gets a token
+        assert group.request.params.num_sequences <= self.max_batched_tokens  # so that each gets a token per step
         group.queued_s = time.monotonic()
         self.waiting.append(group)
 
     @property
     def adapters_in_use(self) -> set[AdapterId | None]:
-        """Adapters of the requests that run or wait."""
+        """Adapters of running and waiting requests."""
         return {group.request.adapter for group in (*self.running, *self.waiting)}
 
     def plan(
@@ -78,8 +81,8 @@ class Scheduler:
     ) -> StepPlan:
         """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` if that is less.
 
-        The step is larger if more sequences run, or if prompts cannot be split. It considers only groups that are not in flight, and takes
-        1/num_microbatches of the running ones, possibly none.
+        The step is larger if more sequences run, or if prompts cannot be split. It considers only groups that are not
+        in flight, and takes 1/num_microbatches of the running groups, possibly none.
         """
         busy = {item.group for plan in in_flight for item in plan.scheduled}
         idle = [group for group in self.running if group not in busy]
@@ -100,7 +103,7 @@ class Scheduler:
             if all(num_new_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in group.sequences):
                 ready.append(group)
                 continue
-            # The last tokens of all sequences come in one step, because their outputs do.
+            # The last tokens of all sequences must be in one step, because their outputs are needed together.
             for sequence in group.sequences:
                 num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
         scheduled = [
@@ -112,9 +115,10 @@ class Scheduler:
         return StepPlan(scheduled, ready, copies)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, whose tokens are not known yet: each of its sequences gets one more.
+        """Plan the step after `plan` before its tokens are known: each of its sequences gets one more token.
 
-        Returns None where another plan may be wanted by then: somebody waits, ends or is computed again, or there are too few blocks.
+        Returns None if the next step could need a different plan: a request waits, ends or must be computed again, or
+        there are too few free blocks.
         """
         sequences = [item.sequence for item in plan.scheduled]
         missing = {s: self._num_missing_of(s, 1) for s in sequences}
@@ -131,10 +135,11 @@ class Scheduler:
         return StepPlan(ahead, plan.ready, [])
 
     def reserve(self, plan: StepPlan, wanted: list[int], max_tokens: int | None = None) -> list[int]:
-        """Give each of the plan's sequences the blocks for as many drafts as it wants and there is place for; returns how many.
+        """Reserve blocks for up to `wanted[i]` draft tokens of each scheduled sequence; return the counts granted.
 
-        Drafts take what is left of the step's budget and of the blocks that hold nothing: nobody gives way and nothing cached is evicted.
-        `plan` takes back what is not used. A draft is on the same side of the model's `long_rope_threshold` as its sequence.
+        Drafts use only the rest of the step's token budget and empty blocks: they preempt no sequence and evict no
+        cached block. The next `plan` takes unused blocks back. A draft does not cross the model's
+        `long_rope_threshold`.
         """
         blocks, budget = self.block_manager, self._budget(max_tokens, len(plan.scheduled))
         budget -= sum(item.num_new_tokens for item in plan.scheduled)
@@ -155,9 +160,11 @@ class Scheduler:
         return reserved
 
     def commit(self, plan: StepPlan) -> None:
-        """Record that the plan's tokens, without drafts, are in the cache: blocks that became full can be found by later prompts.
+        """Record that the plan's tokens, without drafts, are in the cache.
 
-        Sequences that have ended or failed since the plan was made have given their blocks back.
+        Blocks that became full enter the prefix cache.
+
+        Skips sequences that have ended or failed since the plan was made; their blocks are already released.
         """
         blocks = self.block_manager
         for item in plan.scheduled:
@@ -177,7 +184,10 @@ class Scheduler:
                 sequence.first_output_position = None if is_whole else sequence.num_computed_tokens
 
     def branch(self, group: SequenceGroup, continuations: list[Continuation]) -> None:
-        """Continue the group with these: a sequence that several follow is forked, one that none follows ends here."""
+        """Replace the group's sequences by these continuations.
+
+        A sequence with several continuations is forked; a sequence without continuations ends.
+        """
         sequences, taken = [], set()
         for continuation in continuations:
             sequence = continuation.parent
@@ -194,12 +204,12 @@ class Scheduler:
         group.sequences = sequences
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Return a copy that shares the sequence's blocks; the first to write into one of them gets a copy of it."""
+        """Return a copy that shares the sequence's blocks (copy-on-write)."""
         self.block_manager.share(sequence.block_table)
         return sequence.fork()
 
     def finish(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """End a sequence, and with its last one the group."""
+        """End a sequence; the last sequence also ends the group."""
         group.sequences.remove(sequence)
         self._release(sequence)
         if not group.sequences:
@@ -207,7 +217,7 @@ class Scheduler:
             group.finished_s = time.monotonic()
 
     def cancel(self, group: SequenceGroup) -> None:
-        """Forget a group that has not finished, and take its blocks back."""
+        """Remove an unfinished group and release its blocks."""
         if group in self.running:
             self._stop(group)
             for sequence in group.sequences:
@@ -218,13 +228,15 @@ class Scheduler:
         group.finished_s = time.monotonic()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every block is empty, cached, or owned by just the sequences that are counted."""
+        """Raise RuntimeError unless every block is empty, cached, or owned by exactly the counted sequences."""
         self.block_manager.check_integrity(
             sequence.block_table for group in [*self.running, *self.waiting] for sequence in group.sequences
         )
 
     def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
-        """Return the new tokens of each sequence: what it needs, or an even share of what those who need less leave."""
+        """Return the new tokens of each sequence: all that it needs, or an even share of the remaining budget if that
+        is less.
+        """
         budget = self._budget(max_tokens, len(sequences))
         num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
         if sum(num_new_tokens.values()) <= budget:
@@ -235,13 +247,13 @@ class Scheduler:
         return num_new_tokens
 
     def _budget(self, max_tokens: int | None, num_sequences: int) -> int:
-        """Return the most tokens of a step: a token for each sequence at least."""
+        """Return the token budget of a step: at least one token for each sequence."""
         if max_tokens is None or self._whole_prompts:
             return self.max_batched_tokens
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
     def _may_run(self, group: SequenceGroup) -> bool:
-        """Return whether steps are large enough for the group beside the others, even when it has all its sequences."""
+        """Whether the token budget also covers this group's sequences, counting all that it can have."""
         groups = [*self.running, group]
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._whole_prompts:
@@ -249,9 +261,11 @@ class Scheduler:
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
     def _grow(self, idle: list[SequenceGroup], others_run: bool, copies: list[tuple[int, int]]) -> bool:
-        """Give every idle sequence the blocks for its tokens, and one of its own to write into. False if there are too few blocks.
+        """Allocate the blocks for every idle sequence's tokens, and copy shared blocks that are written.
 
-        The last of the idle groups give way. Where others run, one without blocks waits for them.
+        Returns False if blocks are short.
+
+        If so, the last idle groups are preempted. A group that alone lacks blocks waits if other groups are in flight.
         """
         enough = True
         for group in list(idle):
@@ -265,7 +279,7 @@ class Scheduler:
         return enough
 
     def _recompute_past_threshold(self, group: SequenceGroup) -> None:
-        """Drop what is computed of a group whose sequences, which are equally long, have just grown past the border."""
+        """Release a group whose sequences, all of equal length, have just crossed `long_rope_threshold`."""
         first = group.sequences[0]
         if first.is_past_threshold or not self._is_past_threshold(len(first.token_ids)):
             return
@@ -276,7 +290,7 @@ class Scheduler:
             group.search.recompute(group)
 
     def _place_at_border(self, sequence: Sequence) -> None:
-        """Record on which side of the border a sequence will be computed, of which nothing is computed yet."""
+        """Update `is_past_threshold` of a sequence without computed tokens."""
         is_past_threshold = self._is_past_threshold(len(sequence.token_ids))
         if is_past_threshold != sequence.is_past_threshold:
             sequence.block_hashes.clear()
@@ -286,9 +300,11 @@ class Scheduler:
         return self._long_rope_threshold is not None and num_tokens > self._long_rope_threshold
 
     def _admit(self, group: SequenceGroup, copies: list[tuple[int, int]]) -> bool:
-        """Take over what the cache knows of the group's one sequence and allocate the rest; False if the pool cannot hold it.
+        """Take cached blocks for the group's one sequence and allocate the rest.
 
-        A group with an adapter needs a slot for it, too, and waits while those that run use all of them.
+        Returns False if the pool cannot hold it.
+
+        A group with an adapter also needs a slot, and waits while running groups use all slots.
         """
         sequence = group.sequences[0]
         self._place_at_border(sequence)
@@ -296,21 +312,21 @@ class Scheduler:
         if self._num_missing_of_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
-        if group.num_cached_tokens is None:  # what is found after a preemption, it had computed itself
+        if group.num_cached_tokens is None:  # after a preemption the group hits its own blocks
             group.num_cached_tokens = sequence.num_computed_tokens
         self._allocate(sequence, copies)
         return True
 
     def _share_computed(self, sequence: Sequence) -> None:
-        """Begin a sequence with its prefix's blocks, and with what the cache knows of its tokens."""
+        """Start a sequence with its prefix's blocks and the prefix cache hit of its tokens."""
         blocks, prefix, found = self.block_manager, sequence.prefix, list[int]()
         num_full = prefix.num_tokens // blocks.block_size
         if sequence.params.prefix_cache and sequence.first_output_position is None:
-            # At least one token is computed again, because its logits are wanted.
+            # At least one token is computed again, because its logits are needed.
             num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // blocks.block_size
             self._extend_hashes(sequence, num_blocks)
             found = blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
-        # The first block that was found holds the rest of the prefix, too.
+        # The first cached block also holds the rest of the prefix.
         sequence.block_table = [*prefix.blocks[:num_full], *found] if found else [*prefix.blocks]
         blocks.share(sequence.block_table)
         if found:
@@ -334,34 +350,39 @@ class Scheduler:
         return slot is not None
 
     def _stop(self, group: SequenceGroup) -> None:
-        """Take a group out of those that run, whose adapter it no longer uses."""
+        """Remove a group from the running groups and release its adapter."""
         self.running.remove(group)
         if group.request.adapter is not None and self._adapters is not None:
             self._adapters.release(group.request.adapter)
             group.adapter_slot = -1
 
     def _num_missing_of_group(self, group: SequenceGroup) -> int:
-        """Count the blocks that the group lacks for its tokens, and for copies of those that several of it are about to write into."""
+        """Return how many blocks the group lacks for its tokens and for copies of shared blocks that it writes."""
         missing = sum(map(self._num_missing_of, group.sequences))
         if len(group.sequences) == 1 and not group.request.prefix.blocks:
             return missing
         written = Counter(block for s in group.sequences if (block := self._written_block(s)) is not None)
-        # The last of a block's owners writes into it; a prefix, which owns it too, never does.
+        # The last owner of a block writes into it without a copy. A prefix is an owner that never writes.
         return missing + sum(n - (self.block_manager.num_owners(block) == n) for block, n in written.items())
 
     def _num_missing_of(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
-        """Count the blocks that the sequence lacks for its tokens and so many more; below 0 where it has more than that."""
+        """Return how many blocks the sequence lacks for its tokens plus `num_more_tokens`; negative if it has a
+        surplus.
+        """
         num_tokens = sequence.prefix.num_tokens + len(sequence.token_ids) + num_more_tokens
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 
     def _drop_reserved(self, sequence: Sequence) -> None:
-        """Take back the blocks after the sequence's tokens, which drafts were written into."""
+        """Free the blocks after the sequence's tokens, which were reserved for drafts."""
         if (surplus := -self._num_missing_of(sequence)) > 0:
             self.block_manager.free(sequence.block_table[-surplus:])
             del sequence.block_table[-surplus:]
 
     def _written_block(self, sequence: Sequence) -> int | None:
-        """Return the block that the sequence's next token goes to, if it has earlier ones too. Only such a block is shared and written."""
+        """Return the partly filled block that the next token goes to, if any.
+
+        Only such a block can be both shared and written.
+        """
         num_cached_tokens = sequence.prefix.num_tokens + sequence.num_computed_tokens
         index, offset = divmod(num_cached_tokens, self.block_manager.block_size)
         return sequence.block_table[index] if offset else None
@@ -390,7 +411,6 @@ class Scheduler:
 
 
 def root_hash_of(sequence: Sequence) -> bytes:
-    """Return the `root_hash` of a sequence's blocks."""
     params, adapter = sequence.params, sequence.request.adapter
     digest = "" if adapter is None else adapter.digest
     return root_hash(params.cache_salt, sequence.is_past_threshold, sequence.prefix.digest, digest)

@@ -1,4 +1,4 @@
-"""Drafts of the next tokens: whose a step computes, how many, and what became of them."""
+"""Speculative decoding: which sequences get drafts, how many, and how many were accepted."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
 class Drafted(NamedTuple):
-    """Drafts of a plan, whose fate is known when the next one can be made."""
+    """Drafts of a sequence in a plan. How many are accepted is known when the next plan is made."""
 
     sequence: Sequence
     num_tokens: int
@@ -24,28 +24,31 @@ class Drafted(NamedTuple):
 
     @property
     def num_accepted(self) -> int:
-        """The count of drafts that became tokens: one token more than these has come."""
+        """Number of drafts that became tokens. The step also added one token after them."""
         return max(0, min(self.num_drafts, len(self.sequence.token_ids) - self.num_tokens - 1))
 
 
 class DraftCounts(NamedTuple):
-    """Drafts that steps computed, and how many of them became tokens."""
+    """Numbers of drafted and accepted tokens."""
 
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 
     @property
     def acceptance(self) -> float | None:
-        """The share that became tokens; None where there were no drafts."""
+        """Acceptance rate; None if there were no drafts."""
         return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else None
 
     def since(self, earlier: "DraftCounts") -> "DraftCounts":
-        """Return the counts without those of an earlier moment."""
+        """Return the counts since an earlier state."""
         return DraftCounts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
 class Speculator:
-    """Adds drafts to plans. A draft stays if it is the token that is chosen without it: no draft changes a token."""
+    """Adds drafts to plans.
+
+    A draft is accepted only if it equals the token chosen without it, so no draft changes a token.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
         self._scheduler = scheduler
@@ -53,23 +56,22 @@ class Speculator:
         self.proposers: dict[Speculate, Proposer] = {Speculate.ngram: NgramProposer()}
         self._budget = DraftBudget()
         self._drafted: list[Drafted] = []  # in the last plan
-        self._measured: tuple[int, float] | None = None  # tokens of the step that runs, and when it began
+        self._measured: tuple[int, float] | None = None  # token count and start time of the running step
         self._settled = DraftCounts()
 
     @property
     def counts(self) -> DraftCounts:
-        """The drafts of all plans so far."""
+        """Counts over all plans so far."""
         return DraftCounts(
             self._settled.num_drafted_tokens + sum(drafted.num_drafts for drafted in self._drafted),
             self._settled.num_accepted_tokens + sum(drafted.num_accepted for drafted in self._drafted),
         )
 
     def wants_drafts(self, groups: list[SequenceGroup]) -> bool:
-        """Return whether a group asks for drafts."""
         return any(group.request.params.speculate is not Speculate.none for group in groups)
 
     def reads_hidden(self, plan: StepPlan) -> bool:
-        """Return whether a proposer wants the hidden states of all of a sequence's tokens."""
+        """Return whether a proposer needs the hidden states of all tokens of the plan."""
         return any(self._reads_hidden(item) for item in plan.scheduled)
 
     def _reads_hidden(self, item: Scheduled) -> bool:
@@ -77,7 +79,7 @@ class Speculator:
         return proposer is not None and proposer.reads_hidden and not item.group.search
 
     def observe(self, plan: StepPlan, hidden: Tensor) -> None:
-        """Hand the hidden states [T, E] of all of the step's tokens, drafts among them, to the proposers that want them."""
+        """Pass the hidden states [T, E] of all of the step's tokens, drafts included, to the proposers that need them."""
         counts = [item.num_new_tokens + len(item.drafts) for item in plan.scheduled]
         parts = [part for part in zip(plan.scheduled, hidden.split(counts), strict=True) if self._reads_hidden(part[0])]
         for kind, proposer in self.proposers.items():
@@ -85,16 +87,18 @@ class Speculator:
                 proposer.observe(own)
 
     def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
-        """Return the plan with drafts after the last tokens of sequences that want them and whose next tokens come of it.
+        """Return the plan with drafts after the last tokens of sequences that request them and get new tokens in this
+        step.
 
-        The plan's blocks have been copied in the model's cache. `max_tokens`: the step's budget, as for `Scheduler.plan`.
+        The caller has already copied the plan's blocks in the model's cache. `max_tokens`: the step's budget, as for
+        `Scheduler.plan`.
         """
         self._settle()
         if all(item.sequence.params.speculate is Speculate.none for item in plan.scheduled):
             return plan
         for proposer in self.proposers.values() if plan.copies else ():
             proposer.copy_blocks(plan.copies)
-        start = self._clock()  # before the drafts, which may take longer than they spare
+        start = self._clock()  # before drafting, whose time must count as a cost
         most = [_most(item) if item.group in plan.ready else 0 for item in plan.scheduled]
         if not any(most):
             return plan
@@ -112,14 +116,14 @@ class Speculator:
         return plan
 
     def sampled(self) -> None:
-        """Note that the step of the last plan has given its first tokens."""
+        """Record the time of the last plan's step, whose first tokens are sampled."""
         if self._measured:
             num_tokens, start = self._measured
             self._budget.costs.took(num_tokens, self._clock() - start)
             self._measured = None
 
     def learn(self, sequence: Sequence) -> None:
-        """Let later rows profit from a sequence that has finished."""
+        """Let the sequence's proposer learn from a finished sequence."""
         if proposer := self.proposers.get(sequence.params.speculate):
             proposer.learn(sequence)
 
@@ -135,7 +139,7 @@ class Speculator:
         return drafts
 
     def _settle(self) -> None:
-        """Learn what became of the last plan, now that no step follows of what its drafts gave."""
+        """Record acceptance when no confirmed step is pending."""
         self._settled, self._measured = self.counts, None
         for drafted in self._drafted:
             self._budget.learn(drafted.sequence, drafted.num_accepted, drafted.num_drafts)
@@ -143,7 +147,7 @@ class Speculator:
 
 
 def _most(item: Scheduled) -> int:
-    """Return how many drafts the item's sequence asks for: none in searches, and none before its samples have begun."""
+    """Return how many drafts the sequence requests: none in searches, and none before its first output token."""
     params, group = item.sequence.params, item.group
     if params.speculate is Speculate.none or group.search or not item.sequence.num_output_tokens:
         return 0

@@ -1,6 +1,6 @@
-"""What a step computes, and the one form that every way to compute it has.
+"""The outputs of a step, and the common signature of all ways to compute it.
 
-R output rows, E hidden channels, V tokens in the vocabulary, T tokens.
+Dimensions: R output rows, E hidden channels, V vocabulary entries, T tokens.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from models.batch import Batch
 
 
 class StepOutputs(NamedTuple):
-    """Results of a batch's output rows, in the model's dtype. The next step overwrites them."""
+    """Outputs of a batch's output rows, in the model's dtype. The next step overwrites them."""
 
     hidden: Tensor
     """[R, E]"""
     logits: Tensor
     """[R, V]"""
     finite: Tensor
-    """bool [R]: whether no logit of the row is NaN or infinite."""
+    """bool [R]: whether all logits of the row are finite."""
 
 
 Steps: TypeAlias = Callable[[Batch, Tensor | None], StepOutputs]
-"""Computes a batch. The second argument, int64 [T] on the model's device, takes the place of the batch's token ids."""
+"""Computes a batch. The second argument, int64 [T] on the model's device, replaces the batch's token ids."""

@@ -1,27 +1,27 @@
-"""Find the first of several strings in a text that comes in pieces, with one look at each character (Aho and Corasick 1975)."""
+"""Finds the first of several strings in streamed text, with one lookup per character (Aho and Corasick 1975)."""
 
 from collections import deque
 
 
 class StopStrings:
-    """An automaton whose states are the beginnings of the strings, numbered. A text's state is the longest beginning that it ends with.
+    """An Aho-Corasick automaton. Its states are the prefixes of the strings; state 0 is the empty prefix.
 
-    State 0 is the empty beginning.
+    A text's state is the longest prefix that the text ends with.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self.lengths = [0]
-        """Characters of each state's beginning: as many at the end of the text may belong to a string."""
+        """Length of each state's prefix: this many characters at the end of the text may belong to a string."""
         self._found = [0]  # length of the longest string that ends in the state; 0: none
         for string in strings:
             self._insert(string)
-        # For each state the longest other beginning that its own ends with.
+        # failure link of each state: the longest shorter prefix that its own prefix ends with
         self._shorter = [0] * len(self._next)
         self._link()
 
     def advance(self, state: int, character: str) -> tuple[int, int]:
-        """Return the state after one more character, and the length of the longest string that ends with it, or 0."""
+        """Return the state after one more character, and the length of the longest string that ends there, or 0."""
         while character not in self._next[state] and state:
             state = self._shorter[state]
         state = self._next[state].get(character, 0)
@@ -39,7 +39,7 @@ class StopStrings:
         self._found[state] = len(string)
 
     def _link(self) -> None:
-        """Link each state to its `_shorter`, shorter beginnings first: it follows from the parent's."""
+        """Compute the failure links (`_shorter`), shorter prefixes first: a link follows from the parent's link."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()

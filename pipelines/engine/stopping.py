@@ -1,4 +1,4 @@
-"""When a sequence ends, and the completion that it becomes."""
+"""Decides when a sequence ends, and builds its completion."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,22 @@ from pipelines.engine.request import Completion, FinishReason, Sequence, Sequenc
 
 
 def extend_text(sequence: Sequence) -> FinishReason | None:
-    """Turn the sequence's new last token into text, which is `unsent` then, and return why the sequence ends here, if it does."""
+    """Detokenise the sequence's last token into `unsent`, and return why the sequence ends here, or None if it does
+    not.
+    """
     params, token = sequence.params, sequence.token_ids[-1]
     may_stop = sequence.num_output_tokens >= params.min_new_tokens
     piece, stop = "", None
     if sequence.guide:
         sequence.guide.accept(token)
-    # The text of a stop token, like that of a stop string, is left out unless it is asked for.
+    # The text of a stop token or stop string is omitted unless the request includes it.
     if sequence.detokenizer and (params.include_stop or token not in params.stop_token_ids):
         piece, stop = sequence.detokenizer.add(token, may_stop)
     reason = None
     if stop is not None or (may_stop and token in params.end_token_ids):
         reason = FinishReason.stop
         sequence.stop_reason = token if stop is None else stop
-    elif sequence.guide and sequence.guide.is_complete:  # also before min_new_tokens: nothing can follow
+    elif sequence.guide and sequence.guide.is_complete:  # also before min_new_tokens, because nothing can follow
         reason = FinishReason.stop
     elif sequence.num_output_tokens == params.max_new_tokens:
         reason = FinishReason.length
@@ -32,7 +34,7 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
 
 
 def append_token(sequence: Sequence, token: int | None, logprobs: list[TokenLogprobs]) -> FinishReason | None:
-    """Append the token, None where all were banned, as `extend_text` does. Returns why the sequence ends here, if it does."""
+    """Append the token (None: all were banned) and call `extend_text`. Returns why the sequence ends here, if it does."""
     if token is None:
         return FinishReason.no_token
     sequence.token_ids.append(token)
@@ -41,7 +43,7 @@ def append_token(sequence: Sequence, token: int | None, logprobs: list[TokenLogp
 
 
 class Piece(NamedTuple):
-    """A new token as a sink is told of it: the arguments of `Sink`."""
+    """A new token in the form that a sink receives: the arguments of `Sink`."""
 
     sample: int
     token_ids: list[int]
@@ -50,10 +52,10 @@ class Piece(NamedTuple):
 
 
 def take_piece(group: SequenceGroup, sequence: Sequence) -> list[tuple[Sink, Piece]]:
-    """Return the last token and its text with the request's sink, if it has not had them."""
+    """Return the last token and its text with the request's sink, if the sink has not received them."""
     text, sequence.unsent = sequence.unsent, None
     sink = group.request.sink
-    # Samples that begin again after a preemption repeat what they said.
+    # Samples that restart after a preemption generate the same tokens again.
     if text is None or sink is None or sequence.num_output_tokens <= group.num_sent[sequence.sample]:
         return []
     group.num_sent[sequence.sample] = sequence.num_output_tokens
@@ -61,7 +63,6 @@ def take_piece(group: SequenceGroup, sequence: Sequence) -> list[tuple[Sink, Pie
 
 
 def completion_of(sequence: Sequence, reason: FinishReason, score: float | None = None) -> Completion:
-    """Return what the sequence has become."""
     return Completion(
         token_ids=sequence.output_token_ids,
         text="".join(sequence.texts) if sequence.detokenizer else None,

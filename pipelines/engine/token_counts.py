@@ -1,19 +1,19 @@
-"""How often each token was generated, for penalties. A new token costs the same however long the text is."""
+"""Counts of generated tokens, for penalties. The cost per token does not depend on the text's length."""
 
 from array import array
 
 
 class TokenCounts:
-    """Tokens of a sequence that grows, each once, in the order in which they came first."""
+    """The distinct tokens of a growing sequence, in order of first occurrence, with their counts."""
 
     def __init__(self, num_prompt_tokens: int, with_prompt: bool) -> None:
-        """`with_prompt`: list the prompt's tokens too, which count 0 until they are generated."""
+        """`with_prompt`: also list the prompt's tokens, with count 0 until they are generated."""
         self.token_ids = array("q")
         self.counts = array("q")
-        """How often each of `token_ids` was generated."""
+        """How often each token of `token_ids` was generated."""
         self._num_prompt_tokens = num_prompt_tokens
         self._num_known = 0 if with_prompt else num_prompt_tokens
-        self._places: dict[int, int] = {}  # token id to its index in both arrays
+        self._places: dict[int, int] = {}  # token id to index in both arrays
 
     def copy(self) -> "TokenCounts":
         other = TokenCounts.__new__(TokenCounts)
@@ -21,7 +21,7 @@ class TokenCounts:
         return other
 
     def update(self, token_ids: list[int]) -> None:
-        """Count what is new. `token_ids` are the prompt and output: those of the last call and what came since."""
+        """Count the new tokens. `token_ids`: prompt and output; the tokens of the last call, extended."""
         for position in range(self._num_known, len(token_ids)):
             token = token_ids[position]
             place = self._places.setdefault(token, len(self.token_ids))

@@ -1,9 +1,12 @@
-"""PaddleNLP's verification of drafts (d68a385fc, `speculate_verify_and_update.cu`), which changes tokens: a likely draft stays.
+"""PaddleNLP's verification of drafts (d68a385fc, `speculate_verify_and_update.cu`).
 
-A token's candidates are the most likely ones, at most `max_candidates`, up to the one with which they reach `top_p`; where they do not
-reach it, there are none. A draft stays if it is a candidate; and if it is the second most likely token, `max_candidates` is 2 or more, and
-the next `verify_window` drafts are each the most likely one, it stays with these, and nothing after them. The token that follows is drawn
-among the candidates of its place, or is the most likely one where there are none.
+It changes tokens: likely drafts are accepted.
+
+The candidates at a position are the most likely tokens, at most `max_candidates`, up to the token with which they reach
+`top_p`. If they do not reach it, there are no candidates. A draft is accepted if it is a candidate. A draft that is the
+second most likely token is also accepted if `max_candidates` is at least 2 and each of the next `verify_window` drafts
+is the most likely token; then these drafts are accepted too, and no draft after them. The token after the accepted
+drafts is drawn from the candidates at its position, or is the most likely token if there are none.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,10 @@ from pipelines.engine.scheduler import Scheduled
 
 
 def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], None]) -> None:
-    """Give the step's rows that ask for it their next tokens by this rule. `fail` ends a group that raises."""
+    """Choose the next tokens of rows with this acceptance rule, and fix them in the step.
+
+    `fail` ends a group that raises.
+    """
     for index, (item, row) in enumerate(zip(step.plan.scheduled, step.first_rows, strict=True)):
         if item.sequence.params.speculation.acceptance is not Acceptance.exact and is_drafted_and_drawn(item):
             end = row + item.num_outputs
@@ -30,7 +36,7 @@ def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], No
 
 
 def is_drafted_and_drawn(item: Scheduled) -> bool:
-    """Return whether the item's next tokens are drafted and drawn, after the first one, which is drawn as all are."""
+    """Return whether the item's next tokens are sampled with drafts. The first output token is always sampled without."""
     params, sequence = item.sequence.params, item.sequence
     return (
         params.speculate is not Speculate.none
@@ -41,7 +47,7 @@ def is_drafted_and_drawn(item: Scheduled) -> bool:
 
 
 def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
-    """Return the drafts that stay and the token after them, None where all were banned.
+    """Return the accepted drafts and the token after them; None where all tokens were banned.
 
     `logits` [1 + D, V]: after the sequence's last token, and after each of the D drafts.
     """
@@ -65,12 +71,12 @@ def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
 
 
 def _possible(ids: list[int], probabilities: list[float]) -> list[int]:
-    """Return the tokens that may be chosen at all: a setting can ban all but a few."""
+    """Return the tokens that are not banned: settings can ban all but a few."""
     return [token for token, probability in zip(ids, probabilities, strict=True) if probability > 0]
 
 
 def num_candidates(probabilities: list[float], top_p: float) -> int:
-    """Return how many of the most likely tokens reach `top_p` together; 0 where these do not."""
+    """Return how many of the most likely tokens reach `top_p` together; 0 if all of them do not."""
     total = 0.0
     for count, probability in enumerate(probabilities, 1):
         total += probability
@@ -80,7 +86,10 @@ def num_candidates(probabilities: list[float], top_p: float) -> int:
 
 
 def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], window: int) -> int:
-    """Return how many drafts stay. `ids[place]`: the most likely tokens where a draft stands, `counts[place]` candidates among them."""
+    """Return how many drafts are accepted.
+
+    `ids[i]`: the most likely tokens at draft i, best first, of which the first `counts[i]` are candidates.
+    """
     for place, draft in enumerate(drafts):
         if draft in ids[place][: counts[place]]:
             continue
@@ -92,7 +101,9 @@ def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], win
 
 
 def drawn(ids: list[int], probabilities: list[float], count: int, number: float) -> int:
-    """Return the first candidate with which the probabilities reach the number; the most likely token where there is no candidate."""
+    """Return the first candidate whose cumulative probability reaches `number`; the most likely token if there is no
+    candidate.
+    """
     total = 0.0
     for token, probability in zip(ids[:count], probabilities, strict=False):
         total += probability
