@@ -1,4 +1,4 @@
-"""Rank 0's side of the other ranks: it tells them what to compute, and notices when one is lost."""
+"""Rank 0's control of the worker ranks: sends operations, and detects a lost rank."""
 
 import os
 import signal
@@ -21,26 +21,26 @@ from pipelines.run_log import log_of_rank
 
 T = TypeVar("T")
 
-LOOK_S = 0.2  # between two looks at what may have failed
-GRACE_S = 3.0  # for the run to end by itself once a rank is lost
-END_S = 2.0  # for a rank to end once its socket is closed, and for Python once its main thread has ended
-CLOSE_S = 10.0  # for the main thread to end once the ranks have
+LOOK_S = 0.2  # poll interval of failure checks
+GRACE_S = 3.0  # for the run to end by itself after a rank is lost
+END_S = 2.0  # for a rank to end after its socket is closed, and for Python after its main thread has ended
+CLOSE_S = 10.0  # for the main thread to end after the ranks
 
 
 @dataclass
 class Worker:
-    """Another rank's process as rank 0 watches it: its channel, its answers, and when it was last heard."""
+    """A worker rank as rank 0 monitors it: its channel, its answers, and when it last sent a message."""
 
     rank: int
     name: str
     channel: Channel
     process: "subprocess.Popen[bytes] | None"
-    """None where somebody else has started it."""
+    """None if a launcher started it."""
     answers: "SimpleQueue[Message]" = field(default_factory=SimpleQueue)
     heard_at: float = field(default_factory=time.monotonic)
 
     def how_it_ended(self) -> str:
-        """Return what became of a process that has closed its socket."""
+        """Return how a process that has closed its socket ended."""
         if self.process is None:
             return "has ended"
         try:
@@ -54,7 +54,7 @@ class Worker:
         return f"was ended by signal {-code} ({name}{why})"
 
     def end(self) -> None:
-        """Ask the process to end, and see to it that it does."""
+        """Ask the process to end, and kill it if it does not."""
         with suppress(Gone):
             self.channel.send({"op": "end"})
             self.channel.wait_for_end(END_S)
@@ -64,15 +64,15 @@ class Worker:
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # also one that is stopped
+            self.process.kill()  # also ends a stopped process
             self.process.wait()
 
 
 class Workers:
-    """The other ranks of a run, and the thread that watches over them."""
+    """The worker ranks of a run, and the thread that monitors them."""
 
     def __init__(self, workers: list[Worker], context: RankContext, heartbeat_s: float) -> None:
-        """`heartbeat_s`: how long a rank may be silent."""
+        """`heartbeat_s`: maximum silence of a rank, in seconds."""
         self.context = context
         self._workers = workers
         self._heartbeat_s = heartbeat_s
@@ -84,34 +84,34 @@ class Workers:
 
     @property
     def processes(self) -> "list[subprocess.Popen[bytes]]":
-        """Return the processes of the workers that this process has started."""
+        """The worker processes that this process has started."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def tell(self, header: Header, payload: bytes | memoryview = b"", ranks: range | None = None) -> None:
-        """Send a message to these ranks, None: to every one. Raises RankLost."""
+        """Send a message to the workers in `ranks` (None: all). Raises RankLost."""
         for worker in self._workers:
             if ranks is None or worker.rank in ranks:
-                with suppress(Gone):  # the watcher says why
+                with suppress(Gone):  # the watcher thread reports the reason
                     worker.channel.send(header, payload)
         self.check()
 
     def meanwhile(self, compute: Callable[[], T]) -> T:
-        """Return what rank 0 computes while the others do what they were told. Raises RankLost where that does not count."""
+        """Run rank 0's share of an operation while the workers run theirs. Raises RankLost if another rank failed."""
         try:
             result = compute()
         except BaseException:
             self.check()
-            self.abort()  # the others may wait for this rank
+            self.abort()  # the workers may wait for this rank
             raise
         self.check()
         return result
 
     def answers(self) -> list[Header]:
-        """Wait for one message of each rank, in their order. Raises RankLost."""
+        """Wait for one message from each worker, in rank order. Raises RankLost."""
         return [self._answer(worker)[0] for worker in self._workers]
 
     def answer_of(self, rank: int) -> Message:
-        """Wait for a message of this rank, which is not rank 0. Raises RankLost."""
+        """Wait for a message from this rank, which is not rank 0. Raises RankLost."""
         return self._answer(self._workers[rank - 1])
 
     def _answer(self, worker: Worker) -> Message:
@@ -121,23 +121,23 @@ class Workers:
                 return worker.answers.get(timeout=LOOK_S)
 
     def check(self) -> None:
-        """Raise RankLost where a rank is lost."""
+        """Raise RankLost if a rank is lost."""
         try:
             self.context.check()
         except RankFailed:
             end = time.monotonic() + GRACE_S
-            while self._lost is None and time.monotonic() < end:  # a rank that fails aborts first, and then says why
+            while self._lost is None and time.monotonic() < end:  # a failing rank aborts first, then sends its reason
                 time.sleep(LOOK_S)
             self._lost = self._lost or "another rank has failed"
         if self._lost is not None:
             raise RankLost(self._lost)
 
     def abort(self) -> None:
-        """End the step that the other ranks are in: what they compute does not count."""
+        """Abort the current step on all ranks; its results are invalid."""
         self.context.abort()
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the workers."""
         if not self._closed.is_set():
             self._closed.set()
             self.context.abort()
@@ -146,12 +146,12 @@ class Workers:
             self._all_ended.set()
 
     def _watch(self) -> None:
-        """Take messages until the first rank is lost. Then see to it that the run ends."""
+        """Receive messages until the first rank is lost. Then make sure that the run ends."""
         looked_at = time.monotonic()
         while self._lost is None and not self._closed.is_set():
             ready = readable([worker.channel for worker in self._workers], LOOK_S)
             now = time.monotonic()
-            was_stopped = now - looked_at > self._heartbeat_s / 2  # as by Ctrl-Z, and the others with it
+            was_stopped = now - looked_at > self._heartbeat_s / 2  # for example by Ctrl-Z, which also stops the workers
             looked_at = now
             for worker in self._workers:
                 if worker.channel in ready:
@@ -164,20 +164,20 @@ class Workers:
             self._see_to_the_end()
 
     def _see_to_the_end(self) -> None:
-        """End this process by force where it does not end by itself."""
+        """End this process by force if it does not end by itself."""
         if not self._closed.wait(GRACE_S):
             print(escape_control_chars(f"error: {self._lost}"), file=sys.stderr, flush=True)
             for worker in self._workers:
                 if worker.process is not None:
                     worker.process.kill()
             os._exit(1)
-        self._all_ended.wait()  # which may be in Python's end, where the main thread counts as ended
+        self._all_ended.wait()  # can be set during interpreter shutdown, when the main thread counts as ended
         end = time.monotonic() + CLOSE_S
-        while threading.main_thread().is_alive():  # `join` would hold its lock, which Python's end wants
-            if time.monotonic() > end:  # it has other work
+        while threading.main_thread().is_alive():  # `join` would hold a lock that interpreter shutdown needs
+            if time.monotonic() > end:  # the main thread has other work
                 return
             time.sleep(LOOK_S)
-        time.sleep(END_S)  # Python's end waits for a thread in which gloo waits for the lost rank
+        time.sleep(END_S)  # interpreter shutdown waits for a thread in which gloo waits for the lost rank
         sys.stdout.flush()
         os._exit(1)
 
@@ -200,4 +200,4 @@ class Workers:
         self._lost = self._lost or why
         self.context.abort()
         for worker in self._workers:
-            worker.channel.close()  # so that no message waits for a rank that does not read
+            worker.channel.close()  # so that no send blocks on a rank that does not read

@@ -1,4 +1,6 @@
-"""Rank 0: it loads the model with the others, and before each step it tells them what to compute."""
+"""Rank 0, the driver: it loads the model together with the workers, and sends them every operation before it computes
+its own share.
+"""
 
 import os
 import socket
@@ -52,38 +54,41 @@ T = TypeVar("T")
 
 @dataclass
 class _Begun:
-    """A step under way. Its outputs come from the last stage."""
+    """A step in flight. Its outputs come from the last pipeline stage."""
 
     outputs: StepOutputs | None = None
 
 
 class Driver:
-    """Rank 0's place among ranks that load and run one model."""
+    """Rank 0's side of a model that several ranks run."""
 
     def __init__(self, workers: Workers, cpus: set[int]) -> None:
-        """`cpus`: those that the process had before."""
+        """`cpus`: the CPU affinity before the run, which is restored at the end."""
         self.workers, self.context = workers, workers.context
         self.begun: deque[_Begun] = deque()
-        """Steps whose outputs have not come back, also those of an earlier runner."""
+        """Steps whose outputs have not arrived yet, including steps of an earlier executor."""
         self.close = weakref.finalize(self, _end, workers, cpus)
-        """Ends the other ranks, at the latest when nobody knows this object any more."""
+        """Ends the workers. Also runs when this object is garbage-collected."""
 
     def part(self, plan: ModelPlan) -> ModelPlan:
-        """Return the plan of rank 0's part. Raises UserError as `shard_plan` does."""
+        """Return the plan of rank 0's shard. Raises UserError as `shard_plan` does."""
         return shard_plan(plan, self.context.parallel_layout, self.context.group, self.context.neighbours)
 
     def fewest_blocks(self, own: int) -> int:
-        """Return how many blocks of the KV cache all ranks have memory for. Raises RankLost where one cannot load its part."""
+        """Return how many KV cache blocks fit on every rank.
+
+        `own`: rank 0's number. Raises RankLost if a rank cannot load its shard.
+        """
         return min(own, *(int(answer["num_blocks"]) for answer in self.workers.answers()))
 
     def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> Executor:
-        """Return the runner of rank 0's part."""
+        """Return the executor of rank 0's shard."""
         return DriverExecutor(self, model, cache, num_graph_sequences, table_width, decode_threads)
 
     def adapters(self, *arguments: Any) -> Adapters:
-        """Return the adapters of rank 0's part, which the other ranks load, too. Takes the arguments of `Adapters`."""
+        """Return rank 0's adapters, which the workers load too. Takes the arguments of `Adapters`."""
         return DriverAdapters(self.workers, *arguments)
 
 
@@ -93,9 +98,11 @@ def _end(workers: Workers, cpus: set[int]) -> None:
 
 
 def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
-    """Begin to load the model of `run` in its other ranks, each on cores of its own. Raises UserError where they cannot be had.
+    """Start the worker ranks of `run`, or wait for a launcher's, and send them what to load.
 
-    `whole`: the plan of the undivided model.
+    Raises UserError if they are not available.
+
+    `whole`: the plan of the unsharded model.
     """
     source, num_gpus = whole.source, torch.cuda.device_count() if whole.device.type == "cuda" else 0
     library = build.library()
@@ -111,9 +118,9 @@ def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
             check_gpus(tp * pp, num_gpus)
     ranks = spawn(tp * pp) if launched is None else await_ranks(launched)
     cores = _cores(launched, ranks, cpus)
-    is_near = launched is None or launched.address is None  # then rank 0 has verified the files of all
+    is_near = launched is None or launched.address is None  # rank 0 has then verified the files for all ranks
     model = replace(run.model, verify=run.model.verify and not is_near)
-    device = replace(run.device, type=DeviceType[whole.device.type])  # the same in all, also where it is auto
+    device = replace(run.device, type=DeviceType[whole.device.type])  # resolves auto, so that it is equal on all ranks
     start = {
         "tp": tp,
         "pp": pp,
@@ -144,7 +151,10 @@ def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
 
 
 def _launched() -> Joined | None:
-    """Return rank 0's place where a launcher has started this process. Raises UserError where that is another rank."""
+    """Return rank 0's place in a launcher's job; None without a launcher.
+
+    Raises UserError if the launcher started this process as another rank.
+    """
     launched = joined(os.environ)
     if launched is not None and launched.rank > 0:
         what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
@@ -153,7 +163,10 @@ def _launched() -> Joined | None:
 
 
 def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
-    """Return the processors of each rank, first those of rank 0, which may use `cpus`; None where those of a machine have to be divided."""
+    """Return the CPUs of each rank, starting with rank 0, which may use `cpus`.
+
+    None where the launcher has not bound ranks of one machine to separate CPUs, so that they must divide them.
+    """
     if launched is None:
         return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
     host = None if launched.address is None else socket.gethostname()
@@ -164,12 +177,12 @@ def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[l
 def _begin_in_memory(
     run: RunConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
 ) -> RankContext:
-    """Send the ranks, which are on this machine, their first message and the memory of all. Returns rank 0's place."""
+    """Send local ranks their first message and the shared memory. Returns rank 0's context."""
     tp, pp = starts[0]["tp"], starts[0]["pp"]
     fd = create_memory(library, tp, pp)
     try:
         for rank, start in zip(ranks, starts, strict=True):
-            with suppress(Gone):  # the watcher says why
+            with suppress(Gone):  # the watcher thread reports the reason
                 rank.channel.send(start | {"spins": spins})
                 rank.channel.send_file(fd)
         return shared_memory_context(library, fd, layout_of(0, tp, pp, run.parallel), spins)
@@ -178,11 +191,11 @@ def _begin_in_memory(
 
 
 def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> RankContext:
-    """Send the ranks their first message, and where they find each other. Returns rank 0's place."""
+    """Send ranks their first message and the addresses of the process groups. Returns rank 0's context."""
     own, *others = addresses(ranks)
     server = serve_addresses(own)
     for rank, start, address in zip(ranks, starts, others, strict=True):
-        with suppress(Gone):  # the watcher says why
+        with suppress(Gone):  # the watcher thread reports the reason
             rank.channel.send(start | {"store": [own, server.port], "address": address})
     start = starts[0]
     parallel_layout = layout_of(0, start["tp"], start["pp"], run.parallel)
@@ -191,7 +204,7 @@ def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) ->
 
 
 class DriverAdapters(Adapters):
-    """Rank 0's adapters. What is loaded, forgotten and put into a slot here is so in the other ranks."""
+    """Rank 0's adapters. Every load, unload and slot fill is repeated on the workers."""
 
     def __init__(self, workers: Workers, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -218,7 +231,7 @@ class DriverAdapters(Adapters):
 
 
 class DriverExecutor(Executor):
-    """Computes rank 0's part of each step, while the other ranks compute theirs."""
+    """Computes rank 0's share of each step while the workers compute theirs."""
 
     def __init__(
         self,
@@ -232,13 +245,13 @@ class DriverExecutor(Executor):
         self.driver, self._workers = driver, driver.workers
         groups = driver.context.group, *driver.context.neighbours
         if any(isinstance(group, Gloo) for group in groups):
-            num_graph_sequences = 0  # no CUDA graph holds what leaves the GPU
+            num_graph_sequences = 0  # a CUDA graph cannot capture gloo's transfers through the CPU
         sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
         self._workers.tell({"op": "make_executor", "num_graph_sequences": num_graph_sequences, **sizes})
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
         self._answering = tp * (pp - 1) if pp > 1 else None
-        """The rank that has a step's results; None: rank 0."""
+        """The rank that returns a step's results; None: rank 0 has them."""
         self.num_microbatches = pp
         self._begun = driver.begun
 
@@ -263,7 +276,7 @@ class DriverExecutor(Executor):
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         if token_ids is not None:
-            batch.token_ids.copy_(token_ids)  # the others have not chosen them
+            batch.token_ids.copy_(token_ids)  # the workers do not have the chosen tokens
         if self._answering is not None:
             return self.begin(batch)()
         return self._led({"op": "execute"}, [batch], partial(super().execute, batch))
@@ -315,9 +328,9 @@ class DriverExecutor(Executor):
         return own if self._answering is None else self._answer()[0]
 
     def _led(self, header: Header, batches: list[Batch], compute: Callable[[], T], tensor: Tensor | None = None) -> T:
-        """Send the other ranks a message, and return what rank 0 computes meanwhile. Raises RankLost where that does not count.
+        """Broadcast an operation and run rank 0's share. Raises RankLost if another rank failed.
 
-        The message holds the numbers of the batches, and then those of the tensor.
+        The message contains the numbers of the batches, then those of the tensor.
         """
         own = [] if tensor is None else [tensor]
         header |= {"shapes": [batch.shape for batch in batches], "tensors": described(own)}
@@ -326,13 +339,13 @@ class DriverExecutor(Executor):
         return self._workers.meanwhile(compute)
 
     def _answer(self) -> list[Tensor]:
-        """Return what the last stage has computed for the last message. Raises RankLost."""
+        """Return the last stage's result of the last message. Raises RankLost."""
         while self._begun:
             self._take_first()
         return self._next_answer()
 
     def _take_first(self) -> None:
-        """Take the outputs of the step that began first: answers come in the order of the messages."""
+        """Take the outputs of the oldest step in flight: answers arrive in message order."""
         hidden, logits = self._next_answer()
         self._begun.popleft().outputs = StepOutputs(hidden, logits, all_finite(logits))
 
@@ -342,7 +355,7 @@ class DriverExecutor(Executor):
         return [tensor.to(self._device) for tensor in read(header["tensors"], content)]
 
     def _of_others(self, name: str, num_sequences: int = 1) -> float:
-        """Return the sum of what the other ranks count."""
+        """Return the sum of a count over the workers."""
         while self._begun:
             self._take_first()
         self._workers.tell({"op": "count", "num_sequences": num_sequences})

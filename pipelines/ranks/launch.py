@@ -1,4 +1,7 @@
-"""Where the other ranks come from: rank 0 starts them, or torchrun or srun has. How many there are, and which cores each has."""
+"""Starts the worker ranks, or finds the place of a process that torchrun or srun has started.
+
+Computes the parallel degrees and each rank's cores.
+"""
 
 import os
 import re
@@ -19,37 +22,37 @@ from pipelines.ranks.messages import Channel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MOST_PORT = 65535
-FEWEST = 2  # ranks, or stages, where neither settings nor a launcher say how many
+FEWEST = 2  # default number of ranks or stages, if neither settings nor a launcher give one
 COMMAND = (sys.executable, "-P", "-m", "pipelines.ranks.worker")
-TORCHRUN, SRUN = "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"  # which tell that each has started a process
-SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below those that Linux gives to any process
+TORCHRUN, SRUN = "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"  # set in every process of the launcher
+SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A process's place among those that a launcher has started."""
+    """A process's place in a job that a launcher has started."""
 
     launcher: str
     rank: int
     size: int
     name: str
-    """Of this job."""
+    """The job's name."""
     local_rank: int
     num_local: int
-    """Its rank among those of its machine, and their number."""
+    """`local_rank`: the rank within this machine. `num_local`: number of ranks on this machine."""
     address: tuple[str, int] | None = None
-    """Where rank 0 waits for ranks of other machines; None: all are on one."""
+    """Host and port where rank 0 waits for ranks of other machines; None: all ranks are on one machine."""
 
     def cores(self, allowed: set[int]) -> set[int]:
-        """Return the processors of this rank: its own among those of the ranks of its machine."""
+        """Return this rank's share of the CPUs in `allowed`, which the ranks of its machine divide."""
         return cores_of_ranks(self.num_local, allowed)[self.local_rank]
 
 
 def joined(environment: Mapping[str, str]) -> Joined | None:
-    """Return the place of a process that torchrun or srun has started with others; None for one of its own.
+    """Return the place of a process that torchrun or srun has started; None if it runs alone.
 
-    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError for a port without a next one, and
-    for a launcher's variables of which some are missing or contradict the others.
+    A batch script of Slurm has SLURM_NTASKS, but no SLURM_STEP_NUM_TASKS above 1. Raises UserError if a launcher's
+    variables are missing or inconsistent, and for a port that has no successor.
     """
     by_torchrun = TORCHRUN in environment
     launcher, mark = ("torchrun", TORCHRUN) if by_torchrun else ("srun", SRUN)
@@ -73,7 +76,9 @@ def joined(environment: Mapping[str, str]) -> Joined | None:
 
 
 def leave_launcher(environment: MutableMapping[str, str]) -> None:
-    """Let `joined` return None: for a process whose ranks are its own, whoever started what has started it."""
+    """Remove the launcher's marks from `environment`, so that `joined` returns None: for a process that starts its own
+    ranks, even if a launcher started one of its ancestors.
+    """
     for mark in (TORCHRUN, SRUN):
         environment.pop(mark, None)
 
@@ -83,7 +88,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Joined:
     rank, size, local_rank, num_local = (int(environment[name]) for name in names)
     host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
     name = "-".join([environment[TORCHRUN], port, environment.get("TORCHELASTIC_RESTART_COUNT", "")])
-    address = host, int(port) + 1  # at the port itself torchrun's own processes meet
+    address = host, int(port) + 1  # torchrun's own processes use the port itself
     return Joined("torchrun", rank, size, name, local_rank, num_local, address)
 
 
@@ -99,22 +104,22 @@ def _of_srun(environment: Mapping[str, str]) -> Joined:
 
 
 def _tasks_of_node(counts: str, node: int) -> int:
-    """Return a node's number of tasks, which Slurm writes as 2(x3),1 for 2, 2, 2 and 1."""
+    """Return a node's number of tasks from Slurm's notation: 2(x3),1 means 2, 2, 2 and 1."""
     found = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in counts.split(",")]
     return [int(each[1]) for each in found if each for _ in range(int(each[2] or 1))][node]
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of Slurm's list of nodes, such as node[03-05,9],other."""
+    """Return the first host of Slurm's list of nodes, for example of node[03-05,9],other."""
     first = re.sub(r"((?:[^,\[]|\[[^\]]*\])*).*", r"\1", nodes)
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
 def backend_of(run: RunConfig, launched: Joined | None, tp: int, num_gpus: int) -> Backend:
-    """Return how ranks exchange numbers, which is never `auto`. `num_gpus`: of this machine; 0: ranks compute on CPUs.
+    """Return the collective backend, which is never `auto`. `num_gpus`: of this machine; 0: ranks compute on CPUs.
 
-    Raises UserError for what the device has not, for shared memory among several machines, and where ranks of several machines share layers
-    unless a backend is named.
+    Raises UserError for a backend that the device does not support, for shared memory across machines, and for tensor
+    parallelism across machines unless a backend is named.
     """
     backend, fast = run.parallel.backend, Backend.nccl if num_gpus else Backend.shared_memory
     if backend is (Backend.shared_memory if num_gpus else Backend.nccl):
@@ -135,7 +140,7 @@ def backend_of(run: RunConfig, launched: Joined | None, tp: int, num_gpus: int) 
 
 
 def check_gpus(num_ranks: int, num_gpus: int) -> None:
-    """Raise UserError where ranks of one machine are more than its GPUs, of which NCCL wants one for each."""
+    """Raise UserError if a machine has fewer GPUs than ranks. NCCL needs one GPU per rank."""
     if num_ranks > num_gpus:
         raise UserError(
             f"{num_ranks} ranks want a GPU each, but torch sees {num_gpus} here: give fewer ranks, or parallel.backend=gloo, with which "
@@ -144,9 +149,9 @@ def check_gpus(num_ranks: int, num_gpus: int) -> None:
 
 
 def gpu_of(local_rank: int, num_gpus: int, visible: str | None) -> str:
-    """Return for a rank of this machine the CUDA_VISIBLE_DEVICES of its GPU alone.
+    """Return the CUDA_VISIBLE_DEVICES value that selects the GPU of a rank of this machine.
 
-    `visible`: that of its process now. A launcher may have given it one GPU.
+    `visible`: the process's current value. A launcher may have assigned one GPU already.
     """
     names = [name.strip() for name in visible.split(",")] if visible else [*map(str, range(num_gpus))]
     return names[local_rank % len(names)]
@@ -155,7 +160,7 @@ def gpu_of(local_rank: int, num_gpus: int, visible: str | None) -> str:
 def degrees(run: RunConfig, launched: Joined | None) -> tuple[int, int]:
     """Return tp and pp of the run.
 
-    Raises UserError where a launcher has started another number of processes than tp * pp, and where it has started a server.
+    Raises UserError if a launcher has started a number of processes other than tp * pp, and if it has started a server.
     """
     parallel, started = run.parallel, launched.size if launched else None
     tp, pp = 1, 1
@@ -181,17 +186,17 @@ def degrees(run: RunConfig, launched: Joined | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Another rank's process, started or met."""
+    """A worker rank's process, started by rank 0 or by a launcher."""
 
     rank: int
     pid: int
     channel: Channel
     process: "subprocess.Popen[bytes] | None" = None
-    """None where a launcher has started it."""
+    """None if a launcher started it."""
     host: str | None = None
-    """Its machine; None where all ranks are on one."""
+    """Its machine; None if all ranks are on one machine."""
     cpus: frozenset[int] = frozenset()
-    """Processors that it may use, where a launcher has started it."""
+    """CPUs that it may use, if a launcher started it."""
 
     @property
     def name(self) -> str:
@@ -200,8 +205,8 @@ class Rank:
 
 
 def spawn(size: int) -> list[Rank]:
-    """Start the other ranks on this machine. Each has a socket that it inherits. Raises UserError."""
-    with ExitStack() as passed, interrupts_waiting():  # which the others inherit, until they say that they ignore them
+    """Start the worker ranks on this machine. Each inherits one end of a socket pair. Raises UserError."""
+    with ExitStack() as passed, interrupts_waiting():  # workers inherit the blocked signals until they ignore them
         pairs = [socket.socketpair() for _ in range(1, size)]
         for _, theirs in pairs:
             passed.enter_context(theirs)
@@ -216,7 +221,11 @@ def spawn(size: int) -> list[Rank]:
 
 
 def _start_and_wait(fds: list[int], started: "Future[list[subprocess.Popen[bytes]]]") -> None:
-    """Start a rank for each socket, and wait for their end: Linux would end them with the thread that has started them."""
+    """Start a worker for each socket, and wait for their end.
+
+    It runs in its own thread until they end, because Linux kills the workers (parent death signal) when the thread that
+    started them ends.
+    """
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -242,9 +251,10 @@ def _start_and_wait(fds: list[int], started: "Future[list[subprocess.Popen[bytes
 
 
 def cores_of_ranks(size: int, allowed: set[int]) -> list[set[int]]:
-    """Return the processors of each rank: cores of its own, neighbours in one NUMA node, where there are enough.
+    """Return the CPUs of each rank: separate cores, adjacent in one NUMA node; shared cores if there are fewer cores
+    than ranks.
 
-    `allowed`: processors that the run may use.
+    `allowed`: CPUs that the run may use.
     """
     cores = cores_in_order(allowed)
     if len(cores) < size:
@@ -254,9 +264,9 @@ def cores_of_ranks(size: int, allowed: set[int]) -> list[set[int]]:
 
 
 def bound(ranks: Sequence[tuple[str | None, Set[int]]]) -> list[bool]:
-    """Return of each rank whether its launcher has bound it to processors that no other rank of its machine may use.
+    """Return for each rank whether its launcher has bound it to CPUs that no other rank of its machine may use.
 
-    `ranks`: the machine and the processors of each.
+    `ranks`: the machine and the CPUs of each rank.
     """
     numbered = list(enumerate(ranks))
     return [
@@ -266,12 +276,11 @@ def bound(ranks: Sequence[tuple[str | None, Set[int]]]) -> list[bool]:
 
 
 def cores_in_order(allowed: set[int]) -> list[set[int]]:
-    """Return the hardware threads of each core that the run may use, neighbours in one NUMA node beside each other."""
+    """Return the hardware threads of each core that the run may use, ordered by NUMA node."""
     return _cores(allowed, _siblings, _node)
 
 
 def _cores(allowed: set[int], siblings: Callable[[int], set[int]], node: Callable[[int], int]) -> list[set[int]]:
-    """Return the hardware threads of each allowed core, in the order of the NUMA nodes."""
     groups = {frozenset(siblings(cpu) & allowed | {cpu}) for cpu in allowed}
     return sorted((set(group) for group in groups), key=lambda group: (node(min(group)), min(group)))
 

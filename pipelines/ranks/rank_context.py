@@ -1,4 +1,4 @@
-"""A rank's place in a divided model, and the groups in which it exchanges numbers with the others."""
+"""A rank's place in the parallel layout, and the groups for its collectives."""
 
 from dataclasses import dataclass
 
@@ -15,51 +15,52 @@ GROUPS: dict[Backend, type[TorchGroup]] = {Backend.gloo: Gloo, Backend.nccl: Ncc
 
 
 def layout_of(rank: int, tp: int, pp: int, parallel: ParallelConfig) -> ParallelLayout:
-    """Return the place of a rank, and how it shares layers. Those of a stage have numbers that follow each other."""
+    """Return the parallel layout of a rank. The tensor parallel ranks of one stage are consecutive."""
     adds, whole_experts = parallel.sum is Sum.reduce, parallel.experts is ExpertPlacement.whole
     return ParallelLayout(tp, pp, rank % tp, rank // tp, adds, whole_experts)
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank's part of the model, and the groups of ranks with which it exchanges numbers."""
+    """A rank's place in the parallel layout, and its process groups."""
 
     parallel_layout: ParallelLayout
     group: SharedMemory | TorchGroup | Alone
-    """Of its stage."""
+    """The tensor parallel group of its stage."""
     neighbours: Neighbours
     num_sharing: int
-    """Ranks that share this one's memory: those of its machine, or of its GPU."""
+    """Number of ranks that share this rank's memory: of its machine, or of its GPU."""
     aborted: tuple[SharedMemory | TorchGroup, ...]
-    """Groups that a failure of this rank ends."""
+    """Groups that a failure of this rank aborts."""
 
     @property
     def size(self) -> int:
-        """Return the number of all ranks."""
+        """Number of all ranks."""
         return self.parallel_layout.tp * self.parallel_layout.pp
 
     def check(self) -> None:
-        """Raise RankFailed where another rank has failed."""
+        """Raise RankFailed if another rank has failed."""
         for group in (self.group, *self.neighbours):
             if group is not None:
                 group.check()
 
     def abort(self) -> None:
-        """Let every rank that waits go on, now and later, with results that do not count: `check` raises."""
+        """Release every rank that waits, now and later, with invalid results; their `check` raises."""
         for group in self.aborted:
             group.abort()
 
 
 def create_memory(library: build.Library, tp: int, pp: int) -> int:
-    """Return the file descriptor of memory for all groups of a run: one of each stage, and one of each rank with that after it.
+    """Return the file descriptor of shared memory for all groups of a run: one per stage, and one per pair of ranks in
+    neighbouring stages.
 
-    Raises ValueError for more ranks than it holds.
+    Raises ValueError for more ranks than a group supports.
     """
     return create_shared_memory(library, max(tp, 2), pp + (pp - 1) * tp)
 
 
 def shared_memory_context(library: build.Library, fd: int, parallel_layout: ParallelLayout, spins: bool) -> RankContext:
-    """Return the place of a rank that maps what `create_memory` made, as all ranks do. `spins`: as for SharedMemory."""
+    """Return the context of a rank that maps the memory of `create_memory`. `spins`: as for SharedMemory."""
     tp, pp, rank, stage = parallel_layout.tp, parallel_layout.pp, parallel_layout.tp_rank, parallel_layout.stage
     stride = library.shared_bytes(max(tp, 2))
 
@@ -82,9 +83,9 @@ def torch_context(
     num_gpus: int,
     server: object = None,
 ) -> RankContext:
-    """Return the place of a rank that others reach at `address`. `store` and `server`: as for TorchGroup.
+    """Return the context of a rank that other ranks reach at `address`. `store` and `server`: as for TorchGroup.
 
-    `num_local`: ranks of this machine, which has `num_gpus`; 0: they compute on CPUs.
+    `num_local`: ranks on this machine. `num_gpus`: GPUs of this machine; 0: ranks compute on CPUs.
     """
     tp, pp, rank, stage = parallel_layout.tp, parallel_layout.pp, parallel_layout.tp_rank, parallel_layout.stage
     kind = GROUPS[backend]

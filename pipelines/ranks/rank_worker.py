@@ -1,4 +1,4 @@
-"""What a rank other than 0 computes: its part of the model, in the steps that rank 0 says."""
+"""The computation of a worker rank: its shard of the model, in the operations that rank 0 sends."""
 
 import logging
 from collections.abc import Callable
@@ -37,14 +37,14 @@ REASON_S = 2.0  # for rank 0 to end this rank
 
 @torch.inference_mode()
 def run_worker(channel: Channel, start: Header) -> None:
-    """Load a rank's part of the model and do what rank 0 says. Raises Gone at the end, and whatever ends a step."""
+    """Load a rank's shard and run rank 0's operations. Raises Gone at the end, and any exception of an operation."""
     worker = RankWorker(channel, start)
     while True:
         worker.step()
 
 
 class _LogOfRank0(logging.Handler):
-    """Sends this rank's log to rank 0, which writes it."""
+    """Forwards this rank's log records to rank 0, which writes them."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.WARNING)
@@ -60,23 +60,23 @@ class _LogOfRank0(logging.Handler):
 
 
 class RankWorker:
-    """A rank other than 0: its part of the model, and what rank 0 may ask of it."""
+    """A worker rank: its shard of the model, and a method for each operation of rank 0."""
 
     def __init__(self, channel: Channel, start: Header) -> None:
-        """Load the rank's part. `start`: the first message, before a file descriptor where ranks share memory.
+        """Load the rank's shard. `start`: the first message; with shared memory a file descriptor follows it.
 
-        Raises UserError as `load_engine` does, and where this machine has other files or code than rank 0's, and Gone.
+        Raises UserError as `load_engine` does, and if this machine's files or code differ from rank 0's. Raises Gone.
         """
         self._channel = channel
         self._name = start["name"]
         log_warnings()
         for handler in logging.getLogger().handlers:
-            handler.setLevel(logging.ERROR)  # rank 0 warns
+            handler.setLevel(logging.ERROR)  # rank 0 logs the warnings
         log_to = _LogOfRank0(channel)
         logging.getLogger().addHandler(log_to)
         log_to.send(f"{self._name} loads its part")
         library = build.library()
-        if library is None and not start["num_gpus"]:  # on another machine
+        if library is None and not start["num_gpus"]:  # possible on another machine
             raise UserError(
                 f"{self._name} has no C++ kernels, which rank 0 has: give it a compiler, or parallel=single"
             )
@@ -108,7 +108,7 @@ class RankWorker:
         channel.send({"num_blocks": most_blocks(run, plan, context.size, context.num_sharing)})
 
     def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
-        """Raise UserError where this machine has another model or other code than that of rank 0."""
+        """Raise UserError if this machine's model files or code differ from rank 0's."""
         names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
         if names:
             raise UserError(
@@ -117,7 +117,7 @@ class RankWorker:
             )
 
     def step(self) -> None:
-        """Compute what rank 0 says next. Raises Gone where there is nothing more."""
+        """Receive and run one operation. Raises Gone after the last one."""
         header, content = self._channel.receive()
         if header["op"] == "end":
             raise Gone
@@ -125,16 +125,16 @@ class RankWorker:
             results = self._operation(header["op"])(header, content)
             self._context.check()
         except RankFailed:
-            self._channel.wait_for_end(REASON_S)  # rank 0 knows why, unless only a connection has failed
+            self._channel.wait_for_end(REASON_S)  # rank 0 reports the reason, unless only a connection has failed
             raise UserError(f"{self._name} has lost its connection to another rank") from None
         except BaseException:
-            self._context.abort()  # the others wait for this one
+            self._context.abort()  # the other ranks wait for this rank
             raise
         if self._answers and results is not None:
             self._channel.send({"tensors": described(results)}, numbers_of(results))
 
     def _operation(self, name: str) -> Callable[[Header, bytearray], list[Tensor] | None]:
-        """Return the method for an operation of rank 0's. It returns the tensors that rank 0 wants of the last stage, or None for none."""
+        """Return the method of an operation. It returns the tensors that the last stage sends to rank 0, or None."""
         return {
             "make_executor": self._make_executor,
             "execute": self._execute,
@@ -155,7 +155,7 @@ class RankWorker:
         }[name]
 
     def _make_executor(self, header: Header, content: bytearray) -> None:
-        """Make the runner, or a new one over the same cache where recorded steps count no more."""
+        """Create the executor, or replace it over the same cache, which drops recorded steps."""
         plan, config = self._plan, self._run.device
         if self._cache is None:
             sizes = header["num_blocks"], config.block_size or BLOCK_SIZE[plan.device.type]
@@ -214,13 +214,13 @@ class RankWorker:
         self._adapters.fill(header["slot"], self._adapters.find(header["name"]))
 
     def _tensor(self, header: Header, content: bytearray) -> Tensor:
-        """Return the tensor of a message, whose numbers come after those of the batches, where the model is."""
+        """Return the message's tensor, whose numbers follow those of the batches, on the model's device."""
         start = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"]) * torch.int64.itemsize
         (tensor,) = read(header["tensors"], content, start)
         return tensor.to(self._plan.device)
 
     def _quantize(self, header: Header, content: bytearray) -> None:
-        """Do a step of a quantisation. Its last one gives the rank a cache under the scales that were found."""
+        """Run a step of a quantisation. The step `static_cache` replaces the cache by one with the calibrated scales."""
         assert self._cache is not None
         if header["step"] == "begin":
             batches = [self._executor.on_device(batch) for batch in _batches(header, content)]
@@ -244,7 +244,7 @@ class RankWorker:
 
 
 def _batches(header: Header, content: bytearray) -> list[Batch]:
-    """Return the batches of a message, whose numbers follow each other."""
+    """Return the batches of a message, whose numbers are stored one after another."""
     num_numbers = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"])
     numbers, batches = torch.frombuffer(content, dtype=torch.int64, count=num_numbers), []
     for sizes in header["shapes"]:

@@ -1,6 +1,7 @@
-"""How the ranks that torchrun or srun has started meet rank 0: over a socket of the machine, or over TCP where they are on several.
+"""Rendezvous of ranks that torchrun or srun has started: over a Unix socket on one machine, over TCP across machines.
 
-Rank 0 listens before it looks for its model, which may have to be downloaded or calibrated. Linux takes the others' connections meanwhile.
+Rank 0 listens before it looks for its model, which may have to be downloaded or calibrated. Linux queues the workers'
+connections meanwhile.
 """
 
 import functools
@@ -13,15 +14,15 @@ from conf.errors import UserError
 from pipelines.ranks.launch import Joined, Rank
 from pipelines.ranks.messages import Channel, Gone
 
-RENDEZVOUS_S = 120.0  # for all ranks to be there
+RENDEZVOUS_S = 120.0  # for all ranks to connect
 LOOPBACK = "127.0.0.1"
-HELLO_S = 5.0  # for one that has come to say who it is
+HELLO_S = 5.0  # for a new connection to send its hello
 LOST_S = 30  # for a machine to answer
 REMEDY = "start all of them together, where they reach each other"
 
 
 def await_ranks(launched: Joined) -> list[Rank]:
-    """Wait for the ranks that a launcher has started. Raises UserError where they do not come, and where they were met before."""
+    """Wait for the ranks that a launcher has started. Raises UserError if they do not come, and on a second call."""
     with listen(launched) as listener:
         if listener.fileno() < 0:
             what = f"the ranks that {launched.launcher} started have ended with the first model of this process"
@@ -46,7 +47,10 @@ def await_ranks(launched: Joined) -> list[Rank]:
 
 @functools.cache
 def listen(launched: Joined) -> socket.socket:
-    """Return the socket at which rank 0 waits for the others, the same at each call, until `await_ranks` closes it. Raises UserError."""
+    """Return the socket on which rank 0 waits for workers.
+
+    Returns the same socket until `await_ranks` closes it. Raises UserError.
+    """
     if launched.address is not None:
         try:
             return socket.create_server(("", launched.address[1]), backlog=launched.size)
@@ -69,7 +73,7 @@ def listen(launched: Joined) -> socket.socket:
 
 
 def _welcome(launched: Joined, stream: socket.socket) -> Rank | None:
-    """Return the rank that has connected; None for a stranger."""
+    """Return the rank that has connected; None for an unknown peer."""
     if launched.address is None and _user(stream) != os.getuid():
         return None
     channel = Channel(stream)
@@ -91,7 +95,7 @@ def _welcome(launched: Joined, stream: socket.socket) -> Rank | None:
 
 
 def join(launched: Joined) -> Channel:
-    """Return the channel to rank 0. Raises UserError where it does not come."""
+    """Return the channel to rank 0. Raises UserError if it cannot be reached."""
     end = time.monotonic() + RENDEZVOUS_S
     while True:
         try:
@@ -106,7 +110,7 @@ def join(launched: Joined) -> Channel:
 
 
 def _greet(launched: Joined, stream: socket.socket) -> Channel:
-    """Say who this rank is. Raises Gone, and UserError where it is not this user's rank 0."""
+    """Send this rank's hello message. Raises Gone, and UserError if the peer is not this user's rank 0."""
     if launched.address is not None:
         _watch_machine(stream)
     elif _user(stream) != os.getuid():
@@ -132,17 +136,17 @@ def _connect(launched: Joined) -> socket.socket:
 
 
 def _watch_machine(stream: socket.socket) -> None:
-    """Send at once, and let the socket fail where the other machine takes nothing any more."""
+    """Disable Nagle's algorithm, and let the socket fail if the other machine does not acknowledge for LOST_S."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
-    # A rank that waits for rank 0's first message sends nothing.
+    # Keep-alive, because a rank that waits for rank 0's first message sends nothing.
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         stream.setsockopt(socket.IPPROTO_TCP, name, LOST_S // 3)
 
 
 def addresses(ranks: list[Rank]) -> list[str]:
-    """Return the addresses at which ranks 0, 1, ... reach each other: those by which they have reached rank 0."""
+    """Return the addresses at which ranks 0, 1, ... reach each other: the addresses of their connections to rank 0."""
     if ranks[0].host is None:
         return [LOOPBACK] * (1 + len(ranks))
     ends = [rank.channel.addresses() for rank in ranks]
@@ -151,12 +155,12 @@ def addresses(ranks: list[Rank]) -> list[str]:
 
 
 def _name(launched: Joined) -> str:
-    """Return the name of the job's socket, which is in no folder."""
+    """Return the job's name in the abstract socket namespace."""
     return f"\0quintet-{os.getuid()}-{launched.name}"
 
 
 def _user(stream: socket.socket) -> int:
-    """Return the user at the other end, which is on this machine."""
+    """Return the user id of the process at the other end, which is on this machine."""
     credentials = struct.Struct("3i")
     _, uid, _ = credentials.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return int(uid)

@@ -1,4 +1,4 @@
-"""Tensors as messages carry them: a dtype and a shape for each in the JSON object, their numbers one after the other."""
+"""Tensors in messages: a dtype and a shape for each in the JSON object, their bytes concatenated in the payload."""
 
 import math
 from collections.abc import Iterable
@@ -11,18 +11,18 @@ Described = tuple[str, list[int]]
 
 
 def described(tensors: Iterable[Tensor]) -> list[Described]:
-    """Return what `read` needs to know of the tensors."""
+    """Return the dtypes and shapes that `read` needs."""
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
 
 
 def numbers_of(tensors: Iterable[Tensor]) -> bytes:
-    """Return the numbers of tensors."""
+    """Return the concatenated bytes of tensors."""
     filled = (tensor.contiguous().cpu() for tensor in tensors if tensor.numel())
     return b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in filled)
 
 
 def read(described: list[Described], content: bytearray, start: int = 0) -> list[Tensor]:
-    """Return the tensors, on the CPU, whose numbers begin at `start`. They share the memory of `content`."""
+    """Return the tensors, on the CPU, whose bytes begin at offset `start`. They share the memory of `content`."""
     tensors = []
     for name, shape in described:
         dtype, count = getattr(torch, name), math.prod(shape)

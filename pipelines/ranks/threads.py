@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: what proves a divided model before it is written. Slow, like the groups that join them."""
+"""Ranks as threads of this process, to verify a sharded model before it is exported. Slow, as are their groups."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ThreadRankContext:
-    """A rank in one of several stages."""
+    """The place of a rank that is a thread, and its groups."""
 
     parallel_layout: ParallelLayout
     group: Threads
@@ -21,7 +21,10 @@ class ThreadRankContext:
 
 
 def run_ranks(tp: int, pp: int, work: Callable[[ThreadRankContext], T]) -> list[T]:
-    """Return what `work` returns to each rank of all stages. Raises the error of the rank that failed first."""
+    """Run `work` once for each rank of all stages and return the results.
+
+    Raises the error of the rank that failed first.
+    """
     stages = [Threads.of(tp) for _ in range(pp)]
     borders = [[Threads.of(2) for _ in range(tp)] for _ in range(pp - 1)]
     everyone = [group for stage in stages for group in stage]

@@ -1,6 +1,6 @@
-"""The process of a rank other than 0: it loads its part of the model, then does what rank 0 says.
+"""The process of a worker rank: it loads its shard of the model, then runs rank 0's operations.
 
-It reads no rows and writes no files. It ends when rank 0 does, however that ends.
+It reads no rows and writes no files. It ends when rank 0 ends, for any reason.
 """
 
 import ctypes
@@ -21,23 +21,24 @@ from pipelines.ranks.messages import Channel, Gone, readable
 from pipelines.ranks.rendezvous import join, listen
 
 BEAT_S = 1.0
-LATE_S = 10.0  # for rank 0 to say what this rank loads
+LATE_S = 10.0  # for rank 0's first message, before a notice is printed
 SET_PARENT_DEATH_SIGNAL = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Be a rank that rank 0 has started: `python -m pipelines.ranks.worker FD PARENT`."""
+    """Run as a rank that rank 0 has started: `python -m pipelines.ranks.worker FD PARENT`."""
     fd, parent = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent has already ended
         sys.exit(1)
     follow(Channel(socket.socket(fileno=fd)))
 
 
 def followed() -> bool:
-    """Be the rank that torchrun or srun has started this process as. False for rank 0, and for a process that is none.
+    """Run as the worker rank that torchrun or srun started this process as, and return True.
 
-    Rank 0 listens from here on: so those that have come end with it, whatever ends it, also a mistyped setting.
+    Returns False on rank 0 and outside a launcher. Rank 0 listens from here on, so workers that have connected end with
+    it for any reason, even a mistyped setting.
     """
     launched = joined(os.environ)
     if launched is None:
@@ -50,8 +51,11 @@ def followed() -> bool:
 
 
 def follow(channel: Channel, launched: Joined | None = None) -> None:
-    """Do what rank 0 says until it closes the channel. `launched`: where a launcher has started this process; None: rank 0 has."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a launcher sends them to all: rank 0 answers
+    """Run rank 0's operations until it closes the channel.
+
+    `launched`: place in a launcher's job; None: rank 0 started this process.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all ranks by a terminal or launcher; rank 0 handles them
         signal.signal(number, signal.SIG_IGN)
     has_begun, has_ended = threading.Event(), threading.Event()
     threading.Thread(target=_beat, args=(channel, has_begun, has_ended), daemon=True).start()
@@ -69,7 +73,7 @@ def follow(channel: Channel, launched: Joined | None = None) -> None:
             start |= {"num_local": launched.num_local, "local_rank": launched.local_rank}
             start["cores"] = start["cores"] or launched.cores(os.sched_getaffinity(0))
         try:
-            os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count them
+            os.sched_setaffinity(0, start["cores"])  # before torch and the kernels count CPUs
             if start["num_gpus"]:
                 gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(start["local_rank"], start["num_gpus"], gpus)
@@ -87,7 +91,7 @@ def follow(channel: Channel, launched: Joined | None = None) -> None:
 
 
 def _said(name: str, error: BaseException) -> str:
-    """Return rank 0's line about an error. What nobody foresaw has its traceback printed here."""
+    """Return the error line for rank 0. Prints the traceback of an unexpected error here."""
     if isinstance(error, UserError):
         return str(error)
     print(escape_control_chars(traceback.format_exc()), end="", file=sys.stderr, flush=True)
@@ -95,9 +99,10 @@ def _said(name: str, error: BaseException) -> str:
 
 
 def _beat(channel: Channel, has_begun: threading.Event, has_ended: threading.Event) -> None:
-    """Tell rank 0 from time to time that this process runs, and end it where rank 0 has ended, whatever it is doing.
+    """Send rank 0 heartbeats, and end this process when rank 0 has ended, whatever it is doing.
 
-    Before rank 0 has said a first word nothing is sent: it may not read for hours. After its last one this process may end slowly.
+    Sends nothing before rank 0's first message, because rank 0 may not read for hours. After rank 0's last message this
+    process may end slowly.
     """
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
