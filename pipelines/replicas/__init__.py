@@ -1,4 +1,4 @@
-"""Several engines on Ray: those that share a server's requests, and those that share the rows of a job.
+"""Replicas: several engines on Ray, which share a server's requests or the rows of a job.
 
-Nothing is imported here: what needs Ray is imported where there are replicas.
+This module imports nothing, so that only runs with replicas import Ray.
 """

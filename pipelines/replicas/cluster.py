@@ -1,4 +1,7 @@
-"""Begin several engines on Ray. What imports Ray is imported here, once Ray's settings are in the environment."""
+"""Entry points to replicas on Ray.
+
+The modules that import Ray are imported here, after Ray's settings are in the environment.
+"""
 
 import os
 import secrets
@@ -9,13 +12,13 @@ from typing import TYPE_CHECKING
 from conf.errors import UserError
 from conf.schema import RunConfig
 
-if TYPE_CHECKING:  # a job needs no extra, and the server's HTTP process no torch
+if TYPE_CHECKING:  # Ray is optional for a job, and the server's HTTP process must not import torch
     from pipelines.replicas.replicas import Replicas
     from pipelines.rows import EngineRows, RowExecutor
 
 
 def replicas_of(run: RunConfig) -> "Replicas":
-    """Return the engines of a server with several. Raises UserError where Ray or machines for it are missing."""
+    """Return the engines of a server with several replicas. Raises UserError if Ray or machines are missing."""
     with _ray(f"serve.replicas={run.serve.replicas}"):
         from pipelines.replicas.workers import on_ray
     return on_ray(run)
@@ -23,9 +26,9 @@ def replicas_of(run: RunConfig) -> "Replicas":
 
 @contextmanager
 def rows_on_ray(kind: "type[EngineRows]", run: RunConfig) -> "Iterator[RowExecutor]":
-    """Load `parallel.replicas` engines, which end with the block. `kind`: what each of them runs rows by.
+    """Load `parallel.replicas` engines, which end with the block. `kind`: the class that runs rows in each replica.
 
-    Raises UserError where Ray or machines for it are missing, and whatever a replica's loading does.
+    Raises UserError if Ray or machines are missing, and any error of a replica's loading.
     """
     with _ray("parallel=ray"):
         from pipelines.replicas.row_replicas import start_rows
@@ -36,10 +39,10 @@ def rows_on_ray(kind: "type[EngineRows]", run: RunConfig) -> "Iterator[RowExecut
 
 @contextmanager
 def _ray(setting: str) -> Iterator[None]:
-    """Within the block Ray may be imported. Raises UserError where it is missing.
+    """Context for imports of Ray. Raises UserError if Ray is not installed.
 
-    Ray runs any code that reaches its ports, which are open to the network. Our own Ray asks for a token, a cluster for its own: Ray reads
-    these settings when it is imported.
+    Ray executes code that reaches its ports, which are open to the network. So a Ray of our own requires a token; a
+    cluster has its own settings. Ray reads these settings at import.
     """
     if not os.environ.get("RAY_ADDRESS"):
         os.environ |= {

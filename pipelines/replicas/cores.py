@@ -1,18 +1,21 @@
-"""Which cores each of several replicas of a machine computes on. Ray counts processors, and gives none to anybody."""
+"""Assigns cores to the replicas of a machine. Ray counts CPUs but does not bind processes to them."""
 
 import os
 import socket
 
 from pipelines.ranks.launch import cores_in_order
 
-NAME = f"quintet-{os.getuid()}-processor"  # in no folder, and gone with the process however it ends
+NAME = f"quintet-{os.getuid()}-processor"  # abstract socket namespace: freed when the process ends for any reason
 
 
 class Cores:
-    """Processors that no other replica of this user has, while this object lives: a name of each is bound."""
+    """CPUs that no other replica of this user has while this object exists.
+
+    Each CPU is claimed by binding a socket name.
+    """
 
     def __init__(self, number: int) -> None:
-        """`number`: of processors, which are neighbours where they are free. Where too few are, or for none, all are shared."""
+        """`number`: of CPUs, adjacent if possible. If too few are free, or if it is 0, all allowed CPUs are shared."""
         allowed = os.sched_getaffinity(0)
         self.cpus: set[int] = set()
         self._names: list[socket.socket] = []

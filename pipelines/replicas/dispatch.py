@@ -1,33 +1,36 @@
-"""Which rows each of several replicas has, and where those of a lost one go."""
+"""Assigns rows to replicas, and reassigns the rows of a lost replica."""
 
 from collections import Counter, deque
 from collections.abc import Callable
 
 from pipelines.prompts import PromptRow
 
-MAX_LOSSES = 3  # of replicas that had a row: then it is not run again
-ALONE_AFTER = 2  # losses: then a row runs without company, so that its own fault is not another row's
+MAX_LOSSES = 3  # replicas lost with a row before the row is given up
+ALONE_AFTER = 2  # losses after which a row runs alone, so that it cannot fail other rows
 
 
 class Dispatch:
-    """Gives each row to one replica at a time, until it is done or has lost too many of them. Replicas have numbers."""
+    """Assigns each row to one replica at a time, until it is done or was lost with MAX_LOSSES replicas.
+
+    Replicas are identified by numbers.
+    """
 
     def __init__(self, next_row: Callable[[], PromptRow | None], window: int) -> None:
-        """`next_row` returns None where there is none. `window`: rows that a replica has at most."""
+        """`next_row` returns None after the last row. `window`: maximum number of rows that a replica holds."""
         self._next_row = next_row
         self._window = window
         self._is_exhausted = False
-        self._back: deque[PromptRow] = deque()  # rows of lost replicas, which go first
-        self._held: dict[int, dict[int, PromptRow]] = {}  # by replica and index
-        self._num_losses: Counter[int] = Counter()  # by index, of rows that are not done
+        self._back: deque[PromptRow] = deque()  # rows of lost replicas, which are assigned first
+        self._held: dict[int, dict[int, PromptRow]] = {}  # by replica and row index
+        self._num_losses: Counter[int] = Counter()  # by row index, of unfinished rows
 
     @property
     def is_done(self) -> bool:
-        """Whether there is no row, and none is held."""
+        """Whether no row is left and no replica holds one."""
         return self._is_exhausted and not self._back and not any(self._held.values())
 
     def holds(self, replica: int) -> int:
-        """Return how many rows a replica has."""
+        """Return how many rows a replica holds."""
         return len(self._held.get(replica, ()))
 
     def take(self, replica: int, most: int) -> list[PromptRow]:
@@ -45,12 +48,11 @@ class Dispatch:
         return rows
 
     def done(self, replica: int, index: int) -> None:
-        """Note that a replica has done one of its rows."""
         del self._held[replica][index]
         self._num_losses.pop(index, None)
 
     def lost(self, replica: int) -> list[PromptRow]:
-        """Take a lost replica's rows back. Returns those that have lost too many."""
+        """Take back a lost replica's rows. Returns the rows that are given up after MAX_LOSSES losses."""
         rows = list(self._held.pop(replica, {}).values())
         self._num_losses.update(row.index for row in rows)
         given_up = [row for row in rows if self._num_losses[row.index] >= MAX_LOSSES]

@@ -1,6 +1,7 @@
-"""The messages between a job and the replicas that run its rows, as msgpack. Every type is checked where one is read.
+"""Messages between a job and the replicas that run its rows, as msgpack. Decoding checks all types.
 
-Rows and records are JSON inside: a row may hold half a surrogate pair, which only JSON's escapes carry.
+Rows and records are nested JSON, because a row may contain an unpaired surrogate, which only JSON's escapes can
+represent.
 """
 
 import json
@@ -20,14 +21,14 @@ class Load(msgspec.Struct, frozen=True):
 
     run: RunConfig
     num_cpus: int
-    """Processors that it has to itself, if there are so many; 0: it shares all."""
+    """CPUs for the replica alone, if enough are free; 0: share all."""
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Further rows for a replica."""
+    """More rows for a replica."""
 
     seed: int | None
-    """Of the rows that name none."""
+    """Seed of rows that set none."""
     rows: list[bytes]
 
 
@@ -36,17 +37,17 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     loaded: Loaded
     replay: str
-    """Digest of the fingerprint, the code and the instructions that compute."""
+    """Digest of everything that decides the rows: fingerprint, code, torch version and CPU instructions."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """No replica can go on, for a reason that the user can mend."""
+    """An error that the user can correct and that stops all replicas."""
 
     message: str
 
 
 class Worked(msgspec.Struct, tag=True, frozen=True):
-    """Rows that a replica has done, at least one unless it has none."""
+    """Rows that a replica has finished; empty only if the replica holds no rows."""
 
     records: list[bytes]
     counts: Counts
@@ -61,7 +62,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def read_answer(content: bytes) -> Answer:
-    """Return a replica's answer. Raises msgspec.DecodeError for bytes that are none."""
+    """Return a replica's answer. Raises msgspec.DecodeError for invalid bytes."""
     answer: Answer = _ANSWERS.decode(content)
     return answer
 

@@ -1,4 +1,7 @@
-"""Several engines as one. Each request goes where its prompt's beginning most likely is in the cache."""
+"""Several engines behind the interface of one.
+
+Each request goes to the engine with the longest likely prefix cache hit.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -8,8 +11,8 @@ from conf.errors import UserError
 from pipelines.engine_process.client import Answer, EngineClient, EngineGone
 from pipelines.engine_process.frames import Beat, Ready, Submit, SubmitPooled
 
-CHUNK_TOKENS = 16  # of a prompt that are remembered together, as in a block of the KV cache
-LEAD = 0.5  # of serve.batch_size: requests that an engine may have more than the one with the fewest
+CHUNK_TOKENS = 16  # tokens of a chunk, as in a block of the KV cache
+LEAD = 0.5  # share of serve.batch_size by which an engine may exceed the least busy engine
 
 
 class Replicas:
@@ -25,13 +28,13 @@ class Replicas:
 
     @property
     def info(self) -> Ready | None:
-        """The models that are loaded, None while there is none. Of their caches the smallest."""
+        """The loaded model with the smallest cache; None while no model is loaded."""
         infos = [replica.client.info for replica in self._ready()]
         return min((info for info in infos if info), key=lambda info: info.num_cache_tokens, default=None)
 
     @property
     def beat(self) -> Beat | None:
-        """The sum of the engines' last beats: another object once one of them has sent another."""
+        """The sum of the engines' last beats. It is a new object after an engine has sent a new beat."""
         beats = [client.beat for client in self._clients if client.beat is not None]
         if list(map(id, beats)) != list(map(id, self._beats)):
             self._beats, self._beat = beats, _sum(beats) if beats else None
@@ -47,7 +50,10 @@ class Replicas:
             await client.start()
 
     async def wait_ready(self) -> Ready:
-        """Wait until all models are loaded. Raises UserError where one cannot be, or where the answers of two would differ."""
+        """Wait until all models are loaded.
+
+        Raises UserError if one cannot be loaded, or if two would answer differently.
+        """
         infos = await asyncio.gather(*(client.wait_ready() for client in self._clients))
         names = sorted({str(info.fingerprint) for info in infos})
         if len(names) > 1:
@@ -55,7 +61,7 @@ class Replicas:
         return min(infos, key=lambda info: info.num_cache_tokens)
 
     def submit(self, submit: Submit | SubmitPooled, news: asyncio.Event) -> Answer:
-        """Send a request to one of the engines. news: as for Answer. Raises EngineGone where none is ready."""
+        """Send a request to one of the engines. `news`: as for Answer. Raises EngineGone if no engine is ready."""
         chunks = chunks_of(submit)
         chosen = self._choose(chunks)
         answer = chosen.client.submit(submit, news)
@@ -63,37 +69,37 @@ class Replicas:
         return answer
 
     async def ended(self) -> None:
-        """Wait until nobody keeps the engines running. Raises what ended the first."""
+        """Wait until all engines have ended and are not restarted. Raises the exception of the first that ended."""
         await asyncio.gather(*(client.ended() for client in self._clients))
 
     async def close(self) -> None:
-        """End the engines. Requests on their way end with EngineGone."""
+        """End the engines. Requests in progress end with EngineGone."""
         await asyncio.gather(*(client.close() for client in self._clients))
 
     def _ready(self) -> "list[Replica]":
-        """Return the replicas whose model is loaded, and answers as the first one's does."""
+        """Return the loaded replicas whose fingerprint equals that of the first."""
         ready = [replica for replica in self._replicas if replica.client.info is not None]
         return [each for each in ready if each.fingerprint == ready[0].fingerprint]
 
     def _choose(self, chunks: list[int]) -> "Replica":
-        """Return the replica that knows most of a prompt, of those that are not too busy for it."""
+        """Return the replica with the longest likely prefix cache hit among those that are not too busy."""
         ready = self._ready()
         if not ready:
             raise EngineGone("the engines are loading their model")
         least = min(replica.num_requests for replica in ready)
         most = least + int(LEAD * self._batch_size)
-        if least < self._batch_size:  # nobody waits while another engine has room
+        if least < self._batch_size:  # no request waits while another engine has a free slot
             most = min(most, self._batch_size - 1)
         near = [replica for replica in ready if replica.num_requests <= most]
         return max(near, key=lambda replica: (replica.num_known(chunks), -replica.num_requests, -replica.num_chunks))
 
 
 class Replica:
-    """An engine, and what its cache most likely holds: the prompts that it had last."""
+    """An engine, and an estimate of its prefix cache: the chunks of its latest prompts."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self._chunks: OrderedDict[int, None] = OrderedDict()  # the next to be forgotten first
+        self._chunks: OrderedDict[int, None] = OrderedDict()  # the next to be evicted is first
         self._num_restarts = 0
 
     @property
@@ -109,14 +115,17 @@ class Replica:
         return len(self._chunks)
 
     def num_known(self, chunks: list[int]) -> int:
-        """Return how many chunks from the beginning the cache most likely holds."""
-        if self._num_restarts != self.client.num_restarts:  # with an empty cache
+        """Return how many leading chunks are most likely in the cache."""
+        if self._num_restarts != self.client.num_restarts:  # a restarted engine has an empty cache
             self._num_restarts = self.client.num_restarts
             self._chunks.clear()
         return next((i for i, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
 
     def remember(self, chunks: list[int]) -> None:
-        """Take what the cache will hold. As there, the ends of what was used longest ago are forgotten."""
+        """Add a prompt's chunks.
+
+        Evicts in the order of the prefix cache: least recently used first, ends before beginnings.
+        """
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
             self._chunks.move_to_end(chunk)
@@ -126,7 +135,7 @@ class Replica:
 
 
 def chunks_of(submit: Submit | SubmitPooled) -> list[int]:
-    """Return a number for each whole chunk of a prompt: equal where all up to its end is equal, and may be shared."""
+    """Return a hash for each full chunk of a prompt: equal if the prompts are equal up to its end and may share blocks."""
     token_ids, numbers = submit.prompt_token_ids, list[int]()
     salt = submit.decode.get("cache_salt") if isinstance(submit, Submit) else submit.cache_salt
     last = hash((submit.adapter, submit.prefix, salt))

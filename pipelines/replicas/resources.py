@@ -1,4 +1,4 @@
-"""What each of several engines needs of the machines."""
+"""The CPUs and GPUs that each replica needs from the machines."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from conf.schema import DeviceConfig, DeviceType
 
 @dataclass(frozen=True)
 class ResourceSpec:
-    """The processors and GPUs that a replica needs."""
+    """The CPUs and GPUs of a replica."""
 
     num_cpus: int
     num_gpus: int
@@ -18,24 +18,24 @@ class ResourceSpec:
 
     @property
     def num_own_cpus(self) -> int:
-        """The processors that nobody else should compute on; none where a GPU computes."""
+        """CPUs that only this replica should use; 0 if it computes on GPUs."""
         return 0 if self.num_gpus else self.num_cpus
 
     def device(self, device: DeviceConfig, num_ranks: int = 1) -> DeviceConfig:
-        """Return the settings of a replica's device: on a CPU a thread for each of its processors, which its ranks share."""
+        """Return a replica's device settings: on CPUs, one thread for each CPU, divided among its ranks."""
         return device if self.num_gpus else replace(device, threads=self.num_cpus // num_ranks)
 
 
 def resources_of(
     setting: str, number: int, device: DeviceConfig, cpus: list[int], gpus: list[int], num_ranks: int = 1
 ) -> ResourceSpec:
-    """Return the place of each of `number` replicas, of so many ranks each, on machines with so many processors and GPUs.
+    """Return the resources of each of `number` replicas of `num_ranks` ranks, on machines with these CPUs and GPUs.
 
-    Each rank has a GPU where the run may use them and there are some, else `device.threads` processors, or an equal share of all.
-    Raises UserError, which names the `setting`, where they are too few.
+    Each rank gets a GPU if the run may use GPUs and there are any, else `device.threads` CPUs, or an equal share of all
+    CPUs. Raises UserError, which names the `setting`, if there are too few.
     """
     if device.type is DeviceType.cuda or (device.type is DeviceType.auto and any(gpus)):
-        usable = [min(pair) for pair in zip(cpus, gpus, strict=True)]  # each with a processor
+        usable = [min(pair) for pair in zip(cpus, gpus, strict=True)]  # a GPU also needs a CPU
         if sum(each // num_ranks for each in usable) < number:
             each = "one for each" if num_ranks == 1 else f"{num_ranks} for each, all on one machine"
             raise UserError(f"{setting}={number} is more than the {sum(usable)} GPUs that Ray has: give {each}")

@@ -1,4 +1,4 @@
-"""Several engines in workers of Ray, which share the rows of a job."""
+"""Replicas in Ray workers that share the rows of a job."""
 
 import logging
 from collections.abc import Callable, Generator
@@ -24,33 +24,33 @@ from pipelines.rows import Counts, EngineRows, Loaded, Record, Row, failed_recor
 
 log = logging.getLogger(__name__)
 
-NUM_CALLS = 2  # of a replica under way: when one returns, the next one is there
-MAX_STARTS = 4  # of a replica in a row, without a row that it has done
-WAIT_S = 0.2  # for an answer, before signals are looked at
+NUM_CALLS = 2  # calls in flight per replica: when one returns, the next is already queued
+MAX_STARTS = 4  # consecutive starts of a replica without a finished row
+WAIT_S = 0.2  # for an answer, between checks for signals
 BEAT_S = 1.0
-BEGIN_S = 120.0  # for a worker to run for the first time, once it has its place
-BEATS = "beats"  # a worker's thread that answers while another computes
+BEGIN_S = 120.0  # for a worker's first beat after it is placed
+BEATS = "beats"  # a worker's second thread, which answers while the first computes
 
 
 class Replica:
-    """A place in the cluster, and the worker that holds an engine there now."""
+    """Resources in the cluster, and the worker that currently holds an engine there."""
 
     def __init__(self, number: int, kind: type[EngineRows], load: bytes, place: ResourceSpec) -> None:
-        """`load`: the message that a worker begins with."""
+        """`load`: the first message of a worker."""
         self.number = number
-        self.calls: list[Any] = []  # under way, in their order
+        self.calls: list[Any] = []  # in flight, in order
         self.is_ready = False
-        self.num_starts = 0  # since the last row that was done
-        self._begun: float | None = None  # when it asked for the place, until it is known whether it has it
-        self.heard_at: float | None = None  # when its worker last ran, or got its place; None: it has none
+        self.num_starts = 0  # since the last finished row
+        self._begun: float | None = None  # start of a pending placement; None: placed, or already checked
+        self.heard_at: float | None = None  # when its worker last answered or was placed; None: not placed
         self._has_run = False
-        self.counts: list[Counts] = []  # the last ones of each worker
+        self.counts: list[Counts] = []  # latest counts of each worker
         self._kind, self._load, self.place = kind, load, place
         bundle = {"CPU": place.num_cpus} | ({"GPU": place.num_gpus} if place.num_gpus else {})
         self._group = placement_group([bundle], strategy="STRICT_PACK")
 
     def start(self) -> None:
-        """Begin to load a model, as soon as the cluster has the place."""
+        """Start a worker and load a model, as soon as the cluster has the resources."""
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         options = {"max_restarts": 0, "scheduling_strategy": where, "concurrency_groups": {BEATS: 1}}
         self._worker = ray.remote(**options, **asdict(self.place))(RowWorker).remote()
@@ -62,11 +62,11 @@ class Replica:
         self.counts.append(Counts(0, DraftCounts(), 0))
 
     def is_late(self) -> bool:
-        """Return whether it asked for the place `PLACE_S` ago, and it is not known whether it has it."""
+        """Whether placement has been pending for longer than PLACE_S."""
         return self._begun is not None and monotonic() - self._begun >= PLACE_S
 
     def waits(self) -> bool:
-        """Return whether the cluster has not had the place yet; False where it was asked before about this worker."""
+        """Return whether placement is still pending. Returns False from the second call for this worker on."""
         is_unknown, self._begun = self._begun is not None, None
         return is_unknown and not self._has_place()
 
@@ -74,7 +74,7 @@ class Replica:
         return bool(placement_group_table(self._group)["state"] == "CREATED")
 
     def listen(self) -> None:
-        """Note the time where the worker has run since the last call, or has got its place."""
+        """Record the time if the worker answered a beat since the last call, or was just placed."""
         if ray.wait([self._beat], timeout=0)[0]:
             self.heard_at, self._has_run = monotonic(), True
             if self.heard_at - self._asked_at > BEAT_S:
@@ -83,7 +83,7 @@ class Replica:
             self.heard_at = monotonic()
 
     def patience_s(self, heartbeat_s: float) -> float:
-        """Return the seconds that the worker may be silent: `heartbeat_s` once it has run."""
+        """Return the maximum silence of the worker in seconds: `heartbeat_s` after its first beat, BEGIN_S before."""
         return heartbeat_s if self._has_run else BEGIN_S
 
     def _ask_for_beat(self) -> None:
@@ -95,18 +95,18 @@ class Replica:
         self.calls.append(self._worker.work.remote(content))
 
     def stop(self) -> None:
-        """End the worker. What it was asked is not answered."""
+        """End the worker. Its pending calls get no answer."""
         self.calls.clear()
         ray.kill(self._worker)
 
     def close(self) -> None:
-        """End the worker, and give the place back."""
+        """End the worker and release the resources."""
         self.stop()
         remove_placement_group(self._group)
 
 
 class RowReplicas:
-    """Runs rows by replicas of a model, as a `RowExecutor` does. A row of a lost replica is run again, by any of them."""
+    """A `RowExecutor` that runs rows on replicas of a model. Rows of a lost replica are run again, by any replica."""
 
     loaded: Loaded
 
@@ -117,9 +117,12 @@ class RowReplicas:
         failed: Callable[[PromptRow, BaseException], Row],
         heartbeat_s: float,
     ) -> None:
-        """`batch_size`: rows that run at once in a replica. `failed`: as of EngineRows. `heartbeat_s`: how long a worker may be silent."""
+        """`batch_size`: rows that run at once in a replica.
+
+        `failed`: as in EngineRows. `heartbeat_s`: maximum silence of a worker.
+        """
         self._all = replicas
-        self._replicas = list(replicas)  # without those that are given up
+        self._replicas = list(replicas)  # without the replicas that are given up
         self._batch_size = batch_size
         self._failed = failed
         self._heartbeat_s = heartbeat_s
@@ -132,13 +135,13 @@ class RowReplicas:
         return sum(counts.num_generated_tokens for counts in self._counts())
 
     def counts(self) -> Counts:
-        """Return the counts of all workers together, and the memory of the one that needed most."""
+        """Return the summed counts of all workers, with the largest peak memory of one worker."""
         every = self._counts()
         drafts = DraftCounts(*map(sum, zip(*(counts.drafts for counts in every), strict=True)))
         return Counts(self.num_generated_tokens, drafts, max(counts.peak_memory_bytes for counts in every))
 
     def load(self) -> None:
-        """Load the models. Raises UserError where one cannot be loaded, and where two would not give the same rows."""
+        """Load the models. Raises UserError if one cannot be loaded, or if two would give different rows."""
         for each in self._replicas:
             each.start()
         while not all(each.is_ready for each in self._replicas):
@@ -147,7 +150,7 @@ class RowReplicas:
         self.loaded = self._first.loaded
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
-        """Yield the records of rows as they come. Raises UserError where no replica is left."""
+        """Yield the records of rows as they arrive. Raises UserError if no replica is left."""
         self._dispatch = Dispatch(next_row, 2 * self._batch_size)
         while True:
             for each in self._replicas:
@@ -157,7 +160,7 @@ class RowReplicas:
             yield self._receive()
 
     def close(self) -> None:
-        """End the workers, and give their places back."""
+        """End the workers and release their resources."""
         for each in self._all:
             each.close()
 
@@ -165,7 +168,7 @@ class RowReplicas:
         return [counts for each in self._all for counts in each.counts]
 
     def _send(self, replica: Replica, seed: int | None) -> None:
-        """Send a replica the rows that it may have, and have it go on with those that it has."""
+        """Send a replica new rows, or an empty `Work` if it only has to continue its rows."""
         while replica.is_ready and len(replica.calls) < NUM_CALLS:
             rows = self._dispatch.take(replica.number, self._batch_size)
             if not rows and (replica.calls or not self._dispatch.holds(replica.number)):
@@ -173,7 +176,7 @@ class RowReplicas:
             replica.work(encode(Work(seed, list(map(row_bytes, rows)))))
 
     def _receive(self) -> list[Record]:
-        """Wait for an answer, not for long, and return the records that it brought."""
+        """Wait at most WAIT_S for answers, and return their records."""
         self._say_who_waits()
         replicas = {call: each for each in self._replicas for call in each.calls}
         records: list[Record] = []
@@ -194,7 +197,7 @@ class RowReplicas:
     def _silent(self) -> list[Replica]:
         """Return the replicas whose workers hang."""
         now = monotonic()
-        was_stopped = now - self._looked_at > self._heartbeat_s / 2  # this process, as by Ctrl-Z
+        was_stopped = now - self._looked_at > self._heartbeat_s / 2  # this process was stopped, for example by Ctrl-Z
         self._looked_at = now
         silent = []
         for each in self._replicas:
@@ -215,7 +218,7 @@ class RowReplicas:
             log.warning("replicas %s: %s", numbers, waiting_for(waiting[0].place))
 
     def _take(self, replica: Replica, content: bytes) -> list[Record]:
-        """Take a replica's answer, and return its records. Raises UserError for what the user can mend."""
+        """Handle a replica's answer, and return its records. Raises UserError for errors that the user can correct."""
         answer = read_answer(content)
         if isinstance(answer, Failed):
             raise UserError(answer.message)
@@ -233,7 +236,10 @@ class RowReplicas:
         return records
 
     def _lost(self, replica: Replica, why: str) -> list[Record]:
-        """Start a lost replica again, and return the records of rows that are given up. Raises UserError where no replica is left."""
+        """Restart a lost replica, and return the records of rows that are given up.
+
+        Raises UserError if no replica is left.
+        """
         replica.stop()
         given_up = self._dispatch.lost(replica.number)
         if given_up:
@@ -254,14 +260,16 @@ class RowReplicas:
 
 
 def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
-    """Return `parallel.replicas` of the model of `run`, which are not loaded yet. `kind`: what runs the rows of each.
+    """Return `parallel.replicas` replicas of the model of `run`, not loaded yet.
 
-    Raises UserError where the machines have not the processors or GPUs.
+    `kind`: the class that runs the rows of each.
+
+    Raises UserError if the machines lack the CPUs or GPUs.
     """
     parallel = run.parallel
     tp, pp = parallel.tp or 1, parallel.pp or 1
     place = resources_of("parallel.replicas", parallel.replicas, run.device, *connect(), tp * pp)
-    predict = replace(run.predict, data=None, resume="none")  # the job's own affairs
+    predict = replace(run.predict, data=None, resume="none")  # these settings concern only the job
     own = ParallelConfig()
     if tp * pp > 1:
         mode = ParallelMode.tp if pp == 1 else ParallelMode.pp if tp == 1 else ParallelMode.tp_pp
@@ -273,7 +281,7 @@ def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
 
 
 def _differences(one: Ready, other: Ready) -> str:
-    """Return the names of what decides rows and differs, an empty text where nothing does."""
+    """Return the names of the differences that change rows; empty if there are none."""
     before, now = one.loaded.fingerprint, other.loaded.fingerprint
     names = [name for name in before | now if before.get(name) != now.get(name)]
     if not names and one.replay != other.replay:

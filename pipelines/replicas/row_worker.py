@@ -1,4 +1,4 @@
-"""An engine that runs rows, in a process of its own. There is no Ray here."""
+"""An engine that runs rows in its own process. This module does not import Ray."""
 
 import os
 from collections import deque
@@ -29,7 +29,10 @@ from pipelines.rows import EngineRows, Record
 
 
 class RowWorker:
-    """Holds an engine and the rows that it was sent. One method at a time, but `beat`; what they take and return are `messages`."""
+    """Holds an engine and the rows that were sent to it. Methods take and return encoded `messages`.
+
+    Only `beat` may run at the same time as another method.
+    """
 
     _rows: EngineRows
 
@@ -38,21 +41,21 @@ class RowWorker:
         self._steps: Generator[list[Record], None, None] | None = None
 
     def load(self, kind: type[EngineRows], content: bytes) -> bytes:
-        """Load the model of a `Load`. `kind`: what runs the rows. Returns Ready or Failed."""
+        """Load the model of a `Load`. `kind`: the class that runs the rows. Returns Ready or Failed."""
         log_warnings()
         return _answered(lambda: self._load(kind, content))
 
     def work(self, content: bytes) -> bytes:
-        """Take the rows of a `Work`, and compute until rows are done. Returns Worked or Failed."""
+        """Take the rows of a `Work`, and compute until rows are finished. Returns Worked or Failed."""
         work = read_work(content)
         self._waiting += map(read_row, work.rows)
         return _answered(lambda: self._work(work))
 
     def beat(self) -> None:
-        """Return, which a process that hangs does not."""
+        """Return at once. A process that hangs does not return."""
 
     def _load(self, kind: type[EngineRows], content: bytes) -> Ready:
-        leave_launcher(os.environ)  # which may have started Ray
+        leave_launcher(os.environ)  # a launcher may have started Ray
         load = read_load(content)
         self._cores = Cores(load.num_cpus)
         use_cores(self._cores.cpus)
@@ -64,7 +67,7 @@ class RowWorker:
         return Worked([record_bytes(record) for record in self._finished(work.seed)], self._rows.counts())
 
     def _finished(self, seed: int | None) -> list[Record]:
-        """Compute until rows are done, and return their records; none where there are no rows."""
+        """Compute until rows are finished, and return their records; empty if there are no rows."""
         while self._steps is not None or self._waiting:
             self._steps = self._steps or self._rows.steps(self._next_row, seed)
             records = next(self._steps, None)
@@ -79,11 +82,14 @@ class RowWorker:
 
 
 def _answered(work: Callable[[], Answer]) -> bytes:
-    """Return the answer, or what the user can mend. All else is raised, and ends this process; so does the loss of a rank."""
+    """Return the answer, or an error that the user can correct.
+
+    Any other exception ends this process; so does RankLost.
+    """
     try:
         with explained_out_of_memory():
             return encode(work())
     except (UserError, OSError) as error:
         return encode(Failed(str(error)))
-    except RankLost as error:  # no Exception, which is all that Ray reports
+    except RankLost as error:  # not an Exception subclass, but Ray reports only these
         raise RuntimeError(str(error)) from error

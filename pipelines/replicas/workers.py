@@ -1,4 +1,4 @@
-"""Engines in Ray's workers."""
+"""A server's engines in Ray workers."""
 
 import asyncio
 import logging
@@ -28,13 +28,13 @@ LOST = "lost its worker of Ray"
 
 
 class EngineWorker:
-    """Holds an engine's process on the machine that Ray has chosen. Its methods are those of `Child`."""
+    """Holds an engine's process on the machine that Ray has chosen. It has the methods of `Child`."""
 
     async def start(self, num_cpus: int) -> None:
-        """Start the process on processors that no other replica has, if there are so many."""
-        leave_launcher(os.environ)  # which may have started Ray
+        """Start the process on CPUs that no other replica has, if enough are free."""
+        leave_launcher(os.environ)  # a launcher may have started Ray
         self._cores = Cores(num_cpus)
-        os.sched_setaffinity(0, self._cores.cpus)  # of this thread, which the process inherits
+        os.sched_setaffinity(0, self._cores.cpus)  # the child process inherits this thread's affinity
         self._child = await LocalChild.start()
 
     async def read(self) -> bytes:
@@ -51,7 +51,7 @@ class EngineWorker:
 
 
 class RayChild:
-    """The engine's process in a worker of Ray. The worker ends with it, and it with the worker."""
+    """An engine's process in a Ray worker. Worker and process end together."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -61,7 +61,7 @@ class RayChild:
 
     @classmethod
     async def start(cls, place: ResourceSpec) -> "RayChild":
-        """Start a worker, as soon as there is a place for it, and the process in it. Raises OSError."""
+        """Start a worker and its process as soon as the cluster has the resources. Raises OSError."""
         worker = ray.remote(max_restarts=0, **asdict(place))(EngineWorker).remote()
         started = asyncio.ensure_future(worker.start.remote(place.num_own_cpus))
         try:
@@ -84,25 +84,23 @@ class RayChild:
         self._send_soon()
 
     async def read(self) -> bytes:
-        """Return the next bytes, none where the process has closed its end or the worker is lost."""
+        """Return the next bytes; empty if the process has closed its end or the worker is lost."""
         try:
             return await self._worker.read.remote()  # type: ignore[no-any-return]
         except RayError:
             return b""
 
     def kill(self) -> None:
-        """End the worker."""
         ray.kill(self._worker)
 
     async def ended(self) -> str:
-        """Wait for the process to end, not for long, and return how it has ended."""
+        """Wait for the process to end, for a limited time, and return how it ended."""
         try:
             return await self._worker.ended.remote()  # type: ignore[no-any-return]
         except RayError:
             return LOST
 
     async def close(self) -> None:
-        """End the worker."""
         self.kill()
 
     def _send_soon(self) -> None:
@@ -110,21 +108,21 @@ class RayChild:
             self._sending = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
-        """Send all there is. One call follows the other: Ray does not keep the order of calls that wait together."""
+        """Send all buffered bytes, one call after another: Ray does not keep the order of concurrent calls."""
         try:
             while self._unsent:
                 content, self._unsent = bytes(self._unsent), bytearray()
                 await self._worker.write.remote(content)
             if self._has_ended:
                 await self._worker.write_eof.remote()
-        except RayError:  # `read` tells
+        except RayError:  # `read` reports the loss
             self._unsent.clear()
 
 
 def on_ray(run: RunConfig) -> Replicas:
-    """Return `serve.replicas` engines in workers of Ray: of the cluster that RAY_ADDRESS names, else of this machine.
+    """Return `serve.replicas` engines in Ray workers, on the cluster at RAY_ADDRESS, else on this machine.
 
-    Raises UserError where the machines have not the processors or GPUs.
+    Raises UserError if the machines lack the CPUs or GPUs.
     """
     num_ranks = math.prod(degrees(run, None))
     place = resources_of("serve.replicas", run.serve.replicas, run.device, *connect(), num_ranks)
