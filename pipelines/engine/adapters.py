@@ -48,7 +48,6 @@ class Adapters:
 
     @property
     def ids(self) -> list[AdapterId]:
-        """Return all loaded adapters, in load order."""
         return list(self._ids.values())
 
     def find(self, name: str) -> AdapterId:

@@ -42,7 +42,6 @@ def _new_tokens(item: Scheduled) -> NewTokens:
 
 
 def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
-    """Flatten the new tokens of several sequences without padding."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

@@ -83,7 +83,6 @@ def _sample(
     given: dict[tuple[Sequence, int], int | None],
     fail: Fail,
 ) -> list[Sampled]:
-    """Sample a token for each sequence of groups without a search. Tokens in `given` are already chosen and stay."""
     if not groups:
         return []
     chosen = [

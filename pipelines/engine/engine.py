@@ -310,7 +310,6 @@ class Engine:
         return LaunchedStep(plan, outputs, choose(outputs.logits, contexts, last_tokens))
 
     def _launch_ahead(self, step: LaunchedStep) -> LaunchedStep | None:
-        """Launch the next step with the tokens that the device chooses, if it can be planned before they are known."""
         if step.tokens is None or not step.all_sequences_live():
             return None
         plan = self.scheduler.plan_ahead(step.plan)
@@ -352,7 +351,6 @@ class Engine:
         return fork
 
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:
-        """End this request alone. Raises the exception again if it does not belong to one request."""
         if not belongs_to_request(error):
             raise error
         self.scheduler.cancel(group)

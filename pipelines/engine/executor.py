@@ -72,7 +72,6 @@ class Executor:
         return sum(tensor.nbytes for tensor in itertools.chain(self.model.parameters(), self.model.buffers()))
 
     def step_weight_bytes(self, num_sequences: int) -> float:
-        """Bytes of weights that a decode step reads."""
         return self.model.step_weight_bytes(num_sequences)
 
     @property
@@ -82,7 +81,6 @@ class Executor:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values in all layers."""
         return sum(tensor[0, 0].nbytes for tensor in self.cache.tensors)
 
     @property

@@ -79,7 +79,6 @@ class GraphSteps:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of sequences with a captured graph."""
         return sorted(self._replays)
 
     @torch.inference_mode()

@@ -99,7 +99,6 @@ def _asks_for_something(context: SamplingContext, num_unknown: int) -> bool:
 
 
 def _may_not_end(context: SamplingContext, num_unknown: int) -> bool:
-    """Return whether the row is shorter than min_new_tokens and has end tokens to ban."""
     p = context.params
     return bool(p.end_token_ids) and context.num_output_tokens + num_unknown < p.min_new_tokens
 
@@ -173,7 +172,6 @@ def _counts(context: SamplingContext) -> TokenCounts:
 
 
 def _banned(context: SamplingContext, num_unknown: int) -> set[int]:
-    """Return the banned tokens: end tokens before the minimum length, repeated n-grams, last tokens of bad words."""
     p, token_ids = context.params, context.token_ids
     banned = set(p.end_token_ids) if _may_not_end(context, num_unknown) else set()
     for word in p.bad_words:

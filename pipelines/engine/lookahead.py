@@ -54,11 +54,9 @@ class LaunchedStep:
         self.plan.scheduled[index] = item._replace(drafts=item.drafts[: len(tokens) - 1])
 
     def has_live_sequences(self) -> bool:
-        """Return whether at least one sequence of the plan has not ended."""
         return any(item.sequence in item.group.sequences for item in self.plan.scheduled)
 
     def all_sequences_live(self) -> bool:
-        """Return whether no sequence of the plan has ended."""
         return all(item.sequence in item.group.sequences for item in self.plan.scheduled)
 
     def confirmed(self) -> "LaunchedStep | None":
@@ -99,7 +97,6 @@ def _first_rows(plan: StepPlan) -> list[int]:
 
 
 def _without_first_draft(item: Scheduled) -> Scheduled:
-    """Return the item for the state in which its first draft is a token of the sequence."""
     after = item.start + item.num_new_tokens
     return item._replace(start=after, num_new_tokens=1, num_outputs=1, drafts=item.drafts[1:])
 

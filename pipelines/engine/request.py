@@ -214,7 +214,6 @@ class Sequence(SamplingContext):
 
     @classmethod
     def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":
-        """Return a sequence that holds the prompt."""
         prompt = list(request.prompt_token_ids)
         return cls(request.params, prompt, len(prompt), request=request, detokenizer=detokenizer, guide=request.guide)
 
@@ -333,7 +332,6 @@ class SequenceGroup:
             self.completions.clear()
 
     def output(self) -> "Output":
-        """Return the output of a request that has finished or failed."""
         return Output(
             request_id=self.request.id,
             completions=[] if self.error else [completion for _, completion in sorted(self.completions.items())],

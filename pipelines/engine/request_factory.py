@@ -107,7 +107,6 @@ class RequestFactory:
         return Request(id, prompt_token_ids, params, sink, prediction, placed, guide=guide)
 
     def _check_prediction(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Raise UserError for ids outside the vocabulary; warn if the settings do not use the prediction."""
         self._check_ids("prediction token id", token_ids)
         speculate, order = params.speculate, params.speculation.order
         if token_ids and (speculate, order) != (Speculate.ngram, DraftOrder.longest):
@@ -180,7 +179,6 @@ class RequestFactory:
         return tuple(dict.fromkeys(tuple(ids) for ids in written if ids))
 
     def _check_size(self, params: SamplingParams, num_prompt_tokens: int, num_prefix_tokens: int) -> None:
-        """Raise UserError for a request that can never run, because the KV cache or a step is too small."""
         num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
         own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, self.long_rope_threshold, num_prefix_tokens)
         if own_blocks > self.num_blocks:

@@ -73,7 +73,6 @@ class Scheduler:
 
     @property
     def adapters_in_use(self) -> set[AdapterId | None]:
-        """Adapters of running and waiting requests."""
         return {group.request.adapter for group in (*self.running, *self.waiting)}
 
     def plan(
@@ -217,7 +216,6 @@ class Scheduler:
             group.finished_s = time.monotonic()
 
     def cancel(self, group: SequenceGroup) -> None:
-        """Remove an unfinished group and release its blocks."""
         if group in self.running:
             self._stop(group)
             for sequence in group.sequences:
@@ -247,7 +245,6 @@ class Scheduler:
         return num_new_tokens
 
     def _budget(self, max_tokens: int | None, num_sequences: int) -> int:
-        """Return the token budget of a step: at least one token for each sequence."""
         if max_tokens is None or self._whole_prompts:
             return self.max_batched_tokens
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
@@ -318,7 +315,6 @@ class Scheduler:
         return True
 
     def _share_computed(self, sequence: Sequence) -> None:
-        """Start a sequence with its prefix's blocks and the prefix cache hit of its tokens."""
         blocks, prefix, found = self.block_manager, sequence.prefix, list[int]()
         num_full = prefix.num_tokens // blocks.block_size
         if sequence.params.prefix_cache and sequence.first_output_position is None:
@@ -350,14 +346,12 @@ class Scheduler:
         return slot is not None
 
     def _stop(self, group: SequenceGroup) -> None:
-        """Remove a group from the running groups and release its adapter."""
         self.running.remove(group)
         if group.request.adapter is not None and self._adapters is not None:
             self._adapters.release(group.request.adapter)
             group.adapter_slot = -1
 
     def _num_missing_of_group(self, group: SequenceGroup) -> int:
-        """Return how many blocks the group lacks for its tokens and for copies of shared blocks that it writes."""
         missing = sum(map(self._num_missing_of, group.sequences))
         if len(group.sequences) == 1 and not group.request.prefix.blocks:
             return missing
@@ -373,7 +367,6 @@ class Scheduler:
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 
     def _drop_reserved(self, sequence: Sequence) -> None:
-        """Free the blocks after the sequence's tokens, which were reserved for drafts."""
         if (surplus := -self._num_missing_of(sequence)) > 0:
             self.block_manager.free(sequence.block_table[-surplus:])
             del sequence.block_table[-surplus:]

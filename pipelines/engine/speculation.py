@@ -40,7 +40,6 @@ class DraftCounts(NamedTuple):
         return self.num_accepted_tokens / self.num_drafted_tokens if self.num_drafted_tokens else None
 
     def since(self, earlier: "DraftCounts") -> "DraftCounts":
-        """Return the counts since an earlier state."""
         return DraftCounts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
@@ -61,7 +60,6 @@ class Speculator:
 
     @property
     def counts(self) -> DraftCounts:
-        """Counts over all plans so far."""
         return DraftCounts(
             self._settled.num_drafted_tokens + sum(drafted.num_drafts for drafted in self._drafted),
             self._settled.num_accepted_tokens + sum(drafted.num_accepted for drafted in self._drafted),
@@ -123,12 +121,10 @@ class Speculator:
             self._measured = None
 
     def learn(self, sequence: Sequence) -> None:
-        """Let the sequence's proposer learn from a finished sequence."""
         if proposer := self.proposers.get(sequence.params.speculate):
             proposer.learn(sequence)
 
     def _propose(self, wanted: list[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
-        """Return the drafts of each sequence, at most as many as it has blocks for."""
         drafts = {}
         for kind, proposer in self.proposers.items():
             own = [(sequence, most) for sequence, most in wanted if sequence.params.speculate is kind]
@@ -147,7 +143,6 @@ class Speculator:
 
 
 def _most(item: Scheduled) -> int:
-    """Return how many drafts the sequence requests: none in searches, and none before its first output token."""
     params, group = item.sequence.params, item.group
     if params.speculate is Speculate.none or group.search or not item.sequence.num_output_tokens:
         return 0

@@ -71,7 +71,6 @@ def verified(item: Scheduled, logits: Tensor) -> list[int | None]:
 
 
 def _possible(ids: list[int], probabilities: list[float]) -> list[int]:
-    """Return the tokens that are not banned: settings can ban all but a few."""
     return [token for token, probability in zip(ids, probabilities, strict=True) if probability > 0]
 
 

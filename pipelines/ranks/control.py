@@ -40,7 +40,6 @@ class Worker:
     heard_at: float = field(default_factory=time.monotonic)
 
     def how_it_ended(self) -> str:
-        """Return how a process that has closed its socket ended."""
         if self.process is None:
             return "has ended"
         try:
@@ -54,7 +53,6 @@ class Worker:
         return f"was ended by signal {-code} ({name}{why})"
 
     def end(self) -> None:
-        """Ask the process to end, and kill it if it does not."""
         with suppress(Gone):
             self.channel.send({"op": "end"})
             self.channel.wait_for_end(END_S)
@@ -84,7 +82,6 @@ class Workers:
 
     @property
     def processes(self) -> "list[subprocess.Popen[bytes]]":
-        """The worker processes that this process has started."""
         return [worker.process for worker in self._workers if worker.process is not None]
 
     def tell(self, header: Header, payload: bytes | memoryview = b"", ranks: range | None = None) -> None:
@@ -137,7 +134,6 @@ class Workers:
         self.context.abort()
 
     def close(self) -> None:
-        """End the workers."""
         if not self._closed.is_set():
             self._closed.set()
             self.context.abort()

@@ -84,7 +84,6 @@ class Driver:
     def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> Executor:
-        """Return the executor of rank 0's shard."""
         return DriverExecutor(self, model, cache, num_graph_sequences, table_width, decode_threads)
 
     def adapters(self, *arguments: Any) -> Adapters:
@@ -100,9 +99,7 @@ def _end(workers: Workers, cpus: set[int]) -> None:
 def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
     """Start the worker ranks of `run`, or wait for a launcher's, and send them what to load.
 
-    Raises UserError if they are not available.
-
-    `whole`: the plan of the unsharded model.
+    `whole`: the plan of the unsharded model. Raises UserError if the ranks are not available.
     """
     source, num_gpus = whole.source, torch.cuda.device_count() if whole.device.type == "cuda" else 0
     library = build.library()
@@ -177,7 +174,6 @@ def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[l
 def _begin_in_memory(
     run: RunConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
 ) -> RankContext:
-    """Send local ranks their first message and the shared memory. Returns rank 0's context."""
     tp, pp = starts[0]["tp"], starts[0]["pp"]
     fd = create_memory(library, tp, pp)
     try:
@@ -191,7 +187,6 @@ def _begin_in_memory(
 
 
 def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> RankContext:
-    """Send ranks their first message and the addresses of the process groups. Returns rank 0's context."""
     own, *others = addresses(ranks)
     server = serve_addresses(own)
     for rank, start, address in zip(ranks, starts, others, strict=True):
@@ -339,7 +334,6 @@ class DriverExecutor(Executor):
         return self._workers.meanwhile(compute)
 
     def _answer(self) -> list[Tensor]:
-        """Return the last stage's result of the last message. Raises RankLost."""
         while self._begun:
             self._take_first()
         return self._next_answer()
@@ -355,7 +349,6 @@ class DriverExecutor(Executor):
         return [tensor.to(self._device) for tensor in read(header["tensors"], content)]
 
     def _of_others(self, name: str, num_sequences: int = 1) -> float:
-        """Return the sum of a count over the workers."""
         while self._begun:
             self._take_first()
         self._workers.tell({"op": "count", "num_sequences": num_sequences})

@@ -149,7 +149,6 @@ def readable(channels: Iterable[Channel], timeout_s: float) -> list[Channel]:
 
 
 def _header(text: bytearray) -> Header:
-    """Return a message's JSON object. Raises Gone for anything else."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -35,7 +35,6 @@ class RankContext:
 
     @property
     def size(self) -> int:
-        """Number of all ranks."""
         return self.parallel_layout.tp * self.parallel_layout.pp
 
     def check(self) -> None:

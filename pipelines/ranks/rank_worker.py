@@ -108,7 +108,6 @@ class RankWorker:
         channel.send({"num_blocks": most_blocks(run, plan, context.size, context.num_sharing)})
 
     def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
-        """Raise UserError if this machine's model files or code differ from rank 0's."""
         names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
         if names:
             raise UserError(
@@ -214,13 +213,11 @@ class RankWorker:
         self._adapters.fill(header["slot"], self._adapters.find(header["name"]))
 
     def _tensor(self, header: Header, content: bytearray) -> Tensor:
-        """Return the message's tensor, whose numbers follow those of the batches, on the model's device."""
         start = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"]) * torch.int64.itemsize
         (tensor,) = read(header["tensors"], content, start)
         return tensor.to(self._plan.device)
 
     def _quantize(self, header: Header, content: bytearray) -> None:
-        """Run a step of a quantisation. The step `static_cache` replaces the cache by one with the calibrated scales."""
         assert self._cache is not None
         if header["step"] == "begin":
             batches = [self._executor.on_device(batch) for batch in _batches(header, content)]
@@ -244,7 +241,6 @@ class RankWorker:
 
 
 def _batches(header: Header, content: bytearray) -> list[Batch]:
-    """Return the batches of a message, whose numbers are stored one after another."""
     num_numbers = sum(BatchShape(*sizes).num_numbers for sizes in header["shapes"])
     numbers, batches = torch.frombuffer(content, dtype=torch.int64, count=num_numbers), []
     for sizes in header["shapes"]:

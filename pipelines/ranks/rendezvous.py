@@ -73,7 +73,6 @@ def listen(launched: Joined) -> socket.socket:
 
 
 def _welcome(launched: Joined, stream: socket.socket) -> Rank | None:
-    """Return the rank that has connected; None for an unknown peer."""
     if launched.address is None and _user(stream) != os.getuid():
         return None
     channel = Channel(stream)
@@ -110,7 +109,6 @@ def join(launched: Joined) -> Channel:
 
 
 def _greet(launched: Joined, stream: socket.socket) -> Channel:
-    """Send this rank's hello message. Raises Gone, and UserError if the peer is not this user's rank 0."""
     if launched.address is not None:
         _watch_machine(stream)
     elif _user(stream) != os.getuid():
@@ -160,7 +158,6 @@ def _name(launched: Joined) -> str:
 
 
 def _user(stream: socket.socket) -> int:
-    """Return the user id of the process at the other end, which is on this machine."""
     credentials = struct.Struct("3i")
     _, uid, _ = credentials.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return int(uid)

@@ -16,7 +16,6 @@ def described(tensors: Iterable[Tensor]) -> list[Described]:
 
 
 def numbers_of(tensors: Iterable[Tensor]) -> bytes:
-    """Return the concatenated bytes of tensors."""
     filled = (tensor.contiguous().cpu() for tensor in tensors if tensor.numel())
     return b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in filled)
 

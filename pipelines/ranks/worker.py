@@ -91,7 +91,6 @@ def follow(channel: Channel, launched: Joined | None = None) -> None:
 
 
 def _said(name: str, error: BaseException) -> str:
-    """Return the error line for rank 0. Prints the traceback of an unexpected error here."""
     if isinstance(error, UserError):
         return str(error)
     print(escape_control_chars(traceback.format_exc()), end="", file=sys.stderr, flush=True)

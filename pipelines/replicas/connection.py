@@ -31,7 +31,6 @@ def connect() -> tuple[list[int], list[int]]:
 
 
 def _connect(address: str | None) -> None:
-    """Start Ray on this machine, or join the cluster at `address`. Raises UserError."""
     try:
         if address:
             host, _, port = address.rpartition(":")

@@ -30,11 +30,9 @@ class Dispatch:
         return self._is_exhausted and not self._back and not any(self._held.values())
 
     def holds(self, replica: int) -> int:
-        """Return how many rows a replica holds."""
         return len(self._held.get(replica, ()))
 
     def take(self, replica: int, most: int) -> list[PromptRow]:
-        """Return the next rows for a replica, at most `most`."""
         held, rows = self._held.setdefault(replica, {}), list[PromptRow]()
         while len(rows) < most and len(held) < self._window and not any(map(self._runs_alone, held)):
             if self._back and held and self._runs_alone(self._back[0].index):

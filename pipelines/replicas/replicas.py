@@ -45,7 +45,6 @@ class Replicas:
         return sum(client.num_restarts for client in self._clients)
 
     async def start(self) -> None:
-        """Begin to load the models."""
         for client in self._clients:
             await client.start()
 
@@ -82,7 +81,6 @@ class Replicas:
         return [each for each in ready if each.fingerprint == ready[0].fingerprint]
 
     def _choose(self, chunks: list[int]) -> "Replica":
-        """Return the replica with the longest likely prefix cache hit among those that are not too busy."""
         ready = self._ready()
         if not ready:
             raise EngineGone("the engines are loading their model")

@@ -91,7 +91,6 @@ class Replica:
         self._beat = self._worker.beat.options(concurrency_group=BEATS).remote()
 
     def work(self, content: bytes) -> None:
-        """Send a `Work`."""
         self.calls.append(self._worker.work.remote(content))
 
     def stop(self) -> None:
@@ -100,7 +99,6 @@ class Replica:
         ray.kill(self._worker)
 
     def close(self) -> None:
-        """End the worker and release the resources."""
         self.stop()
         remove_placement_group(self._group)
 
@@ -160,7 +158,6 @@ class RowReplicas:
             yield self._receive()
 
     def close(self) -> None:
-        """End the workers and release their resources."""
         for each in self._all:
             each.close()
 
@@ -176,7 +173,6 @@ class RowReplicas:
             replica.work(encode(Work(seed, list(map(row_bytes, rows)))))
 
     def _receive(self) -> list[Record]:
-        """Wait at most WAIT_S for answers, and return their records."""
         self._say_who_waits()
         replicas = {call: each for each in self._replicas for call in each.calls}
         records: list[Record] = []
@@ -195,7 +191,6 @@ class RowReplicas:
         return records
 
     def _silent(self) -> list[Replica]:
-        """Return the replicas whose workers hang."""
         now = monotonic()
         was_stopped = now - self._looked_at > self._heartbeat_s / 2  # this process was stopped, for example by Ctrl-Z
         self._looked_at = now
@@ -218,7 +213,6 @@ class RowReplicas:
             log.warning("replicas %s: %s", numbers, waiting_for(waiting[0].place))
 
     def _take(self, replica: Replica, content: bytes) -> list[Record]:
-        """Handle a replica's answer, and return its records. Raises UserError for errors that the user can correct."""
         answer = read_answer(content)
         if isinstance(answer, Failed):
             raise UserError(answer.message)
@@ -281,7 +275,6 @@ def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
 
 
 def _differences(one: Ready, other: Ready) -> str:
-    """Return the names of the differences that change rows; empty if there are none."""
     before, now = one.loaded.fingerprint, other.loaded.fingerprint
     names = [name for name in before | now if before.get(name) != now.get(name)]
     if not names and one.replay != other.replay:

@@ -79,7 +79,6 @@ class RayChild:
         self._send_soon()
 
     def write_eof(self) -> None:
-        """Ask the process to end."""
         self._has_ended = True
         self._send_soon()
 

@@ -74,7 +74,6 @@ class NgramProposer(Proposer):
         return self._shared.propose(sequence.params.cache_salt, last, most) if _shares(settings) else []
 
     def learn(self, sequence: Sequence) -> None:
-        """Let later rows copy from a finished sequence."""
         settings = sequence.params.speculation
         if _shares(settings):
             self._shared.learn(sequence.params.cache_salt, sequence.token_ids)
