@@ -31,9 +31,8 @@ class Adapters:
     ) -> None:
         """`folds`: the scales folded into the model's weights, by linear layer.
 
-        `smoothed_by`: the quantisation method that folded some scales.
-
-        If that method recorded no `folds`, the model rejects adapters. `base`: the model's weight files.
+        `smoothed_by`: the quantisation method that folded some scales; without `folds` the model then rejects adapters.
+        `base`: the model's weight files.
         """
         self._model, self._dtype, self._folds = model, dtype, folds or {}
         self._base = base
@@ -78,10 +77,8 @@ class Adapters:
     def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
         """Read an adapter; it replaces an adapter of the same name.
 
-        Returns whether the tables are new, which invalidates recorded steps.
-
-        Raises UserError as `read_adapter` does, if an adapter of this name is in use, and for a smoothed model whose
-        fold scales are unknown.
+        Returns whether the tables are new, which invalidates recorded steps. Raises UserError as `read_adapter` does,
+        if an adapter of this name is in use, and for a smoothed model whose fold scales are unknown.
         """
         if self._smoothed_by is not None:
             what = f"adapter {name} was trained on activations that {self._smoothed_by} has changed in this model"

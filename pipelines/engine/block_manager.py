@@ -124,9 +124,7 @@ class BlockManager:
         return block
 
     def check_integrity(self, block_tables: Iterable[list[int]]) -> None:
-        """Raise RuntimeError unless reference counts match the tables, and each block is empty, cached or used exactly
-        once.
-        """
+        """Raise RuntimeError unless reference counts match the tables and each block has exactly one state."""
         owned = Counter(block for table in [*block_tables, self._pinned] for block in table)
         if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
             raise RuntimeError("reference counts differ from what the sequences own")

@@ -51,11 +51,10 @@ class StepCosts:
     def seconds(self, num_tokens: int) -> float:
         """Estimate the time of a step; infinity if nothing was measured.
 
-        Between two measured sizes it interpolates linearly.
-
-        Up to ONE_READING tokens, a larger size costs as much as the largest measured size, so that it is tried. Above
-        ONE_READING the cost grows as between the last two measured sizes, up to TRIED times the largest size. Beyond
-        that it is infinite, so that no step is tried that may take several times as long.
+        Between two measured sizes it interpolates linearly. Up to ONE_READING tokens, a size above the largest measured
+        one costs the same as that one, so that it is tried. Above ONE_READING the cost grows as between the last two
+        measured sizes, up to TRIED times the largest size. Beyond that it is infinite, so that no step is tried that
+        may take several times as long.
         """
         found = self._seconds.get(num_tokens)
         if found is None:

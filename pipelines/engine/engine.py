@@ -192,9 +192,8 @@ class Engine:
     ) -> Generator[Output, None, None]:
         """Yield outputs as requests finish.
 
-        Takes the next request when a slot is free; closing the iterator cancels the rest.
-
-        A request that fails is an output with its `error`. An exception that does not belong to one request is raised.
+        Takes the next request when a slot is free; closing the iterator cancels the rest. A request that fails is an
+        output with its `error`. An exception that does not belong to one request is raised.
         """
         source = iter(requests)
         with closing(self.steps(lambda: next(source, None), max_num_requests)) as steps:
@@ -379,8 +378,7 @@ class Engine:
 
     @torch.inference_mode()
     def hidden_states(self, prompts: list[list[int]], num_outputs: list[int]) -> Tensor:
-        """Compute hidden states [R, E] of the last `num_outputs` tokens of each prompt, in one step without other
-        requests.
+        """Compute hidden states [R, E] of the last `num_outputs` tokens of each prompt, in a separate step.
 
         The prompts' keys and values are read from the cache, as for requests. Takes at most `num_at_once` prompts.
         """

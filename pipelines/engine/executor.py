@@ -38,10 +38,10 @@ class Executor:
     def __init__(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> None:
-        """On a GPU, captures decode steps of up to `num_graph_sequences` sequences now, with block tables of
-        `table_width`.
+        """On a GPU, captures decode steps of up to `num_graph_sequences` sequences now.
 
-        On a CPU, decode steps run on `decode_threads` threads (None: all), and repeated shapes are recorded.
+        Their block tables have `table_width` columns. On a CPU, decode steps run on `decode_threads` threads (None:
+        all), and repeated shapes are recorded.
         """
         self._table_width, self._decode_threads = table_width, decode_threads
         self.model = model
@@ -171,9 +171,7 @@ class Executor:
             return self.model(self.on_device(batch), self.cache)
 
     def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
-        """Compute hidden states [R, E] as `hidden` does, from `embeddings` [T, E] instead of the embeddings of the
-        batch's tokens.
-        """
+        """Compute hidden states [R, E] as `hidden` does, but from `embeddings` [T, E] of the batch's tokens."""
         handle = self.model.embedding.register_forward_hook(lambda *_: embeddings)
         try:
             return self._hidden(batch)
@@ -195,8 +193,8 @@ class Executor:
         return all_layers[self.model.own_layers.start : self.model.own_layers.stop]
 
     def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
-        """Write keys and values [L, 2, P, G, D] of all layers and key heads of the model to slots of the cache,
-        unchanged.
+        """Write keys and values [L, 2, P, G, D] of all layers and key heads of the model unchanged to slots of the
+        cache.
         """
         places, own = torch.tensor(slots, device=self._device), self.own_layers(keys_and_values)
         for layer, heads, both in zip(self.cache.layers, self.model.attention_heads, own, strict=True):

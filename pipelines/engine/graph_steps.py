@@ -1,8 +1,7 @@
 """Decode steps as CUDA graphs of a few sizes, captured before the first request.
 
-A batch runs in the smallest graph that fits it.
-
-Dimensions: S sequences of a batch, E hidden channels, V vocabulary entries.
+A batch runs in the smallest graph that fits it. Dimensions: S sequences of a batch, E hidden channels, V vocabulary
+entries.
 """
 
 import logging

@@ -1,5 +1,4 @@
-"""Logits processing for all rows at once, in this order: biases, penalties, allowed tokens, bans, forced tokens,
-guides.
+"""Logits processing of all rows: biases, penalties, allowed tokens, bans, forced tokens, guides, in this order.
 
 It changes only the affected tokens. On a GPU it does not synchronise, and a row's last token may be on the GPU only.
 Dimensions: R rows, V vocabulary entries.
@@ -21,9 +20,7 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether the CPU needs the last token for bans or biases: for n-grams, sequences of several tokens, and
-    guides.
-    """
+    """Return whether the CPU needs the last token, for repeated n-grams, sequences of several tokens, or a guide."""
     p = context.params
     sequences = (*p.bad_words, *(ids for ids, _ in p.sequence_bias))
     return bool(p.no_repeat_ngram_size or context.guide) or any(len(ids) > 1 for ids in sequences)

@@ -60,10 +60,9 @@ class LaunchedStep:
         return all(item.sequence in item.group.sequences for item in self.plan.scheduled)
 
     def confirmed(self) -> "LaunchedStep | None":
-        """Return the next step, whose outputs are already computed: it contains the sequences whose first draft became
-        their last token.
+        """Return the next step, whose outputs are already computed; None if there is none.
 
-        Returns None if there is no such sequence.
+        It contains the sequences whose first draft became their last token.
         """
         grown = [
             (_without_first_draft(item), row + item.num_outputs)
@@ -80,9 +79,7 @@ class LaunchedStep:
         return step
 
     def wait(self) -> tuple[list[bool], list[int | None]]:
-        """Return whether each of the R rows is finite, and the S tokens that the device chose; None where all tokens
-        were banned.
-        """
+        """Return whether each of the R rows is finite, and the S tokens of the device (None: all were banned)."""
         if self._arrived:
             self._arrived.synchronize()
         if self.tokens is None:

@@ -42,9 +42,7 @@ class ContextLimit:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """A DecodeConfig resolved for one prompt: every limit is a number, every stop token an id, and the seed is always
-    set.
-    """
+    """A DecodeConfig resolved for one prompt: all limits are numbers, all stop tokens ids, and the seed is set."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -107,8 +105,8 @@ class TokenLogprobs:
 
 
 Sink: TypeAlias = Callable[[int, list[int], str, list[TokenLogprobs]], None]
-"""Takes the sample number, its next token ids, the text that they complete (can be ""), and log probabilities if
-requested.
+"""Takes the sample number, its next token ids, the text that they complete (can be ""), and requested log
+probabilities.
 
 The joined texts of a sample are its completion.
 """
@@ -260,8 +258,7 @@ class Search(Protocol):
     """
 
     def observe(self, hidden: Any) -> None:
-        """Take the hidden states [P, E] of newly computed tokens: first the prompt's, then those of the group's
-        sequences.
+        """Take the hidden states [P, E] of newly computed tokens: the prompt's, then those of the group's sequences.
 
         The next step overwrites them.
         """
@@ -281,11 +278,10 @@ class Search(Protocol):
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """A request in progress.
+    """A request in progress. Its sequences run, wait and are preempted together.
 
-    Its sequences run, wait and are preempted together; the group is finished when it has no sequence.
-
-    The scheduler writes the times, in seconds of `time.monotonic`, and the preemptions.
+    The group is finished when it has no sequence. The scheduler writes the times, in seconds of `time.monotonic`, and
+    the preemptions.
     """
 
     request: Request

@@ -204,11 +204,9 @@ def max_blocks(
     long_rope_threshold: int | None = None,
     num_prefix_tokens: int = 0,
 ) -> int:
-    """Return the maximum number of blocks that a request owns.
+    """Return the maximum number of blocks that a request owns, without the full blocks of its prefix.
 
     A request that needs more than the pool has would wait forever.
-
-    Full blocks of its prefix are not counted.
     """
     num_tokens = num_prefix_tokens + num_prompt_tokens + params.max_new_tokens
     # Sequences share the prompt's full blocks. Candidates of contrastive search share all blocks but the one with their

@@ -96,8 +96,9 @@ def _mix(x: int) -> int:
 
 
 def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Return log probabilities of each row's token and of its `num_top` most likely tokens, from unprocessed logits
-    [R, V].
+    """Return log probabilities of each row's token and its `num_top` most likely tokens.
+
+    `logits` [R, V]: the model's own, not processed.
     """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [R, 1]

@@ -161,9 +161,8 @@ class Scheduler:
     def commit(self, plan: StepPlan) -> None:
         """Record that the plan's tokens, without drafts, are in the cache.
 
-        Blocks that became full enter the prefix cache.
-
-        Skips sequences that have ended or failed since the plan was made; their blocks are already released.
+        Blocks that became full enter the prefix cache. Skips sequences that have ended or failed since the plan was
+        made; their blocks are already released.
         """
         blocks = self.block_manager
         for item in plan.scheduled:
@@ -232,9 +231,7 @@ class Scheduler:
         )
 
     def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
-        """Return the new tokens of each sequence: all that it needs, or an even share of the remaining budget if that
-        is less.
-        """
+        """Return the new tokens of each sequence: all that it needs, or at most an even share of the remaining budget."""
         budget = self._budget(max_tokens, len(sequences))
         num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
         if sum(num_new_tokens.values()) <= budget:
@@ -260,9 +257,8 @@ class Scheduler:
     def _grow(self, idle: list[SequenceGroup], others_run: bool, copies: list[tuple[int, int]]) -> bool:
         """Allocate the blocks for every idle sequence's tokens, and copy shared blocks that are written.
 
-        Returns False if blocks are short.
-
-        If so, the last idle groups are preempted. A group that alone lacks blocks waits if other groups are in flight.
+        If blocks are short, it preempts the last idle groups and returns False. A group that alone lacks blocks waits
+        if other groups are in flight.
         """
         enough = True
         for group in list(idle):
@@ -299,9 +295,7 @@ class Scheduler:
     def _admit(self, group: SequenceGroup, copies: list[tuple[int, int]]) -> bool:
         """Take cached blocks for the group's one sequence and allocate the rest.
 
-        Returns False if the pool cannot hold it.
-
-        A group with an adapter also needs a slot, and waits while running groups use all slots.
+        Returns False if the pool cannot hold the sequence, or if the group's adapter gets no slot.
         """
         sequence = group.sequences[0]
         self._place_at_border(sequence)
@@ -360,9 +354,7 @@ class Scheduler:
         return missing + sum(n - (self.block_manager.num_owners(block) == n) for block, n in written.items())
 
     def _num_missing_of(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
-        """Return how many blocks the sequence lacks for its tokens plus `num_more_tokens`; negative if it has a
-        surplus.
-        """
+        """Return how many blocks the sequence lacks for its tokens plus `num_more_tokens`; negative: it has a surplus."""
         num_tokens = sequence.prefix.num_tokens + len(sequence.token_ids) + num_more_tokens
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 

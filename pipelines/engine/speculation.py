@@ -85,8 +85,7 @@ class Speculator:
                 proposer.observe(own)
 
     def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
-        """Return the plan with drafts after the last tokens of sequences that request them and get new tokens in this
-        step.
+        """Return the plan with drafts for the sequences that request drafts and get new tokens in this step.
 
         The caller has already copied the plan's blocks in the model's cache. `max_tokens`: the step's budget, as for
         `Scheduler.plan`.

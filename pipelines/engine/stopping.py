@@ -6,9 +6,7 @@ from pipelines.engine.request import Completion, FinishReason, Sequence, Sequenc
 
 
 def extend_text(sequence: Sequence) -> FinishReason | None:
-    """Detokenise the sequence's last token into `unsent`, and return why the sequence ends here, or None if it does
-    not.
-    """
+    """Detokenise the sequence's last token into `unsent`. Returns why the sequence ends here, if it does."""
     params, token = sequence.params, sequence.token_ids[-1]
     may_stop = sequence.num_output_tokens >= params.min_new_tokens
     piece, stop = "", None

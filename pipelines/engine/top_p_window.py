@@ -1,12 +1,12 @@
 """PaddleNLP's verification of drafts (d68a385fc, `speculate_verify_and_update.cu`).
 
-It changes tokens: likely drafts are accepted.
+It changes tokens: likely drafts are accepted. The candidates at a position are the most likely tokens, at most
+`max_candidates`, up to the token with which they reach `top_p`. If they do not reach it, there are no candidates.
 
-The candidates at a position are the most likely tokens, at most `max_candidates`, up to the token with which they reach
-`top_p`. If they do not reach it, there are no candidates. A draft is accepted if it is a candidate. A draft that is the
-second most likely token is also accepted if `max_candidates` is at least 2 and each of the next `verify_window` drafts
-is the most likely token; then these drafts are accepted too, and no draft after them. The token after the accepted
-drafts is drawn from the candidates at its position, or is the most likely token if there are none.
+A draft is accepted if it is a candidate. A draft that is the second most likely token is also accepted if
+`max_candidates` is at least 2 and each of the next `verify_window` drafts is the most likely token; then these drafts
+are accepted too, and no draft after them. The token after the accepted drafts is drawn from the candidates at its
+position, or is the most likely token if there are none.
 """
 
 from collections.abc import Callable
@@ -100,8 +100,8 @@ def num_accepted(drafts: list[int], ids: list[list[int]], counts: list[int], win
 
 
 def drawn(ids: list[int], probabilities: list[float], count: int, number: float) -> int:
-    """Return the first candidate whose cumulative probability reaches `number`; the most likely token if there is no
-    candidate.
+    """Return the first candidate whose cumulative probability reaches `number`; without candidates the most likely
+    token.
     """
     total = 0.0
     for token, probability in zip(ids[:count], probabilities, strict=False):

@@ -256,9 +256,7 @@ class RowReplicas:
 def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
     """Return `parallel.replicas` replicas of the model of `run`, not loaded yet.
 
-    `kind`: the class that runs the rows of each.
-
-    Raises UserError if the machines lack the CPUs or GPUs.
+    `kind`: the class that runs the rows of each. Raises UserError if the machines lack the CPUs or GPUs.
     """
     parallel = run.parallel
     tp, pp = parallel.tp or 1, parallel.pp or 1

@@ -32,9 +32,7 @@ class Draft:
         return len(self.token_ids) < self._most and token not in self.context.params.end_token_ids
 
     def last(self, position: int = -1) -> NewTokens:
-        """Return the last draft token as the next token to compute, at its own position (-1) or at the position before
-        it (-2).
-        """
+        """Return the last draft token as the next token to compute, at its own position (-1) or the one before (-2)."""
         return NewTokens(self.sequence, len(self.context.token_ids) + position, self.token_ids[-1:], 1)
 
 

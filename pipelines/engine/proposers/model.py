@@ -38,12 +38,10 @@ class ModelProposer(Proposer):
     """Drafts token by token, all sequences in one batch."""
 
     def __init__(self, executor: Executor, block_size: int, max_batched_tokens: int, vocab_size: int) -> None:
-        """`executor`: the draft model's.
+        """`executor`: the draft model's. `vocab_size`: the main model's.
 
-        It computes at most `max_batched_tokens` tokens per step, not counting the drafts.
-
-        `vocab_size`: the main model's. Tokens that only one of the two vocabularies has are padding, and are never
-        drafted.
+        It computes at most `max_batched_tokens` tokens per step, not counting the drafts. Tokens that only one of the
+        two vocabularies has are padding, and are never drafted.
         """
         self.executor = executor
         self._vocab_size, self._own_vocab_size = vocab_size, executor.model.config.vocab_size
@@ -72,8 +70,9 @@ class ModelProposer(Proposer):
         return [draft.token_ids for draft in drafts.values()]
 
     def _logits(self, new: list[NewTokens]) -> Tensor:
-        """Compute new tokens, and return logits [R, V] over the main model's vocabulary: -inf for tokens that the draft
-        model lacks.
+        """Compute new tokens, and return logits [R, V] over the main model's vocabulary.
+
+        Tokens that the draft model lacks have -inf.
         """
         logits = self.executor.execute(flat_batch(new, self._block_size)).logits
         return pad(logits, (0, self._vocab_size - self._own_vocab_size), value=-torch.inf)

@@ -1,9 +1,7 @@
 """Drafts of the model's multi-token prediction layer (arXiv 2412.19437).
 
-Its keys and values are the cache's last layer.
-
-The layer reads the hidden state of a token and the token after it, so it can compute all but the last token of a
-sequence. It computes further drafts from its own hidden states.
+The layer's keys and values come last in the cache. The layer reads the hidden state of a token and the token after it,
+so it can compute all but the last token of a sequence. It computes further drafts from its own hidden states.
 """
 
 from typing import NamedTuple

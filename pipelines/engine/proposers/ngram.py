@@ -1,5 +1,5 @@
-"""Drafts copied from an earlier occurrence of the last tokens: in the row's prediction, in the row itself, or in
-finished rows.
+"""Drafts copied from an earlier occurrence of the last tokens, in the row's prediction, the row itself or finished
+rows.
 
 The method is prompt lookup (Saxena 2023) and llama.cpp's lookup decoding. The cost per token does not depend on the
 text's length.
