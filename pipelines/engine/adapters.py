@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests can name: read once, kept on the CPU, and written into the model's tables on demand."""
+"""The LoRA adapters that requests can name: read once, kept on the CPU, and copied into the model's tables on demand."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace

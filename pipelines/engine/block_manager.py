@@ -69,7 +69,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return `num_blocks` blocks with the caller as the only owner. The caller must check `num_free_blocks` first."""
+        """Return `num_blocks` blocks whose only owner is the caller. The caller must check `num_free_blocks` first."""
         assert num_blocks <= self.num_free_blocks
         blocks = [self._empty.pop() if self._empty else self._evict() for _ in range(num_blocks)]
         for block in blocks:

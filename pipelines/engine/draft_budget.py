@@ -132,7 +132,10 @@ class DraftBudget:
         self._num_without = 0  # steps since the last draft
 
     def lengths(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
-        """Return the number of drafts for each row, at most `most[i]`. `num_tokens`: tokens of the step without drafts."""
+        """Return the number of drafts for each row, at most `most[i]`.
+
+        `num_tokens`: tokens of the step without drafts.
+        """
         lengths = list(most)
         by_goodput = []
         for index, (row, wanted) in enumerate(zip(rows, most, strict=True)):

@@ -277,7 +277,7 @@ class Engine:
         self._launched = ahead or step.confirmed()
 
     def _next_step(self, max_tokens: int | None) -> LaunchedStep:
-        """Begin a step in every free microbatch, and return the oldest step. With drafts there is only one microbatch."""
+        """Begin a step in every free microbatch, and return the oldest step. With drafts there is one microbatch."""
         microbatches, executor = self._microbatches, self.executor
         num_microbatches = 1 if self.speculator.wants_drafts(self.scheduler.running) else executor.num_microbatches
         if num_microbatches > 1:

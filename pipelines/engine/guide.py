@@ -83,7 +83,7 @@ class Guides:
         return compiled.copy()
 
     def _tried(self, text: str) -> Guide | UserError:
-        """Return the compiled guide or its error. Errors are cached too, so that a slow guide costs its time only once."""
+        """Return the compiled guide or its error. Errors are cached too: a slow guide costs its time only once."""
         try:
             return self._compile(text)
         except UserError as error:

@@ -96,7 +96,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log probabilities of one step, from unprocessed logits: of the chosen token and the most likely tokens."""
+    """Natural log probabilities of one step, from unprocessed logits: of the chosen and the most likely tokens."""
 
     logprobs: dict[int, float]
     """Token id to log probability; always contains the chosen token."""
@@ -185,7 +185,7 @@ class SamplingContext:
 
 @dataclass(eq=False)  # compared by identity
 class Sequence(SamplingContext):
-    """One continuation of a prompt in progress. The scheduler writes the counts and blocks, the engine writes the rest."""
+    """One continuation of a prompt in progress. The scheduler writes the counts and blocks, the engine the rest."""
 
     request: Request = field(kw_only=True)
     detokenizer: Detokenizer | None = None

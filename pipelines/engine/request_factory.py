@@ -70,7 +70,7 @@ class RequestFactory:
             self.guides.begin(decode.guide)
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
-        """Return the settings with unset values filled in: from the checkpoint's defaults, else with a neutral value."""
+        """Return the settings with unset values filled in: from the checkpoint's defaults, else neutral values."""
         return decode.resolved(self.decode_defaults)
 
     def make(

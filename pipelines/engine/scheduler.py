@@ -231,7 +231,7 @@ class Scheduler:
         )
 
     def _share_budget(self, sequences: list[Sequence], max_tokens: int | None) -> dict[Sequence, int]:
-        """Return the new tokens of each sequence: all that it needs, or at most an even share of the remaining budget."""
+        """Return the new tokens of each sequence: all that it needs, or an even share of the remaining budget."""
         budget = self._budget(max_tokens, len(sequences))
         num_new_tokens = {sequence: sequence.num_uncomputed_tokens for sequence in sequences}
         if sum(num_new_tokens.values()) <= budget:
@@ -354,7 +354,7 @@ class Scheduler:
         return missing + sum(n - (self.block_manager.num_owners(block) == n) for block, n in written.items())
 
     def _num_missing_of(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
-        """Return how many blocks the sequence lacks for its tokens plus `num_more_tokens`; negative: it has a surplus."""
+        """Return how many blocks the sequence lacks for its tokens plus `num_more_tokens`; negative: surplus."""
         num_tokens = sequence.prefix.num_tokens + len(sequence.token_ids) + num_more_tokens
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 

@@ -77,7 +77,7 @@ class Speculator:
         return proposer is not None and proposer.reads_hidden and not item.group.search
 
     def observe(self, plan: StepPlan, hidden: Tensor) -> None:
-        """Pass the hidden states [T, E] of all of the step's tokens, drafts included, to the proposers that need them."""
+        """Pass the hidden states [T, E] of all tokens of the step, with drafts, to the proposers that need them."""
         counts = [item.num_new_tokens + len(item.drafts) for item in plan.scheduled]
         parts = [part for part in zip(plan.scheduled, hidden.split(counts), strict=True) if self._reads_hidden(part[0])]
         for kind, proposer in self.proposers.items():

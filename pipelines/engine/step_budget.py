@@ -5,7 +5,7 @@ WEIGHT = 0.3  # weight of the newest measurement in the moving average
 
 
 class StepBudget:
-    """Measures the time of a prompt token and of a step without prompts, and bounds the prompt tokens in mixed steps."""
+    """Measures the time of a prompt token and of a step without prompts, and bounds a step's prompt tokens."""
 
     def __init__(self, max_step_ms: float) -> None:
         self._max_step_ms = max_step_ms

@@ -32,7 +32,7 @@ def extend_text(sequence: Sequence) -> FinishReason | None:
 
 
 def append_token(sequence: Sequence, token: int | None, logprobs: list[TokenLogprobs]) -> FinishReason | None:
-    """Append the token (None: all were banned) and call `extend_text`. Returns why the sequence ends here, if it does."""
+    """Append the token (None: all were banned) and call `extend_text`. Returns why the sequence ends, if it does."""
     if token is None:
         return FinishReason.no_token
     sequence.token_ids.append(token)

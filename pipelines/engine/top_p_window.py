@@ -36,7 +36,7 @@ def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], No
 
 
 def is_drafted_and_drawn(item: Scheduled) -> bool:
-    """Return whether the item's next tokens are sampled with drafts. The first output token is always sampled without."""
+    """Return whether the item's next tokens are sampled with drafts. The first output token never is."""
     params, sequence = item.sequence.params, item.sequence
     return (
         params.speculate is not Speculate.none

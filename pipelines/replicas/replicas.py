@@ -133,7 +133,10 @@ class Replica:
 
 
 def chunks_of(submit: Submit | SubmitPooled) -> list[int]:
-    """Return a hash for each full chunk of a prompt: equal if the prompts are equal up to its end and may share blocks."""
+    """Return a hash for each full chunk of a prompt.
+
+    Two hashes are equal if the prompts are equal up to the chunk's end and may share blocks.
+    """
     token_ids, numbers = submit.prompt_token_ids, list[int]()
     salt = submit.decode.get("cache_salt") if isinstance(submit, Submit) else submit.cache_salt
     last = hash((submit.adapter, submit.prefix, salt))

@@ -23,7 +23,7 @@ class Proposer(Protocol):
         return
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy the proposer's own data in blocks, as the model's cache is copied. `copies`: pairs of source and target."""
+        """Copy the proposer's own data in blocks, as the model's cache is copied. `copies`: source and target."""
         return
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:

@@ -24,7 +24,7 @@ class Draft:
         """The sampling context of the token after the draft."""
 
     def add(self, token: int | None) -> bool:
-        """Append the next token. Returns whether to continue: not after an end token, and not if all tokens are banned."""
+        """Append the next token. Returns whether to continue: False after an end token, and if all tokens are banned."""
         if token is None:
             return False
         self.token_ids.append(token)

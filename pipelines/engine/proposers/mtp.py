@@ -88,5 +88,5 @@ class MtpProposer(Proposer):
         return self._predict(new, torch.cat(hidden)) if new else torch.empty(0)
 
     def _predict(self, new: list[NewTokens], hidden: Tensor) -> Tensor:
-        """Return hidden states [S, E] of each sequence's last token. A token has the position of the token before it."""
+        """Return hidden states [S, E] of each sequence's last token. A token has the position of its predecessor."""
         return self._executor.predict_ahead(hidden, flat_batch(new, self._block_size))
