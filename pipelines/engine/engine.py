@@ -115,7 +115,7 @@ class Engine:
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
         self.executor = self._make_executor(model, cache, num_graph_sequences, width, self._decode_threads)
         self._num_graph_sequences = num_graph_sequences
-        self._launched: LaunchedStep | None = None  # the next step, which runs before its input tokens are known here
+        self._launched: LaunchedStep | None = None  # the next step, launched before the CPU has its input tokens
         # steps in flight, of different groups
         self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()
 
