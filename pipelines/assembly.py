@@ -1,7 +1,7 @@
-"""Stages 3 to 5 of an engine: load the planned model's weights, bring together layers that are computed in one call, build the engine.
+"""Stages 3 to 5 of an engine: load the planned model's weights, fuse layers that run in one call, build the engine.
 
-`pipelines/model_source.py` and `pipelines/planning.py` are the stages before. No weight is read before a GPU's memory is known to
-hold all of them.
+Stages 1 and 2 are `pipelines/model_source.py` and `pipelines/planning.py`. On a GPU, the memory check comes before the
+first weight is read.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from quantization.smoothing_record import read_folds, smoothed_by
 if TYPE_CHECKING:
     from pipelines.ranks.driver import Driver
 
-AUTO_SEQUENCES = 16  # that an automatic cache holds at least: rows may ask for beams or samples of their own
+AUTO_SEQUENCES = 16  # minimum of an automatic KV cache: rows may request beams or samples of their own
 
 
 def assemble(
@@ -51,10 +51,11 @@ def assemble(
     draft: PlannedRun | None = None,
     driver: "Driver | None" = None,
 ) -> Engine:
-    """Build the engine of a planned model for at most `max_num_requests` at once. `on_bytes(done, total)` follows the weights.
+    """Build the engine of a planned model for at most `max_num_requests` concurrent requests.
 
-    `draft`: the model that drafts, planned for the same device and dtype. `driver`: of the ranks that compute the model together.
-    Raises UserError for weights that are not the model's, and where memory is too small.
+    `on_bytes(done, total)` reports the progress of loading. `draft`: the draft model, planned for the same device and
+    dtype. `driver`: the driver of the ranks that compute the model together. Raises UserError if the weights do not
+    match the model, and if memory is too small.
     """
     decode = run.decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
@@ -96,7 +97,7 @@ def assemble(
 def _place_proposers(
     engine: Engine, plan: ModelPlan, draft: PlannedRun | None, caches: list[KVCache], num_graph_sequences: int
 ) -> None:
-    """Give the speculator its proposers with weights: the model that drafts, and the model's own layer that predicts ahead."""
+    """Give the speculator the proposers that have weights: the draft model and the model's own MTP layer."""
     limits = engine.block_size, engine.scheduler.max_batched_tokens
     if draft:
         executor = engine.executor.beside(draft[1].model, caches[1], num_graph_sequences)
@@ -106,7 +107,7 @@ def _place_proposers(
 
 
 def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters] = Adapters) -> Adapters:
-    """Return the adapters of the loaded model, which has none yet. `make` takes what Adapters does."""
+    """Return the empty adapter table of the loaded model. `make` is called with the arguments of Adapters."""
     checkpoint = plan.source.checkpoint
     smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
     return make(
@@ -115,7 +116,7 @@ def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters]
 
 
 def _unavailable_proposers(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
-    """Return who cannot draft the engine's tokens, and why."""
+    """Return the proposers that this engine cannot use, and why."""
     reasons = {}
     if draft is None:
         reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
@@ -127,7 +128,9 @@ def _unavailable_proposers(run: RunConfig, plan: ModelPlan, draft: PlannedRun | 
 
 
 def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences: int) -> int:
-    """Return the bytes of a GPU that a step may take. Raises UserError where these and the weights are more than is free."""
+    """Return the bytes of GPU memory for the tensors of a step. Raises UserError if weights and step exceed the free
+    memory.
+    """
     device = plans[0].device
     if device.type != "cuda":
         return 0
@@ -145,7 +148,7 @@ def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences:
 def load_planned(
     run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Load the planned model's weights - random, kept packed, or the files' - and bring together its packed layers."""
+    """Load the planned model's weights (random, kept packed, or from the files), then fuse its packed layers."""
     model, dtype, device = plan.model, plan.dtype, plan.device
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
     if isinstance(model, ExportedLM):
@@ -153,7 +156,7 @@ def load_planned(
         if model.quantized is not None and not model.graph.num_quantized:
             raise UserError(NO_FLOATS_BEFORE_INTEGERS)
         if run.model.adapters:
-            _ = model.adapted_graph  # a damaged one ends the start and not a step
+            _ = model.adapted_graph  # a damaged adapter graph fails here, not in a step
         return
     if not plan.files:
         initialise_randomly(model, dtype, device)
@@ -166,9 +169,10 @@ def load_planned(
 
 
 def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_sharing: int) -> int:
-    """Return for how many blocks of the KV cache this rank has memory. `num_ranks` share the cache, `num_sharing` this memory.
+    """Return the number of KV cache blocks for which this rank has memory.
 
-    Raises UserError as `choose_num_blocks` does.
+    `num_ranks` ranks share the cache, `num_sharing` of them share this memory. Raises UserError as `choose_num_blocks`
+    does.
     """
     config, heads = run.device, plan.model.attention_heads
     size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
@@ -181,9 +185,9 @@ def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_sharing: in
 def _make_caches(
     config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int, driver: "Driver | None"
 ) -> list[KVCache]:
-    """Allocate the KV cache of each model, all of as many blocks, beside `reserved` bytes for a step.
+    """Allocate one KV cache per model, all with the same number of blocks, next to `reserved` bytes for a step.
 
-    `num_tokens`: of each sequence and prefix that a cache of automatic size has room for, if there is memory.
+    `num_tokens`: tokens of each sequence and prefix that an automatic cache has room for, if memory allows.
     """
     device, dtype = plans[0][1].device, plans[0][1].dtype
     block_size = config.block_size or BLOCK_SIZE[device.type]
@@ -200,7 +204,10 @@ def _make_caches(
 
 
 def cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
-    """Return the format of each layer's keys and values. Static scales are read from the loaded model; a layer that drafts has none."""
+    """Return the format of each layer's keys and values.
+
+    Static scales are read from the loaded model. An MTP layer has no static scales.
+    """
     if isinstance(plan.model, ExportedLM):
         return plan.model.kv_formats
     static = static_kv_formats(plan.model, plan.static_cache) if plan.static_cache else []

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
-BANDWIDTH_BYTES = 2**29  # far beyond any cache
+BANDWIDTH_BYTES = 2**29  # far larger than any cache
 CPUS = Path("/sys/devices/system/cpu")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def memory_bandwidth(device: torch.device, num_threads: int | None = None) -> float:
-    """Return bytes per second, the best of five passes over half a GiB: a read by a CPU, a copy (half read) by a GPU.
+    """Return the bandwidth in bytes per second, the best of five passes over half a GiB.
 
-    `num_threads`: of a CPU that read, if not all.
+    A CPU pass reads the buffer. A GPU pass copies: half of the bytes are read, half are written. `num_threads`: CPU
+    threads that read; None: all.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
@@ -27,24 +28,26 @@ def memory_bandwidth(device: torch.device, num_threads: int | None = None) -> fl
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of the last-level caches that this process may use; 0 where the system does not say."""
+    """Return the bytes of the last-level caches that this process may use; 0 if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes: dict[tuple[int, str], int] = {}  # by level, and the processors that share it
+    sizes: dict[tuple[int, str], int] = {}  # by cache level and the list of CPUs that share the cache
     try:
         for cpu in os.sched_getaffinity(0):
             for cache in CPUS.glob(f"cpu{cpu}/cache/index*"):
                 texts = ((cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
                 level, shared, size = texts
                 sizes[int(level), shared] = int(size[:-1]) * UNITS[size[-1]]
-    except (OSError, ValueError, KeyError, IndexError, AttributeError):  # another system
+    except (OSError, ValueError, KeyError, IndexError, AttributeError):  # a system without these files
         return 0
     last = max((level for level, _ in sizes), default=0)
     return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 def share_of_bandwidth(read_bytes: float, seconds: float, bandwidth: float, cache: int) -> tuple[float | None, str]:
-    """Return the share of `bandwidth` that reading so many bytes in so many seconds is, or None and the reason why it is unknown."""
+    """Return the share of `bandwidth` that `read_bytes` in `seconds` reach, or None and the reason why the share is
+    unknown.
+    """
     if read_bytes <= cache:
         return None, f"a step reads {read_bytes / 1e6:,.1f} MB, which fit the cache of {cache / 1e6:,.0f} MB"
     share = read_bytes / seconds / bandwidth

@@ -1,8 +1,10 @@
-"""`task=bench`: speed of the engine in real tokens, and the share of the memory bandwidth that it reaches.
+"""`task=bench`: speed of the engine in tokens per second, and the share of the memory bandwidth that it reaches.
 
-With t(n) = seconds from submitting a batch of B prompts of P tokens until every row has n of its N new tokens:
-prefill = B * P / t(1), decode = B * (N - 1) / (t(N) - t(1)). Prompts are random, or those of a file with their own lengths. No beginnings
-are shared, and the number of new tokens is exact. Loading and warm-up are not counted. Tokens are chosen as decode= says.
+With t(n) = seconds from submitting a batch of B prompts of P tokens until every row has n of its N new tokens: prefill
+= B * P / t(1), decode = B * (N - 1) / (t(N) - t(1)).
+
+Prompts are random, or the rows of a file with their own lengths. The prefix cache is off, and the number of new tokens
+is exact. Loading and warm-up are not counted. Tokens are chosen by the decode settings.
 """
 
 import itertools
@@ -38,15 +40,17 @@ LOW_CAUSES = {
     "cuda": "a decode step that is not captured, a cold GPU, or a model so small that its loop is the work",
 }
 MISSING = "is not a file: give a .jsonl, .csv or .json, or .gz of these, or leave it out for random prompts"
-LOW_SHARE = 0.3  # of the bandwidth: a slower decode step has a cause that the user can remove
+LOW_SHARE = 0.3  # share of the bandwidth; a slower decode step has a cause that the user can remove
 
 
 def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Measure and write the results. Raises UserError, before anything is written, for a batch that the model does not take."""
+    """Measure and write the results. Raises UserError, before any file is written, for a batch that the model does not
+    accept.
+    """
     bench = run.bench
     decode = decode_config(run)
     if bench.data is not None:
-        find_file("bench.data", bench.data, ROWS, MISSING)  # an error here comes before anything is loaded
+        find_file("bench.data", bench.data, ROWS, MISSING)  # fails before anything is loaded
     with report.progress_bar() as progress:
         start = time.perf_counter()
         engine = load_engine(run, bench.batch_size, progress)
@@ -76,7 +80,9 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def decode_config(run: RunConfig) -> DecodeConfig:
-    """Return the decode settings with exact lengths. Raises UserError for lengths and stops, which a bench sets itself."""
+    """Return the decode settings with exact lengths. Raises UserError for lengths and stops, which a bench sets
+    itself.
+    """
     for name in ("max_new_tokens", "min_new_tokens", "max_length", "stop", "stop_token_ids"):
         if value := getattr(run.decode, name):
             raise UserError(
@@ -89,7 +95,7 @@ def decode_config(run: RunConfig) -> DecodeConfig:
     size = run.bench.new_tokens
     speculation, speculate = run.decode.speculation, run.decode.speculate
     alone = replace(speculation, shared=False)
-    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # a setting that nothing reads is warned of
+    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # keep the warning of unused settings
         speculation = alone
     return replace(
         run.decode,
@@ -102,13 +108,15 @@ def decode_config(run: RunConfig) -> DecodeConfig:
 
 
 def _resolved(decode: DecodeConfig) -> DecodeConfig:
-    """Return the decode settings for config.yaml, so that the run can be repeated: without lengths, with a seed where tokens are drawn."""
+    """Return the decode settings for config.yaml that repeat the run: without lengths, with a seed if tokens are
+    sampled.
+    """
     seed = secrets.randbits(32) if decode.temperature and decode.seed is None else decode.seed
     return replace(decode, seed=seed, max_new_tokens=None, min_new_tokens=None, max_length=None)
 
 
 def prompt_batches(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int]]]:
-    """Yield a batch of token ids for each round: random ones, or the rows of the file in turn, over and over."""
+    """Yield a batch of token ids for each round: random ids, or the rows of the file in a cycle."""
     if bench.data is not None:
         rows = itertools.cycle(_replayed(find_file("bench.data", bench.data, ROWS, MISSING), engine.tokenizer))
         while True:
@@ -119,7 +127,7 @@ def prompt_batches(bench: BenchConfig, engine: Engine) -> Iterator[list[list[int
 
 
 def _replayed(file: DataFile, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Return the token ids of a file's rows: rows as for predict, or with `turns`, of which the first is taken."""
+    """Return the token ids of a file's rows: rows of task=predict, or rows with `turns`, whose first turn is used."""
     encoder = PromptEncoder(tokenizer, add_special_tokens=True, chat_template="auto")
     token_ids = []
     for index, line in enumerate(Lines(file.lines(), file.where)):
@@ -142,8 +150,8 @@ class Round:
     """Times of one batch from submission to its last token, in seconds."""
 
     num_prompt_tokens: int  # of all rows
-    first_token_s: list[float]  # per row
-    step_s: list[float]  # of each step in which every row gets tokens
+    first_token_s: list[float]  # of each step in which every row gets tokens
+    step_s: list[float]  # of each of these steps, per token of a row: with draft tokens a step returns several
     token_s: list[float]  # of each of these, for a token of a row: with drafts a step gives several
     total_s: float
 
@@ -199,10 +207,12 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 
 
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
-    """Return the bytes of weights, keys and values, and the share of the bandwidth at which a step reads them, or why it is unknown."""
+    """Return the bytes of weights, keys and values, and the share of the bandwidth of a step, or why the share is
+    unknown.
+    """
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.executor.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
-    steps = rounds[-1].step_s  # just before the bandwidth is measured: others on the machine change it within seconds
+    steps = rounds[-1].step_s  # the bandwidth, measured next, varies within seconds on a busy machine
     bandwidth = memory_bandwidth(engine.device)
     share, unknown = None, "there was no step in which every row got a token"
     if steps:

@@ -1,4 +1,4 @@
-"""`task=chat`: a conversation in the terminal, with the run's own model or with a server's."""
+"""`task=chat`: a conversation in the terminal, with the run's own model or with a server's model."""
 
 import signal
 import sys
@@ -33,12 +33,12 @@ Say = Callable[[str], None]
 
 
 class Speaker(Protocol):
-    """Whoever answers."""
+    """A model that answers a conversation."""
 
     def answer(self, messages: list[Message], say: Say, signals: Interruption) -> str:
-        """Return the answer, whose pieces `say` gets as they come.
+        """Return the answer, and pass its pieces to `say` as they are generated.
 
-        Raises Interrupted after a signal, and UserError for what cannot be answered.
+        Raises Interrupted after a signal, and UserError if the model cannot answer.
         """
 
 
@@ -46,7 +46,7 @@ class LocalModel:
     """The model of the run."""
 
     def __init__(self, run: RunConfig) -> None:
-        """Load it. Raises UserError as `load_engine` does, and for a model without a tokenizer."""
+        """Load the model. Raises UserError as `load_engine` does, and if the model has no tokenizer."""
         with report.progress_bar() as progress:
             self._engine = load_engine(run, 1, progress)
         if self._engine.tokenizer is None:
@@ -56,7 +56,7 @@ class LocalModel:
         self._engine.requests.check(self._decode)
 
     def answer(self, messages: list[Message], say: Say, signals: Interruption) -> str:
-        """Generate the answer, as `Speaker` says."""
+        """Generate the answer, as `Speaker.answer` does."""
 
         def sink(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
             say(text)
@@ -70,7 +70,7 @@ class LocalModel:
 
 
 class Conversation:
-    """The turns so far, and what the model is told before them."""
+    """The turns so far, and the system prompt."""
 
     def __init__(self, speaker: Speaker, system: str | None) -> None:
         self._speaker = speaker
@@ -78,7 +78,7 @@ class Conversation:
         self._turns: list[Message] = []
 
     def command(self, line: str) -> bool:
-        """Obey a line that begins with /. Returns whether the conversation goes on."""
+        """Run a command, a line that begins with /. Return whether the conversation goes on."""
         name, _, argument = line.partition(" ")
         if name == "/exit":
             return False
@@ -93,7 +93,11 @@ class Conversation:
         return True
 
     def say(self, text: str) -> None:
-        """Say something to the model, and print its answer. One that was stopped stays as far as it came; one that failed is unsaid."""
+        """Send a message to the model and print the answer.
+
+        An interrupted answer is kept up to the interruption. After an error, neither the message nor the answer is
+        kept.
+        """
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         turn, pieces = {"role": "user", "content": text}, list[str]()
 
@@ -116,7 +120,7 @@ class Conversation:
 
 
 def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Talk until standard input ends. Raises UserError where the model or the server cannot be reached."""
+    """Chat until standard input ends. Raises UserError if the model or the server cannot be reached."""
     if run.decode.n > 1:
         raise UserError(f"decode.n={run.decode.n} is not used by task=chat, whose answers are single: leave it at 1")
     if run.decode.max_new_tokens is None:  # an answer ends by itself
@@ -138,7 +142,7 @@ def _endpoint(run: RunConfig, url: str, is_own: bool = False) -> Endpoint:
 
 
 def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> None:
-    """Show the page of conversations with the endpoint, or else with a server of the run's model that ends with the page."""
+    """Show the web page for the endpoint, or else for a local server of the run's model, which stops with the page."""
     from pipelines.chat_page import show_page  # here, because Gradio takes seconds to import
 
     if endpoint is not None:
@@ -152,7 +156,7 @@ def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> N
 
 
 def talk(conversation: Conversation) -> None:
-    """Read the turns of a conversation from standard input."""
+    """Read the user's turns from standard input."""
     while (line := _read_line()) is not None:
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.command(line):
@@ -162,11 +166,11 @@ def talk(conversation: Conversation) -> None:
 
 
 def _read_line() -> str | None:
-    """Return the next line of standard input, None at its end. A terminal shows where to type, and has lines that can be edited."""
+    """Return the next line of standard input, None at its end. A terminal gets a prompt and line editing."""
     if sys.stdin is None:
         return None
     if sys.stdin.isatty():
-        import readline  # noqa: F401  what edits input()'s lines
+        import readline  # noqa: F401  line editing for input()
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:

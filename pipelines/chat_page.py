@@ -1,4 +1,6 @@
-"""`chat.web=true`: conversations with a server in a web page, by Gradio. The page loads nothing from elsewhere."""
+"""`chat.web=true`: conversations with a server in a web page made with Gradio. The page loads nothing from other
+hosts.
+"""
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +14,7 @@ from pipelines.endpoint import Endpoint
 from pipelines.serve.hosts import HostRule
 
 try:
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads it while it is imported
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads it at import
     import gradio
     from starlette.middleware import Middleware
     from starlette.responses import JSONResponse
@@ -20,7 +22,7 @@ except ImportError as error:
     raise UserError("chat.web=true needs the package gradio: pip install 'quintet[chat]'") from error
 
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'self'"
-SLIDERS = {  # fields of a request: least, most, step, and what the slider begins with where the run says nothing
+SLIDERS = {  # request fields: minimum, maximum, step, and the slider's initial value if the run does not set the field
     "temperature": (0.0, 2.0, 0.05, 1.0),
     "top_p": (0.01, 1.0, 0.01, 1.0),
     "max_tokens": (1, 4096, 1, 512),
@@ -28,7 +30,7 @@ SLIDERS = {  # fields of a request: least, most, step, and what the slider begin
 
 
 class OnlyItself:
-    """Answers this machine's names alone, takes no files, and tells browsers to load nothing from elsewhere."""
+    """ASGI middleware: accepts only this machine's host names, refuses uploads, and sets a content security policy."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], host: str) -> None:
         self._app = app
@@ -56,7 +58,7 @@ class OnlyItself:
 
 
 def page(endpoint: Endpoint, system: str | None) -> Any:
-    """Return Gradio's page of conversations with the endpoint's models."""
+    """Return the Gradio page for conversations with the endpoint's models."""
     fixed = {name: value for name, value in endpoint.asked_for.items() if name not in SLIDERS}
 
     async def answer(
@@ -92,14 +94,14 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a turn, which Gradio gives in parts."""
+    """Return the text of a turn, which Gradio passes in parts."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") if isinstance(part, dict) else str(part) for part in content)
 
 
 def show_page(endpoint: Endpoint, config: ChatConfig) -> None:
-    """Serve the page until the process is interrupted. Raises UserError where the address cannot be had."""
+    """Serve the page until the process is interrupted. Raises UserError if the address cannot be bound."""
     blocks = page(endpoint, config.system)
     try:
         _, url, _ = blocks.launch(

@@ -1,4 +1,4 @@
-"""From the arguments of a face in Python to a RunConfig."""
+"""Compose a RunConfig from the arguments of a Python API."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,9 @@ def compose_run(
     overrides: list[str],
     texts: Mapping[str, str] | None = None,
 ) -> RunConfig:
-    """Return the config of these choices, options by their groups. `texts`: as for `compose_run_config`.
+    """Return the config of these options, which are keyed by config group. `texts`: as for `compose_run_config`.
 
-    The other arguments, and UserErrors, are those of `pipeline`.
+    The other arguments and the UserErrors are the same as for `pipeline`.
     """
     from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
         compose_run_config,

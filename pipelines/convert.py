@@ -1,4 +1,7 @@
-"""`task=convert`: write a checkpoint of any layout in another one. One tensor at a time is in memory, or one file of a pickled source."""
+"""`task=convert`: write a checkpoint of any format in another format.
+
+At most one tensor is in memory at a time, or one file of a pickled source.
+"""
 
 import json
 import os
@@ -29,7 +32,10 @@ from pipelines.planning import plan_model
 
 
 def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Convert the model. Afterwards `convert.output` is complete, or as it was before. Raises UserError before anything is written."""
+    """Convert the model. Raises UserError before any file is written.
+
+    `convert.output` is either complete or unchanged.
+    """
     _refuse_unused(run)
     if run.convert.output is None:
         raise UserError("convert.output is missing: give the folder to make")
@@ -40,7 +46,7 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _refuse_overlap(target, checkpoint.path, output_dir)
     refuse_existing(target, run.convert.overwrite, "convert")
     model, files, ignored = _open(run, source)
-    if model.config != source.shape:  # the files hold a head of their own
+    if model.config != source.shape:  # the files hold an output head that is not tied
         untied = checkpoint.config.values | {"tie_word_embeddings": False}
         checkpoint = replace(checkpoint, config=ConfigReader(untied, str(checkpoint.path)))
     num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
@@ -67,13 +73,13 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFile], tuple[str, ...]]:
-    """Return the model on the meta device, its files, and suffixes of names in these that are no parameters.
+    """Return the model on the meta device, its files, and suffixes of tensor names in them that are not parameters.
 
-    A quantised model has the layers of its files, which stay as they are. Raises UserError for settings that need floats.
+    A quantised model keeps the layers of its files. Raises UserError for settings that need a float model.
     """
     if source.artefact is not None:
         raise UserError(f"{source.checkpoint.path} is exported already: give the model that it was made of")
-    if source.checkpoint.path.suffix == ".gguf" or not source.is_quantized:  # GGUF's codes become floats
+    if source.checkpoint.path.suffix == ".gguf" or not source.is_quantized:  # GGUF codes become floats
         model, files = open_model(source.architecture, source.shape, source.checkpoint)
         return model, files, source.architecture.ignored_tensors
     config = run.convert
@@ -91,7 +97,7 @@ def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFil
     return plan.model, plan.files, plan.ignored_tensors
 
 
-REMEDIES = {  # where it is another than to leave a setting out
+REMEDIES = {  # if the remedy is not to leave the setting out
     "model.dtype": "give convert.dtype",
     "model.tokenizer": "its files are copied as they are",
     "quant.scheme": "give task=quantize",
@@ -100,7 +106,7 @@ REMEDIES = {  # where it is another than to leave a setting out
 
 def _refuse_unused(run: RunConfig) -> None:
     run.decode.check_unset("by task=convert", "leave it out")
-    where = DeviceType.cpu if run.device.type is DeviceType.cpu else DeviceType.auto  # a CPU converts in any case
+    where = DeviceType.cpu if run.device.type is DeviceType.cpu else DeviceType.auto  # conversion runs on a CPU
     used = {name: getattr(run.model, name) for name in ("path", "hub", "revision", "allow_pickle", "verify")}
     unchanged = {"model": ModelConfig(**used), "quant": QuantConfig(), "device": DeviceConfig(where)}
     for group, section in unchanged.items():
@@ -111,7 +117,7 @@ def _refuse_unused(run: RunConfig) -> None:
 
 
 def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
-    """Raises UserError where the target overlaps the source, which is never changed, or the run's own folder."""
+    """Raise UserError if the target overlaps the source, which is never changed, or the run's own folder."""
     made, read, run = target.resolve(), source.resolve(), output_dir.resolve()
     if made == read or made in read.parents or read in made.parents:
         raise UserError(f"convert.output={target} is, holds or lies in the source {source}: give a folder elsewhere")

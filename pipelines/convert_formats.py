@@ -1,4 +1,4 @@
-"""The layouts that `task=convert` writes a model in."""
+"""The formats in which `task=convert` writes a model."""
 
 import logging
 import shutil
@@ -24,15 +24,17 @@ log = logging.getLogger(__name__)
 GGUF_FILE = "model.gguf"
 
 Write: TypeAlias = Callable[[Path, Callable[[int, int], None]], dict[str, str]]
-"""Writes a model into a folder, calls back with the bytes done and in all, and returns the sha256 of the files that it hashed."""
+"""Writes a model into a folder. Calls back with the bytes done and the total; returns the sha256 of the files that it
+hashed.
+"""
 
 
 def writer_of(
     config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
 ) -> Write:
-    """Return the writer of `convert.format`. Raises UserError for a division that the model does not allow.
+    """Return the writer of `convert.format`. Raises UserError if the model cannot be sharded as requested.
 
-    `matched`: the names of the model's parameters by those of the checkpoint's tensors. `dtype`: what tensors were cast to, if they were.
+    `matched`: checkpoint tensor name to parameter name. `dtype`: the dtype to which tensors were cast; None: not cast.
     """
     files = checkpoint.open_weights(expected_tensors(model))
     if config.format is CheckpointFormat.sharded:
@@ -51,7 +53,7 @@ def writer_of(
             write_gguf(checkpoint, folder / GGUF_FILE, stored, on_bytes)
             return {}
         write_companions(checkpoint, folder, dtype)
-        if (checkpoint.path / FOLDS).is_file():  # which adapters need
+        if (checkpoint.path / FOLDS).is_file():  # adapters need this file
             shutil.copyfile(checkpoint.path / FOLDS, folder / FOLDS)
         if config.format is CheckpointFormat.hf:
             return write_huggingface(files, folder, config.max_shard_bytes, on_bytes)

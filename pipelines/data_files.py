@@ -1,6 +1,7 @@
-"""Files of prompts and texts: which value of a setting names one, and its lines in any form of file.
+"""Files of prompts and texts: which setting values name a file, and the lines of a file in any form.
 
-Every `data` setting reads these: `.txt`, `.jsonl`, `.csv` and `.json` in any case, each also compressed as `.gz`.
+Every `data` setting reads `.txt`, `.jsonl`, `.csv` and `.json`, in upper or lower case, and each also compressed as
+`.gz`.
 """
 
 import codecs
@@ -33,21 +34,24 @@ class DataFile:
     """Columns of which a table needs at least one."""
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of a `.txt` or `.jsonl`, or the rows of another form as lines of JSON. Only a `.json` is read as a whole.
+        """Yield the lines of a `.txt` or `.jsonl`, or the rows of another form as lines of JSON. Only a `.json` is read
+        as a whole.
 
-        Raises UserError for a file that cannot be read or is not of its form.
+        Raises UserError if the file cannot be read or does not have its form.
         """
         try:
             with cast(BinaryIO, gzip.open(self.path)) if _is_gzip(self.path) else open(self.path, "rb") as stream:
                 yield from {".csv": self._csv_rows, ".json": self._json_rows}.get(self.form, iter)(stream)
-        except UserError:  # of what is in the file
+        except UserError:  # already describes the content
             raise
         except (OSError, EOFError, zlib.error, ValueError) as error:
             raise UserError(f"{self.where} cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
     def _csv_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield rows. Cells are texts; an empty one is null, unless it is a prompt. Raises UserError for a row of another length."""
-        csv.field_size_limit(sys.maxsize)  # of the process; by default 131,072, but a .jsonl has no such limit
+        """Yield rows. Cells are texts; an empty cell is null, except a prompt. Raises UserError for a row of another
+        length.
+        """
+        csv.field_size_limit(sys.maxsize)  # process-wide; the default is 131,072, but a .jsonl has no such limit
         table = csv.reader(decoded(stream, self.where), strict=True)
         try:
             heading = next(table, [])
@@ -67,9 +71,9 @@ class DataFile:
             raise UserError(f"{self.where} is no CSV in line {table.line_num} ({error}): {remedy}") from error
 
     def _json_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the rows of a list of rows or texts, or of an object of columns, which are lists of equal lengths.
+        """Yield the rows of a list of rows or texts, or of an object of columns, which are lists of equal length.
 
-        PaddleNLP's files of this name have an object in each line: these are the rows.
+        PaddleNLP writes one object per line into a .json: each line is a row.
         """
         text = "".join(decoded(stream, self.where))
         try:
@@ -84,13 +88,12 @@ class DataFile:
             yield _json_line({self.columns[0]: row} if isinstance(row, str) else row)
 
     def _is_row(self, values: Any) -> bool:
-        """Return whether an object is the only line of a file of rows."""
+        """Return whether an object is the only row of a file with one row per line."""
         return isinstance(values, dict) and (
             "src" in values or any(type(values.get(name)) is str for name in self.columns)
         )
 
     def _transposed(self, table: Any) -> Iterator[dict[str, Any]]:
-        """Return the rows of an object of columns."""
         columns = list(table.values()) if isinstance(table, dict) and set(table) & set(self.columns) else []
         lengths = {len(column) if isinstance(column, list) else None for column in columns}
         if len(lengths) != 1 or None in lengths:
@@ -104,9 +107,9 @@ class DataFile:
 def find_file(
     key: str, value: str | Path, forms: tuple[str, ...], missing: str, columns: tuple[str, ...] = ("prompt",)
 ) -> DataFile:
-    """Return the file that a setting names. `~` is the home folder. missing: text of the error where the file does not exist.
+    """Return the file that a setting names. `~` is the home folder. `missing`: error text if the file does not exist.
 
-    Raises UserError for a missing file, an empty value, a folder, and another ending than `forms`.
+    Raises UserError for a missing file, an empty value, a folder, and an ending that is not in `forms`.
     """
     where, path = f"{key}={value}", expanded(value)
     allowed = f"{', '.join(forms)} or .gz of these"
@@ -122,7 +125,10 @@ def find_file(
 
 
 def names_a_file(value: str) -> bool:
-    """Return whether a value is an existing path, or looks like a path: a known ending or a separator, and no white space."""
+    """Return whether a value is an existing path, or looks like a path.
+
+    A value looks like a path if it has a known ending or a separator, and no white space.
+    """
     path_like = form_of(Path(value)) in FORMS or "/" in value
     return _exists(expanded(value)) or (path_like and not re.search(r"\s", value))
 
@@ -132,7 +138,7 @@ def expanded(value: str | Path) -> Path:
 
 
 def form_of(path: Path) -> str:
-    """Return the file's ending in lower case, for a `.gz` that of the compressed file."""
+    """Return the file's ending in lower case. For a `.gz` it is the ending of the compressed file."""
     return (Path(path.stem) if _is_gzip(path) else path).suffix.lower()
 
 
@@ -156,7 +162,7 @@ def decode_utf8(content: bytes, where: str, offset: int = 0) -> str:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # too long, or not a name at all
+    except (OSError, ValueError):  # too long, or not a valid name
         return False
 
 

@@ -1,4 +1,4 @@
-"""The device of a run, with the threads and the memory that the run gives it."""
+"""The device of a run, with the threads and the memory that the run assigns to it."""
 
 import torch
 
@@ -8,11 +8,13 @@ from conf.schema import DeviceConfig, DeviceType, typed
 from kernels import build
 from kernels.threads import set_threads
 
-DEFAULT_THREADS = torch.get_num_threads()  # torch's choice, before anybody set another number
+DEFAULT_THREADS = torch.get_num_threads()  # torch's own choice, read before anything sets another number
 
 
 def prepare_device(config: DeviceConfig) -> torch.device:
-    """Return the device, and set what its operators may use. Raises UserError for one that is not there and for options it has not."""
+    """Return the device, and set its threads and memory. Raises UserError for a missing device and for unsupported
+    options.
+    """
     device = _device(config)
     _refuse_options_of_others(config, device)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)

@@ -1,4 +1,6 @@
-"""Plan what drafts with weights: a smaller model, which is compared with the run's, or a further layer of the run's own."""
+"""Plan the draft models with weights: a smaller model, which is compared with the run's model, or the model's MTP
+layer.
+"""
 
 from dataclasses import replace
 from typing import TypeAlias
@@ -15,15 +17,15 @@ from pipelines.planning import ModelPlan, plan_model
 from pipelines.request_settings import RequestSettings
 
 PlannedRun: TypeAlias = tuple[RunConfig, ModelPlan]
-"""A run and the model that is planned for it."""
+"""A run and the plan of its model."""
 REMEDY = "give a smaller model of the same family"
 
 
 def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> PlannedRun | None:
-    """Plan the model that drafts for `target`, in its dtype and with its format of the cache; None where the run asks for none.
+    """Plan the draft model for `target`, in its dtype and KV cache format; None if the run does not use a draft model.
 
-    The run that is returned with the plan is of that model alone. Raises UserError for a model with other tokens, and for one that cannot
-    take the run's prompts.
+    The returned run is the run of the draft model alone. Raises UserError if its tokens differ from the model's, and if
+    it cannot take the run's prompts.
     """
     if run.decode.speculate is not Speculate.model:
         return None
@@ -47,7 +49,7 @@ def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> 
             run,
             model=model,
             quant=quant,
-            predict=PredictConfig(),  # which may name an adapter, of the other model
+            predict=PredictConfig(),  # may name an adapter of the target model
             calibrate=CalibrateConfig(),
             quantize=QuantizeConfig(),
         )
@@ -57,7 +59,7 @@ def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> 
 
 
 def predicting_ahead(source: ModelSource) -> ModelSource:
-    """Return the source with the layer that drafts. Raises UserError where config.json or the files have none."""
+    """Return the source with its MTP layer. Raises UserError if config.json or the files do not have an MTP layer."""
     shape = source.shape.predicting_ahead()
     if shape is not None and source.has_weights:
         model, files = open_model(source.architecture, shape, source.checkpoint)
@@ -73,9 +75,9 @@ def predicting_ahead(source: ModelSource) -> ModelSource:
 
 
 def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings) -> None:
-    """Raise UserError for a model whose drafts would mean other tokens, or that cannot take the run's prompts."""
+    """Raise UserError if the draft model's token ids have other meanings, or if it cannot take the run's prompts."""
     shape, context = source.shape, settings.context
-    # With the same tokenizer, which both hold, ids after its own are padding: of Qwen2.5 0.5B has 128 fewer than 7B.
+    # If both have the same tokenizer, ids beyond the tokenizer are padding: Qwen2.5 0.5B has 128 fewer of them than 7B.
     num_needed = target.shape.vocab_size
     if settings.tokenizer:
         num_needed = min(num_needed, settings.tokenizer.size)
@@ -93,7 +95,7 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
 
 
 def _compare_tokenizers(own: Tokenizer, expected: Tokenizer) -> None:
-    """Raise UserError for the first token that the two write differently."""
+    """Raise UserError for the first token id whose text differs between the two tokenizers."""
     for token in range(max(own.size, expected.size)):
         texts = [_text(tokenizer, token) for tokenizer in (own, expected)]
         if texts[0] != texts[1]:

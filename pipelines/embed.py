@@ -1,6 +1,6 @@
-"""`task=embed`: a vector for each row, as the checkpoint's sentence-transformers files or the settings say.
+"""`task=embed`: one vector per row, pooled as the checkpoint's sentence-transformers files or the settings say.
 
-N rows, E hidden channels.
+Dimensions: N rows, E hidden channels.
 """
 
 import base64
@@ -32,11 +32,11 @@ from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow
 from pipelines.rows import Record, Row
 
-NAME = re.compile(r"[\w-]+")  # of an instruction; texts that stand before a prompt have a space or a colon
+NAME = re.compile(r"[\w-]+")  # the name of an instruction; an instruction's text contains a space or a colon
 
 
 class Embedder(Pooler):
-    """Rows to vectors, by `embed` of the run."""
+    """Computes vectors from rows, by the `embed` settings of the run."""
 
     head = HeadKind.none
 
@@ -73,9 +73,9 @@ class Embedder(Pooler):
         return outputs
 
     def encode(self, row: PromptRow) -> PooledPrompt:
-        """Return the row's tokens: a prompt's with the instruction before it, and the eos that the tokenizer's settings ask for.
+        """Return the row's tokens: the instruction, the prompt, and an eos if the tokenizer's settings request one.
 
-        A prompt is cut to the checkpoint's max_seq_length, as sentence-transformers does.
+        A prompt is truncated to the checkpoint's max_seq_length, as in sentence-transformers.
         """
         if row.prompt is None:
             if self._instruction and row.error is None:
@@ -95,17 +95,17 @@ class Embedder(Pooler):
         if not self._normalizes:
             return vector
         exact = vector.double()
-        return exact.div(exact.norm().clamp(min=1e-12)).float()  # the least norm that torch's normalize takes
+        return exact.div(exact.norm().clamp(min=1e-12)).float()  # torch's normalize uses the same minimum norm
 
 
 def _missing_eos(tokenizer: Tokenizer) -> int | None:
-    """Return the eos where the tokenizer's settings ask for one that it does not write."""
+    """Return the eos if the tokenizer's settings request one that the tokenizer does not append."""
     eos = tokenizer.eos_token_id
     return eos if appends_eos(tokenizer.source) and tokenizer.encode("a", True)[-1:] != [eos] else None
 
 
 def _instruction(given: str | None, files: EmbeddingFiles) -> str:
-    """Return the text that stands before each prompt. Raises UserError for a name that the checkpoint does not have."""
+    """Return the text in front of each prompt. Raises UserError for a name that the checkpoint does not have."""
     if given is None:
         return files.prompts[files.default_prompt] if files.default_prompt else ""
     if given in files.prompts:
@@ -117,7 +117,7 @@ def _instruction(given: str | None, files: EmbeddingFiles) -> str:
 
 
 class EmbedRows(PooledRows):
-    """Rows to vectors, which the journal holds in base64 of little-endian float32."""
+    """Computes vectors from rows. The journal stores them as base64 of little-endian float32."""
 
     pooler = Embedder
 
@@ -128,18 +128,18 @@ class EmbedRows(PooledRows):
 
 
 class EmbedJob(PooledJob):
-    """Rows in, a line of rows.jsonl and a row of embeddings.npy out."""
+    """Writes a line of rows.jsonl and a row of embeddings.npy for each input row."""
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
         folder, size = self.journal.folder, self.executor.loaded.num_values
-        missing = torch.full((size,), torch.nan).numpy().astype("<f4").tobytes()  # of a row with an error
+        missing = torch.full((size,), torch.nan).numpy().astype("<f4").tobytes()  # the vector of a row with an error
         vectors = (base64.b64decode(r["vector"]) if "vector" in r else missing for r in records())
         report.write_atomically(folder / "embeddings.npy", _npy((self.totals["num_prompts"], size), vectors))
         report.write_atomically(folder / "rows.jsonl", (f"{dumps(r['row'])}\n" for r in records()))
 
 
 def _npy(shape: tuple[int, int], rows: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield a .npy file of float32 [N, E], a row at a time: memory holds no more of them."""
+    """Yield a .npy file of float32 [N, E], one row at a time. Memory holds one row."""
     header = io.BytesIO()
     npy.write_array_header_1_0(header, {"descr": np.dtype("<f4").str, "fortran_order": False, "shape": shape})
     yield header.getvalue()
@@ -147,8 +147,9 @@ def _npy(shape: tuple[int, int], rows: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def run_embed(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
-    are there if no row has a vector."""
+    """Run the task. Raises UserError before any file is written; if the job cannot go on, with all finished rows kept;
+    and if no row has a vector, after all files are written.
+    """
     finished, folder = run_pooled(run, output_dir, dump, EmbedRows, EmbedJob)
     size, metrics = finished.metrics["num_values"], finished.metrics
     print_results([f"{row['num_prompt_tokens']} tokens, {size} numbers" for row in finished.first], finished, folder)

@@ -1,4 +1,4 @@
-"""Conversations with a server of OpenAI's API: POST /chat/completions, streamed."""
+"""Conversations with a server of the OpenAI API: POST /chat/completions, streamed."""
 
 import json
 import os
@@ -26,21 +26,24 @@ FIELDS = {
     "stop": "stop",
     "seed": "seed",
 }
-"""Settings of the decode group that servers know, by their names there; top_k, min_p and repetition_penalty are vLLM's and ours."""
+"""Decode settings that servers accept, and their request fields. top_k, min_p and repetition_penalty are extensions of
+vLLM, which our server also accepts.
+"""
 DATA = "data:"
 CONNECT_S = 10.0
 
 
 class Endpoint:
-    """A model of a server. The environment's OPENAI_API_KEY is the key, if the server wants one."""
+    """A model of a server. The API key is the environment variable OPENAI_API_KEY, if the server needs a key."""
 
     def __init__(self, url: str, model: str | None, decode: DecodeConfig, is_own: bool = False) -> None:
-        """`model`: one that the server lists; None: its first. is_own: the run's own server, which no proxy is asked for.
+        """`model`: a model that the server lists; None: the first. `is_own`: the run's own server, reached without a
+        proxy.
 
-        Raises UserError where the server or the model is not there, and for a key that no header takes.
+        Raises UserError if the server or the model does not exist, and if the key cannot be sent in a header.
         """
         try:
-            import httpx  # here, because a conversation with the run's own model needs none
+            import httpx  # here, because a conversation with the run's own model does not need httpx
         except ImportError as error:
             raise UserError("chat.url needs the package httpx: pip install 'quintet[chat]'") from error
         self._httpx = httpx
@@ -49,7 +52,7 @@ class Endpoint:
         if key and not (key.isascii() and key.isprintable()):
             raise UserError("OPENAI_API_KEY has a line break, or a character that no header takes: set it anew")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and whoever waits can stop it
+        timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and the user can stop it
         self._connection: dict[str, Any] = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
         self._connection["trust_env"] = not is_own
         self._url = url
@@ -64,7 +67,7 @@ class Endpoint:
         self.model = model or self.models[0]
 
     def answer(self, messages: list[Message], say: Callable[[str], None], signals: Interruption) -> str:
-        """Stream the answer, as `Speaker` of chat.py says. What the model says of its reasoning is printed, and not kept."""
+        """Stream the answer, as `Speaker.answer` in chat.py does. Reasoning content is printed but not returned."""
         body, content = self._body(self.model, messages, self.asked_for), ""
         with (
             self._explained(),
@@ -87,7 +90,9 @@ class Endpoint:
         return content
 
     async def contents(self, model: str, messages: list[Message], settings: dict[str, Any]) -> AsyncIterator[str]:
-        """Yield the answer so far each time that it grows. Closing the iterator ends the request. `settings`: fields of the request."""
+        """Yield the whole answer so far after each delta. Closing the iterator ends the request. `settings`: request
+        fields.
+        """
         body, content = self._body(model, messages, settings), ""
         with self._explained():
             async with (
@@ -112,7 +117,7 @@ class Endpoint:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what may happen on the way into one line."""
+        """Turn a transport or protocol error into a UserError of one line."""
         try:
             yield
         except self._httpx.HTTPError as error:
@@ -127,7 +132,9 @@ class Endpoint:
 
 
 def asked_for(decode: DecodeConfig) -> dict[str, Any]:
-    """Return the fields of a request for the settings that a run gives. Raises UserError for one that servers do not know."""
+    """Return the request fields for the settings of a run. Raises UserError for a setting that servers do not
+    accept.
+    """
     unset = DecodeConfig()
     replace(decode, **{name: getattr(unset, name) for name in FIELDS}).check_unset("with chat.url", "leave it out")
     given = {name: getattr(decode, name) for name in FIELDS}
@@ -136,9 +143,10 @@ def asked_for(decode: DecodeConfig) -> dict[str, Any]:
 
 
 def delta_of(line: str) -> dict[str, Any] | None:
-    """Return what a line of a streamed answer adds to it, which may be nothing; None for its end.
+    """Return the delta in a line of a streamed answer, which may be empty; None for the end of the stream.
 
-    Raises UserError for the server's error, and ValueError, KeyError, TypeError or AttributeError for what is not OpenAI's API.
+    Raises UserError if the server reports an error, and ValueError, KeyError, TypeError or AttributeError if the line
+    does not follow the OpenAI API.
     """
     data = line.removeprefix(DATA).strip()
     if not line.startswith(DATA):  # a blank line, a comment, the name of an event
@@ -158,7 +166,7 @@ class Deltas:
         self.have_ended = self._have_begun = False
 
     def read(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield what each line adds. Raises as `delta_of`."""
+        """Yield the delta of each line. Raises as `delta_of` does."""
         for line in lines:
             delta = None if self.have_ended else delta_of(line)
             self.have_ended |= delta is None
@@ -167,25 +175,25 @@ class Deltas:
                 yield delta
 
     def check(self) -> None:
-        """Raise ValueError for a stream without any answer."""
+        """Raise ValueError for a stream without an answer."""
         if not (self._have_begun or self.have_ended):
             raise ValueError("nothing was streamed")
 
 
 def is_stream(response: Any) -> bool:
-    """Return whether a response is a stream of events. Of another one the body must be read before `check_stream`."""
+    """Return whether a response is an event stream. Read the body of any other response before `check_stream`."""
     return bool(response.is_success) and response.headers.get("content-type", "").startswith("text/event-stream")
 
 
 def check_stream(response: Any) -> None:
-    """Raise UserError for a response that is no stream of events, and ValueError for one that is no error either."""
+    """Raise UserError for an error response, and ValueError for a successful response that is not an event stream."""
     check_response(response)
     if not is_stream(response):
         raise ValueError("the answer is no stream of events")
 
 
 def check_response(response: Any) -> None:
-    """Raise UserError for a response, whose body is read, that says that something is wrong."""
+    """Raise UserError for an error response. Its body must have been read."""
     if not response.is_success:
         try:
             said = _message(response.json())

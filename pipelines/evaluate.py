@@ -1,7 +1,7 @@
-"""`task=evaluate`: perplexity of a text, divergence from a reference model, the share of questions answered right, tasks of lm_eval.
+"""`task=evaluate`: perplexity, divergence from a reference model, accuracy on questions, and lm_eval tasks.
 
-Answers are greedy. One is right if, stripped of white space, it begins with exactly the expected lines: the model may go on with another
-line, but not in the same one.
+Answers are greedy. After white space is stripped, an answer is right if it begins with exactly the expected lines. Text
+on further lines is allowed, but not more text on the last expected line.
 """
 
 import json
@@ -29,13 +29,13 @@ from pipelines.scoring import Scores, score, sliding_windows
 log = logging.getLogger(__name__)
 
 DEFAULT_WINDOW = 512  # tokens
-BATCH_SIZE = 16  # questions at once
+BATCH_SIZE = 16  # questions per batch
 GREEDY = {"temperature": 0, "num_beams": 1, "penalty_alpha": 0, "n": 1, "logprobs": None, "prompt_logprobs": None}
 
 
 @dataclass(frozen=True)
 class Text:
-    where: str  # for errors: its file, and its row in a .jsonl
+    where: str  # name in errors: the file, and the row of a .jsonl
     text: str
 
 
@@ -47,7 +47,10 @@ class Question:
 
 
 def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Measure and write the results. Raises UserError, before anything is written, for files, rows and models that cannot be measured."""
+    """Measure and write the results.
+
+    Raises UserError, before any file is written, for files, rows and models that cannot be measured.
+    """
     data, asked = run.evaluate.data, run.evaluate.questions
     if data is None and asked is None and not run.evaluate.tasks:
         given = "evaluate.data=FILE, evaluate.questions=FILE.jsonl or evaluate.tasks=[NAME]"
@@ -87,7 +90,9 @@ def right_answers(
     decode: DecodeConfig,
     on_answer: Callable[[int, int, float], None] = lambda num_done, total, tokens_per_s: None,
 ) -> list[bool]:
-    """Return whether each question is answered right. Raises UserError, before any is asked, for one that the model does not take."""
+    """Return whether each answer is right. Raises UserError, before any question runs, for a question that the model
+    does not accept.
+    """
     encoder = PromptEncoder(engine.tokenizer, add_special_tokens=True, chat_template="auto")
     requests = []
     for i, question in enumerate(questions):
@@ -113,7 +118,9 @@ def is_right(continuation: str, answer: str) -> bool:
 
 
 def read_texts(data: str | Path) -> list[Text]:
-    """Return a .txt as one text, another file as one text for each row. Raises UserError for a file or a row without text."""
+    """Return a .txt as one text, and any other file as one text per row. Raises UserError for a file or a row without
+    text.
+    """
     missing = "is not a file that ends in .txt or .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.data", data, FORMS, missing, columns=("text", "prompt"))
     if file.form == ".txt":
@@ -128,7 +135,9 @@ def read_texts(data: str | Path) -> list[Text]:
 
 
 def read_questions(data: str | Path) -> list[Question]:
-    """Return the questions of a file: rows as for task=predict with an `answer`. Raises UserError for another file or row."""
+    """Return the questions of a file: rows as for task=predict, with an `answer`. Raises UserError for an invalid file
+    or row.
+    """
     missing = "is not a file that ends in .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.questions", data, ROWS, missing)
     questions: list[Question] = []
@@ -154,7 +163,7 @@ def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any
         name = f"row {index} of {file.where}"
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, or nested too deep
             raise UserError(f"{name} is not a JSON object: {error}") from error
         if not isinstance(values, dict):
             raise UserError(f"{name} is not a JSON object but {type(values).__name__}")
@@ -166,7 +175,9 @@ def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any
 
 
 def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
-    """Return the run with unset values from the model. Raises UserError for settings that the measures do not support."""
+    """Return the run with unset values from the model. Raises UserError for settings that the measures do not
+    support.
+    """
     evaluate = run.evaluate
     if evaluate.questions is not None:
         run = replace(run, decode=engine.requests.resolve(run.decode))
@@ -197,7 +208,7 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
 
 
 def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str, float]]:
-    """Return the metrics of `evaluate.tasks`. Raises UserError where lm_eval is not installed."""
+    """Return the metrics of `evaluate.tasks`. Raises UserError if lm_eval is not installed."""
     try:
         from pipelines.lm_eval import evaluate_tasks
     except ImportError as error:
@@ -206,7 +217,7 @@ def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str
 
 
 def _encode(tokenizer: Tokenizer | None, text: Text) -> list[int]:
-    """Return the token ids of a text, with the tokenizer's BOS and the like."""
+    """Return the token ids of a text, with special tokens such as BOS."""
     try:
         token_ids = PromptEncoder(tokenizer, True, "none").encode(PromptRow(0, prompt=text.text)).token_ids
     except UserError as error:
@@ -234,12 +245,12 @@ def _score(
 def _load_reference(
     run: RunConfig, engine: Engine, token_ids: dict[Text, list[int]], progress: report.ProgressSink
 ) -> Engine | None:
-    """Load the reference, not quantised, with the same model.dtype. Raises UserError where its tokenizer differs."""
+    """Load the reference model, not quantised, with the same model.dtype. Raises UserError if its tokenizer differs."""
     path = run.evaluate.reference
     if path == "none":
         return None
     where = f"evaluate.reference={path}"
-    # Its cache need hold no more than windows.
+    # The reference needs a KV cache for one window only.
     model = replace(run.model, path=path, revision=None, weights=Weights.checkpoint, max_length=run.evaluate.window)
     try:
         reference = load_engine(without_quantization(replace(run, model=model, decode=DecodeConfig())), 1, progress)
@@ -256,7 +267,7 @@ def _load_reference(
 
 
 def _quality(scores: Scores | None, right: list[bool]) -> dict[str, Any]:
-    """Return the metrics, null for what was not measured."""
+    """Return the metrics; a metric that was not measured is None."""
     return {
         "nll_per_token": scores and scores.nll_per_token,
         "perplexity": scores and scores.perplexity,

@@ -1,4 +1,6 @@
-"""`task=export`: write a model as its graph and its packed weights, which run without its code and its checkpoint."""
+"""`task=export`: write a model as its graph and packed weights, which run without the model's code and its
+checkpoint.
+"""
 
 import json
 import os
@@ -55,7 +57,7 @@ NOT_TAKEN, AS_IT_IS = "task=export does not take this model", "run it as it is"
 
 @dataclass(frozen=True)
 class _ShardExport:
-    """A model, or a rank's part, with the cache and the results of the steps that prove its graph."""
+    """A model, or a rank's shard, with its KV cache and the results of the steps that verify its graph."""
 
     parallel_layout: ParallelLayout
     model: CausalLM
@@ -64,7 +66,7 @@ class _ShardExport:
 
 
 def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Export the model. Afterwards `export.output` is complete and proved, or as it was before. Raises UserError."""
+    """Export the model. Raises UserError. `export.output` is either complete and verified, or unchanged."""
     _check_settings(run)
     assert run.export.output is not None
     metrics = export_model(run, Path(run.export.output), run.export.overwrite)
@@ -73,9 +75,10 @@ def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any]:
-    """Write the artefact of the run's model, which appears at `output` when it is complete and proved, and return its metrics.
+    """Write the artefact of the run's model to `output`, and return its metrics.
 
-    Raises UserError for a model or a device that has no graph, and where a file differs by one bit.
+    The artefact appears when it is complete and verified. Raises UserError for a model or a device that cannot be
+    exported, and if the artefact's results differ by one bit.
     """
     target = absolute(output)
     refuse_existing(target, overwrite, "export")
@@ -132,7 +135,7 @@ def absolute(output: str | Path) -> Path:
 
 
 def _check_settings(run: RunConfig) -> None:
-    """Raise UserError for settings that the task does not take."""
+    """Raise UserError for settings that the task does not accept."""
     if run.export.output is None:
         raise UserError("export.output is missing: give the folder to make")
     run.decode.check_unset("by task=export", "leave it out")
@@ -158,9 +161,10 @@ def _check_common(run: RunConfig, user: str) -> None:
 
 
 def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
-    """Return the run of `predict.export`, whose model is the artefact at `folder`, which is made first unless `is_made`.
+    """Return the run of `predict.export`, whose model is the artefact at `folder`. Exports the model first, unless
+    `is_made`.
 
-    Raises UserError as `export_model` does, and for settings that an artefact does not take.
+    Raises UserError as `export_model` does, and for settings that an artefact does not accept.
     """
     _check_common(run, "predict.export=true")
     made_of = replace(run.model, max_length=None, prefixes=None, adapters=None)
@@ -175,7 +179,9 @@ def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
 
 
 def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_ShardExport]:
-    """Return the loaded model, or the part of each rank, after the steps. Raises UserError where these give other bits than one process."""
+    """Return the loaded model, or each rank's shard, after the steps. Raises UserError if ranks give other bits than
+    one process.
+    """
     tp, pp = run.export.tp, run.export.pp
     if tp * pp == 1:
         return [_loaded(run, plan, steps)]
@@ -189,7 +195,7 @@ def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_ShardExport]:
 
     expected = _loaded(run, planned(), steps).results.outputs
     parts = run_ranks(tp, pp, part)
-    number = differing(expected, parts[-tp].results.outputs)  # of the last stage's first rank
+    number = differing(expected, parts[-tp].results.outputs)  # from the first rank of the last stage
     if number is not None:
         what = f"result {number} of {len(expected)} is not that of one process"
         raise UserError(f"{NOT_TAKEN} with tp={tp} and pp={pp} ({what}): {AS_IT_IS}")
@@ -200,12 +206,12 @@ def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> _ShardExport:
     load_planned(run, plan)
     formats, sizes = cache_formats(run, plan), (NUM_BLOCKS, BLOCK_SIZE)
     cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
-    results = steps.results(plan.model, cache)  # which also makes what a model computes once
+    results = steps.results(plan.model, cache)  # also fills caches that the model computes once
     return _ShardExport(plan.parallel_layout, plan.model, cache, results)
 
 
 def _write(part: _ShardExport, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
-    """Write graphs, weights and export.json. Raises UserError for a model that is no graph."""
+    """Write graphs, weights and export.json. Raises UserError for a model that cannot be traced."""
     model, cache, names = part.model, part.cache, dict[object, str]()
     traced = [_traced(model, cache, names, layers) for layers in (None, [*adaptable_layers(model).values()])]
     weights = [each.weights for each in traced]
@@ -221,7 +227,7 @@ def _write(part: _ShardExport, folder: Path, quant: dict[str, Any], eos: frozens
 
 
 def _write_runner_tokenizer(folder: Path) -> str | None:
-    """Write the folder's tokenizer as the runner reads it. Returns why the runner cannot use it, which the file then says."""
+    """Write the tokenizer in the runner's form. If the runner cannot use it, write and return the reason."""
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         return None
@@ -235,16 +241,16 @@ def _write_runner_tokenizer(folder: Path) -> str | None:
 
 
 def _traced(model: CausalLM, cache: KVCache, names: dict[object, str], adapted: Sequence[LoRATarget] | None) -> Traced:
-    """Trace the model. Raises UserError for one that asks for values, which a graph does not have."""
+    """Trace the model. Raises UserError if its code reads values of tensors, which a graph does not have."""
     try:
         return trace(model, cache, names, adapted)
-    except Exception as error:  # of torch, or of the model's code with torch's stand-ins for tensors
+    except Exception as error:  # from torch, or from the model's code, which gets fake tensors
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{NOT_TAKEN} ({type(error).__name__}: {reason}): {AS_IT_IS}") from error
 
 
 def _proved(folder: Path, parts: list[_ShardExport], steps: Steps) -> list[ExportedLM]:
-    """Return the models of the files. Raises UserError where one cannot be computed, and where one bit differs."""
+    """Return the models loaded from the files. Raises UserError if one fails, and if one bit of a result differs."""
     tp, pp = parts[0].parallel_layout.tp, parts[0].parallel_layout.pp
 
     def found(context: ThreadRankContext) -> tuple[ExportedLM, Results]:

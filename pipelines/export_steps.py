@@ -1,4 +1,4 @@
-"""The steps by which an exported model is compared with the one that it is made of."""
+"""The steps that compare an exported model with its source model."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,25 +18,27 @@ from pipelines.engine.batch import whole_batch
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 RANKS = [(3, 0), (3, 2)]
-"""Of the two adapters of a layer, by turns: the second does not change every other one."""
+"""Ranks of a layer's two adapters, for alternate layers. In every other layer the second adapter has rank 0, so no
+effect.
+"""
 
 
 class Results(NamedTuple):
     outputs: list[Tensor]
     """Hidden states and logits of each step."""
     stored: list[Tensor]
-    """What is in the cache after the steps without adapters, and after those with some."""
+    """Contents of the KV cache after the steps without adapters, and after the steps with adapters."""
 
 
 @dataclass(frozen=True)
 class Steps:
     batches: list[Batch]
     factors: dict[str, list[tuple[Tensor, Tensor]]]
-    """By the name of a layer that rows can adapt: A [r, I] and B [O, r] of each of two adapters."""
+    """For each adaptable layer, by name: A [r, I] and B [O, r] of both adapters."""
 
     @staticmethod
     def of(model: CausalLM) -> "Steps":
-        """Return steps for the whole model, loaded or not."""
+        """Return steps for the whole model, which may be on the meta device."""
         generator, factors = torch.Generator().manual_seed(1), dict[str, list[tuple[Tensor, Tensor]]]()
         for (name, layer), ranks in zip(adaptable_layers(model).items(), itertools.cycle(RANKS)):
             outputs, inputs = layer.shape
@@ -51,9 +53,9 @@ class Steps:
 
     @torch.inference_mode()
     def results(self, model: CausalLM, cache: KVCache) -> Results:
-        """Return what the steps give, one after the other over an empty cache: first without adapters, and then with these.
+        """Run the steps in order from an empty cache, first without and then with adapters, and return the results.
 
-        The model may be a rank's part.
+        The model may be a rank's shard.
         """
         layers, found = adaptable_layers(model), Results([], [])
         for are_adapted in (False, True):
@@ -68,7 +70,6 @@ class Steps:
         return found
 
     def _table(self, name: str, layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
-        """Return the two adapters of a layer, or of a rank's part."""
         (outputs, inputs), factors = layer.shape, self.factors[name]
         table = AdapterTable.empty(2, max(len(a) for a, _ in factors), inputs, outputs, dtype, torch.device("cpu"))
         for slot, (a, b) in enumerate(factors):
@@ -77,9 +78,10 @@ class Steps:
 
 
 def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
-    """Return steps of odd shapes: a ragged prefill, one token, one prompt, a prompt in two parts, decoding of several.
+    """Return steps of varied shapes: a ragged prefill, one token, one prompt, a prompt in two parts, decoding of
+    several rows.
 
-    Each prompt's features are the places of its last tokens.
+    Each prompt's features are the positions of its last tokens.
     """
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(vocab_size, (64,), generator=generator).tolist()
@@ -110,13 +112,13 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
 
 
 def _adapted(batch: Batch) -> Batch:
-    """Return the step with the first adapter, the second and none by turns."""
+    """Return the step with the first adapter, the second adapter and no adapter in rotation."""
     slots = [token % 3 - 1 for token in range(1, batch.shape.num_tokens + 1)]
     return Batch.of(**{name: getattr(batch, name).tolist() for name in INPUTS}, adapter_slots=slots)
 
 
 def differing(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:
-    """Return the number of the first of the tensors that differs from the other by a bit; None: all are equal."""
+    """Return the index of the first pair of tensors whose bits differ; None if all are equal."""
     for number, pair in enumerate(zip(tensors, others, strict=True)):
         if not torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)):
             return number

@@ -1,4 +1,7 @@
-"""What decides the rows of a job, by name, so that a job is continued only as what it was, and what has changed can be said."""
+"""Fingerprints: what determines the rows of a job, by name.
+
+A job is resumed only with an equal fingerprint. The names say what changed.
+"""
 
 import glob
 import hashlib
@@ -37,7 +40,7 @@ READ = (
     "*.yaml",
     "*.yml",
 )
-"""Files of config and tokenizer: by their digests."""
+"""Files of config and tokenizer, identified by their sha256."""
 WEIGHTS = (
     "*.safetensors",
     "*.gguf",
@@ -49,16 +52,16 @@ WEIGHTS = (
     "rank_*/*.safetensors",
     "rank_*/*.ckpt",
 )
-"""Files of weights, which are too long for a digest: by size and time."""
-SOURCES = ("kernels", "models", "quantization")  # packages whose code decides what a checkpoint's numbers become
-NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a file of weights
-SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one of the files of a GGUF model: all of them count
+"""Files of weights, identified by size and time, because hashing them takes too long."""
+SOURCES = ("kernels", "models", "quantization")  # packages whose code determines the model's weights
+NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # samples of a weight file
+SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$")  # one file of a split GGUF model: all of its files count
 
 
 def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
-    """Name what decides the rows of `run` beside their input. Its decode settings are resolved.
+    """Return what determines the rows of `run`, besides the input. Its decode settings must be resolved.
 
-    Where input and model lie, and how the work is divided, is no part of it, but for ranks that add.
+    Excludes paths and the parallel layout, except parallel.sum=reduce.
     """
     parts: Fingerprint = {
         "predict.add_special_tokens": run.predict.add_special_tokens,
@@ -73,7 +76,7 @@ def fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerpr
 
 
 def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fingerprint:
-    """Name what decides the tokens that follow a prompt in a run whose decode settings are resolved."""
+    """Return what determines the tokens that follow a prompt. The run's decode settings must be resolved."""
     model = source.checkpoint.path
     tokenizer = engine.tokenizer.source if engine.tokenizer else None
     parts: Fingerprint = {
@@ -86,7 +89,7 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
     }
     if run.model.prefixes:
         parts["model.prefixes"] = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
-    if run.parallel.sum is Sum.reduce:  # whose sums depend on the number of ranks
+    if run.parallel.sum is Sum.reduce:  # the rounding of its sums depends on the number of ranks
         parts["parallel.sum"] = f"reduce, tp={degrees(run, joined(os.environ))[0]}"
     if run.quant.needs_calibration:
         parts |= calibration_fingerprint(run)
@@ -99,7 +102,7 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
 
 
 def replay_fingerprint(parts: Fingerprint) -> str:
-    """Return a short digest of these parts and of the code and the instructions that compute with them."""
+    """Return a short digest of these parts, the code, torch's version and the instruction set."""
     kernels = build.instruction_set() if build.library() else "none"
     torch_names = torch.__version__, torch.backends.cpu.get_cpu_capability()
     code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
@@ -108,18 +111,21 @@ def replay_fingerprint(parts: Fingerprint) -> str:
 
 
 def common_fingerprint(model: Path) -> Fingerprint:
-    """Name what the ranks of several machines have in common: torch, our code, and the model's files, weights by size and samples."""
+    """Return what the ranks on several machines must have in common: torch, the code, and the model's files.
+
+    Weights are identified by size and samples.
+    """
     code = code_digest("*.py", "*.cpp", "*.h", packages=("conf", *SOURCES, "pipelines"))
     return {"torch": torch.__version__, "code": code, **_named_files(model, "model", _size_and_samples)}
 
 
 def _as_kept(parts: Fingerprint) -> Fingerprint:
-    """Return the parts as a journal gives them back: there all keys are texts."""
+    """Return the parts after a round trip through JSON, as a journal returns them: all keys are strings."""
     return dict(json.loads(dumps(parts)))
 
 
 def _deciding(decode: DecodeConfig) -> dict[str, Any]:
-    """Return the settings that decide tokens: drafts do where they stay by another rule than equality."""
+    """Return the settings that determine tokens. Draft settings count unless acceptance is exact."""
     settings = asdict(decode)
     if decode.speculation.acceptance is Acceptance.exact:
         del settings["speculate"], settings["speculation"]
@@ -127,29 +133,35 @@ def _deciding(decode: DecodeConfig) -> dict[str, Any]:
 
 
 def plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings as JSON has them: choices by their names."""
+    """Return the settings as JSON values, with enum members by name."""
     return dict(json.loads(json.dumps(settings, default=lambda value: value.name)))
 
 
 def plain_quant(quant: QuantConfig) -> dict[str, Any]:
-    """Return the settings as JSON has them. `sparsity` is there only where it prunes: files of older versions lack it."""
+    """Return the settings as JSON values. `sparsity` is present only if it prunes, because files of older versions lack
+    it.
+    """
     return {name: value for name, value in plain(asdict(quant)).items() if name != "sparsity" or quant.sparsity.prunes}
 
 
 def calibration_fingerprint(run: RunConfig) -> Fingerprint:
-    """Name what a calibrated model depends on besides its source and `quant`: the texts, and a layout's type of scales."""
+    """Return what a calibrated model depends on besides its source and `quant`: the texts and the scale layout of its
+    format.
+    """
     data = run.calibrate.data
     texts = asdict(run.calibrate) | {"data": data and sha256_of(calibration_file(data).path)}
     return {"calibrate": texts, "quantize.format": run.quantize.format.name}
 
 
 def template_fingerprint(chat_template: str) -> str:
-    """Name a chat template: auto, none, or the digest of the file."""
+    """Return the identity of a chat template: auto, none, or the sha256 of the file."""
     return chat_template if chat_template in ("auto", "none") else sha256_of(expanded(chat_template))
 
 
 def file_fingerprint(path: Path, name: str) -> Fingerprint:
-    """Name the files of a folder, or one file that holds everything: small ones by their digests, weights by size and time."""
+    """Return the identity of a folder's files, or of a single model file: sha256 of small files, size and time of
+    weights.
+    """
     return _named_files(path, name, _size_and_time)
 
 
@@ -167,7 +179,9 @@ def _size_and_time(file: Path) -> str:
 
 
 def _size_and_samples(file: Path) -> str:
-    """Return the size of a file and the digest of places all over it: to read it whole would take as long as to load it."""
+    """Return a file's size and a digest of samples spread over it. To read the whole file takes as long as to load
+    it.
+    """
     size, digest = file.stat().st_size, hashlib.sha256()
     with open(file, "rb") as stream:
         for number in range(NUM_SAMPLES):
@@ -177,7 +191,7 @@ def _size_and_samples(file: Path) -> str:
 
 
 def code_digest(*patterns: str, packages: tuple[str, ...] = ()) -> str:
-    """Return the digest of the files of these patterns, in the packages or, where none is named, in SOURCES."""
+    """Return the digest of the files that match the patterns, in `packages` or, if empty, in SOURCES."""
     code = hashlib.sha256()
     for file in sorted(
         file for name in packages or SOURCES for pattern in patterns for file in (REPOSITORY / name).rglob(pattern)

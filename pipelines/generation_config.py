@@ -1,4 +1,4 @@
-"""Read generation_config.json, a checkpoint's suggestions for decoding in transformers' terms."""
+"""Read generation_config.json, a checkpoint's default decode settings in the terms of transformers."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 FILE = "generation_config.json"
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 SEARCH = {"num_beams", "num_return_sequences", "penalty_alpha"}
-SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # these may come from the file
+SETTINGS = {*NEUTRAL, "max_new_tokens", "max_length"}  # settings that the file may set
 OTHER = set(
     """
     do_sample eos_token_id bos_token_id pad_token_id use_cache transformers_version _from_model_config return_dict_in_generate
@@ -23,10 +23,13 @@ OTHER = set(
 
 
 def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, Any]:
-    """Return the suggested decode settings. Warns of unused ones. Raises UserError for values of a wrong type or size."""
+    """Return the file's decode settings. Warns of unused settings. Raises UserError for values of a wrong type or
+    size.
+    """
     sampling = values.get("do_sample") is True
     given = {name: value for name, value in values.items() if value is not None}
-    # As in transformers, sampling settings count with do_sample alone, except the number of contrastive candidates.
+    # As in transformers, sampling settings need do_sample, except top_k, the number of candidates of contrastive
+    # search.
     unused = SEARCH if sampling else SAMPLING if not given.get("penalty_alpha") else SAMPLING - {"top_k"}
     taken = {name: value for name, value in given.items() if name in SETTINGS - unused}
     if sampling:
@@ -47,13 +50,18 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
 
 
 def _is_on(name: str, value: object) -> bool:
-    """Return whether a setting changes something: a switch, an id, which may be 0 or 1, or a number other than these."""
+    """Return whether a setting has an effect: True, a token id (0 and 1 are ids), or a value other than 0, 1 and
+    empty.
+    """
     is_id = name.endswith("_token_id") and value is not False
     return is_id or value is True or value not in (False, 0, 1, [], {})
 
 
 def eos_token_ids(values: dict[str, Any], reader: ConfigReader, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the ids that end a text, from generation_config.json, else config.json, else the tokenizer, and those that end a turn."""
+    """Return the ids that end a text, plus the tokenizer's end-of-turn ids.
+
+    The first of generation_config.json, config.json and the tokenizer that has an eos_token_id is used.
+    """
     value = values.get("eos_token_id")
     if value is None:
         value = reader.raw("eos_token_id")

@@ -1,4 +1,4 @@
-"""Models and tokenizers that a script holds already, in the place of paths."""
+"""Models and tokenizers that a script already has in memory and passes instead of paths."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,17 +18,18 @@ from pipelines.model_source import ModelSource, OpenModel, resolve_model, source
 
 
 def is_held(given: Any) -> bool:
-    """Return whether an argument is an object and no path."""
     return not isinstance(given, str | Path | None)
 
 
 def compose_held(
     model: Any, choices: dict[str, str], dtype: Any, tokenizer: Any, overrides: list[str]
 ) -> tuple[RunConfig, OpenModel]:
-    """Return the config of a model and a tokenizer, one of which is held, and what opens them with a head.
+    """Return the config of a model and a tokenizer, at least one of which is an object, and the function that opens
+    them.
 
-    `model`: a path, an option or a PreTrainedModel of transformers. `tokenizer`: a path, None, a PreTrainedTokenizerBase of transformers
-    or a pipeline's own. Raises UserError for another object, and for settings that need files.
+    `model`: a path, an option of conf/model or a PreTrainedModel of transformers. `tokenizer`: a path, None, a
+    PreTrainedTokenizerBase of transformers or a pipeline's tokenizer. Raises UserError for another object, and for
+    settings that need files.
     """
     if is_held(model) and not _is_of_transformers(model, "PreTrainedModel"):
         raise UserError(
@@ -49,12 +50,14 @@ def compose_held(
 
 
 def _is_of_transformers(given: Any, name: str) -> bool:
-    """Return whether an object is of that class. transformers is not imported: a script with such an object has done so."""
+    """Return whether the object has this class of transformers. transformers is not imported: a script that has such an
+    object has imported it.
+    """
     return any(each.__name__ == name and each.__module__.startswith("transformers.") for each in type(given).__mro__)
 
 
 def _refuse_files(run: RunConfig, model: Any) -> None:
-    """Raise UserError for settings that read the model's files again."""
+    """Raise UserError for settings that read the model's files."""
     saved = "save_pretrained it, and give the folder"
     if run.quant.needs_calibration:
         raise UserError(f"quant={run.quant.scheme.name} calibrates a model from its files: {saved}")
@@ -87,7 +90,7 @@ def _open(run: RunConfig, model: Any, tokenizer: Any, head: HeadKind | None) -> 
 
 
 def _own_tokenizer(model: ModelConfig) -> Tokenizer | None:
-    """Return the tokenizer of the folder or hub id that a held model was loaded from; None where there is none."""
-    if "/" not in model.path and not Path(model.path).exists():  # the name of its class
+    """Return the tokenizer of the folder or hub id from which the model was loaded; None if there is none."""
+    if "/" not in model.path and not Path(model.path).exists():  # the model's class name
         return None
     return open_tokenizer(find_checkpoint(model.path, False, False, model.hub))

@@ -1,4 +1,4 @@
-"""Handle SIGINT and SIGTERM while a job runs: the first one ends it between two steps."""
+"""Handle SIGINT and SIGTERM while a job runs. The first signal ends the job between two steps."""
 
 import signal
 import threading
@@ -12,18 +12,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(SystemExit):
-    """Raised for a signal. Uncaught, it ends the process with the exit code that shells expect after an interrupt."""
+    """Raised after a signal. If it is not caught, it ends the process with the exit code that shells expect."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class RankLost(BaseException):
-    """Raised where another rank has ended or is silent. No Exception: it is no fault of a row."""
+    """Raised if another rank has ended or does not respond. A BaseException, because it is not an error of a row."""
 
 
 class Interruption:
-    """Keeps the first signal until `check` is called. The second signal ends the job wherever it is."""
+    """Stores the first signal until `check` is called. The second signal ends the job immediately."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -35,12 +35,14 @@ class Interruption:
         self._number = number
 
     def check(self) -> None:
-        """Raises Interrupted if a signal has come."""
+        """Raise Interrupted if a signal has arrived."""
         if self._number is not None:
             raise Interrupted(self._number)
 
     def checked(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, with a check before each. A signal also ends the wait for an item, which may take for ever."""
+        """Yield the items, with a check before each. A signal also ends the wait for an item, which has no time
+        limit.
+        """
         source = iter(items)
         while True:
             self._waiting = True
@@ -56,7 +58,9 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Handle the two signals within the block. Python allows this in the main thread alone; in others nothing is handled."""
+    """Handle both signals within the block. Python allows this only in the main thread; in other threads nothing is
+    handled.
+    """
     state = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield state

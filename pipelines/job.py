@@ -1,4 +1,7 @@
-"""A job: rows in, results into a journal as they finish, and files when all are there. It goes on after any end."""
+"""A job: reads rows, appends results to a journal as they finish, and writes files when all rows are done.
+
+A job that ended early can be resumed.
+"""
 
 import json
 import sys
@@ -21,13 +24,13 @@ from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
 from pipelines.replicas.cluster import rows_on_ray
 from pipelines.rows import EngineRows, Record, Row, RowExecutor
 
-ANSWER = "answer"  # of a record: the answer to a line of an OpenAI batch
-PRINTED = 8  # rows that are shown at the end; all are in the files
+ANSWER = "answer"  # record key: the answer to a line of an OpenAI batch
+PRINTED = 8  # rows printed at the end; the files hold all rows
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A job whose files are written."""
+    """The result of a job, after its files are written."""
 
     first: list[Row]
     """The first rows, at most PRINTED."""
@@ -35,7 +38,9 @@ class Finished:
 
 
 def open_prompts(config: PredictConfig) -> Prompts:
-    """Return the rows of `predict.data`. Raises UserError where they cannot be read, and for a job to resume that does not exist."""
+    """Return the rows of `predict.data`. Raises UserError if they cannot be read, and if the job to resume does not
+    exist.
+    """
     if config.data is None:
         raise UserError(f"predict.data is missing: {GIVE}")
     if config.resume not in ("auto", "none"):
@@ -45,50 +50,53 @@ def open_prompts(config: PredictConfig) -> Prompts:
 
 @contextmanager
 def row_executor(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iterator[RowExecutor]:
-    """Load what runs the rows of a job, which ends with the block. Raises UserError as `EngineRows.load` and `rows_on_ray` do."""
+    """Load the executor of a job's rows, and close it after the block. Raises UserError as `EngineRows.load` and
+    `rows_on_ray` do.
+    """
     if run.parallel.mode is ParallelMode.ray:
         with rows_on_ray(kind, run) as replicas:
             yield replicas
         return
     with report.progress_bar() as progress:
-        rows = kind.load(run, progress, () if prompts.num_rows is None else prompts)  # standard input is read once
+        rows = kind.load(run, progress, () if prompts.num_rows is None else prompts)  # stdin can be read only once
     yield rows
 
 
 class RowJob(ABC):
-    """Rows in, results into the journal as they finish. A bad row becomes an error and does not stop the others.
+    """Runs rows and appends the results to the journal as they finish. An invalid row becomes an error and does not
+    stop the job.
 
-    It holds no rows. A task says which files and metrics its rows become.
+    It keeps no rows in memory. A subclass defines the files and metrics of its task.
     """
 
     def __init__(self, executor: RowExecutor, journal: Journal, max_errors: int | None) -> None:
-        """`max_errors`: as `predict.max_errors`."""
+        """`max_errors`: `predict.max_errors`."""
         self.executor = executor
         self.journal = journal
         self._max_errors = max_errors
         self._num_errors, self._first_error = 0, ""
         self.totals: Counter[str] = Counter()
-        for record in journal.read():  # what an earlier process did
+        for record in journal.read():  # rows of an earlier process
             self.totals.update(_counts(record))
         self.resumed = self.totals.copy()
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens this process has done, for the speed that is shown."""
+        """Tokens that this process has generated, for the progress bar."""
         return self.executor.num_generated_tokens
 
     @abstractmethod
     def metrics(self, prompts: Prompts, load_s: float, run_s: float) -> dict[str, Any]:
-        """Return the numbers of metrics.json, of all rows, also of those that were done before; times and speed of this process."""
+        """Return the contents of metrics.json. Counts include resumed rows; times and speeds are of this process."""
 
     @abstractmethod
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
-        """Write the files of the results. `records` begins anew at each call, in the order of the rows."""
+        """Write the result files. Each call of `records` iterates again from the start, in row order."""
 
     def complete(self, prompts: Prompts, config_yaml: str, load_s: float) -> Finished:
-        """Do every row that is not done, write all files and remove the journal.
+        """Run every row that is not done, write all files and remove the journal.
 
-        Raises Interrupted after a step, and UserError where the job cannot go on; what is done stays in the journal.
+        Raises Interrupted after a step, and UserError if the job cannot go on. Finished rows stay in the journal.
         """
         journal = self.journal
         if journal.num_rows:
@@ -114,7 +122,7 @@ class RowJob(ABC):
         return Finished(first, metrics)
 
     def base_metrics(self, prompts: Prompts) -> dict[str, Any]:
-        """Return the metrics that every job has."""
+        """Return the metrics of every job."""
         return {
             "num_prompts": self.totals["num_prompts"],
             "num_resumed_rows": self.resumed["num_prompts"],
@@ -126,7 +134,7 @@ class RowJob(ABC):
         }
 
     def _run_shown(self, prompts: Prompts, signals: Interruption) -> float:
-        """Run with a progress bar; returns seconds."""
+        """Run with a progress bar and return the seconds."""
         start = time.perf_counter()
         rows = self._undone(signals.checked(prompts))
         with (
@@ -143,8 +151,11 @@ class RowJob(ABC):
         return time.perf_counter() - start
 
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
-        """Yield the rows that the journal lacks. Those before its last row wait until that row has shown that the input is the same."""
-        waiting: list[PromptRow] = []  # no more than ran at once when the job ended
+        """Yield the rows that the journal lacks.
+
+        Missing rows before the journal's last row are held back until that row has proved that the input is the same.
+        """
+        waiting: list[PromptRow] = []  # at most as many as ran at once when the job ended
         num_read = 0
         for row in rows:
             num_read = row.index + 1

@@ -1,8 +1,8 @@
-"""The journal of a job: a file with its finished rows, so that it can go on after being killed at any moment.
+"""The journal of a job: a file of finished rows, from which the job resumes after it was killed at any moment.
 
-The first line holds the job's fingerprint and the seed of its rows. Each further line is a row, in the order in which rows finished. A line
-is written by one call and synced to the disk within about a second, so that only the last one may be torn. Memory holds the place of
-each line and its digest, 16 bytes a row.
+The first line holds the job's fingerprint and the seed of its rows. Each further line is a row, in the order in which
+rows finished. Each line is written by one call and synced to disk within about a second, so only the last line may be
+incomplete. Memory holds the offset and the digest of each line, 16 bytes per row.
 """
 
 import fcntl
@@ -22,29 +22,29 @@ from typing import Any
 from conf.errors import UserError
 
 NAME = "journal.jsonl"
-UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # a run's folder, unless the user named it
-SYNC_S = 1.0  # seconds of work that a power failure may cost
-MAX_RUNNING = 2**20  # rows at once: no finished row is further ahead of the number of finished ones
+UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # a run folder's default name
+SYNC_S = 1.0  # maximum work, in seconds, that a power failure may cost
+MAX_RUNNING = 2**20  # rows at once: an index above the number of finished rows plus this is invalid
 ANEW = "begin anew with predict.resume=none"
 
-SEED = "seed"  # in the first line, beside the fingerprint
+SEED = "seed"  # key in the first line, next to the fingerprint
 
 Fingerprint = dict[str, Any]
-"""Everything that decides a job's rows, by name: its value, or a digest of it."""
+"""Everything that determines a job's rows, by name: its value, or a digest of it."""
 
 
 class Journal:
-    """The locked journal of a job: no two runs write the same one, and no row is done twice."""
+    """The locked journal of a job. The lock ensures that only one run writes it and that each row is done once."""
 
     def __init__(self, folder: Path, fd: int, fingerprint: Fingerprint) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
         self.seed: int | None = fingerprint.get("decode.seed")
-        """Seed of the rows that name none; drawn where the job names none either."""
+        """Seed of the rows that set no seed. Drawn at random if the job sets no seed either."""
         self.num_rows = 0
         self._fd = fd
-        self._size = 0  # of all whole lines
-        self._offsets = array("Q")  # by index; 0, where the fingerprint is: not done
+        self._size = 0  # of all complete lines
+        self._offsets = array("Q")  # by row index; 0, the offset of the fingerprint, means not done
         self._digests = array("Q")
         self._synced_at = time.monotonic()
 
@@ -54,18 +54,18 @@ class Journal:
 
     @property
     def kept(self) -> str:
-        """Return a text for a job that ends early: what is done, and the command that continues it."""
+        """Return a message for a job that ends early: the number of finished rows, and the command that resumes it."""
         same_input = "" if self.fingerprint["input"] else " < THE SAME INPUT"
         command = f"python run.py {shlex.quote(f'predict.resume={self.folder}')}{same_input}"
         return f"{self.num_rows} rows are done and kept, go on with: {command}"
 
     @property
     def end(self) -> int:
-        """Return the last finished index plus 1."""
+        """Return the largest finished index plus 1."""
         return len(self._offsets)
 
     def has(self, index: int, digest: str) -> bool:
-        """Return whether a row is done. Raises UserError where it was done for another line of the input."""
+        """Return whether a row is done. Raises UserError if it was done for another input line."""
         done = index < self.end and self._offsets[index] > 0
         if done and self._digests[index] != int(digest, 16):
             raise UserError(f"row {index} is not the one that {self.folder} has done: give the same input, or {ANEW}")
@@ -88,14 +88,14 @@ class Journal:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn the error of a full or missing disk into a UserError that says how to continue."""
+        """Turn an OSError, such as a full or missing disk, into a UserError that says how to resume."""
         try:
             yield
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written ({error.strerror or error}): {self.kept}") from error
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records in the order of their rows."""
+        """Yield the records in row order."""
         with open(self.path, "rb") as file:
             for offset in self._offsets:
                 assert offset, "a row is missing"
@@ -108,10 +108,10 @@ class Journal:
             self.path.unlink()
 
     def close(self) -> None:
-        os.close(self._fd)  # and with it the lock
+        os.close(self._fd)  # also releases the lock
 
     def begin(self) -> None:
-        """Start anew: empty the file and write the fingerprint, with a seed from the system where it has none."""
+        """Start anew: empty the file and write the fingerprint, with a random seed if it has none."""
         os.ftruncate(self._fd, 0)
         self._size = 0
         self.seed = secrets.randbits(32) if self.seed is None else self.seed
@@ -120,7 +120,9 @@ class Journal:
         self._size = len(header)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the records in the order of the file, and cut off a torn last line. Raises UserError for a broken line elsewhere."""
+        """Yield the records in file order, and truncate an incomplete last line. Raises UserError for a broken line
+        elsewhere.
+        """
         with open(self.path, "rb") as file:
             self._size = len(file.readline())
             for number, line in enumerate(file, 2):
@@ -140,11 +142,11 @@ class Journal:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError:
-            os.ftruncate(self._fd, self._size)  # half a line
+            os.ftruncate(self._fd, self._size)  # drop the incomplete line
             raise
 
     def _note(self, record: dict[str, Any], offset: int) -> bool:
-        """Note the place and digest of a row's line. Return whether the row is new."""
+        """Store the offset and digest of a row's line. Return whether the row is new."""
         index = record["row"]["index"]
         missing = index + 1 - len(self._offsets)
         if missing > 0:
@@ -159,7 +161,9 @@ class Journal:
 
 
 def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Journal:
-    """Return the journal that `predict.resume` asks for. Call `read()` if it has rows. Raises UserError if it cannot be continued."""
+    """Return the journal for `predict.resume`. Call `read()` if it has rows. Raises UserError if it cannot be
+    resumed.
+    """
     if resume not in ("auto", "none"):
         return _continued(named_folder(resume), fingerprint)
     if resume == "auto":
@@ -185,7 +189,7 @@ def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Jou
 
 
 def named_folder(resume: str) -> Path:
-    """Return the folder that `predict.resume` names. Raises UserError where it has no job to continue."""
+    """Return the folder of `predict.resume`. Raises UserError if it has no job to resume."""
     folder = Path(resume).expanduser().absolute()
     if not (folder / NAME).is_file():
         finished = " (its job is finished)" if (folder / "predictions.jsonl").is_file() else ""
@@ -200,7 +204,7 @@ def _continued(folder: Path, fingerprint: Fingerprint) -> Journal:
     if journal is None:
         raise _in_use(folder)
     header = _header(folder)
-    if header is None:  # killed while it was written, so there are no rows
+    if header is None:  # killed before the header was complete, so there are no rows
         journal.begin()
         return journal
     if changes := _changes(_as_given(header, fingerprint), fingerprint):
@@ -224,12 +228,12 @@ def _is_of(folder: Path, fingerprint: Fingerprint) -> bool:
     try:
         header = _header(folder)
         return header is not None and _as_given(header, fingerprint) == fingerprint
-    except (OSError, UserError):  # just removed, or broken: not ours to judge
+    except (OSError, UserError):  # removed meanwhile, or broken: not a job to resume
         return False
 
 
 def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
-    """Lock and return the folder's journal; None where another process has the lock, or has just removed the file."""
+    """Lock and return the folder's journal; None if another process holds the lock, or has removed the file."""
     try:
         fd = os.open(folder / NAME, os.O_RDWR | os.O_APPEND)
     except FileNotFoundError:
@@ -246,7 +250,9 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
 
 
 def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
-    """Return the fingerprint of a journal's first line, with the drawn seed if `fingerprint` names it, as a saved config.yaml does."""
+    """Return the fingerprint in a journal's first line. The drawn seed is included if `fingerprint` names it, as a
+    saved config.yaml does.
+    """
     before = {name: value for name, value in header.items() if name != SEED}
     if "decode.seed" in before and before["decode.seed"] is None and _seed_of(header) == fingerprint.get("decode.seed"):
         before["decode.seed"] = fingerprint["decode.seed"]
@@ -254,15 +260,16 @@ def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
 
 
 def _seed_of(header: Fingerprint) -> int:
-    """Return the seed of the rows that name none. A journal of an earlier version has no seed: a digest of its first line serves, so that
-    every run that continues it has the same one."""
+    """Return the seed of the rows that set none. Journals of an earlier version have no seed. For these it is a digest
+    of the first line, so that every run that resumes the journal uses the same seed.
+    """
     seed: int | None = header.get(SEED, header.get("decode.seed"))
     digest = hashlib.blake2b(dumps(header).encode(), digest_size=4).digest()
     return int.from_bytes(digest) if seed is None else seed
 
 
 def _header(folder: Path) -> Fingerprint | None:
-    """Return the first line of the folder's journal; None if it was not written whole."""
+    """Return the first line of the folder's journal; None if it is incomplete."""
     with open(folder / NAME, "rb") as file:
         line = file.readline()
     if not line.endswith(b"\n"):
@@ -284,7 +291,9 @@ def _short(value: object) -> str:
 
 
 def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
-    """Return a line's record; None if it was not written whole. Indices above `last_index` are refused: memory grows with them."""
+    """Return a line's record; None if it is incomplete or invalid. An index above `last_index` is invalid: memory grows
+    with it.
+    """
     try:
         record = json.loads(line) if line.endswith(b"\n") else {}
         index, digest = record["row"]["index"], int(record["digest"], 16)
@@ -294,5 +303,7 @@ def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
 
 
 def dumps(value: object) -> str:
-    """Return a value as one line of JSON. Half a surrogate pair, which an id or an error may contain, becomes its JSON escape."""
+    """Return a value as one line of JSON. Half a surrogate pair, which an id or an error may contain, becomes its JSON
+    escape.
+    """
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

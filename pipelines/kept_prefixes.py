@@ -1,7 +1,9 @@
-"""Files of task=prefix: the keys and values of prompts, which `device.kept_prefixes` puts into the KV cache of a later process.
+"""Files of task=prefix: keys and values of prompts, which `device.kept_prefixes` loads into the KV cache of a later
+process.
 
-A safetensors file: `tokens` int64 [N] of all prompts one after the other, and what the cache stores of them in each layer, [M, G, *], by
-places in the cache: M is N and the virtual tokens of soft prefixes. The metadata says what the numbers depend on, and where prompts begin.
+A safetensors file holds `tokens` int64 [N], the tokens of all prompts in order, and for each layer the cache's tensors
+[M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. The metadata holds the identity of the model
+and settings, and the prompts' boundaries.
 """
 
 import json
@@ -33,17 +35,17 @@ class KeptRow:
 
     num_tokens: int
     num_prefix_tokens: int
-    """Virtual tokens of a soft prefix in front of it."""
+    """Virtual tokens of the soft prefix in front of it."""
     prefix: str
-    """Digest of that prefix; empty where there is none."""
+    """Digest of the soft prefix; empty if there is none."""
     adapter: str
-    """Digest of the adapter that it was computed with; empty where there was none."""
+    """Digest of the adapter that was used to compute it; empty if there was none."""
     root: str
     """The `root_hash` of its blocks, in hexadecimal digits."""
 
     @property
     def num_slots(self) -> int:
-        """How many places of the cache it takes."""
+        """Number of cache slots that it takes."""
         return self.num_prefix_tokens + self.num_tokens
 
 
@@ -58,7 +60,10 @@ class KeptFile:
 
 
 def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerprint:
-    """Name what keys and values depend on, beside the tokens: another machine's instructions and another version round otherwise."""
+    """Return what keys and values depend on, besides the tokens.
+
+    Includes the instruction set and the versions, because they change the rounding.
+    """
     on_gpu = run.device.type.name != "cpu" and torch.cuda.is_available()
     cpu = build.instruction_set() if build.library() is not None else "none"
     return {
@@ -75,15 +80,18 @@ def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerp
 def save_kept(
     path: Path, identity: Fingerprint, rows: list[KeptRow], token_ids: list[int], stored: dict[str, Tensor]
 ) -> None:
-    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of `Runner.cache_tensors`."""
+    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of
+    `Executor.cache_tensors`.
+    """
     metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
 
 
 def open_kept(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> list[KeptFile]:
-    """Open the files of `device.kept_prefixes`, of which the headers alone are read.
+    """Open the files of `device.kept_prefixes`. Reads only their headers.
 
-    Raises UserError for one that is missing, damaged, or of another model, setting or version, with the names of what differs.
+    Raises UserError for a file that is missing, damaged, or of another model, setting or version, and names the
+    differences.
     """
     if not run.device.kept_prefixes:
         return []
@@ -104,10 +112,10 @@ def open_kept(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> list[K
 
 
 def place_kept(engine: Engine, files: list[KeptFile]) -> None:
-    """Copy what the files hold into blocks that stay in the engine's cache, where `find_prefix` finds them.
+    """Copy the files' contents into pinned blocks of the engine's cache, where `find_prefix` finds them.
 
-    Raises UserError for tensors of other shapes than the cache's, soft prefixes and adapters that the engine has not, numbers that are not
-    finite, and too few blocks.
+    Raises UserError for tensor shapes that differ from the cache's, for soft prefixes and adapters that the engine does
+    not have, for numbers that are not finite, and for too few blocks.
     """
     for file in files:
         _check_tensors(engine, file)
@@ -115,7 +123,7 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         (_, token_ids), *_ = file.weights.read([TOKENS])
         found = _missing_blocks(engine, file, token_ids.tolist())
         blocks = engine.scheduler.block_manager
-        if len(found) >= blocks.num_free_blocks:  # a row needs one at least
+        if len(found) >= blocks.num_free_blocks:  # a row needs at least one block
             what = f"device.kept_prefixes: {file.path} needs {len(found)} blocks of the KV cache"
             raise UserError(
                 f"{what}, but {blocks.num_free_blocks} are free: raise device.kv_cache_memory, or leave it out"
@@ -126,14 +134,14 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
             blocks.remember(block, value)
         places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
-            if not content.float().isfinite().all():  # fp8 has no such question
+            if not content.float().isfinite().all():  # fp8 has no isfinite
                 what = f"{file.path}: {name} holds NaN or infinite numbers"
                 raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
             engine.executor.write_blocks(name, content[places], table)
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
-    """Return the hashes of the full blocks that the cache does not know, each with its first place in the file."""
+    """Return the hashes of the full blocks that the cache does not hold, each with its first slot in the file."""
     blocks, size = engine.scheduler.block_manager, engine.block_size
     missing: dict[bytes, int] = {}
     first_token = first_slot = 0
@@ -153,7 +161,7 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
     num_slots = sum(row.num_slots for row in file.rows)
     stored, model = engine.executor.cache_tensors, engine.executor.model
     own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
-    # Layers of other stages are checked by the form of the first.
+    # Layers of other pipeline stages are checked against the tensor forms of this stage's first layer.
     first, others = f"layers.{model.own_layers.start}.", range(model.own_layers.stop, model.config.num_hidden_layers)
     like_first = {name.removeprefix(first): form for name, form in own.items() if name.startswith(first)}
     wanted = own | {f"layers.{number}.{name}": form for number in others for name, form in like_first.items()}
@@ -165,7 +173,7 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
 
 
 def _check_parts(engine: Engine, file: KeptFile) -> None:
-    """Raise UserError for a row after a soft prefix, or with an adapter, that the engine does not have."""
+    """Raise UserError for a row with a soft prefix or an adapter that the engine does not have."""
     prefixes = {(prefix.digest, prefix.num_tokens) for prefix in engine.requests.prefixes.values()} | {("", 0)}
     adapters = {adapter.digest for adapter in engine.adapters.ids} | {""}
     for row in file.rows:

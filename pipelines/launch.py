@@ -1,4 +1,4 @@
-"""Run the task that a composed RunConfig names."""
+"""Run the task of a composed RunConfig."""
 
 import io
 import os
@@ -19,13 +19,16 @@ Run = Callable[[RunConfig, Path, Dump], None]
 
 
 def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
-    """Run the task. The config.yaml that `dump` returns is written beside the results, so that they can be repeated. Raises UserError."""
+    """Run the task. The config.yaml that `dump` returns is written next to the results, so that they can be repeated.
+
+    Raises UserError.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # no text of a row may end a run while it is printed
+        sys.stdout.reconfigure(errors="backslashreplace")  # printing a row's text must not end the run
     log_warnings()
     degrees(run, joined(os.environ))  # raises for a wrong number of ranks before anything is loaded
     with reader_may_leave(), run_log(run.task.name, output_dir):
-        if run.task is Task.serve:  # its model is in another process: this one imports no torch
+        if run.task is Task.serve:  # the model runs in another process: this one imports no torch
             from pipelines.serve.serve import run_serve
 
             run_serve(run, output_dir, dump)
@@ -54,7 +57,7 @@ def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
 
 
 def _function_of(task: Task) -> Run:
-    """Return the function of a task. A run imports its own task alone: all of them take a tenth of a second more."""
+    """Return the function of a task. Imports only that task: importing all of them takes a tenth of a second more."""
     match task:
         case Task.serve:
             raise ValueError("task=serve runs without torch")

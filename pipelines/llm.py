@@ -1,6 +1,7 @@
-"""vLLM's offline face over our engine: a script of `vllm.LLM` runs with `from pipelines import LLM, SamplingParams` for its import.
+"""vLLM's offline API: a script of `vllm.LLM` runs with the import `from pipelines import LLM, SamplingParams`.
 
-Names, defaults and results are vLLM's (docs.vllm.ai, LLM class). What cannot be done is refused by name: nothing is ignored.
+Names, defaults and results are vLLM's (docs.vllm.ai, LLM class). An unsupported argument raises an error that names it.
+Nothing is ignored silently.
 """
 
 import itertools
@@ -37,7 +38,7 @@ Prompt = str | list[int] | dict[str, Any]
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's natural log probability, its rank (1: the most likely one) and its text."""
+    """A token's natural log probability, its rank (1 is the most likely) and its text."""
 
     logprob: float
     rank: int
@@ -72,10 +73,10 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """The model's input as text; None where token ids were given."""
+    """The model's input as text; None if token ids were given."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """The first token's are None: nothing predicts it."""
+    """None for the first token, which has no prediction."""
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     finished: bool = True
@@ -84,7 +85,7 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
-    """None, as the three before it: this engine has no such things."""
+    """This field and the three fields before it are always None: the engine does not have these features."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Return the number of the vector's values."""
+        """Return the size of the vector."""
         return len(self.embedding)
 
 
@@ -108,20 +109,20 @@ class EmbeddingRequestOutput:
 
 
 OWN_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""Names of generation_config.json, and vLLM's."""
+"""Names in generation_config.json, and in vLLM."""
 TASKS = {"auto": "auto", "generate": "generate", "embed": "pooling", "embedding": "pooling"}
-"""Values of `task`, which vLLM's first versions have in the place of `runner`."""
+"""Values of `task`, the argument that `runner` replaces in later versions of vLLM."""
 DTYPES = {"half": "float16", "float": "float32"}
-"""vLLM's own names of dtypes, and torch's."""
-DEFAULT_SEQUENCES = 256  # at most; vLLM's own
+"""vLLM's own dtype names, and torch's."""
+DEFAULT_SEQUENCES = 256  # vLLM's default maximum
 
 
 class LLM:
-    """An engine that generates by vLLM's calls.
+    """An engine with the methods of vLLM's LLM.
 
     >>> LLM("tiny").generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
 
-    Calls from several threads take turns.
+    Concurrent calls from several threads run one after another.
     """
 
     def __init__(
@@ -139,12 +140,14 @@ class LLM:
         overrides: Iterable[str] = (),
         **arguments: Any,
     ) -> None:
-        """`model`: a folder, GGUF file, hub id or option of conf/model. `runner`: "pooling" for `embed`, else for `generate` and `chat`.
+        """Load the model.
 
-        `quantization`: the checkpoint's own, such as awq. `chat_template`: of each call that gives none. `overrides` are ours, as on the
-        command line, such as quant=int8. The other arguments of vLLM are in pipelines/vllm_arguments.py.
+        `model`: a folder, GGUF file, hub id or option of conf/model. `runner`: "pooling" for `embed`, else for
+        `generate` and `chat`. `quantization`: the checkpoint's own method, such as awq. `chat_template`: the default of
+        `chat`. `overrides`: our settings, as on the command line, such as quant=int8. The other arguments of vLLM are
+        in pipelines/vllm_arguments.py.
 
-        Raises UserError for an argument or value that is not taken, and for whatever is wrong with the model.
+        Raises UserError for an argument or value that is not supported, and if the model cannot be loaded.
         """
         runner = _executor(runner, task)
         settings, texts = run_settings(arguments)
@@ -168,7 +171,7 @@ class LLM:
         self._ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what `generate` takes where it is given none: the checkpoint's own settings, else vLLM's."""
+        """Return the default settings of `generate`: the checkpoint's, else vLLM's."""
         known = {each.name for each in fields(SamplingParams)}
         own = {OWN_NAMES.get(name, name): value for name, value in self.engine.requests.decode_defaults.items()}
         return SamplingParams(**{name: value for name, value in own.items() if name in known})
@@ -184,9 +187,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts: texts, lists of token ids, or dictionaries with a "prompt" or "prompt_token_ids".
 
-        `sampling_params`: one for all, one for each, or None for the checkpoint's own. `lora_request`: the name of one of model.adapters.
-        `prompt_token_ids`: the prompts, as vLLM's first versions took them. Raises UserError for the first prompt that cannot be run,
-        before any is.
+        `sampling_params`: one for all prompts, one for each, or None for the checkpoint's own. `lora_request`: a name
+        in model.adapters. `prompt_token_ids`: the prompts, as in the first versions of vLLM. Raises UserError for the
+        first invalid prompt, before any prompt runs.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise UserError("generate takes prompts or prompt_token_ids: give one of them")
@@ -203,7 +206,10 @@ class LLM:
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several. `chat_template`: the path of a Jinja file; None: the model's own."""
+        """Answer one conversation, or a list of conversations.
+
+        `chat_template`: the path of a Jinja file; None: the default of this LLM.
+        """
         many = messages if messages and isinstance(messages[0], list) else [messages]
         rows = [_row(index, {"messages": each}) for index, each in enumerate(many)]
         template = self._template if chat_template is None else str(chat_template)
@@ -249,7 +255,6 @@ class LLM:
     def _params_of(
         self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        """Return the settings of each row."""
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * len(rows)
         if len(given) != len(rows):
@@ -265,7 +270,7 @@ class LLM:
         decode = replace(decode, prefix_cache=decode.prefix_cache and self._prefix_cache)
         number = next(self._ids)
         if decode.seed is None and self._seed is not None:
-            decode = replace(decode, seed=self._seed + number)  # another one for each prompt of a script
+            decode = replace(decode, seed=self._seed + number)  # every prompt of a script gets its own seed
         try:
             prompt = encoder.encode(row)
             if row.prompt_token_ids is not None:
@@ -308,7 +313,7 @@ class LLM:
 
 
 def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Return a step's log probabilities by token id, each with its token's text."""
+    """Return a step's log probabilities by token id, with token texts."""
     return {
         id: Logprob(value, step.ranks[id], None if tokenizer is None else tokenizer.decode([id], False))
         for id, value in step.logprobs.items()
@@ -316,7 +321,7 @@ def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logpro
 
 
 def _rows(prompts: Prompt | Sequence[Prompt]) -> list[PromptRow]:
-    """Return prompts as rows. Raises UserError for what is no prompt."""
+    """Return prompts as rows. Raises UserError for an invalid prompt."""
     one = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
     many: list[Any] = [prompts] if one else list(prompts)
     return [_row(index, each) for index, each in enumerate(many)]
@@ -336,7 +341,7 @@ def _row(index: int, prompt: Any) -> PromptRow:
 
 
 def _executor(runner: str, task: str) -> str:
-    """Return the runner. Raises UserError for a value that is not allowed, and for two that contradict each other."""
+    """Return the runner. Raises UserError for an unknown value, and if both arguments contradict each other."""
     if runner not in ("auto", "generate", "pooling"):
         raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
     if task not in TASKS:
@@ -348,7 +353,7 @@ def _executor(runner: str, task: str) -> str:
 
 
 def _check_quantization(name: str, run: RunConfig) -> None:
-    """Raise UserError for a quantisation that is not the checkpoint's."""
+    """Raise UserError if the quantisation is not the checkpoint's."""
     checkpoint = resolve_model(run.model).checkpoint
     config = checkpoint.config.raw("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None

@@ -1,7 +1,8 @@
-"""The engine as a model of lm-evaluation-harness: `python -m pipelines.lm_eval --model quintet --model_args model=tiny --tasks ...`.
+"""The engine as a model of lm-evaluation-harness: `python -m pipelines.lm_eval --model quintet --model_args model=tiny
+--tasks ...`.
 
-The command is lm_eval's own, which knows the model once this module is imported. Tokens, windows and stop strings are those of its
-`--model hf`, so that numbers agree.
+The command is lm_eval's own. The model is registered when this module is imported. Tokens, windows and stop strings
+follow its `--model hf`, so that results agree.
 """
 
 import math
@@ -26,14 +27,14 @@ from pipelines.scoring import Window, likelihoods
 
 BATCH_SIZE = 16
 OPTIONS = ("model", "parallel", "quant", "decode", "device")
-"""Groups of the config that `--model_args` may name; all else is a setting such as quant.group_size."""
+"""Config groups that `--model_args` may name; any other name is a setting such as quant.group_size."""
 Numbers = dict[str, dict[str, float]]
-"""By task its metrics."""
+"""Metrics by task."""
 
 
 @register_model("quintet")
 class QuintetLM(TemplateLM):
-    """An engine that answers lm_eval. `tokenizer` is its own, of models/tokenizers."""
+    """An engine with the interface of lm_eval. `tokenizer` is the engine's tokenizer, from models/tokenizers."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -50,10 +51,10 @@ class QuintetLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "QuintetLM":
-        """Return the model of `--model_args`: options of the config's groups and its settings, and `pretrained` for model.path.
+        """Return the model of `--model_args`: options of config groups, settings, and `pretrained` for model.path.
 
-        Of the command's own arguments `--batch_size` and `--device cpu` hold; with another device a GPU is taken where there is one.
-        Raises UserError for an unknown name or value.
+        Of the command's own arguments only `--batch_size` and `--device cpu` have an effect. With any other device, a
+        GPU is used if there is one. Raises UserError for an unknown name or value.
         """
         from conf.compose import compose_run_config  # here, as in text_pipeline
 
@@ -62,7 +63,7 @@ class QuintetLM(TemplateLM):
         size = arguments.pop("batch_size", command.get("batch_size") or BATCH_SIZE)
         if not str(size).isdecimal() or int(size) < 1:
             raise UserError(f"batch_size={size} is not allowed: give a number above 0")
-        # The command says cuda:0 where its user says nothing, also on a machine without one.
+        # lm_eval passes cuda:0 if the user gives no device, also on a machine without a GPU.
         arguments.setdefault("device", "cpu" if command.get("device") == "cpu" else "auto")
         if unknown := [name for name in arguments if name not in OPTIONS and "." not in name]:
             remedy = f"give one of {', '.join(OPTIONS)}, pretrained=FOLDER, or a setting such as quant.group_size=64"
@@ -73,7 +74,7 @@ class QuintetLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "QuintetLM":
-        """Return the model of `--model_args` as one text, "name=value,name=value"."""
+        """Return the model of `--model_args` as one string, "name=value,name=value"."""
         pairs = [pair.partition("=") for pair in arg_string.split(",") if pair]
         return cls.create_from_arg_obj({name.strip(): value for name, _, value in pairs}, additional_config)
 
@@ -83,7 +84,7 @@ class QuintetLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has none before it: BOS, else EOS."""
+        """The token in front of a text that has no context: BOS, else EOS."""
         return self._special(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
 
     @property
@@ -102,13 +103,15 @@ class QuintetLM(TemplateLM):
         raise UserError(f"{what}: give tokenizer_config.json its bos_token or eos_token")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return token ids, with the tokenizer's BOS and the like unless the text begins with it or the caller says otherwise."""
+        """Return token ids, with special tokens such as BOS unless the text begins with the prefix token or the caller
+        decides.
+        """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id], False))
         return self.tokenizer.encode(string, add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the source of the chat template, which lm_eval keeps beside its results."""
+        """Return the source of the chat template, which lm_eval stores with its results."""
         if isinstance(chat_template, str):
             raise UserError(f"apply_chat_template={chat_template} is not allowed: give it without a name")
         return self.tokenizer.chat_template or "" if chat_template else ""
@@ -121,7 +124,9 @@ class QuintetLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return of each (name, context, continuation) the continuation's log likelihood, and whether it is the greedy one."""
+        """Return the log likelihood of each (name, context, continuation), and whether the continuation is the greedy
+        one.
+        """
         windows = []
         for _, context, continuation in requests:
             seen = (context + continuation)[-(self._max_length + 1) :]
@@ -134,7 +139,7 @@ class QuintetLM(TemplateLM):
         return [(found.log_likelihood, found.is_greedy) for found in likelihoods(self._engine, windows)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log likelihood of each text, in windows that follow one another, each after one token of the last one."""
+        """Return the log likelihood of each text, in disjoint windows that follow one token of context."""
         pairs = [list(self._rolling(request.args[0])) for request in requests]
         found = iter(self._loglikelihood_tokens([(None, *pair) for own in pairs for pair in own]))
         return [math.fsum(next(found)[0] for _ in own) for own in pairs]
@@ -149,7 +154,7 @@ class QuintetLM(TemplateLM):
         return map(make_disjoint_window, windows)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each (prompt, settings), cut before the first of its stop strings."""
+        """Return the continuation of each (prompt, settings), cut before its first stop string."""
         prepared, stops = [], []
         for index, request in enumerate(requests):
             text, settings = request.args
@@ -165,15 +170,15 @@ class QuintetLM(TemplateLM):
         for output in self._engine.generate(prepared):
             if output.error:
                 raise output.error
-            # As --model hf decodes: the answer by itself, whose first space a tokenizer may leave out.
+            # As in --model hf, the answer is decoded by itself, so a tokenizer may drop its first space.
             texts[output.request_id] = self.tokenizer.decode(output.completions[0].token_ids, skip_special_tokens=True)
         return [postprocess_generated_text(text, list(stop), None) for text, stop in zip(texts, stops, strict=True)]
 
 
 def decode_of(settings: dict[str, Any]) -> tuple[int, DecodeConfig]:
-    """Return the most new tokens of a task's `generation_kwargs`, and all of them as ours.
+    """Return the maximum of new tokens and the decode settings of a task's `generation_kwargs`.
 
-    Raises UserError for a name that is not known, and for values that are not allowed.
+    Raises UserError for an unknown name, and for values that are not allowed.
     """
     known = dict(normalize_gen_kwargs(settings))
     until = known.pop("until") or []
@@ -191,7 +196,7 @@ def decode_of(settings: dict[str, Any]) -> tuple[int, DecodeConfig]:
 
 
 def evaluate_tasks(engine: Engine, evaluate: EvaluateConfig) -> Numbers:
-    """Return the numbers of `evaluate.tasks`. Raises UserError for a task that is not there."""
+    """Return the metrics of `evaluate.tasks`. Raises UserError for an unknown task."""
     manager = TaskManager(include_path=evaluate.tasks_folder)
     if unknown := [name for name in evaluate.tasks if name not in manager.all_tasks]:
         remedy = "give one that lm_eval has, or the folder of its YAML file by evaluate.tasks_folder"
@@ -209,7 +214,7 @@ def evaluate_tasks(engine: Engine, evaluate: EvaluateConfig) -> Numbers:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return a task's metrics by name; the filter that an answer went through is named where a metric has several."""
+    """Return a task's metrics by name. The name includes the answer filter if a metric has several filters."""
     parts = [(name.partition(","), value) for name, value in metrics.items() if isinstance(value, int | float)]
     parts = [part for part in parts if part[0][1] and not part[0][0].endswith("_stderr")]
     numbers = {}

@@ -1,4 +1,4 @@
-"""From a RunConfig to an engine. A scheme that needs calibration is calibrated first, once: its model is kept and found again."""
+"""Load an engine from a RunConfig. A scheme that needs calibration is calibrated once; later runs find its model."""
 
 import logging
 from dataclasses import replace
@@ -29,11 +29,10 @@ def load_engine(
     head: HeadKind | None = HeadKind.vocabulary,
     open_model: OpenModel | None = None,
 ) -> Engine:
-    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` at once. `head`: as for `resolve_model`.
+    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` concurrent requests.
 
-    `open_model` is called in its place, if it is given.
-
-    Raises UserError as `prepare_device`, `resolve_model` and `load_engine_on` do.
+    `head`: as for `resolve_model`. `open_model`, if given, replaces `resolve_model`. Raises UserError as
+    `prepare_device`, `resolve_model` and `load_engine_on` do.
     """
     device = prepare_device(run.device)
     source = open_model(head) if open_model else resolve_model(run.model, head)
@@ -45,7 +44,7 @@ def load_engine_on(
 ) -> Engine:
     """Return the engine of the opened checkpoint of `run` on the prepared device.
 
-    Raises UserError for whatever is wrong with the checkpoint or its tokenizer, and as `find_or_make` does.
+    Raises UserError for an invalid checkpoint or tokenizer, and as `find_or_make` does.
     """
     if run.parallel.mode is ParallelMode.ray:
         raise UserError(
@@ -78,13 +77,13 @@ def _load_with_ranks(
     max_num_requests: int,
     progress: ProgressSink,
 ) -> Engine:
-    """Return the engine of rank 0, whose other ranks end with it."""
-    from pipelines.ranks.driver import start_driver  # here, because other runs have one process
+    """Return the engine of rank 0. Closing the engine ends the other ranks."""
+    from pipelines.ranks.driver import start_driver  # here, because a run without ranks does not need it
 
     whole = plan_model(run, source, device, packed=True)
     driver = start_driver(run, whole)
     try:
-        draft = plan_draft(run, whole, settings)  # which rank 0 has alone, and whole
+        draft = plan_draft(run, whole, settings)  # on rank 0 only, not sharded
         plan = driver.part(whole)
         source.warn_of_unread_keys()
         return assemble(run, plan, settings, max_num_requests, progress.loaded, draft, driver)
@@ -94,7 +93,7 @@ def _load_with_ranks(
 
 
 def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:
-    """Return the run of the model that a scheme's calibration makes, and its checkpoint; the same where there is nothing to calibrate."""
+    """Return the run and the checkpoint of the calibrated model; unchanged if the scheme needs no calibration."""
     if run.quant.needs_calibration and source.is_quantized:
         if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
             unused = "calibrate and quantize.format are not used by a model that is quantised already"
@@ -106,13 +105,13 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> t
                 "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
             )
             raise UserError(f"{what}: {remedy}")
-        from pipelines.quantize.quantize import find_or_make  # here, because other runs have nothing to calibrate
+        from pipelines.quantize.quantize import find_or_make  # here, because other runs do not calibrate
 
         folder = find_or_make(run, source, progress)
         log.warning("what runs is the calibrated model in %s", folder)
         found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
         model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
-        if run.quant.activations is Activations.auto:  # which is not in the model's files, either
+        if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
             quant = replace(quant, activations=Activations.auto)
         run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
         source = resolve_model(run.model)

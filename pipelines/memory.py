@@ -1,4 +1,4 @@
-"""What a run needs of a GPU's memory, reckoned before anything is loaded."""
+"""Estimates of a run's GPU memory, computed before anything is loaded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,29 +12,30 @@ from models.weights import module_bytes
 
 
 def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
-    """Return the bytes that a model on the meta device takes once its weights are loaded in `dtype`."""
+    """Return the bytes of a model on the meta device once its weights are loaded in `dtype`."""
     return sum(module_bytes(model, dtype).values())
 
 
 def max_layer_values(model: CausalLM) -> int:
-    """Return about the most values of one token that exist at once around a linear layer: its input, its output and a gate.
+    """Return approximately the most values per token that are live around a linear layer: its input, its output and a
+    gate.
 
-    The model's layers must still be floats. The head does not count: it has a row for each sequence only.
+    The layers must still be float layers. The head does not count: it has one row per sequence only.
     """
     layers = [layer for name, layer in linear_specs(model).items() if model.get_submodule(name) is not model.head]
     return max((sum(layer.shape) + max(layer.shape) for layer in layers), default=0)
 
 
 def step_bytes(max_values: int, vocab_size: int, dtype: torch.dtype, num_tokens: int, num_sequences: int) -> int:
-    """Return about the bytes of the tensors that exist at once in a step.
+    """Return approximately the bytes of the tensors that are live in a step.
 
-    These are `max_values` for each token, and for each sequence its logits in `dtype` and in float32.
+    These are `max_values` for each token, and the logits of each sequence in `dtype` and in float32.
     """
     return num_tokens * max_values * dtype.itemsize + num_sequences * vocab_size * (dtype.itemsize + 4)
 
 
 def check_memory(weights: int, step: int, free: int, memory_fraction: float) -> None:
-    """Raise UserError where the bytes of weights and of a step are more than what is free for this process."""
+    """Raise UserError if the bytes of weights and of a step exceed the memory that is free for this process."""
     if weights + step > free:
         raise UserError(
             f"the GPU has {_gb(free)} free within device.memory_fraction={memory_fraction}, but the weights need {_gb(weights)} and a step "
@@ -44,7 +45,7 @@ def check_memory(weights: int, step: int, free: int, memory_fraction: float) -> 
 
 @contextmanager
 def explained_out_of_memory() -> Iterator[None]:
-    """Turn torch's error of a full GPU into a UserError."""
+    """Turn torch's out-of-memory error into a UserError."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
-"""MindFormers' face over our pipelines: its scripts run with `from pipelines.mindformers import` for their import.
+"""The API of MindFormers: its scripts run with imports from `pipelines.mindformers`.
 
-`build_context`, `AutoModel`, `AutoTokenizer`, `pipeline` and the streamers have MindFormers' names and arguments (docs of MindFormers 1.3
-to 1.5, "Inference"). A model and a tokenizer are descriptions, which `pipeline` opens.
+`build_context`, `AutoModel`, `AutoTokenizer`, `pipeline` and the streamers have MindFormers' names and arguments (docs
+of MindFormers 1.3 to 1.5, "Inference"). A model and a tokenizer are descriptions, which `pipeline` opens.
 """
 
 import logging
@@ -22,16 +22,16 @@ __all__ = ["AutoModel", "AutoTokenizer", "TextIteratorStreamer", "TextStreamer",
 log = logging.getLogger(__name__)
 
 DEVICES = {"CPU": "cpu", "GPU": "cuda"}
-"""Values of context.device_target, and ours."""
+"""Values of context.device_target, and of our device setting."""
 SIZES = {"model_parallel": "tp", "pipeline_stage": "pp"}
-"""Keys of parallel_config, and ours."""
+"""Keys of parallel_config, and of our parallel settings."""
 SETTINGS = {"seq_length": "model.max_length", "batch_size": "predict.batch_size", "block_size": "device.block_size"}
-"""Keys of a model's config that are settings of ours."""
+"""Keys of a model's config that correspond to our settings."""
 GENERATION = {"max_decode_length": "max_length"} | {
     name: name
     for name in ("max_length", "max_new_tokens", "do_sample", "top_k", "top_p", "temperature", "repetition_penalty")
 }
-"""Keys of a model's config that are arguments of each call, and their names there."""
+"""Keys of a model's config that are defaults of each call, and the arguments of the call."""
 UNUSED = (
     "use_past",
     "is_dynamic",
@@ -42,33 +42,36 @@ UNUSED = (
     "padding_side",
     "trust_remote_code",
 )
-"""Keys of a model and of a tokenizer that change nothing: the cache is always paged and kept, and no code of a checkpoint is run."""
+"""Keys of a model and of a tokenizer that have no effect: the cache is always paged, and a checkpoint's code is never
+run.
+"""
 
-_context: list[str] = []  # overrides of the last build_context, which MindFormers' scripts name nowhere else
+_context: list[str] = []  # overrides of the last build_context, which scripts do not pass on
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model or a tokenizer by its name, which `pipeline` opens."""
+    """A model or a tokenizer by name, which `pipeline` opens."""
 
     name: str
     """An option of conf/model, a folder or a hub id."""
     checkpoint: str | None = None
-    """The folder of the weights, where it is not that of the name."""
+    """The folder of the weights, if it is not the folder of the name."""
     overrides: list[str] = field(default_factory=list)
     dtype: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Defaults of each call."""
+    """Default arguments of each call."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: a model or tokenizer of pipelines.mindformers is opened by pipeline(...) alone")
 
 
 def build_context(config: Mapping[str, Any]) -> None:
-    """Set the device and the number of ranks of the pipelines that are made next.
+    """Set the device and the number of ranks of the pipelines that are created next.
 
-    Of `config` these mean something here: context.device_target, use_parallel, run_mode and, of parallel_config, model_parallel and
-    pipeline_stage. One line names the others. Raises UserError for a run_mode that is not predict, and for sizes that contradict others.
+    These keys of `config` have an effect: context.device_target, use_parallel, run_mode, parallel.device_num, and
+    model_parallel and pipeline_stage of parallel_config. One warning names all other keys. Raises UserError for a
+    run_mode other than predict, and for sizes that contradict each other.
     """
     if not isinstance(config, Mapping):
         raise UserError(
@@ -94,7 +97,7 @@ def build_context(config: Mapping[str, Any]) -> None:
     if not isinstance(use_parallel, bool):
         raise UserError(f"use_parallel={use_parallel!r} is not allowed: give True or False")
     overrides += _ranks(use_parallel, sizes, parallel.pop("device_num", None))
-    if context.get("mode") == 0:  # graphs, as steps are captured here
+    if context.get("mode") == 0:  # graph mode, as steps are captured here
         del context["mode"]
     sections = {"context": context, "parallel_config": sizes, "parallel": parallel}
     unused = [f"{section}.{key}" for section, rest in sections.items() for key in rest]
@@ -104,7 +107,9 @@ def build_context(config: Mapping[str, Any]) -> None:
 
 
 def _ranks(use_parallel: bool, sizes: dict[str, Any], num_devices: int | None) -> list[str]:
-    """Take the numbers of ranks out of `sizes`, and return them as overrides. Raises UserError where they contradict each other."""
+    """Remove the rank counts from `sizes`, and return them as overrides. Raises UserError if they contradict each
+    other.
+    """
     found = {name: sizes.pop(name, 1) for name in ("data_parallel", *SIZES)}
     for name, size in found.items():
         if type(size) is not int or size < 1:
@@ -128,16 +133,15 @@ def _ranks(use_parallel: bool, sizes: dict[str, Any], num_devices: int | None) -
 
 
 class AutoModel:
-    """MindFormers' AutoModel."""
-
     @staticmethod
     def from_pretrained(
         pretrained_model_name_or_dir: str | Path, checkpoint_name_or_path: str | Path | None = None, **settings: Any
     ) -> Description:
         """Describe a model: an option of conf/model such as llama2_7b, a folder or a hub id.
 
-        `checkpoint_name_or_path`: the folder of its weights, or the `.ckpt` in that folder. `settings`: keys of MindFormers' config of the
-        model. Raises UserError for those of the architecture, which is the checkpoint's own, and for what does not exist.
+        `checkpoint_name_or_path`: the folder of its weights, or the `.ckpt` in that folder. `settings`: keys of
+        MindFormers' model config. Raises UserError for keys of the architecture, which comes from the checkpoint, and
+        for unknown keys.
         """
         path = None if checkpoint_name_or_path is None else str(_folder(Path(checkpoint_name_or_path)))
         dtype = settings.pop("compute_dtype", None)
@@ -157,7 +161,9 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_dir: str | Path, **settings: Any) -> Description:
-        """Describe the tokenizer of an option of conf/model, a folder or a hub id. Raises UserError for settings of its files."""
+        """Describe the tokenizer of an option of conf/model, a folder or a hub id. Raises UserError for settings of its
+        files.
+        """
         _refuse_others(settings)
         return Description(str(pretrained_model_name_or_dir))
 
@@ -171,10 +177,11 @@ def pipeline(
     backend: str = "ms",
     **arguments: Any,
 ) -> TextGenerationPipeline | PooledPipeline:
-    """Return our pipeline of a model, on what `build_context` has set.
+    """Return our pipeline of a model, with the device and ranks of `build_context`.
 
-    `arguments`: of the model, if it is a name, of each call, and of our `pipeline`. A tokenizer of the model's name is that in the
-    folder of its weights, if one is there. Raises UserError as our `pipeline` does.
+    `arguments`: settings of the model if it is a name, defaults of each call, and arguments of our `pipeline`. If the
+    tokenizer has the model's name, the tokenizer in the folder of the weights is used if there is one. Raises UserError
+    as our `pipeline` does.
     """
     if task is None or model is None:
         raise UserError(
@@ -210,7 +217,7 @@ def pipeline(
 
 
 def _opened(tokenizer: Any, model: Description | None) -> Any:
-    """Return a tokenizer as our `pipeline` takes it."""
+    """Return a tokenizer in a form that our `pipeline` accepts."""
     if not isinstance(tokenizer, Description):
         return tokenizer
     from conf.compose import (  # here, so that an engine can be built where Hydra is not installed
@@ -228,7 +235,7 @@ def _opened(tokenizer: Any, model: Description | None) -> Any:
 
 
 def _folder(path: Path) -> Path:
-    """Return the folder of a checkpoint that is named by its `.ckpt`. Raises UserError where the folder has others, too."""
+    """Return the folder of a `.ckpt`. Raises UserError if the folder has more `.ckpt` files."""
     if path.suffix != ".ckpt" or path.is_dir():
         return path
     folder = path.parent
@@ -242,7 +249,7 @@ def _folder(path: Path) -> Path:
 
 
 def _refuse_others(settings: dict[str, Any]) -> None:
-    """Raise UserError for settings that are the files' own, and warn of those that change nothing."""
+    """Raise UserError for settings of the checkpoint's files, and warn of settings without effect."""
     for name, value in settings.items():
         if name not in UNUSED:
             remedy = "leave it out, or change a copy of its folder"

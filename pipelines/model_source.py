@@ -1,4 +1,6 @@
-"""Stage 1 of an engine: the checkpoint of `model.path`, found, verified and opened once. Every stage and task reads it from here."""
+"""Stage 1 of an engine: find, verify and open the checkpoint of `model.path` once. All stages and tasks read it from
+here.
+"""
 
 import logging
 from collections.abc import Callable
@@ -20,34 +22,34 @@ from quantization.layouts.sparsity import read_sparsity
 
 log = logging.getLogger(__name__)
 
-EXPORTED = Architecture("", "", "")  # no code of a family belongs to it
+EXPORTED = Architecture("", "", "")  # an exported model needs no code of a model family
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint whose config is read. Its weights and its tokenizer are opened by who needs them."""
+    """A checkpoint whose config is read. Weights and tokenizer are opened later, where they are needed."""
 
     checkpoint: Checkpoint
     architecture: Architecture
     shape: ModelShape
     has_weights: bool
-    """False with model.weights=random, which takes the config alone."""
+    """False with model.weights=random, which uses only the config."""
     artefact: Description | None = None
-    """What `task=export` made, in the place of weights and of the architecture's code; None: a checkpoint."""
+    """The description of a `task=export` model, which replaces weights and architecture code; None for a checkpoint."""
 
     @property
     def is_quantized(self) -> bool:
         """Whether the files hold quantised weights."""
         if self.artefact is not None:
-            return True  # its files are what quantisation and packing left
-        if self.checkpoint.path.suffix == ".gguf":  # only its tensors say it
+            return True  # its files hold the quantised and packed model
+        if self.checkpoint.path.suffix == ".gguf":  # only a GGUF's tensors tell
             return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
         sparsity = read_sparsity(self.checkpoint.config)
         is_pruned_alone = sparsity is not None and sparsity.is_alone
         return self.checkpoint.config.section("quantization_config") is not None and not is_pruned_alone
 
     def warn_of_unread_keys(self) -> None:
-        """Warn of keys of the config that may mean something and that no stage has read."""
+        """Warn of config keys that may have a meaning and that no stage has read."""
         if self.artefact is None and (unread := self.checkpoint.config.unread()):
             log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
 
@@ -57,7 +59,9 @@ OpenModel = Callable[[HeadKind | None], ModelSource]
 
 
 def moved(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the settings of a model that was made of this one and is in a folder. A hub's tokenizer keeps its revision."""
+    """Return the settings of a model in `folder` that was made from this model. A tokenizer from a hub keeps its
+    revision.
+    """
     tokenizer = model.tokenizer
     if tokenizer and model.revision is not None:
         tokenizer = str(find_tokenizer(tokenizer, model.hub, model.revision))
@@ -65,10 +69,10 @@ def moved(model: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def resolve_model(config: ModelConfig, head: HeadKind | None = HeadKind.vocabulary) -> ModelSource:
-    """Open the checkpoint of `model.path`; with `model.verify` all its files are compared with the manifest first.
+    """Open the checkpoint of `model.path`. With `model.verify` all its files are first compared with the manifest.
 
-    `head` is what its model needs; None: the checkpoint's own. Raises UserError where there is none, where it is damaged, for a config
-    that no architecture here has, and for a checkpoint without the vocabulary's head where that is needed.
+    `head`: the head that the task needs; None: the checkpoint's own. Raises UserError if there is no checkpoint, if it
+    is damaged, if its architecture is not supported, and if it lacks a vocabulary head that is needed.
     """
     path = find_checkpoint(
         config.path, config.weights is Weights.checkpoint, config.allow_pickle, config.hub, config.revision
@@ -82,7 +86,7 @@ def resolve_model(config: ModelConfig, head: HeadKind | None = HeadKind.vocabula
 
 
 def source_of(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None) -> ModelSource:
-    """Return the source of a checkpoint that is no export. `head`, and UserErrors, are those of `resolve_model`."""
+    """Return the source of a checkpoint that is not an export. `head` and the UserErrors: as for `resolve_model`."""
     architecture = find_architecture(checkpoint.config)
     if head is HeadKind.vocabulary and architecture.head is HeadKind.labels:
         names = ", ".join(checkpoint.config.raw("architectures"))

@@ -1,4 +1,4 @@
-"""Make a folder of results that appears under its name when it is complete."""
+"""Make a folder of results that appears under its final name when it is complete."""
 
 import fcntl
 import logging
@@ -17,25 +17,29 @@ log = logging.getLogger(__name__)
 
 
 def kept_folder(kind: str) -> Path:
-    """Return where files are kept that later runs find: `quantized` models, `packed` copies. QUINTET_OUTPUTS is the folder of both."""
+    """Return the folder of files that later runs reuse: `quantized` models, `packed` copies. QUINTET_OUTPUTS sets the
+    parent folder.
+    """
     return Path(os.environ.get("QUINTET_OUTPUTS") or REPOSITORY / "outputs") / kind
 
 
 @contextmanager
 def only_maker(target: Path) -> Iterator[None]:
-    """Let one process at a time make `target`. Another one that enters logs that it waits, until this block or its process ends."""
+    """Let one process at a time make `target`. Another process logs that it waits, until this block or its process
+    ends.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")
     lock = _lock(path, target)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # who waits for it makes another one
+        path.unlink(missing_ok=True)  # a waiting process creates a new lock file
         os.close(lock)
 
 
 def _lock(path: Path, target: Path) -> int:
-    """Create and lock the file at `path`, and return its descriptor. Waits while another process has the lock."""
+    """Create and lock the file at `path`, and return its descriptor. Waits while another process holds the lock."""
     while True:
         try:
             lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -55,11 +59,12 @@ def _lock(path: Path, target: Path) -> int:
 
 @contextmanager
 def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `target`, which is renamed to it when the block succeeds, and removed when it fails.
+    """Yield a hidden folder next to `target`. It is renamed to `target` if the block succeeds, and removed if it fails.
 
-    The folder is empty. If the block is `resumable`, a failed block's folder is kept, and the next block gets it.
-    A killed process leaves the hidden folder, which the next run with this target takes over. Killed between the two renames that replace
-    a model, it leaves the old model beside, also hidden. Raises UserError as `refuse_existing` does.
+    The folder is empty at the start. If the block is `resumable`, the folder of a failed block is kept, and the next
+    block gets it. A killed process leaves the hidden folder, which the next run with this target takes over. If the
+    process is killed between the two renames that replace a model, the old model stays in a second hidden folder.
+    Raises UserError as `refuse_existing` does.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
@@ -78,7 +83,7 @@ def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = 
             yield partial
             for path in (*partial.rglob("*"), partial):
                 _sync(path)
-            refuse_existing(target, overwrite, task)  # by now there may be one
+            refuse_existing(target, overwrite, task)  # it may exist by now
             shutil.rmtree(replaced, ignore_errors=True)
             if target.exists():
                 os.rename(target, replaced)
@@ -96,7 +101,7 @@ def complete_folder(target: Path, overwrite: bool, task: str, resumable: bool = 
 
 
 def refuse_existing(target: Path, overwrite: bool, task: str) -> None:
-    """Raises UserError if anything is at `target`; with `overwrite` only if it is neither a model nor an empty folder."""
+    """Raise UserError if `target` exists; with `overwrite` only if it is neither a model nor an empty folder."""
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:

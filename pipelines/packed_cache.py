@@ -1,4 +1,6 @@
-"""`model.keep_packed`: a packed model is kept in a file, and found again by the checkpoint and the code that it was made of."""
+"""`model.keep_packed`: keep a packed model in a file. The file is reused while the checkpoint and the code stay the
+same.
+"""
 
 import fcntl
 import hashlib
@@ -26,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> None:
-    """Map the planned model's weights from the file that is kept of them; else `read` them, and keep them for the next start.
+    """Map the planned model's weights from the kept file. If it is not usable, `read` the weights and write the file.
 
-    A file of other files, settings or code is replaced; several processes may do that at once. Raises UserError as `restore` does, where
-    the file cannot be written, and for a device that maps nothing.
+    A file of other files, settings or code is replaced. Several processes may do this at once. Raises UserError as
+    `restore` does, if the file cannot be written, and if the device is not a CPU.
     """
     if plan.device.type != "cpu":
         unused = f"model.keep_packed=true is not used by device={plan.device.type}"
@@ -41,7 +43,7 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
         read()
         try:
             with _only_writer(path.parent):
-                if not is_packed(path, identity):  # another process may have made it meanwhile
+                if not is_packed(path, identity):  # another process may have written it meanwhile
                     save_packed(plan.model, path, identity)
         except OSError as failed:
             reason = f"{path} cannot be written ({failed.strerror or failed})"
@@ -50,7 +52,9 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
 
 
 def _place(run: RunConfig, plan: ModelPlan) -> Path:
-    """Return the path of one file for each model, head, quantisation and dtype: a newer checkpoint or newer code replaces it."""
+    """Return the path of the file: one per model, head, quantisation and dtype. A newer checkpoint or newer code
+    replaces it.
+    """
     local = Path(run.model.path).expanduser()
     model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id
     quant = {name: value for name, value in asdict(run.quant).items() if name != "kv_cache"}
