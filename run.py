@@ -1,4 +1,6 @@
-"""`python run.py [group=option ...] [key=value ...]`: compose the config and hand it to the pipelines. `--help` lists everything."""
+"""`python run.py [group=option ...] [key=value ...]`: compose the config and run the task. `--help` lists
+everything.
+"""
 
 import os
 import signal
@@ -25,7 +27,7 @@ from pipelines.ranks.worker import followed
 
 
 def main() -> None:
-    """Run one job, or with -m a sweep: its jobs, then their table. Raises UserError if jobs of a sweep failed."""
+    """Run one job, or with -m a sweep and then its table. Raises UserError if jobs of a sweep failed."""
     sweep_id, swept = uuid4().hex, swept_tasks(sys.argv[1:])  # a launcher's workers get both with run_job
 
     @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -49,8 +51,8 @@ def main() -> None:
     failure = None
     try:
         run_job()
-    finally:  # also where the sweep was interrupted
-        if HydraConfig.initialized():  # by its callback
+    finally:  # also after an interrupted sweep
+        if HydraConfig.initialized():  # initialized by its callback
             with interrupts_waiting():
                 from pipelines.sweep import Sweep, write_sweep
             failure = write_sweep(Sweep(sweep_id, HydraConfig.get().sweep.dir))
@@ -59,7 +61,7 @@ def main() -> None:
 
 
 def _launch(run: RunConfig, output_dir: Path) -> None:
-    from pipelines.launch import launch  # not at the top: --help and completion need not wait for it
+    from pipelines.launch import launch  # here, because --help and completion do not need it
 
     launch(run, output_dir, dump)
 

@@ -97,7 +97,6 @@ def assemble(
 def _place_proposers(
     engine: Engine, plan: ModelPlan, draft: PlannedRun | None, caches: list[KVCache], num_graph_sequences: int
 ) -> None:
-    """Give the speculator the proposers that have weights: the draft model and the model's own MTP layer."""
     limits = engine.block_size, engine.scheduler.max_batched_tokens
     if draft:
         executor = engine.executor.beside(draft[1].model, caches[1], num_graph_sequences)
@@ -116,7 +115,6 @@ def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters]
 
 
 def _unavailable_proposers(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
-    """Return the proposers that this engine cannot use, and why."""
     reasons = {}
     if draft is None:
         reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"

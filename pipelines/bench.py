@@ -95,7 +95,7 @@ def decode_config(run: RunConfig) -> DecodeConfig:
     size = run.bench.new_tokens
     speculation, speculate = run.decode.speculation, run.decode.speculate
     alone = replace(speculation, shared=False)
-    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # keep the warning of unused settings
+    if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # an unused setting causes a warning
         speculation = alone
     return replace(
         run.decode,
@@ -150,9 +150,9 @@ class Round:
     """Times of one batch from submission to its last token, in seconds."""
 
     num_prompt_tokens: int  # of all rows
-    first_token_s: list[float]  # of each step in which every row gets tokens
-    step_s: list[float]  # of each of these steps, per token of a row: with draft tokens a step returns several
-    token_s: list[float]  # of each of these, for a token of a row: with drafts a step gives several
+    first_token_s: list[float]  # per row
+    step_s: list[float]  # of each step in which every row gets tokens
+    token_s: list[float]  # of each of these steps, per token of a row: with draft tokens a step returns several
     total_s: float
 
 
@@ -207,9 +207,6 @@ def _percentiles(seconds: list[float]) -> dict[str, float] | None:
 
 
 def _memory(engine: Engine, bench: BenchConfig, rounds: list[Round]) -> dict[str, Any]:
-    """Return the bytes of weights, keys and values, and the share of the bandwidth of a step, or why the share is
-    unknown.
-    """
     prompt_tokens = sum(r.num_prompt_tokens for r in rounds) // len(rounds)
     kv_bytes = engine.executor.kv_bytes_per_token * (prompt_tokens + bench.batch_size * (bench.new_tokens // 2))
     steps = rounds[-1].step_s  # the bandwidth, measured next, varies within seconds on a busy machine

@@ -56,8 +56,6 @@ class LocalModel:
         self._engine.requests.check(self._decode)
 
     def answer(self, messages: list[Message], say: Say, signals: Interruption) -> str:
-        """Generate the answer, as `Speaker.answer` does."""
-
         def sink(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
             say(text)
 
@@ -142,7 +140,6 @@ def _endpoint(run: RunConfig, url: str, is_own: bool = False) -> Endpoint:
 
 
 def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> None:
-    """Show the web page for the endpoint, or else for a local server of the run's model, which stops with the page."""
     from pipelines.chat_page import show_page  # here, because Gradio takes seconds to import
 
     if endpoint is not None:
@@ -156,7 +153,6 @@ def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> N
 
 
 def talk(conversation: Conversation) -> None:
-    """Read the user's turns from standard input."""
     while (line := _read_line()) is not None:
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.command(line):
@@ -166,7 +162,6 @@ def talk(conversation: Conversation) -> None:
 
 
 def _read_line() -> str | None:
-    """Return the next line of standard input, None at its end. A terminal gets a prompt and line editing."""
     if sys.stdin is None:
         return None
     if sys.stdin.isatty():

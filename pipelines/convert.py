@@ -117,7 +117,6 @@ def _refuse_unused(run: RunConfig) -> None:
 
 
 def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
-    """Raise UserError if the target overlaps the source, which is never changed, or the run's own folder."""
     made, read, run = target.resolve(), source.resolve(), output_dir.resolve()
     if made == read or made in read.parents or read in made.parents:
         raise UserError(f"convert.output={target} is, holds or lies in the source {source}: give a folder elsewhere")

@@ -75,7 +75,6 @@ def predicting_ahead(source: ModelSource) -> ModelSource:
 
 
 def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings) -> None:
-    """Raise UserError if the draft model's token ids have other meanings, or if it cannot take the run's prompts."""
     shape, context = source.shape, settings.context
     # If both have the same tokenizer, ids beyond the tokenizer are padding: Qwen2.5 0.5B has 128 fewer of them than 7B.
     num_needed = target.shape.vocab_size
@@ -95,7 +94,6 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
 
 
 def _compare_tokenizers(own: Tokenizer, expected: Tokenizer) -> None:
-    """Raise UserError for the first token id whose text differs between the two tokenizers."""
     for token in range(max(own.size, expected.size)):
         texts = [_text(tokenizer, token) for tokenizer in (own, expected)]
         if texts[0] != texts[1]:

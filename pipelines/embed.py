@@ -105,7 +105,6 @@ def _missing_eos(tokenizer: Tokenizer) -> int | None:
 
 
 def _instruction(given: str | None, files: EmbeddingFiles) -> str:
-    """Return the text in front of each prompt. Raises UserError for a name that the checkpoint does not have."""
     if given is None:
         return files.prompts[files.default_prompt] if files.default_prompt else ""
     if given in files.prompts:

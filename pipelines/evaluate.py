@@ -208,7 +208,6 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
 
 
 def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str, float]]:
-    """Return the metrics of `evaluate.tasks`. Raises UserError if lm_eval is not installed."""
     try:
         from pipelines.lm_eval import evaluate_tasks
     except ImportError as error:
@@ -217,7 +216,6 @@ def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str
 
 
 def _encode(tokenizer: Tokenizer | None, text: Text) -> list[int]:
-    """Return the token ids of a text, with special tokens such as BOS."""
     try:
         token_ids = PromptEncoder(tokenizer, True, "none").encode(PromptRow(0, prompt=text.text)).token_ids
     except UserError as error:
@@ -267,7 +265,6 @@ def _load_reference(
 
 
 def _quality(scores: Scores | None, right: list[bool]) -> dict[str, Any]:
-    """Return the metrics; a metric that was not measured is None."""
     return {
         "nll_per_token": scores and scores.nll_per_token,
         "perplexity": scores and scores.perplexity,

@@ -135,7 +135,6 @@ def absolute(output: str | Path) -> Path:
 
 
 def _check_settings(run: RunConfig) -> None:
-    """Raise UserError for settings that the task does not accept."""
     if run.export.output is None:
         raise UserError("export.output is missing: give the folder to make")
     run.decode.check_unset("by task=export", "leave it out")
@@ -211,7 +210,6 @@ def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> _ShardExport:
 
 
 def _write(part: _ShardExport, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
-    """Write graphs, weights and export.json. Raises UserError for a model that cannot be traced."""
     model, cache, names = part.model, part.cache, dict[object, str]()
     traced = [_traced(model, cache, names, layers) for layers in (None, [*adaptable_layers(model).values()])]
     weights = [each.weights for each in traced]

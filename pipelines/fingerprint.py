@@ -145,8 +145,8 @@ def plain_quant(quant: QuantConfig) -> dict[str, Any]:
 
 
 def calibration_fingerprint(run: RunConfig) -> Fingerprint:
-    """Return what a calibrated model depends on besides its source and `quant`: the texts and the scale layout of its
-    format.
+    """Return what a calibrated model depends on besides its source and `quant`: the texts, and the format, which sets
+    the dtype of scales.
     """
     data = run.calibrate.data
     texts = asdict(run.calibrate) | {"data": data and sha256_of(calibration_file(data).path)}

@@ -50,14 +50,13 @@ def compose_held(
 
 
 def _is_of_transformers(given: Any, name: str) -> bool:
-    """Return whether the object has this class of transformers. transformers is not imported: a script that has such an
-    object has imported it.
+    """Return whether the object has this class of transformers. transformers is not imported: if the object has this
+    class, the script has imported it.
     """
     return any(each.__name__ == name and each.__module__.startswith("transformers.") for each in type(given).__mro__)
 
 
 def _refuse_files(run: RunConfig, model: Any) -> None:
-    """Raise UserError for settings that read the model's files."""
     saved = "save_pretrained it, and give the folder"
     if run.quant.needs_calibration:
         raise UserError(f"quant={run.quant.scheme.name} calibrates a model from its files: {saved}")
@@ -90,7 +89,6 @@ def _open(run: RunConfig, model: Any, tokenizer: Any, head: HeadKind | None) -> 
 
 
 def _own_tokenizer(model: ModelConfig) -> Tokenizer | None:
-    """Return the tokenizer of the folder or hub id from which the model was loaded; None if there is none."""
     if "/" not in model.path and not Path(model.path).exists():  # the model's class name
         return None
     return open_tokenizer(find_checkpoint(model.path, False, False, model.hub))

@@ -70,7 +70,6 @@ class RowJob(ABC):
     """
 
     def __init__(self, executor: RowExecutor, journal: Journal, max_errors: int | None) -> None:
-        """`max_errors`: `predict.max_errors`."""
         self.executor = executor
         self.journal = journal
         self._max_errors = max_errors
@@ -122,7 +121,6 @@ class RowJob(ABC):
         return Finished(first, metrics)
 
     def base_metrics(self, prompts: Prompts) -> dict[str, Any]:
-        """Return the metrics of every job."""
         return {
             "num_prompts": self.totals["num_prompts"],
             "num_resumed_rows": self.resumed["num_prompts"],
@@ -134,7 +132,6 @@ class RowJob(ABC):
         }
 
     def _run_shown(self, prompts: Prompts, signals: Interruption) -> float:
-        """Run with a progress bar and return the seconds."""
         start = time.perf_counter()
         rows = self._undone(signals.checked(prompts))
         with (

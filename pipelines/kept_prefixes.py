@@ -45,7 +45,6 @@ class KeptRow:
 
     @property
     def num_slots(self) -> int:
-        """Number of cache slots that it takes."""
         return self.num_prefix_tokens + self.num_tokens
 
 
@@ -173,7 +172,6 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
 
 
 def _check_parts(engine: Engine, file: KeptFile) -> None:
-    """Raise UserError for a row with a soft prefix or an adapter that the engine does not have."""
     prefixes = {(prefix.digest, prefix.num_tokens) for prefix in engine.requests.prefixes.values()} | {("", 0)}
     adapters = {adapter.digest for adapter in engine.adapters.ids} | {""}
     for row in file.rows:

@@ -94,7 +94,6 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Return the size of the vector."""
         return len(self.embedding)
 
 
@@ -281,7 +280,6 @@ class LLM:
             raise UserError(f"prompt {row.index}: {error}") from error
 
     def _run(self, requests: list[Request], progress: report.ProgressSink) -> list[Output]:
-        """Return the outputs in the order of the requests."""
         outputs: dict[int, Output] = {}
         start, before = time.perf_counter(), self.engine.num_generated_tokens
         with closing(self.engine.generate(requests)) as running:
@@ -313,7 +311,6 @@ class LLM:
 
 
 def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Return a step's log probabilities by token id, with token texts."""
     return {
         id: Logprob(value, step.ranks[id], None if tokenizer is None else tokenizer.decode([id], False))
         for id, value in step.logprobs.items()
@@ -321,7 +318,6 @@ def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logpro
 
 
 def _rows(prompts: Prompt | Sequence[Prompt]) -> list[PromptRow]:
-    """Return prompts as rows. Raises UserError for an invalid prompt."""
     one = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
     many: list[Any] = [prompts] if one else list(prompts)
     return [_row(index, each) for index, each in enumerate(many)]
@@ -341,7 +337,6 @@ def _row(index: int, prompt: Any) -> PromptRow:
 
 
 def _executor(runner: str, task: str) -> str:
-    """Return the runner. Raises UserError for an unknown value, and if both arguments contradict each other."""
     if runner not in ("auto", "generate", "pooling"):
         raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
     if task not in TASKS:
@@ -353,7 +348,6 @@ def _executor(runner: str, task: str) -> str:
 
 
 def _check_quantization(name: str, run: RunConfig) -> None:
-    """Raise UserError if the quantisation is not the checkpoint's."""
     checkpoint = resolve_model(run.model).checkpoint
     config = checkpoint.config.raw("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None

@@ -217,7 +217,6 @@ def pipeline(
 
 
 def _opened(tokenizer: Any, model: Description | None) -> Any:
-    """Return a tokenizer in a form that our `pipeline` accepts."""
     if not isinstance(tokenizer, Description):
         return tokenizer
     from conf.compose import (  # here, so that an engine can be built where Hydra is not installed

@@ -39,10 +39,9 @@ class ModelSource:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the files hold quantised weights."""
         if self.artefact is not None:
             return True  # its files hold the quantised and packed model
-        if self.checkpoint.path.suffix == ".gguf":  # only a GGUF's tensors tell
+        if self.checkpoint.path.suffix == ".gguf":  # in a GGUF only the tensors show it
             return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
         sparsity = read_sparsity(self.checkpoint.config)
         is_pruned_alone = sparsity is not None and sparsity.is_alone
@@ -98,7 +97,6 @@ def source_of(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None
 
 
 def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None) -> ModelSource:
-    """Return the source of an exported model. Raises UserError for settings that contradict it."""
     artefact = read_description(checkpoint.path)
     dtype = str(artefact.dtype).removeprefix("torch.")
     if config.dtype not in (DType.auto, DType[dtype]):

@@ -1,6 +1,6 @@
-"""What a rank of a divided model holds, reads and computes, reckoned from the model on the meta device.
+"""What each rank of a sharded model stores, reads and computes, estimated from the model on the meta device.
 
-Layers that are alike are looked at once, and of a mixture's experts the first.
+Layers of the same kind are inspected once. Of a mixture's experts only the first is inspected.
 """
 
 from collections import Counter
@@ -25,25 +25,25 @@ from models.weights import parameter_dtype
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts the bytes and operations of a rank for a part of the model. The sum of two costs is a cost."""
+    """Bytes and operations of a rank for a part of the model. The sum of two costs is a cost."""
 
     stored_bytes: int = 0
-    """Of the weights before they are compressed: by these the layers are divided into stages."""
+    """Bytes of weights before compression. The layers are assigned to pipeline stages by this number."""
     weight_bytes: int = 0
     read_bytes: int = 0
-    """Of the weights, in every step."""
+    """Bytes of weights read in every step."""
     expert_bytes: int = 0
-    """Of the weights, in a step in which all experts are chosen; not among `read_bytes`."""
+    """Bytes of expert weights, which a step reads if it chooses all experts; not part of `read_bytes`."""
     macs: int = 0
-    """Multiplications with additions for a token."""
+    """Multiply-adds per token."""
     expert_macs: int = 0
-    """Those for a token that had all experts; not among `macs`."""
+    """Multiply-adds of a token that is routed to all experts; not part of `macs`."""
     cache_bytes: int = 0
-    """Of a block of the KV cache."""
+    """Bytes of a KV cache block."""
     num_gathers: int = 0
-    """Times in a step that a stage's ranks exchange pieces."""
+    """Number of exchanges between the ranks of a stage per step."""
     gathered: int = 0
-    """Numbers of a token in all of these together."""
+    """Numbers per token in all these exchanges together."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -54,7 +54,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class RowLayer:
-    """A linear layer whose inputs come in pieces, of which a rank may multiply its own alone."""
+    """A row-parallel linear layer: its inputs are sharded, and a rank may multiply only its own inputs."""
 
     method: LinearMethod
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class RowLayer:
     of_attention: bool
 
     def shard(self, inputs: int, heads: Heads, tp: int, rank: int) -> tuple[int, int] | None:
-        """Return the bytes of a rank's part and how many of the inputs it has. None where the layer gathers them."""
+        """Return the bytes of a rank's shard and its number of inputs. None if the layer gathers its inputs instead."""
         num_heads = (heads.num_attention_heads, heads.num_key_value_heads) if self.of_attention else None
         ranges = shard_inputs(inputs, num_heads, tp)
         shared = self.method.shard_inputs(ranges, rank)
@@ -76,25 +76,25 @@ class CostedTensor:
     num_bytes: int
     outputs: int
     inputs: int
-    """0 for what multiplies nothing."""
+    """0 if it multiplies nothing."""
     units: tuple[Unit, ...] | None
-    """What its outputs are made of; None: every rank has it whole."""
+    """Units of its outputs, by which they are sharded; None: replicated on every rank."""
     is_read: bool = True
     """Whether a step reads all of it."""
     num_experts: int = 0
-    """How many experts have one; 0: it is no expert's."""
+    """Number of experts that have this tensor; 0: it does not belong to an expert."""
     gathered: int = 0
-    """Numbers of a row that are gathered before it and after it."""
+    """Numbers per row that are gathered before and after it."""
     num_gathers: int = 0
     num_rows: int = 1
-    """Of a token: the experts that it chooses."""
+    """Rows per token: the experts per token."""
     row: RowLayer | None = None
     is_compressible: bool = False
-    """Whether the kernels hold it in 12 bits a number where that is a gain."""
+    """Whether the kernels may hold it in 12 bits per number, if that is smaller."""
 
 
 class ParallelCosts:
-    """The costs of a model's layers, of what comes before them and of what comes after them, for any number of ranks."""
+    """The costs of a model's layers, and of the modules before and after them, for any number of ranks."""
 
     def __init__(
         self,
@@ -106,10 +106,11 @@ class ParallelCosts:
         whole_experts: bool = False,
         compresses: bool = False,
     ) -> None:
-        """`kinds` are those of all layers: `model` has the first of each. `block_bytes`: of a layer's part of a block of the KV cache.
+        """`kinds`: the kind of every layer; `model` has the first layer of each kind.
 
-        `adds` and `whole_experts` are those of a `ParallelLayout`. `compresses`: packed bfloat16 is held as by this machine, in 12 bits
-        where that is a gain. Raises UserError for whole experts of a model without any.
+        `block_bytes`: bytes of one layer in a KV cache block. `adds`, `whole_experts`: as in `ParallelLayout`.
+        `compresses`: packed bfloat16 weights are held in 12 bits if that is smaller, as on this machine. Raises
+        UserError for whole experts of a model without experts.
         """
         if whole_experts:
             check_experts(model, 1)
@@ -119,13 +120,13 @@ class ParallelCosts:
         self._model, self._kinds, self._dtype, self._block_bytes = model, kinds, dtype, block_bytes
         experts = next((module for module in model.modules() if isinstance(module, Experts)), None)
         self.active_share = (lambda num_tokens: 1.0) if experts is None else experts.active_share
-        """The share of all experts that so many tokens are expected to choose."""
+        """Maps a number of tokens to the share of experts that they are expected to choose."""
         firsts = {kind: kinds.index(kind) for kind in kinds}
         self._heads = {kind: model.attention_heads[index] for kind, index in firsts.items()}
         self._layers = {kind: self._parts(model.layers[index].named_modules()) for kind, index in firsts.items()}
         self._first, self._last = self._ends()
         self._tied: Counter[CostedTensor] = Counter()
-        """The embedding, where the head is loaded of it."""
+        """The embedding module, if the head is tied to it."""
         if tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.embedding is not None:
             self._tied.update(self._own_parts(model.layout.embedding, model.embedding, 0))
         self._known: dict[tuple[Hashable, int, int], Cost] = {}
@@ -145,12 +146,14 @@ class ParallelCosts:
             cost += self._sum(self._first, heads, tp, tp_rank)
         if layers.stop == self.num_layers:
             cost += self._sum(self._last, heads, tp, tp_rank)
-            if layers.start > 0:  # and nothing is looked up in its embedding
+            if layers.start > 0:  # the last stage has a copy of the embedding for the head and looks nothing up in it
                 cost += replace(self._sum(self._tied, heads, tp, tp_rank), num_gathers=0, gathered=0)
         return cost
 
     def stages(self, pp: int) -> list[range]:
-        """Return the layers of each stage, as `models.parallel.stage_layers`. Raises UserError for more stages than layers."""
+        """Return the layers of each stage, as `models.parallel.stage_layers` does. Raises UserError for more stages
+        than layers.
+        """
         heads = self._heads[self._kinds[0]]
         first, last = (self._sum(parts, heads, 1, 0).stored_bytes for parts in (self._first, self._last + self._tied))
         layers = [self._layer(kind, 1, 0).stored_bytes for kind in self._kinds]
@@ -169,12 +172,12 @@ class ParallelCosts:
         return sum((self._cost(part, heads, tp, rank) * number for part, number in parts.items()), Cost())
 
     def _cost(self, part: CostedTensor, heads: Heads, tp: int, rank: int) -> Cost:
-        """Return what a rank has to do with a part; of an expert's part with those of all its experts."""
+        """Return the cost of a part for a rank. The cost of an expert's part includes all experts of the rank."""
         number, num_rows = part.num_experts, part.num_rows
         if number and self._whole_experts:
             number = len(shard(number, tp, rank))
             num_bytes, macs = part.num_bytes, part.outputs * part.inputs
-            # what experts give is exchanged, and nothing within them
+            # the experts' outputs are exchanged, and nothing inside an expert
             gathers, gathered = (0, 0) if part.row is None else (1, part.outputs)
         else:
             num_bytes, macs, gathers, gathered = self._share(part, heads, tp, rank)
@@ -187,7 +190,7 @@ class ParallelCosts:
         return Cost(stored, held, 0, held, 0, macs, 0, gathers, num_rows * gathered)
 
     def _share(self, part: CostedTensor, heads: Heads, tp: int, rank: int) -> tuple[int, int, int, int]:
-        """Return a rank's share of a part: its bytes, its products, its exchanges and how many numbers these exchange."""
+        """Return a rank's bytes, multiply-adds, exchanges and exchanged numbers of a part."""
         shared = part.row.shard(part.inputs, heads, tp, rank) if part.row and self._adds and tp > 1 else None
         if shared is not None:
             num_bytes, inputs = shared
@@ -199,7 +202,6 @@ class ParallelCosts:
         return part.num_bytes * own // part.outputs, own * part.inputs, part.num_gathers, part.gathered
 
     def _ends(self) -> tuple[Counter[CostedTensor], Counter[CostedTensor]]:
-        """Return the parts before the layers, and those after them."""
         ends: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
         layers, is_after = self._model.layout.layers, False
         for name, module in self._model.named_modules():
@@ -209,9 +211,9 @@ class ParallelCosts:
         return self._parts(ends[0]), self._parts(ends[1])
 
     def _parts(self, modules: Iterable[tuple[str, nn.Module]]) -> Counter[CostedTensor]:
-        """Return the parts that these modules themselves have, and how many of each there are."""
+        """Return the parts that these modules have directly, and the count of each."""
         found: Counter[CostedTensor] = Counter()
-        experts: dict[nn.Module, tuple[int, int]] = {}  # how many, and of each token; 0: one that is like the first
+        experts: dict[nn.Module, tuple[int, int]] = {}  # experts in all and per token; 0 in all: like the first
         for name, module in modules:
             if isinstance(module, Experts):
                 for i, expert in enumerate(module):
@@ -249,15 +251,14 @@ class ParallelCosts:
         return [replace(part, is_compressible=is_compressible)]
 
     def _tensor(self, module: nn.Module, name: str, parameter: nn.Parameter, num_experts: int) -> CostedTensor:
-        """Return the part that is a parameter of no linear layer."""
         size = parameter.numel() * parameter_dtype(self._model, name, self._dtype).itemsize
         if module is self._model.embedding:
             is_read = parameter is tied_weight(self._model.head)
             return CostedTensor(size, parameter.shape[0], 0, (Unit.CHANNEL,), is_read, 0, parameter.shape[1], 1)
-        if module is self._model.head:  # of Baichuan 2, which norms its weight
+        if module is self._model.head:  # Baichuan 2, which normalises the head's weight
             outputs, inputs = parameter.shape
             return CostedTensor(size, outputs, inputs, (Unit.CHANNEL,), gathered=outputs, num_gathers=1)
-        heads: Heads | None = getattr(module, "heads", None)  # whose scales of keys and values may be one for each head
+        heads: Heads | None = getattr(module, "heads", None)  # attention modules; their KV cache scales may be per head
         if heads is not None and parameter.ndim and len(parameter) == heads.num_key_value_heads:
             return CostedTensor(size, len(parameter), 0, (Unit.KEY_VALUE_HEAD,))
         return CostedTensor(size, 1, 0, None, not isinstance(module, nn.Embedding), num_experts)

@@ -1,6 +1,6 @@
-"""`parallel=auto`: every division of a model among the ranks of a topology, what it would do, and the one to take.
+"""`parallel=auto`: enumerate the parallel layouts of a model for a topology, estimate each, and choose one.
 
-Weights are not read. A decode step's time is the larger of what memory and arithmetic take, and what the links take after it; prompts
+No weights are read. The time of a decode step is the longer of memory time and arithmetic time, plus link time. Prompts
 are not counted.
 """
 
@@ -28,39 +28,39 @@ from pipelines.ranks.rank_context import layout_of
 from pipelines.report import print_columns
 from pipelines.topology import Topology, find_topology, read_topology
 
-ROW_TOKENS = 2048  # of a row, prompt and answer, where model.max_length does not say less
-OVERLAP = 3  # of memory and arithmetic: 1 would be their sum, infinity the longer one
+ROW_TOKENS = 2048  # tokens of a row, prompt and answer, unless model.max_length is smaller
+OVERLAP = 3  # exponent that joins memory and arithmetic time: 1 is their sum, infinity their maximum
 NO_RANKS = "ranks need a CPU and the C++ kernels"
-EQUAL = 0.95  # of the most tokens a second: what is closer is no worse, and fewer ranks are simpler
+EQUAL = 0.95  # share of the highest tokens/s that counts as equal: then fewer ranks win
 
 
 @dataclass(frozen=True)
 class Workload:
     num_rows: int
-    """At once, of all replicas together."""
+    """Concurrent rows of all replicas together."""
     row_tokens: int
     block_size: int
     step_bytes: int
-    """Of the tensors of a step."""
+    """Bytes of the tensors that are live in a step."""
     itemsize: int
     """Bytes of a number that ranks exchange."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A division, and what it would do."""
+    """A parallel layout and its estimate."""
 
     tp: int
     pp: int
     replicas: int
     stages: tuple[range, ...] = ()
     weight_bytes: int = 0
-    """Of the rank with most."""
+    """Of the rank with the most."""
     cache_tokens: int = 0
-    """Of a replica."""
+    """Of one replica."""
     tokens_per_s: float = 0.0
     limit: str = ""
-    """What binds the slowest stage, or what forbids the division."""
+    """The bottleneck of the slowest stage, or the reason why the layout is impossible."""
 
     @property
     def num_ranks(self) -> int:
@@ -76,9 +76,9 @@ class Candidate:
 
 
 def planned(run: RunConfig) -> RunConfig | None:
-    """Return the run with the division that was chosen, or print all divisions and return None with `parallel.dry_run`.
+    """Return the run with the chosen layout. With `parallel.dry_run`, print all layouts and return None.
 
-    Raises UserError where nothing fits, and for a choice that cannot be run from here.
+    Raises UserError if nothing fits, and if the chosen layout cannot be started from here.
     """
     candidates, topology, workload = plan_layouts(run)
     best = choose(candidates)
@@ -95,7 +95,6 @@ def planned(run: RunConfig) -> RunConfig | None:
 
 
 def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
-    """Return the settings of a division. Raises UserError for one that cannot be run from here."""
     if best.num_ranks == 1:
         return ParallelConfig(ParallelMode.single)
     if best.replicas > 1 and run.task is not Task.predict:
@@ -107,7 +106,9 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
 
 
 def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
-    """Return all divisions of the run's model, and what they were reckoned for. Raises UserError as an engine's loading does."""
+    """Return all layouts of the run's model, the topology and the workload. Raises UserError as loading an engine
+    does.
+    """
     source, path = resolve_model(run.model), run.parallel.topology
     if source.artefact is not None:
         raise UserError(
@@ -137,7 +138,8 @@ def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
 
 
 def parallel_layouts(topology: Topology, num_rows: int) -> list[tuple[int, int, int]]:
-    """Return tp, pp and replicas of every division that leaves no device idle; for a single device also two ranks that share it.
+    """Return tp, pp and replicas of every layout that leaves no device idle; for a single device also two ranks that
+    share it.
 
     There are no more replicas than rows. The ranks of a stage are on one machine.
     """
@@ -151,14 +153,17 @@ def parallel_layouts(topology: Topology, num_rows: int) -> list[tuple[int, int, 
 
 
 def choose(candidates: list[Candidate]) -> Candidate | None:
-    """Return the division with most tokens a second; among nearly equal ones the one with fewest ranks in a replica. None: none fits."""
+    """Return the layout with the most tokens per second; None if none fits.
+
+    Among nearly equal layouts the fewest ranks win, then the fewest ranks per replica.
+    """
     most = max((each.tokens_per_s for each in candidates), default=0.0)
     good = [each for each in candidates if each.is_possible and each.tokens_per_s >= EQUAL * most]
     return min(good, key=lambda each: (each.num_ranks, each.tp * each.pp, each.pp, -each.tokens_per_s), default=None)
 
 
 class _Planner:
-    """Reckons what a division would do."""
+    """Estimates a layout."""
 
     def __init__(self, config: DeviceConfig, costs: ParallelCosts, topology: Topology, workload: Workload) -> None:
         self._config, self._costs, self._topology, self._work = config, costs, topology, workload
@@ -167,7 +172,7 @@ class _Planner:
         try:
             stages = self._costs.stages(pp)
             costs = [[self._costs.rank(layers, tp, rank) for rank in range(tp)] for layers in stages]
-        except UserError as error:  # more ranks than heads, or stages than layers
+        except UserError as error:  # more ranks than heads, or more stages than layers
             return Candidate(tp, pp, replicas, limit=str(error).partition(":")[0])
         ranks = [cost for stage in costs for cost in stage]
         num_blocks, limit = self._num_blocks(ranks, tp * pp)
@@ -181,11 +186,10 @@ class _Planner:
         return replace(found, tokens_per_s=rows / seconds, limit=limit)
 
     def _sharing(self, num_ranks: int) -> int:
-        """Return how many ranks of a replica share a device."""
         return -(-num_ranks // (self._topology.num_devices * self._topology.num_machines))
 
     def _num_blocks(self, ranks: list[Cost], num_ranks: int) -> tuple[int, str]:
-        """Return the blocks that the cache of every rank has, and what forbids them."""
+        """Return the number of cache blocks that fit on every rank, and the reason if none fit."""
         usable = self._config.memory_fraction * self._topology.memory / self._sharing(num_ranks)
         free = [usable - cost.weight_bytes - self._work.step_bytes for cost in ranks]
         if min(free) <= 0:
@@ -199,9 +203,9 @@ class _Planner:
         return int(min(each // cost.cache_bytes for each, cost in zip(room, ranks, strict=True))), ""
 
     def _step(self, costs: list[list[Cost]], num_rows: int, tp: int) -> tuple[float, str]:
-        """Return the seconds in which all rows get a token, and what the slowest stage takes most of them for.
+        """Return the seconds in which all rows get a token, and the longest kind of work of the slowest stage.
 
-        Rows are in as many microbatches as there are stages, so that all stages are busy at once.
+        There are as many microbatches as stages, so that all stages are busy at once.
         """
         num_microbatches = min(len(costs), num_rows)
         microbatch_rows = -(-num_rows // num_microbatches)
@@ -214,11 +218,10 @@ class _Planner:
         return seconds, max(slowest, key=slowest.__getitem__)
 
     def _rank(self, cost: Cost, num_rows: int, tp: int, pp: int, num_microbatches: int) -> dict[str, float]:
-        """Return the seconds that a rank takes for each kind of work."""
         topology, work, sharing = self._topology, self._work, self._sharing(tp * pp)
         share = self._costs.active_share(num_rows)
         bandwidth, flops = topology.bandwidth / min(sharing, tp * num_microbatches), topology.flops(num_rows) / sharing
-        if sharing > 1:  # with half of the cores each
+        if sharing > 1:  # each rank has at most half of the cores
             bandwidth = min(bandwidth, topology.half_bandwidth)
         link = self._hop(tp * pp, num_rows) if pp > 1 else 0.0
         if tp > 1:
@@ -232,23 +235,22 @@ class _Planner:
         }
 
     def _hop(self, num_ranks: int, num_rows: int) -> float:
-        """Return the seconds in which what a stage has computed reaches the next."""
         is_far = num_ranks > self._topology.num_devices
         link = self._topology.network if is_far and self._topology.network else self._topology.link
         return link.seconds(num_rows * self._costs.hidden_size * self._work.itemsize)
 
 
 def _seconds(times: dict[str, float]) -> float:
-    """Return a rank's seconds: memory and arithmetic work at once, and the links when these are done.
+    """Return a rank's seconds: memory and arithmetic overlap, the links follow.
 
-    Where both take as long, each waits for the other at times: the sum of powers is their maximum, rounded off.
+    The overlap is a power sum, a smooth maximum: if both take equally long, each sometimes waits for the other.
     """
     memory, arithmetic = times["weights"] + times["cache"], times["arithmetic"]
     return float((memory**OVERLAP + arithmetic**OVERLAP) ** (1 / OVERLAP) + times["link"])
 
 
 def table(candidates: list[Candidate], best: Candidate | None) -> dict[str, list[str]]:
-    """Return a row for each candidate, the choice marked."""
+    """Return a table with a row for each candidate, with the choice marked."""
 
     def column(cell: str, known: list[bool], of: list[str]) -> list[str]:
         return [value if is_known else cell for value, is_known in zip(of, known, strict=True)]
@@ -269,15 +271,15 @@ def table(candidates: list[Candidate], best: Candidate | None) -> dict[str, list
 
 
 def _layers(stages: tuple[range, ...]) -> str:
-    """Return the layers of the stages: `8 8 7`, or `14x8 2x7` for 14 stages of 8 layers and 2 of 7."""
+    """Return the layer counts of the stages: `8 8 7`, or `14x8 2x7` for 14 stages of 8 layers and 2 stages of 7."""
     runs = [(len([*group]), size) for size, group in groupby(map(len, stages))]
     return " ".join(f"{number}x{size}" if number > 1 else str(size) for number, size in runs)
 
 
 def _layer_kinds(run: RunConfig, source: ModelSource) -> tuple[Hashable, ...]:
-    """Return what tells for each layer whether another is like it: its names, shapes and number formats."""
+    """Return a key per layer. Layers with equal keys have equal names, shapes and dtypes."""
     kinds: tuple[Hashable, ...] = source.shape.layer_kinds
-    if run.quant.overrides:  # they may name a layer
+    if run.quant.overrides:  # overrides may name a single layer
         return tuple(range(len(kinds)))
     if not (source.has_weights and source.is_quantized):
         return kinds
@@ -293,7 +295,7 @@ def _layer_kinds(run: RunConfig, source: ModelSource) -> tuple[Hashable, ...]:
 def _costs(
     run: RunConfig, source: ModelSource, block_size: int, packed: bool, compresses: bool = False
 ) -> tuple[ModelPlan, ParallelCosts]:
-    """Return the plan of the model's first layers, among which there is one of each kind, and the costs of the whole model.
+    """Return the plan of the model's first layers, which include one of each kind, and the costs of the whole model.
 
     `packed`: as for `plan_model`. `compresses`: as for `ParallelCosts`.
     """

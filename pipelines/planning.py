@@ -1,4 +1,4 @@
-"""Stage 2 of an engine: the model on the meta device, with the layers that it will have. No weight is read yet."""
+"""Stage 2 of an engine: the model on the meta device, with its final layers. No weight is read yet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -42,36 +42,36 @@ from quantization.plan import make_activations_auto, place_stored_layers, plan, 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model that is going to be loaded, and where to."""
+    """A model that can be loaded, and its target device and dtype."""
 
     source: ModelSource
     model: CausalLM
     """On the meta device."""
     files: list[WeightFile]
-    """The checkpoint's weights; none with model.weights=random."""
+    """The checkpoint's weight files; none with model.weights=random."""
     ignored_tensors: tuple[str, ...]
-    """Suffixes of names in the files that are no parameters."""
+    """Suffixes of tensor names in the files that are not parameters."""
     dtype: torch.dtype
     device: torch.device
     packed: bool
-    """Whether layers hold their weights as the machine's kernels read them, and decode steps are captured."""
+    """Whether layers hold their weights in the kernels' packed form, and decode steps are captured."""
     static_cache: KVCacheFormat | None
-    """The format of a KV cache whose scales are among the files' tensors."""
+    """The format of a KV cache whose static scales are among the files' tensors."""
     max_layer_values: int
-    """Values of one token, as `memory.max_layer_values` counts them."""
+    """Values per token, as `memory.max_layer_values` counts them."""
     parallel_layout: ParallelLayout = ParallelLayout()
-    """The part of the model that it is; by default the whole."""
+    """The rank and layout of this shard; by default the whole model."""
     whole_files: tuple[WeightFile, ...] = ()
-    """The checkpoint's weights where `files` gives a part of them."""
+    """The checkpoint's whole files, if `files` holds sharded views of them."""
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    """How the part's tensors are cut, by name. Others are whole."""
+    """The shard of each sharded tensor, by name. Other tensors are replicated."""
 
 
 def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
-    """Build the model on the meta device and put the layers in their places that the checkpoint or the `quant` option asks for.
+    """Build the model on the meta device, with the layers that the checkpoint or the `quant` option requires.
 
-    `packed` is not for a model whose layers will be replaced. A scheme that needs calibration must be the checkpoint's own.
-    Raises UserError for files that cannot be opened, and where the options contradict them.
+    `packed`: pack the layers; not for a model whose layers are replaced later. A scheme that needs calibration must be
+    the checkpoint's own. Raises UserError for files that cannot be opened, and if the options contradict them.
     """
     if source.artefact is not None:
         return _plan_exported(run, source, source.artefact, device)
@@ -89,7 +89,6 @@ def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed
 
 
 def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, device: torch.device) -> ModelPlan:
-    """Return the plan of an exported model. Raises UserError for options that contradict it."""
     folder = source.checkpoint.path
     if device.type != "cpu":
         raise UserError(f"device={device.type} does not run {folder}, which is packed for a CPU: give device=cpu")
@@ -108,7 +107,7 @@ def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, d
 
 
 def _ranks_of(parallel_layout: ParallelLayout) -> str:
-    """Return the end of an error: for which ranks a model was exported, and what runs it."""
+    """Return the end of an error message: the exported layout, and the options that run it."""
     tp, pp = parallel_layout.tp, parallel_layout.pp
     mode = "tp" if pp == 1 else "pp" if tp == 1 else "tp_pp"
     given = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)
@@ -118,9 +117,9 @@ def _ranks_of(parallel_layout: ParallelLayout) -> str:
 def shard_plan(
     plan: ModelPlan, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours = NO_NEIGHBOURS
 ) -> ModelPlan:
-    """Return the plan of one rank's part. `plan` is of the whole model, which becomes the part.
+    """Return the plan of one rank's shard. `plan` is the plan of the whole model; its model is sharded in place.
 
-    Raises UserError where the files are not those of the whole model, and as `shard_model` does.
+    Raises UserError if the files are not the whole model's, and as `shard_model` does.
     """
     if parallel_layout == ParallelLayout():
         return plan
@@ -139,7 +138,10 @@ def shard_plan(
 
 
 def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
-    """Raise UserError where a whole model cannot be divided so, or was exported for another division: before ranks are started."""
+    """Raise UserError if a whole model cannot be sharded this way, or was exported for another layout.
+
+    Called before ranks are started.
+    """
     artefact = plan.source.artefact
     if artefact is None:
         if not plan.files:
@@ -159,14 +161,13 @@ def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
 
 
 def without_quantization(run: RunConfig) -> RunConfig:
-    """Return the run of the float model, which is calibrated and computes no rows: it needs no prefixes and adapters."""
+    """Return the run of the float model for calibration. It computes no rows, so it has no prefixes and adapters."""
     model, device = replace(run.model, prefixes=None, adapters=None), replace(run.device, kept_prefixes=[])
     floats = replace(run, model=model, device=device, predict=replace(run.predict, adapter=None))
     return replace(floats, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 
 
 def _quantize(model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]) -> None:
-    """Put quantised layers in the model: those that the checkpoint holds, or else those of the `quant` option."""
     if stored is not None:
         _place_stored(model, config, stored, files)
     elif config.scheme is not QuantScheme.none:
@@ -199,7 +200,9 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
 def _place_cache_scales(
     model: CausalLM, config: QuantConfig, source: ModelSource, files: list[WeightFile]
 ) -> KVCacheFormat | None:
-    """Give attention modules the scales of the KV cache that the checkpoint holds; returns their format, or None without such scales."""
+    """Give attention modules the static KV cache scales of the checkpoint. Return their format, or None without such
+    scales.
+    """
     stored = read_kv_cache_scheme(source.checkpoint.config)
     if stored is None:
         if config.has_static_kv_cache:

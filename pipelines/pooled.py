@@ -1,4 +1,6 @@
-"""What `task=embed` and `task=score` share: a row becomes one request for a vector, and its numbers a row of results."""
+"""Shared code of `task=embed` and `task=score`: a row becomes one pooled request, and its numbers become a row of
+results.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -30,21 +32,19 @@ from pipelines.rows import EngineRows, Loaded, Record, Row, RowRequest
 
 
 class PooledPrompt(NamedTuple):
-    """A row's tokens."""
-
     token_ids: list[int]
     num_truncated: int = 0
-    """Tokens of the text that the checkpoint's files have left out."""
+    """Tokens of the text that were cut off by the checkpoint's max_seq_length."""
 
 
 class Pooler(ABC):
-    """Makes a request of a row, and numbers of its output."""
+    """Makes a request from a row, and numbers from its output."""
 
     head: ClassVar[HeadKind | None]
-    """The head that it needs of a model, as for `resolve_model`."""
+    """The head that the model needs, as for `resolve_model`."""
 
     def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
-        """Raises UserError for settings that this checkpoint does not go with."""
+        """Raises UserError for settings that contradict the checkpoint."""
         self.engine = engine
         self._prefix, self._adapter = run.predict.prefix, run.predict.adapter
         engine.requests.prefix(self._prefix)
@@ -52,17 +52,17 @@ class Pooler(ABC):
     @property
     @abstractmethod
     def pooling(self) -> Pooling:
-        """Return which of a row's outputs its numbers are made of."""
+        """Return the pooling of a row's outputs."""
 
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Resolved settings of the task that decide the numbers, by name."""
+        """Resolved settings of the task that determine the numbers, by name."""
 
     @property
     @abstractmethod
     def num_values(self) -> int:
-        """How many numbers a row gives."""
+        """Numbers per row."""
 
     @abstractmethod
     def encode(self, row: PromptRow) -> PooledPrompt:
@@ -73,7 +73,8 @@ class Pooler(ABC):
         """Return the float32 numbers of a finished row."""
 
     def request(self, row: PromptRow, decode: DecodeConfig) -> tuple[Request, int]:
-        """Return the row's request, by `decode` with the row's own settings, and how many of its tokens were left out.
+        """Return the row's request and the number of its truncated tokens. `decode` is overridden by the row's own
+        settings.
 
         Raises UserError for a row that cannot be run.
         """
@@ -103,7 +104,7 @@ def open_pooler(
 
 
 class PooledRows(EngineRows):
-    """Rows to numbers."""
+    """Computes numbers from rows."""
 
     pooler: ClassVar[type[Pooler]]
 
@@ -135,7 +136,7 @@ class PooledRows(EngineRows):
     @staticmethod
     @abstractmethod
     def with_values(result: Row, values: Tensor) -> Record:
-        """Return the record of a row of results and its float32 numbers."""
+        """Return the journal record of a row's result and its float32 numbers."""
 
     @staticmethod
     def failed(row: PromptRow, error: BaseException) -> Record:
@@ -144,7 +145,7 @@ class PooledRows(EngineRows):
 
 
 class PooledJob(RowJob):
-    """Rows in, numbers out."""
+    """A job whose rows become numbers."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,9 +168,9 @@ class PooledJob(RowJob):
 def run_pooled(
     run: RunConfig, output_dir: Path, dump: report.Dump, kind: type[PooledRows], make_job: type[PooledJob]
 ) -> tuple[Finished, Path]:
-    """Do a job, which goes on after any end as one of predict does. Returns its results, and their folder.
+    """Run a job, which can be resumed like a job of task=predict. Return its results and their folder.
 
-    Raises UserError before anything is written, and with all finished rows kept where the job cannot go on.
+    Raises UserError before any file is written; and, with all finished rows kept, if the job cannot go on.
     """
     prompts = open_prompts(run.predict)
     start = time.perf_counter()
@@ -182,7 +183,7 @@ def run_pooled(
 
 
 def print_results(lines: list[str], finished: Finished, folder: Path) -> None:
-    """Print a line for each of the first rows, the errors among them, and the metrics."""
+    """Print a line for each of the first rows, including errors, and the metrics."""
     metrics = finished.metrics
     for row, line in zip(finished.first, lines, strict=True):
         text = f"error: {row['error']}" if row["error"] else line

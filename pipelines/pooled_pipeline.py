@@ -1,6 +1,6 @@
-"""The Python face of `task=embed` and `task=score`: rows in, an array of numbers out.
+"""The Python API of `task=embed` and `task=score`: from rows to a NumPy array.
 
-N rows, O numbers of a row.
+Dimensions: N rows, O numbers per row.
 """
 
 import threading
@@ -24,7 +24,7 @@ from pipelines.prompts import rows_from_python
 from pipelines.score import Scorer
 
 OF_ROWS = ("batch_size", "add_special_tokens", "chat_template", "prefix", "adapter")
-"""Settings of `predict` that are arguments."""
+"""Settings of `predict` that are also arguments."""
 KINDS: dict[str, tuple[type, ...]] = {
     "pooling": (str,),
     "normalize": (bool, type(None)),
@@ -38,7 +38,9 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 class PooledPipeline:
-    """Rows in, one float32 row of numbers for each out. `engine` runs token ids directly. Calls from several threads take turns."""
+    """Computes one float32 vector per row. `engine` runs token ids directly. Concurrent calls from several threads run
+    one after another.
+    """
 
     task: str
     pooler: type[Pooler]
@@ -55,9 +57,10 @@ class PooledPipeline:
         raise UserError(f"a pipeline holds threads and memory, which cannot be pickled or copied: {remedy}")
 
     def __call__(self, rows: Any, **arguments: Any) -> NDArray[np.float32]:
-        """Return [N, O] numbers, in the order of the rows: a text, a conversation, a row as in a .jsonl, or a list or iterator of these.
+        """Return numbers [N, O] in row order. A row is a text, a conversation or a row as in a .jsonl; `rows` may be
+        one or many.
 
-        Arguments beat those given to the constructor. Raises UserError for the first row that cannot be run.
+        Arguments override the constructor's arguments. Raises UserError for the first row that cannot be run.
         """
         run = self._with(self.run, arguments)
         if run.predict.batch_size > self.engine.max_num_requests:
@@ -75,7 +78,6 @@ class PooledPipeline:
         return np.stack(stacked) if stacked else np.empty((0, pooler.num_values), np.float32)
 
     def _with(self, run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
-        """Return the run with these settings. Raises UserError for an argument that does not exist, and for a wrong value."""
         section = getattr(run, run.task.name)
         own = {field.name for field in fields(section)}
         for name, value in arguments.items():
@@ -98,13 +100,13 @@ class PooledPipeline:
 
 
 class EmbeddingPipeline(PooledPipeline):
-    """Rows to vectors. Arguments: `pooling`, `normalize`, `instruction`; and those of rows."""
+    """Computes vectors. Arguments: `pooling`, `normalize`, `instruction`, and the names in OF_ROWS."""
 
     task, pooler = "embed", Embedder
 
 
 class ScorePipeline(PooledPipeline):
-    """Rows to scores. Arguments: `instruction`; and those of rows."""
+    """Computes scores. Arguments: `instruction`, and the names in OF_ROWS."""
 
     task, pooler = "score", Scorer
 

@@ -1,4 +1,4 @@
-"""`task=predict`: every prompt of a job through the engine, and the files that it leaves."""
+"""`task=predict`: run every prompt of a job through the engine and write the result files."""
 
 import os
 import time
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipelines.batches.answers import BatchAnswers
 
 
-EXPORTED = "export"  # in a run's folder, with predict.export
+EXPORTED = "export"  # folder name in a run's folder, with predict.export
 OWN_FILES = (
     *("predictions.jsonl", "text_generation_result.txt", "batch_output.jsonl", "batch_error.jsonl", "metrics.json"),
     *("config.yaml", "environment.json", JOURNAL, FILE),
@@ -46,8 +46,8 @@ OWN_FILES = (
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Predict every row and write the files.
 
-    Raises UserError before anything is written for wrong settings or input; with all finished rows kept where the job cannot go on; and
-    with all files written where not one row could be predicted.
+    Raises UserError for wrong settings or input, before any file is written; if the job cannot go on, with all finished
+    rows kept; and if not one row could be predicted, with all files written.
     """
     prompts = open_prompts(run.predict)
     _check_output_file(run.predict, output_dir)
@@ -69,12 +69,12 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]:
-    """Return the run of the artefact, and what names the model that the artefact is made of, for a job that goes on."""
+    """Return the run of the artefact, and the fingerprint of its source model, which a resumed job compares."""
     from pipelines.export import run_of_artefact  # here, because it imports torch's compiler
 
     resume = run.predict.resume
     folder = output_dir if resume in ("auto", "none") else named_folder(resume)
-    goes_on = resume != "none" and (folder / JOURNAL).exists()  # with its export, which came before the journal
+    goes_on = resume != "none" and (folder / JOURNAL).exists()  # the export was finished before the journal began
     model = run.model
     source = find_checkpoint(model.path, True, model.allow_pickle, model.hub, model.revision)
     made_of = file_fingerprint(source, "model") | (calibration_fingerprint(run) if run.quant.needs_calibration else {})
@@ -84,7 +84,7 @@ def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]
 
 
 class PredictRows(EngineRows):
-    """Prompts to predictions."""
+    """Computes predictions from prompts."""
 
     def __init__(
         self,
@@ -94,12 +94,14 @@ class PredictRows(EngineRows):
         defaults: PredictConfig,
         open_batch: "Callable[[int | None], BatchAnswers]",
     ) -> None:
-        """`defaults`: prefix and adapter of the rows that name none. `open_batch`: for lines of batches, with the seed of all rows."""
+        """`defaults`: prefix and adapter of the rows that set none. `open_batch`: opens lines of batches with the seed
+        of all rows.
+        """
         super().__init__(engine, loaded)
         self.encoder = encoder
         self._defaults = defaults
         self._open_batch = open_batch
-        self._batch: BatchAnswers | None = None  # from the first line of a batch on
+        self._batch: BatchAnswers | None = None  # set at the first line of a batch
 
     @classmethod
     def load(
@@ -122,7 +124,7 @@ class PredictRows(EngineRows):
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
 
         def open_batch(seed: int | None) -> "BatchAnswers":
-            from pipelines.batches.answers import BatchAnswers  # here, because other rows need no pydantic
+            from pipelines.batches.answers import BatchAnswers  # here, because other rows do not need pydantic
 
             return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, engine, encoder)
 
@@ -144,7 +146,7 @@ class PredictRows(EngineRows):
         return RowRequest(request, prompt.text, num_truncated=prompt.num_truncated)
 
     def _decode_of(self, row: PromptRow, seed: int | None) -> DecodeConfig:
-        """Return the run's settings with the row's own; a row whose seed is null has the job's. Raises UserError."""
+        """Return the run's settings with the row's own. A row without a seed gets the job's seed. Raises UserError."""
         decode = self.loaded.decode.replaced(row.decode)
         return decode if row.decode.get("seed") is not None else replace(decode, seed=seed)
 
@@ -157,13 +159,13 @@ class PredictRows(EngineRows):
         prediction = _error_prediction(row, error)
         if row.batch is None:
             return {"row": prediction, **_source(row)}
-        from pipelines.batches.answers import refusal  # here, because other rows need no pydantic
+        from pipelines.batches.answers import refusal  # here, because other rows do not need pydantic
 
         return {"row": prediction, ANSWER: refusal(row, error)}
 
 
 class PredictJob(RowJob):
-    """Prompts in, predictions out."""
+    """A job whose rows become predictions."""
 
     def __init__(self, executor: RowExecutor, journal: Journal, settings: PredictConfig) -> None:
         super().__init__(executor, journal, settings.max_errors)
@@ -248,7 +250,7 @@ def _logprobs(steps: list[TokenLogprobs]) -> list[dict[str, dict[str, float]]]:
 
 
 def _error_prediction(row: PromptRow, error: BaseException) -> Row:
-    """Return the row of an error. Raises the exception again where it does not belong to the row."""
+    """Return the result of a failed row. Raises the exception again if it does not belong to the row."""
     return {
         "index": row.index,
         "id": row.id,
@@ -267,14 +269,15 @@ def _source(row: PromptRow) -> Record:
 
 
 def _paddlenlp_row(record: Record) -> Row:
-    """Return a row as PaddleNLP's predictor writes it, whose output is the first text; with the error of one that failed."""
+    """Return a row in the form of PaddleNLP's predictor: `output` is the first text. A failed row also has its
+    error.
+    """
     row = record["row"]
     source = record.get("source", {"src": row["prompt"] or "", "tgt": ""})
     return {**source, "output": row["text"] or "", **({"error": row["error"]} if row["error"] else {})}
 
 
 def _check_output_file(settings: PredictConfig, output_dir: Path) -> None:
-    """Raise UserError for an output file that could not be written at the end of the job, and for the job's own input."""
     if settings.output_file is None:
         return
     file, given = expanded(settings.output_file), f"predict.output_file={settings.output_file}"
@@ -291,7 +294,10 @@ def _check_output_file(settings: PredictConfig, output_dir: Path) -> None:
 def _check_new_tokens(
     decode: DecodeConfig, context: ContextLimit, encoder: PromptEncoder, rows: Iterable[PromptRow]
 ) -> None:
-    """Raise UserError for more new tokens than fit after any prompt, with the number that fits after the longest one that fits itself."""
+    """Raise UserError if `max_new_tokens` does not fit after any prompt.
+
+    The error names the number that fits after the longest prompt that itself fits.
+    """
     wanted, most = decode.max_new_tokens, context.num_tokens
     if decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
         return
@@ -299,7 +305,7 @@ def _check_new_tokens(
     for row in rows:
         try:
             lengths.append(len(encoder.encode(row).token_ids))
-        except BaseException as error:  # a bad row has no length
+        except BaseException as error:  # an invalid row has no length
             if not belongs_to_request(error):
                 raise
     longest = max((length for length in lengths if length < most), default=None)

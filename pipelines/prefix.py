@@ -1,4 +1,4 @@
-"""`task=prefix`: compute prompts once, and keep their keys and values in a file for `device.kept_prefixes`."""
+"""`task=prefix`: compute prompts once, and write their keys and values to a file for `device.kept_prefixes`."""
 
 import json
 import os
@@ -26,7 +26,9 @@ from pipelines.prompts import GIVE, PromptRow, read_prompts
 
 
 def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Make the file. Raises UserError before it exists where a prompt cannot be computed, and where none fills a block of the cache."""
+    """Write the file. Raises UserError, before the file exists, if a prompt cannot be computed or no prompt fills a
+    cache block.
+    """
     if run.prefix.data is None:
         raise UserError(f"prefix.data is missing: {GIVE}")
     if run.prefix.output is None:
@@ -76,14 +78,14 @@ def _check_target(target: Path) -> None:
 
 
 def _request(engine: Engine, encoder: PromptEncoder, row: PromptRow, decode: DecodeConfig) -> Request:
-    """Return the request that computes a row's prompt, with the salt that the row will have."""
+    """Return the request that computes a row's prompt, with the cache salt of later requests."""
     salt = decode.replaced(row.decode).cache_salt
     own = DecodeConfig(max_new_tokens=1, ignore_eos=True, prefix_cache=True, cache_salt=salt)
     return engine.request(row.index, encoder.encode(row).token_ids, own, prefix=row.prefix, adapter=row.adapter)
 
 
 class _Kept:
-    """The full blocks of prompts, copied from the cache before others take their place."""
+    """The full blocks of prompts, copied from the cache before later prompts evict them."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -103,7 +105,7 @@ class _Kept:
         }
 
     def add(self, request: Request) -> None:
-        """Compute a prompt alone, and keep its full blocks unless an earlier prompt has all of them."""
+        """Compute a prompt alone. Keep its full blocks, unless an earlier prompt has all of them."""
         engine, prefix = self._engine, request.prefix
         group = engine.add(request)
         (sequence,) = group.sequences

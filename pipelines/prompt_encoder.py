@@ -1,4 +1,4 @@
-"""Turn rows into token ids, by the settings of `predict` or of another task."""
+"""Encode rows to token ids, by the settings of `predict` or of another task."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ class EncodedPrompt:
     token_ids: list[int]
     prediction_token_ids: list[int] = field(default_factory=list)
     num_truncated: int = 0
-    """Tokens of the prompt that are left out."""
+    """Number of the prompt's tokens that were cut off."""
 
 
 class PromptEncoder:
@@ -34,7 +34,7 @@ class PromptEncoder:
         truncate: Truncation = Truncation.none,
         max_tokens: int | None = None,
     ) -> None:
-        """`add_generation_prompt`: whether a conversation is followed by the beginning of an answer.
+        """`add_generation_prompt`: whether a conversation ends with the start of an answer.
 
         `truncate`, `max_tokens`: as `predict.truncate` and `predict.max_prompt_tokens`.
         """
@@ -47,7 +47,9 @@ class PromptEncoder:
         self._template = None if chat_template in ("auto", "none") else _read_template(expanded(chat_template))
 
     def encode(self, row: PromptRow) -> EncodedPrompt:
-        """Encode a row. Raises UserError for a row with an error, and for one that needs a missing tokenizer or template."""
+        """Encode a row. Raises UserError for a row with an error, and for a row that needs a missing tokenizer or
+        template.
+        """
         if row.error is not None:
             raise UserError(row.error)
         if row.pair is not None:
@@ -60,7 +62,7 @@ class PromptEncoder:
         return replace(prompt, prediction_token_ids=self._tokenizer.encode(row.prediction, add_special_tokens=False))
 
     def _truncated(self, row: PromptRow, prompt: EncodedPrompt) -> EncodedPrompt:
-        """Return the prompt with at most max_tokens. Only a text has tokens around it that stay."""
+        """Return the prompt with at most max_tokens. Special tokens around a text are kept."""
         if self._max_tokens is None or len(prompt.token_ids) <= self._max_tokens:
             return prompt
         text = None if row.prompt is None or self._template is not None else row.prompt
@@ -92,7 +94,7 @@ class PromptEncoder:
         check_unicode("the text", row.prompt)
         token_ids = tokenizer.encode(row.prompt, self._add_special_tokens)
         if not token_ids and self._add_special_tokens and tokenizer.bos_token_id is not None:
-            token_ids = [tokenizer.bos_token_id]  # something to begin with
+            token_ids = [tokenizer.bos_token_id]  # an empty prompt needs one token
         return EncodedPrompt(row.prompt, token_ids)
 
 

@@ -1,4 +1,4 @@
-"""Read `predict.data`: a prompt, a file or standard input becomes rows."""
+"""Read the rows of `predict.data`: a prompt, a file or standard input."""
 
 import hashlib
 import json
@@ -17,13 +17,15 @@ from pipelines.engine.faults import row_error
 GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src", "query")
-MAX_TOKEN_ID = 2**31  # what a tokenizer can decode; the engine knows the real vocabulary
+MAX_TOKEN_ID = 2**31  # upper limit for a tokenizer's decoder; the engine checks the vocabulary
 FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "adapter", "prediction")
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a job: exactly one of prompt, messages, prompt_token_ids and pair, or an error that says why not."""
+    """One row of a job: exactly one of prompt, messages, prompt_token_ids and pair, or an error that gives the
+    reason.
+    """
 
     index: int
     id: str | int | None = None
@@ -33,23 +35,23 @@ class PromptRow:
     pair: tuple[str, str] | None = None
     """A query and a document, for a reranker."""
     source: dict[str, Any] | None = field(default=None, compare=False)
-    """`src` and `tgt` as they were given, of a row that has them."""
+    """`src` and `tgt` of the input, if the row has them."""
     decode: dict[str, Any] = field(default_factory=dict)
     prefix: str | None = None
-    """Name of the prefix that stands before it."""
+    """Name of the soft prefix in front of it."""
     prediction: str | None = None
-    """What the answer may be, for drafts to be copied from."""
+    """Expected answer, from which draft tokens are copied."""
     adapter: str | None = None
-    """Name of the adapter that it is computed with."""
+    """Name of the adapter."""
     error: str | None = None
     batch: dict[str, Any] | None = field(default=None, compare=False)
-    """The whole line, where it is one of an OpenAI batch."""
+    """The whole line, if it is a line of an OpenAI batch."""
     digest: str = field(default="", compare=False)
-    """sha256 of the input line."""
+    """Hash of the input line."""
 
 
 class Lines:
-    """The non-blank lines of a UTF-8 stream, one at a time: a job may have more of them than memory holds."""
+    """The non-blank lines of a UTF-8 stream. Only one line is in memory."""
 
     def __init__(self, stream: Iterable[bytes], where: str) -> None:
         self._stream = stream
@@ -60,13 +62,13 @@ class Lines:
 
     @property
     def sha256(self) -> str:
-        """Return the sha256 of what was read so far."""
+        """Return the sha256 of the lines read so far."""
         return self._sha256.hexdigest()
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the lines. Raises UserError where the stream is not UTF-8, and at its end if all lines were blank."""
+        """Yield the lines. Raises UserError if the stream is not UTF-8, and at its end if all lines were blank."""
         offset = 0
-        for content in self._stream:  # up to the next \n: no other character ends a line
+        for content in self._stream:  # split at \n only: no other character ends a line
             line = decode_utf8(content, self.where, offset).removesuffix("\n").removesuffix("\r")
             self._sha256.update(content)
             offset += len(content)
@@ -80,14 +82,17 @@ class Lines:
 
 
 class Prompts:
-    """The rows of a job, read as they are taken, once. A bad row becomes a row with an error. Counts are of the rows read so far."""
+    """The rows of a job. They can be iterated once. An invalid row becomes a row with an error. Counts are of the rows
+    read so far.
+    """
 
     def __init__(
         self, lines: Lines, as_json: bool | None, whole: Lines | None = None, takes_texts: bool = False
     ) -> None:
-        """as_json: None if the first line decides. whole: the same lines, already read to the end, for digest and count.
+        """`as_json`: None if the first line decides. `whole`: the same lines, already read to the end, for digest and
+        count.
 
-        takes_texts: whether a row may have its prompt as "text".
+        `takes_texts`: whether a row may have its prompt as "text".
         """
         self._takes_texts = takes_texts
         self._lines = lines
@@ -102,7 +107,7 @@ class Prompts:
 
     @property
     def sha256(self) -> str | None:
-        """Return the sha256 of the input; None for one that can be read only once."""
+        """Return the sha256 of the input; None for input that can be read only once."""
         return f"{self._whole.sha256} {'json' if self._as_json else 'text'}" if self._whole else None
 
     @property
@@ -127,17 +132,17 @@ class Prompts:
             raise UserError(f"{self._lines.where} changed while it was read: run it again")
 
     def _parse(self, index: int, line: str) -> PromptRow:
-        """Parse a line. A fault becomes the row's error; nothing is raised."""
+        """Parse a line. An invalid line becomes a row with an error."""
         if not self._as_json:
             return PromptRow(index, prompt=line.replace("\\n", "\n"))
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, a number too long, nested too deep
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, or nested too deep
             return PromptRow(index, error=f"not a JSON object: {error}")
         if self._takes_texts and isinstance(values, dict) and all(values.get(name) is None for name in INPUTS):
             values["prompt"] = values.pop("text", None)
         if isinstance(values, dict) and _is_batch_line(values):
-            self._unused |= {"body.model"}  # the run's answers
+            self._unused |= {"body.model"}  # the answers come from the run's model
         elif isinstance(values, dict):
             answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
             unread = {name for name, is_read in (("tgt", answered), ("document", "query" in values)) if not is_read}
@@ -146,7 +151,10 @@ class Prompts:
 
 
 def read_prompts(data: str) -> Prompts:
-    """Return the prompt itself, or the rows of a file or of standard input. Raises UserError for a missing, unreadable or empty file."""
+    """Return the prompt itself, or the rows of a file or of standard input.
+
+    Raises UserError for missing, unreadable or empty input.
+    """
     if data == "-":
         if sys.stdin is None:
             raise UserError("predict.data=- reads standard input, which is closed: pipe the rows in, or give a file")
@@ -162,7 +170,7 @@ def read_prompts(data: str) -> Prompts:
 def read_file(file: DataFile, takes_texts: bool = False) -> Prompts:
     """Return the rows of a file, which is read to its end once before its first row; a named pipe is read only once.
 
-    takes_texts: whether a row may have its prompt as "text", as rows of evaluate.data have.
+    `takes_texts`: whether a row may have its prompt as "text", as rows of evaluate.data have.
     """
     as_json = file.form != ".txt"
     if file.path.is_fifo():
@@ -173,7 +181,7 @@ def read_file(file: DataFile, takes_texts: bool = False) -> Prompts:
 def _read_twice(
     open_lines: Callable[[], Iterator[bytes]], where: str, as_json: bool, takes_texts: bool = False
 ) -> Prompts:
-    """Return the rows of a file that is read twice: first to check that all of it can be read, and for its digest and count."""
+    """Return the rows of a file. A first pass checks that all of it is readable, and computes digest and count."""
     whole = Lines(open_lines(), where)
     deque(whole, maxlen=0)
     return Prompts(Lines(open_lines(), where), as_json, whole, takes_texts)
@@ -188,7 +196,7 @@ def _is_json_row(line: str) -> bool:
 
 
 def parse_row(index: int, values: object) -> PromptRow:
-    """Return the row of a JSON object. A fault becomes the row's error; nothing is raised."""
+    """Return the row of a JSON object. An invalid object becomes a row with an error."""
     if not isinstance(values, dict):
         return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
     is_line = _is_batch_line(values)
@@ -220,13 +228,12 @@ def parse_row(index: int, values: object) -> PromptRow:
 
 
 def _is_batch_line(values: dict[str, Any]) -> bool:
-    """Return whether a row's fields are those of a line of an OpenAI batch."""
     return "custom_id" in values and "body" in values
 
 
 def _row_of_batch_line(values: dict[str, Any]) -> dict[str, Any]:
     try:
-        from pipelines.api.batch_lines import row_of  # here, because other rows need no pydantic
+        from pipelines.api.batch_lines import row_of  # here, because other rows do not need pydantic
     except ImportError as error:
         raise UserError("a batch's lines need the package pydantic: pip install 'quintet[serve]'") from error
     return row_of(values)[0]
@@ -255,7 +262,10 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_src_tgt(src: object, tgt: object) -> dict[str, Any]:
-    """Return a PaddleNLP row as prompt or messages: a text is a prompt, lists are rounds of a conversation, the last to be answered."""
+    """Return a PaddleNLP row as prompt or messages. A text is a prompt; lists are rounds of a conversation.
+
+    The last round is the question to answer.
+    """
     if isinstance(src, str):
         return {"prompt": src}
     answers = [] if tgt is None else [tgt] if isinstance(tgt, str) else tgt
@@ -297,7 +307,9 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def rows_from_python(prompts: object) -> Iterator[PromptRow]:
-    """Yield the rows of a Python caller's input: a text, a conversation, a row as in a .jsonl, or a list or iterator of these."""
+    """Yield the rows of a Python caller's input: a text, a conversation, a row as in a .jsonl, or a list or iterator of
+    these.
+    """
     many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
     return (_row_from_python(i, item) for i, item in enumerate(cast(Iterable[object], prompts) if many else [prompts]))
 

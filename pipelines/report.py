@@ -1,4 +1,4 @@
-"""The output of a run: files that appear complete or not at all, progress, and tables."""
+"""The output of a run: atomically written files, progress, and tables."""
 
 import ctypes
 import functools
@@ -22,7 +22,7 @@ from conf.schema import RunConfig
 from conf.terminal import escape_line
 from pipelines.run_log import log_in
 
-# rich is imported where something is shown, torch where it is asked: the server's HTTP process runs without them.
+# rich and torch are imported inside functions: the server's HTTP process runs without them.
 if TYPE_CHECKING:
     import torch
     from rich.progress import Progress, TaskID
@@ -37,11 +37,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hydra-core", "omegaconf")
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
 STATUS = Path("/proc/self/status")
-LINE_EVERY_S = 5.0  # where there is no terminal to draw a bar on
+LINE_EVERY_S = 5.0  # interval of progress lines without a terminal
 
 
 def _process_age_s() -> float | None:
-    """Return the seconds since this process began; None where the system does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc(5): the name may hold spaces
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -49,7 +48,7 @@ def _process_age_s() -> float | None:
         return None
 
 
-START_S = _process_age_s()  # what interpreter, config and imports took, before any task began
+START_S = _process_age_s()  # time for interpreter, config and imports, before any task started
 
 
 def write_atomically(path: Path, content: Iterable[str | bytes] | bytes) -> None:
@@ -66,7 +65,7 @@ def write_atomically(path: Path, content: Iterable[str | bytes] | bytes) -> None
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name itself
+        os.fsync(folder)  # makes the rename durable
     finally:
         os.close(folder)
 
@@ -82,7 +81,7 @@ def write_run(output_dir: Path, config_yaml: str, files: dict[str, str]) -> None
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and revision, for environment.json."""
+    """Return versions, machine and git revision, for environment.json."""
     import torch
 
     return {
@@ -102,11 +101,13 @@ def environment() -> dict[str, Any]:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak, so that a sweep's job does not report its predecessors'. Does nothing where the system cannot."""
+    """Reset the peak, so that a sweep's job does not report the peak of earlier jobs. Does nothing on an unsupported
+    system.
+    """
     gc.collect()
     if not CLEAR_REFS.exists():
         return
-    # glibc keeps freed memory around small pieces that are still in use: all of 400 MB in tensors of 256 KB.
+    # glibc keeps freed memory around small blocks that are in use: all of 400 MB in tensors of 256 KB.
     with suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
@@ -126,7 +127,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 
 def peak_memory_of(engine: "Engine") -> int:
-    """Return the peak bytes of an engine's process, or with ranks the sum of what each of them needed at most."""
+    """Return the peak bytes of an engine's process, or with ranks the sum of the peaks of all ranks."""
     return peak_memory_bytes(engine.device) + engine.executor.peak_memory_of_others
 
 
@@ -149,7 +150,7 @@ def _cpu_name() -> str:
 
 @functools.cache
 def _git(*arguments: str) -> str | None:
-    """Ask git once: all jobs of a process run the code that it has imported."""
+    """Run git once per process: all its jobs run the code that was imported."""
     try:
         done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -178,7 +179,6 @@ class NoProgress:
     def quantized(self, num_layers: int, total_layers: int) -> None: ...
 
     def calibrating(self) -> AbstractContextManager[None]:
-        """Return the context in which a calibration runs."""
         return nullcontext()
 
 
@@ -186,7 +186,7 @@ NO_PROGRESS = NoProgress()
 
 
 class _Lines(NoProgress):
-    """Prints the progress of a calibration, a line every few seconds, also while a layer takes longer."""
+    """Prints the progress of a calibration every few seconds, also during a long layer."""
 
     def __init__(self) -> None:
         self._note = "begins"
@@ -249,7 +249,7 @@ class _Bar(NoProgress):
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressSink]:
-    """Yield a progress bar on standard error if that is a terminal, else lines while a model is calibrated."""
+    """Yield a progress bar on standard error if it is a terminal, else a sink that prints lines during calibration."""
     if not sys.stderr.isatty():
         yield _Lines()
         return
@@ -267,7 +267,6 @@ def progress_bar() -> Iterator[ProgressSink]:
 
 
 def draft_metrics(counts: "DraftCounts") -> dict[str, Any]:
-    """Return what metrics.json says of drafts."""
     return {
         "num_drafted_tokens": counts.num_drafted_tokens,
         "num_accepted_tokens": counts.num_accepted_tokens,
@@ -276,20 +275,19 @@ def draft_metrics(counts: "DraftCounts") -> dict[str, Any]:
 
 
 def draft_lines(metrics: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what a printed table says of drafts: a line, where there were some."""
+    """Return the printed table's line about draft tokens, if there were any."""
     drafted, accepted = metrics["num_drafted_tokens"], metrics["num_accepted_tokens"]
     return [("drafts", f"{accepted:,} of {drafted:,} tokens accepted")] if drafted else []
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:
-    """Print a short table on standard output."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {escape_line(value)}")
 
 
 def print_columns(table: dict[str, list[str]]) -> None:
-    """Print a table with headings on standard output, as wide as needed where that is no terminal."""
+    """Print a table with headings on standard output, without a width limit if it is not a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,6 @@
-"""What the engine must know to check and complete requests: read from the checkpoint before its weights are."""
+"""The settings that the engine needs to check and complete requests. They are read from the checkpoint before its
+weights.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ class RequestSettings:
     context: ContextLimit
     eos_token_ids: frozenset[int]
     decode_defaults: dict[str, Any]
-    """Settings of DecodeConfig that hold where a request says nothing."""
+    """Values of DecodeConfig for settings that a request leaves unset."""
 
 
 def read_request_settings(config: ModelConfig, source: ModelSource) -> RequestSettings:

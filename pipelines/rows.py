@@ -1,4 +1,4 @@
-"""Run the rows of a job: what a task asks of an engine for each row, and what it makes of the output."""
+"""Run the rows of a job on an engine: a task makes a request from each row, and a record from its output."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
@@ -17,7 +17,7 @@ from pipelines.prompts import PromptRow
 Row = dict[str, Any]
 """A row of a job's results."""
 Record = dict[str, Any]
-"""A line of the journal: the `row`, the `digest` of its input, `num_cached_tokens`, and what else a job keeps of it."""
+"""A line of the journal: the `row`, the `digest` of its input, `num_cached_tokens`, and further data of the task."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Loaded:
     """A model that is ready for rows."""
 
     decode: DecodeConfig
-    """The settings of rows that say nothing: the run's, completed by the checkpoint's."""
+    """Default settings of rows: the run's, completed by the checkpoint's."""
     fingerprint: Fingerprint
-    """All that decides a row's results beside its input and its seed."""
+    """Everything that determines a row's results, except its input and its seed."""
     weight_bytes: int
     num_values: int = 0
-    """How many numbers a row gives; 0 where it gives texts."""
+    """Numbers per row; 0 if rows become texts."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts what the engine has done since the model was loaded."""
+    """The engine's counts since the model was loaded."""
 
     num_generated_tokens: int
     drafts: DraftCounts
@@ -44,14 +44,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """The request that a row makes to the engine."""
+    """The engine request of a row."""
 
     request: Request
     """Its id is the row's index."""
     prompt: str | None = None
-    """The model's input as text, for results that tell it."""
+    """The model's input as text, for the results."""
     answer: Callable[[Output], Row] | None = None
-    """Writes the output as a line of an OpenAI batch has it; None where the row is none."""
+    """Formats the output as a line of an OpenAI batch; None if the row is not a line of a batch."""
     num_truncated: int = 0
     """Tokens of the row's text that are not in the request."""
 
@@ -68,14 +68,15 @@ class RowExecutor(Protocol):
     def counts(self) -> Counts: ...
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
-        """Yield the records of rows as they finish, an empty list where none has for a moment, until there is no row.
+        """Yield the records of finished rows until no row is left. A list may be empty.
 
-        `next_row` is called when a place is free, and returns None where there is no row now. `seed`: of the rows that name none.
+        `next_row` is called when the engine has room. It returns None if there is no row now. `seed`: for rows that set
+        none.
         """
 
 
 class EngineRows(ABC):
-    """Runs rows over one engine. A task says what a row asks of it and what becomes of its output."""
+    """Runs rows on one engine. A subclass defines the request and the record of a row."""
 
     def __init__(self, engine: Engine, loaded: Loaded) -> None:
         self.engine = engine
@@ -86,36 +87,36 @@ class EngineRows(ABC):
     def load(
         cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
     ) -> "EngineRows":
-        """Load the model of `run`. Raises UserError for whatever is wrong with it, and for settings that no row could be run with.
+        """Load the model of `run`. Raises UserError if it cannot be loaded, and for settings with which no row can run.
 
-        `rows`: where an error can name a number that fits these, it does.
+        `rows`: used to name a value that fits them in an error.
         """
 
     @abstractmethod
     def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
-        """Return the request of a row. What it raises becomes the row's error."""
+        """Return the request of a row. An exception becomes the row's error."""
 
     @abstractmethod
     def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
-        """Return what the journal keeps of a row that has finished: its `row`, and what else the job's files need."""
+        """Return the journal record of a finished row: its `row`, and further data for the job's files."""
 
     @staticmethod
     @abstractmethod
     def failed(row: PromptRow, error: BaseException) -> Record:
-        """Return what the journal keeps of a row that failed. Raises the exception again where it does not belong to the row."""
+        """Return the journal record of a failed row. Raises the exception again if it does not belong to the row."""
 
     @property
     def num_generated_tokens(self) -> int:
         return self.engine.num_generated_tokens
 
     def counts(self) -> Counts:
-        """Return the counts of this process, with the memory of its ranks."""
+        """Return the counts of this process. The peak memory includes its ranks."""
         engine = self.engine
         peak = report.peak_memory_of(engine)
         return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)
 
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
-        """Yield after each step the records of the rows that it finished, as a `RowExecutor` does."""
+        """Yield the records of the rows that each step finished, as `RowExecutor.steps` does."""
         taken: dict[int, tuple[PromptRow, RowRequest | None]] = {}
 
         def next_request() -> Request | Output | None:
@@ -146,5 +147,5 @@ class EngineRows(ABC):
 
 
 def failed_record(row: PromptRow, failed: Record) -> Record:
-    """Return the journal's record of a row that failed. `failed`: what the task keeps of it."""
+    """Return the journal record of a failed row. `failed`: the task's part of the record."""
     return {"digest": row.digest, "num_cached_tokens": 0, **failed}

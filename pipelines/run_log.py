@@ -1,6 +1,7 @@
-"""run.log of a run's folder: when the run began and how it ended, its warnings and its errors.
+"""run.log in a run's folder: start and end of the run, its warnings and its errors.
 
-run.rank<N>.log has those of rank N, which rank 0 writes. run.engine.log has those of the process in which task=serve computes.
+run.rank<N>.log has the lines of rank N, written by rank 0. run.engine.log has the lines of the engine process of
+task=serve.
 """
 
 import logging
@@ -21,7 +22,7 @@ FILE, ENGINE_FILE = "run.log", "run.engine.log"
 
 
 class RunLog(logging.Handler):
-    """Writes lines to the folder that `open_in` names. Lines that come earlier wait for it: a run that makes no folder leaves no log."""
+    """Writes lines to the folder of `open_in`. Earlier lines wait for it: a run that makes no folder leaves no log."""
 
     def __init__(self, file: str = FILE) -> None:
         super().__init__(logging.WARNING)
@@ -29,7 +30,7 @@ class RunLog(logging.Handler):
         self._file = file
         self._folder: Path | None = None
         self._waiting: dict[str, list[str]] = {}
-        self._turn = threading.Lock()  # a rank's lines come in another thread
+        self._turn = threading.Lock()  # lines of ranks come from another thread
 
     def emit(self, record: logging.LogRecord) -> None:
         self.write(self._file, self.format(record))
@@ -39,17 +40,16 @@ class RunLog(logging.Handler):
         return self._folder
 
     def note(self, text: str) -> None:
-        """Write a line that is not logged elsewhere."""
+        """Write a line to this log only."""
         self.emit(logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None))
 
     def write(self, file: str, line: str) -> None:
-        """Write a line to a file of the folder."""
         with self._turn:
             self._waiting.setdefault(file, []).append(line)
             self._write_waiting()
 
     def open_in(self, folder: Path) -> None:
-        """Write to this folder from now on, and what waits first."""
+        """Write to this folder from now on, starting with the waiting lines."""
         with self._turn:
             self._folder = folder
             self._write_waiting()
@@ -68,7 +68,9 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def run_log(task: str, folder: Path) -> Iterator[None]:
-    """Log the block, which is a run. An error that is no user's is logged in `folder` where the run has made no other."""
+    """Log the block, which is a run. An unexpected error is logged in `folder` if the run has not opened another
+    folder.
+    """
     log, start = RunLog(), time.monotonic()
     logging.getLogger().addHandler(log)
     log.note(f"process {os.getpid()} begins task={task} in {folder}: {shlex.join(sys.argv)}")
@@ -90,18 +92,18 @@ def run_log(task: str, folder: Path) -> Iterator[None]:
 
 
 def log_in(folder: Path) -> None:
-    """Name the folder of the run that this process is in."""
+    """Set the folder of this process's run."""
     for log in _logs():
         log.open_in(folder)
 
 
 def log_folder() -> Path | None:
-    """Return the folder of the run that this process is in; None before it has one."""
+    """Return the folder of this process's run; None if it is not set yet."""
     return next((log.folder for log in _logs()), None)
 
 
 def log_engine_in(folder: Path) -> None:
-    """Log this process, which is a server's engine, from now on."""
+    """Log this process, a server's engine, from now on."""
     log = RunLog(ENGINE_FILE)
     log.open_in(folder)
     log.note(f"process {os.getpid()} begins")

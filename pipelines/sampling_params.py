@@ -1,4 +1,4 @@
-"""vLLM's SamplingParams, and what they are as our settings."""
+"""vLLM's SamplingParams, and their conversion to our decode settings."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -8,7 +8,7 @@ from conf.errors import UserError, list_known_names
 
 DEFAULT_MAX_TOKENS = 16
 GUIDES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark", "json_object": "json_object"}
-"""vLLM's names of structured outputs, and ours."""
+"""vLLM's names of structured outputs, and our guide names."""
 OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "give n: the best of several is not chosen"),
     "use_beam_search": ((False,), "pipeline('text_generation') has num_beams"),
@@ -31,14 +31,18 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trace_decode_token_ids": ((None, []), "tokens are the model's own"),
     "watermarking": ((None, False), "texts have no watermark"),
 }
-"""vLLM's other fields, of its versions up to 0.33: the values that are what happens here, and why others are refused."""
+"""vLLM's other fields, up to version 0.33: the values equal to this engine's behaviour, and why other values are
+refused.
+"""
 OF_ITSELF = ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length")
-"""Fields that vLLM's own LLM sets, whatever a script gives, or that no output depends on."""
+"""Fields that vLLM's own LLM overwrites, or that do not change the output."""
 
 
 @dataclass
 class StructuredOutputsParams:
-    """vLLM's class of structured outputs: what a text must be, one of json, regex, choice, grammar (Lark) and json_object."""
+    """vLLM's class of structured outputs: the constraint on a text, one of json, regex, choice, grammar (Lark) and
+    json_object.
+    """
 
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
@@ -48,7 +52,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __init__(self, **settings: Any) -> None:
-        """Raises UserError for a field of vLLM's that is not here."""
+        """Raises UserError for a field of vLLM that is not supported."""
         names = [each.name for each in fields(self)]
         for name in names:
             setattr(self, name, settings.pop(name, None))
@@ -59,7 +63,7 @@ class StructuredOutputsParams:
 
 @dataclass(init=False)
 class SamplingParams:
-    """How tokens are chosen, by vLLM's names and defaults. Raises UserError for a name that is not here."""
+    """How tokens are chosen, with vLLM's names and defaults. Raises UserError for an unsupported name."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -85,7 +89,7 @@ class SamplingParams:
     """False: texts are empty."""
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    """Keep the last ones of a prompt; -1: as many as the model takes before max_tokens."""
+    """Keep this many tokens from the end of a prompt; -1: as many as leave room for max_tokens."""
     skip_reading_prefix_cache: bool | None = None
     """True: compute the whole prompt."""
     logit_bias: dict[int, float] | None = None
@@ -112,7 +116,9 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        """Raise UserError for settings that contradict each other, and for what DecodeConfig does not check."""
+        """Raise UserError for settings that contradict each other, and for settings that DecodeConfig does not
+        check.
+        """
         if self.stop and not self.detokenize:
             raise UserError(
                 "SamplingParams: stop is found in texts, which detokenize=False leaves out: give stop_token_ids"
@@ -124,14 +130,16 @@ class SamplingParams:
             raise UserError(f"truncate_prompt_tokens={most!r} is not allowed: give a number above 0, or -1")
 
     def truncated(self, token_ids: list[int], context_length: int) -> list[int]:
-        """Return the last ids of a prompt, as many as `truncate_prompt_tokens` says."""
+        """Return the last `truncate_prompt_tokens` ids of a prompt."""
         most = self.truncate_prompt_tokens
         if most == -1:
             most = max(1, context_length - (self.max_tokens or 1))
         return token_ids if most is None else token_ids[-most:]
 
     def decode(self) -> DecodeConfig:
-        """Return the same as our settings, none of which is left to the checkpoint. Raises UserError for values that are not allowed."""
+        """Return the same settings as a DecodeConfig that takes no default from the checkpoint. Raises UserError for
+        invalid values.
+        """
         values = dict(
             max_new_tokens="auto" if self.max_tokens is None else self.max_tokens,
             min_new_tokens=self.min_tokens,
@@ -166,7 +174,7 @@ class SamplingParams:
         return DecodeConfig().replaced(values)
 
     def _sampling(self) -> dict[str, Any]:
-        if self.temperature == 0:  # greedy, as vLLM resets the others
+        if self.temperature == 0:  # greedy: vLLM also resets top_k, top_p and min_p
             return {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         top_k = 0 if self.top_k == -1 else self.top_k
         return {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
@@ -186,5 +194,4 @@ class SamplingParams:
 
 
 def _listed(values: Any) -> Any:
-    """Return a tuple or set as a list, and None as an empty one."""
     return list(values or ()) if isinstance(values, tuple | set | frozenset | None) else values

@@ -1,4 +1,6 @@
-"""`task=score`: numbers for each row, of a reward model's labels, or how likely a reranker finds that a document answers a query."""
+"""`task=score`: numbers for each row: the label outputs of a reward model, or a reranker's probability that a document
+answers a query.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow
 from pipelines.rows import Record, Row
 
-# Qwen3-Reranker's model card: three pieces, each encoded by itself.
+# From Qwen3-Reranker's model card: three pieces, which are tokenized separately.
 BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -31,7 +33,9 @@ ANSWERS = ("no", "yes")
 
 
 class Scorer(Pooler):
-    """Rows to scores. A head of labels gives its outputs for the last token, a vocabulary's the probability of yes against no."""
+    """Computes scores from rows. A label head gives its outputs for the last token, a vocabulary head the probability
+    of yes against no.
+    """
 
     head = None
 
@@ -71,7 +75,9 @@ class Scorer(Pooler):
         return PooledPrompt(self._encode_pair(*row.pair))
 
     def _without_padding(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens up to the last one that is not the pad token, whose output transformers' classifiers take."""
+        """Return the tokens up to the last token that is not padding. Classifiers in transformers use the output at
+        that token.
+        """
         end = len(token_ids)
         while end > 1 and token_ids[end - 1] == self._pad:
             end -= 1
@@ -90,12 +96,11 @@ class Scorer(Pooler):
         return [*before, *self._encoder.encode(PromptRow(0, prompt=pair)).token_ids, *behind]
 
     def values(self, output: Output) -> Tensor:
-        outputs: Tensor = output.pooled  # [O]: labels, or the vocabulary
+        outputs: Tensor = output.pooled  # [O]: label outputs, or vocabulary logits
         return outputs[self._answers].softmax(0)[1:] if self._answers else outputs
 
 
 def _answer_ids(tokenizer: Tokenizer | None) -> list[int]:
-    """Return the tokens of no and yes. Raises UserError where they are not one token each."""
     if tokenizer is None:
         raise UserError("a model without a head of labels scores by its tokens yes and no: give model.tokenizer=PATH")
     ids = [tokenizer.encode(answer, add_special_tokens=False) for answer in ANSWERS]
@@ -108,7 +113,7 @@ def _answer_ids(tokenizer: Tokenizer | None) -> list[int]:
 
 
 class ScoreRows(PooledRows):
-    """Rows to scores."""
+    """Computes scores from rows."""
 
     pooler = Scorer
 
@@ -122,15 +127,16 @@ class ScoreRows(PooledRows):
 
 
 class ScoreJob(PooledJob):
-    """Rows in, lines of scores.jsonl out."""
+    """Writes a line of scores.jsonl for each input row."""
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
         report.write_atomically(self.journal.folder / "scores.jsonl", (f"{dumps(r['row'])}\n" for r in records()))
 
 
 def run_score(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Raises UserError before anything is written, with all finished rows kept where the job cannot go on, and after all files
-    are there if no row has scores."""
+    """Run the task. Raises UserError before any file is written; if the job cannot go on, with all finished rows kept;
+    and if no row has scores, after all files are written.
+    """
     finished, folder = run_pooled(run, output_dir, dump, ScoreRows, ScoreJob)
     lines = [", ".join(f"{score:.6g}" for score in row["scores"] or []) for row in finished.first]
     print_results(lines, finished, folder)

@@ -1,6 +1,6 @@
-"""Score how well a model predicts given tokens: their log likelihood, and the divergence from another model's predictions.
+"""Score how well a model predicts given tokens: their log likelihood, and the divergence from a reference model.
 
-R scored tokens, V tokens in the vocabulary, E hidden channels (each model's own). Logarithms are natural.
+Dimensions: R scored tokens, V vocabulary entries, E hidden channels (of each model). Logarithms are natural.
 """
 
 import math
@@ -13,22 +13,25 @@ from torch import Tensor
 from conf.errors import UserError
 from pipelines.engine import Engine
 
-LOGIT_ROWS = 256  # rows of logits at a time: [R, V] of a whole step would be larger than many a model
+LOGIT_ROWS = 256  # rows of logits at a time: [R, V] of a whole step may be larger than the model
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that a model sees at once. The last `num_scored` are scored, each predicted from all tokens before it."""
+    """Tokens that a model sees at once. The last `num_scored` tokens are scored, each predicted from all tokens before
+    it.
+    """
 
     token_ids: list[int]
     num_scored: int
 
 
 def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Window]:
-    """Return windows of at most `window` tokens that begin every `stride` tokens. Each scores the tokens that no earlier window scored.
+    """Return windows of at most `window` tokens that begin every `stride` tokens.
 
-    As in transformers' "Perplexity of fixed-length models". A window's first token has nothing before it and is not scored; with
-    stride < window only the text's first token is left out.
+    Each window scores the tokens that no earlier window scored, as in "Perplexity of fixed-length models" of
+    transformers. A window's first token has no context and is not scored. With stride < window only the text's first
+    token is not scored.
     """
     windows, scored = [], 0
     for start in range(0, len(token_ids), stride):
@@ -44,7 +47,9 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
 
 @dataclass
 class Scores:
-    """Sums over scored tokens. With a reference also sums of KL(reference || model) in nats, and counts of equal most likely tokens."""
+    """Sums over scored tokens. With a reference model also the sum of KL(reference || model) in nats, and the number of
+    tokens whose most likely token is equal.
+    """
 
     num_tokens: int = 0
     nll: float = 0.0
@@ -57,7 +62,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float | None:
-        """Return the perplexity; None where it is beyond the largest float."""
+        """Return the perplexity; None if it exceeds the largest float."""
         try:
             return math.exp(self.nll_per_token)
         except OverflowError:
@@ -69,7 +74,7 @@ class Scores:
 
     @property
     def top1_agreement(self) -> float | None:
-        """Return the share, from 0 to 1, of tokens where both models find the same one most likely."""
+        """Return the share, from 0 to 1, of tokens for which both models have the same most likely token."""
         return None if self.num_agreed is None else self.num_agreed / self.num_tokens
 
 
@@ -79,10 +84,11 @@ def score(
     reference: Engine | None = None,
     on_step: Callable[[int], None] = lambda num_tokens: None,
 ) -> Scores:
-    """Score the windows, as many in a step as both engines take. `on_step` is called with the number of tokens scored.
+    """Score the windows, with as many per step as both engines can take. `on_step` gets the number of tokens scored so
+    far.
 
-    The reference has the same vocabulary and device. Raises UserError for windows that do not fit in a step, and for logits
-    that are not finite.
+    The reference has the same vocabulary and device. Raises UserError for windows that do not fit in a step, and for
+    logits that are not finite.
     """
     engines = [engine] if reference is None else [engine, reference]
     scores = Scores() if reference is None else Scores(kl=0.0, num_agreed=0)
@@ -94,7 +100,7 @@ def score(
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Holds the log likelihood of a window's scored tokens, and whether each is the most likely one."""
+    """The log likelihood of a window's scored tokens, and whether each is the most likely token."""
 
     log_likelihood: float
     is_greedy: bool
@@ -111,7 +117,7 @@ def likelihoods(engine: Engine, windows: list[Window]) -> list[Likelihood]:
 
 
 def _steps(engines: list[Engine], windows: list[Window]) -> Iterator[list[Window]]:
-    """Yield the windows, as many at once as every engine takes of the longest."""
+    """Yield the windows in steps, as many per step as every engine can take of the longest window."""
     longest = max(len(window.token_ids) for window in windows)
     at_once = min(each.num_at_once(longest) for each in engines)
     if not at_once:
@@ -137,14 +143,15 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
 
 
 def _hidden(engine: Engine, windows: list[Window]) -> Tensor:
-    """Return the hidden states [R, E] that predict the windows' scored tokens. The last token of a window predicts nothing in it."""
+    """Return the hidden states [R, E] that predict the windows' scored tokens. A window's last token predicts no token
+    of it.
+    """
     return engine.hidden_states(
         [window.token_ids[:-1] for window in windows], [window.num_scored for window in windows]
     )
 
 
 def _targets(windows: list[Window], device: torch.device) -> Tensor:
-    """Return the ids [R] of the scored tokens."""
     return torch.tensor([id for window in windows for id in window.token_ids[-window.num_scored :]], device=device)
 
 
@@ -159,6 +166,6 @@ def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) ->
         scores.num_tokens += len(own)
         scores.nll -= own.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()
         if scores.kl is not None and scores.num_agreed is not None:
-            # Float32 differences are small and exact to about 1e-6; their sums are float64, so that they stay so.
+            # Float32 differences are small and exact to about 1e-6. Float64 sums keep that precision.
             scores.kl += (expected[0].exp() * (expected[0] - own)).sum(dtype=torch.float64).item()
             scores.num_agreed += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())

@@ -1,4 +1,4 @@
-"""`model.prefixes`: soft prefixes in the KV cache of an engine, once for all rows that name them."""
+"""`model.prefixes`: soft prefixes in an engine's KV cache, stored once and shared by all rows that name them."""
 
 import logging
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def read_prefixes(paths: Mapping[str, str], plan: ModelPlan, settings: RequestSettings) -> dict[str, Prefix]:
-    """Read the prefixes of these names, before the model's weights are. Raises UserError for one that is not the model's."""
+    """Read these prefixes, before the model's weights. Raises UserError for a prefix that does not fit the model."""
     model_type, prefixes = str(plan.source.checkpoint.config.raw("model_type")), dict[str, Prefix]()
     for name, path in paths.items():
         try:
             prefix = read_prefix(Path(path).expanduser(), plan.model, model_type)
         except UserError as error:
             raise UserError(f"model.prefixes.{name}: {error}") from error
-        if prefix.num_tokens > (most := settings.context.num_tokens - 2):  # a token of prompt, and a new one
+        if prefix.num_tokens > (most := settings.context.num_tokens - 2):  # one prompt token and one new token
             what = f"model.prefixes.{name} has {prefix.num_tokens} virtual tokens"
             raise UserError(f"{what}, which leaves no room for a prompt ({settings.context}): give at most {most}")
         prefixes[name] = prefix
@@ -36,7 +36,7 @@ def read_prefixes(paths: Mapping[str, str], plan: ModelPlan, settings: RequestSe
 
 
 def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
-    """Write the prefixes into blocks of the engine's cache, which stay theirs. Raises UserError where there are too few blocks."""
+    """Write the prefixes into pinned blocks of the engine's cache. Raises UserError if there are too few blocks."""
     blocks = engine.scheduler.block_manager
     for name, prefix in prefixes.items():
         num_blocks = blocks.num_blocks_for(prefix.num_tokens)
@@ -55,7 +55,7 @@ def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
 
 
 def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
-    """Return the values as the engine computes. Raises UserError for those that its dtype does not reach."""
+    """Return the values in the engine's dtype. Raises UserError for values beyond its range."""
     cast = values.to(engine.device, engine.dtype)
     if not cast.isfinite().all():
         dtype, largest = str(engine.dtype).removeprefix("torch."), values.abs().max().item()
@@ -66,7 +66,9 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor) -> None:
-    """Store keys and values [L, 2, P, G, D] in the cache's format, as they are. Among ranks the warning is of what the first one stores."""
+    """Store keys and values [L, 2, P, G, D] in the cache's format. With ranks, the warning covers only what rank 0
+    stores.
+    """
     places = range(keys_and_values.shape[2])
     engine.executor.store(
         keys_and_values, [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
@@ -82,7 +84,7 @@ def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor)
 
 
 def _saturated(paged: PagedVectors, vectors: Tensor) -> float:
-    """Return the share of the vectors' numbers that static scales do not reach."""
+    """Return the share of the vectors' numbers that exceed the range of static scales."""
     if not paged.has_static_scales or paged.scales is None:
         return 0.0
     largest = paged.scales.to(vectors.device) * STATIC_MAX[type(paged.format)]  # [G]
@@ -91,7 +93,7 @@ def _saturated(paged: PagedVectors, vectors: Tensor) -> float:
 
 @torch.inference_mode()
 def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
-    """Run embeddings [P, E] through the model, in the place of those of tokens, and keep their keys and values."""
+    """Run embeddings [P, E] through the model instead of token embeddings, and keep their keys and values."""
     model = engine.executor.model
     tokens = [0] * len(embeddings)
     batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)

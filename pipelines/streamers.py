@@ -1,4 +1,6 @@
-"""Text while it is generated. The pieces of a row, joined, are exactly the text that the call returns for it."""
+"""Stream text while it is generated. The concatenated pieces of a row are exactly the text that the call returns for
+it.
+"""
 
 import queue
 import sys
@@ -9,12 +11,11 @@ from conf.terminal import escape_control_chars
 
 
 class Streamer(Protocol):
-    """The receiver of texts that the pipeline calls while it generates.
+    """Receives text from a pipeline call while it generates.
 
-    A row is one text of the results, in their order: with `n` samples, n for each prompt.
-
-    The pipeline waits for each call, so none may wait for another call of the pipeline, whose turn comes when this one ends. The pipeline
-    refuses that, but a call from another thread looks like any that takes turns.
+    A row is one text of the results, in their order: with `n` samples, a prompt has n rows. The pipeline waits for each
+    method, so a method must not wait for another call of the pipeline, which starts after this call. In the thread of
+    the call this raises UserError; in another thread it is not detected.
     """
 
     skip_prompt: bool
@@ -29,21 +30,22 @@ class Streamer(Protocol):
         """End a row, which is complete."""
 
     def end(self, error: BaseException | None) -> None:
-        """End the call; `error` is what it raised."""
+        """End the call. `error`: the exception that it raised."""
 
 
 class TextStreamer:
-    """Prints the text as it comes. Of several rows each is printed whole and in order, while the next ones wait.
+    """Prints text as it is generated. Several rows are printed one after another, each whole; later rows are buffered.
 
-    On a terminal control characters are shown as their escapes; a file or a pipe gets the text as it is.
+    A terminal gets control characters as escapes; a file or a pipe gets the raw text.
     """
 
     def __init__(
         self, tokenizer: object = None, skip_prompt: bool = False, file: TextIO | None = None, **decoding: Any
     ) -> None:
-        """`tokenizer` is taken so that code for transformers or MindFormers runs as it is; the engine's text needs no decoding.
+        """`tokenizer` and skip_special_tokens=True are accepted but not used, so that code for transformers or
+        MindFormers runs.
 
-        So is skip_special_tokens=True. Raises UserError for other arguments of decoding.
+        Raises UserError for other decoding arguments.
         """
         _check_decoding(decoding)
         self.skip_prompt = skip_prompt
@@ -57,7 +59,7 @@ class TextStreamer:
     def put(self, row: int, text: str) -> None:
         if row == self._current:
             stream = self._file or sys.stdout
-            is_terminal = getattr(stream, "isatty", lambda: False)()  # a writer of the caller's own may have none
+            is_terminal = getattr(stream, "isatty", lambda: False)()  # the caller's stream may have no isatty
             print(escape_control_chars(text) if is_terminal else text, end="", file=stream, flush=True)
         else:
             self._waiting[row] += text
@@ -70,31 +72,31 @@ class TextStreamer:
             self.put(self._current, self._waiting.pop(self._current, ""))
 
     def end(self, error: BaseException | None) -> None:
-        """Do nothing: every piece was printed when it came."""
+        """Do nothing: every piece has been printed."""
 
 
 class StreamerTimeout(TimeoutError, queue.Empty):
-    """Raised where no piece came in time. Also a queue.Empty, which is what transformers raises."""
+    """Raised if no piece arrives in time. Also a queue.Empty, which transformers raises."""
 
 
 class TextIteratorStreamer:
     """An iterator over the pieces, for a consumer in another thread than the pipeline's call.
 
-    One text: its pieces. Several prompts or samples: pairs (row, piece). At the end StopIteration; an exception of the call is raised
-    here too. The queue is unbounded, so a consumer that walks away blocks nobody. One streamer serves one call.
+    Yields pieces of one text, or pairs (row, piece) for several prompts or samples. An exception of the call is raised
+    here, too. The queue is unbounded, so a consumer that stops reading blocks nothing. A streamer serves one call.
     """
 
     def __init__(
         self, tokenizer: object = None, skip_prompt: bool = False, timeout: float | None = None, **decoding: Any
     ) -> None:
-        """`timeout`: most seconds to wait for one piece. For the others see TextStreamer."""
+        """`timeout`: seconds to wait for one piece. The other arguments are the same as in TextStreamer."""
         _check_decoding(decoding)
         self.skip_prompt = skip_prompt
         self._timeout = timeout
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._keyed = False
-        self._served = False  # the one call has ended, as the producer sees it
-        self._over = False  # as the consumer sees it
+        self._served = False  # the call has ended, set by the producer
+        self._over = False  # the end was read, set by the consumer
 
     def start(self, num_rows: int) -> None:
         if self._served:
@@ -105,7 +107,7 @@ class TextIteratorStreamer:
         self._queue.put((row, text) if self._keyed else text)
 
     def end_row(self, row: int) -> None:
-        """Do nothing: a piece says of which row it is."""
+        """Do nothing: a piece includes its row."""
 
     def end(self, error: BaseException | None) -> None:
         self._served = True
@@ -128,7 +130,6 @@ class TextIteratorStreamer:
 
 
 def _check_decoding(arguments: dict[str, Any]) -> None:
-    """Raise UserError for arguments of decoding, which the call has."""
     for name, value in arguments.items():
         if (name, value) != ("skip_special_tokens", True):
             raise UserError(f"{name}={value!r} is not taken by a streamer: give skip_special_tokens=False to the call")

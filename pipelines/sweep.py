@@ -1,8 +1,8 @@
-"""A sweep: what each job leaves of itself, and at the end all jobs side by side in a table and a picture.
+"""A sweep: the record of each job, and finally a table and a picture of all jobs.
 
-A job is read from the files in its folder alone, whichever process ran it: `job.json` (its sweep, its number, its overrides and its
-error) and `metrics.json`. Jobs whose overrides are equal but for the task, as in `-m task=bench,evaluate quant=none,int8`, share a row:
-what a person chooses by stands side by side.
+A job is read only from the files in its folder, whichever process ran it: `job.json` (its sweep, number, overrides and
+error) and `metrics.json`. Jobs whose overrides differ only in the task, as in `-m task=bench,evaluate quant=none,int8`,
+share a row, so that speed and quality of a choice can be compared.
 """
 
 import csv
@@ -28,7 +28,7 @@ Table = dict[str, list[str]]
 """Cells by heading."""
 RECORD = "job.json"
 
-# What the printed table, sweep.md and the picture show of the metrics, where a job has them; sweep.csv has all.
+# Metrics in the printed table, sweep.md and the picture, if a job has them. sweep.csv has all metrics.
 MAIN = {  # metric: name, unit, factor
     "accuracy": ("accuracy", "%", 100),
     "perplexity": ("perplexity", "", 1),
@@ -44,19 +44,20 @@ MAIN = {  # metric: name, unit, factor
     "decode_share_of_bandwidth": ("share of bandwidth", "%", 100),
     "num_errors": ("rows with errors", "", 1),
 }
-PER_TASK = "tasks."  # of lm_eval: each metric of each task is shown, as it is
+PER_TASK = "tasks."  # metrics of lm_eval: all are shown, unscaled
 PEAK_MEMORY = "peak_memory_bytes"
-# The picture has the first SPEED that a job has, over the first two of OVER, and the first QUALITY over the bytes of the weights.
+# The picture plots the first SPEED metric of the jobs over the first two of OVER, and the first QUALITY metric over the
+# weight bytes.
 SPEED = ("decode_tokens_per_s", "tokens_per_s", "prefill_tokens_per_s")
 OVER = (PEAK_MEMORY, "accuracy", "perplexity")
 QUALITY = ("perplexity", "accuracy")
 TASK = "task"
-LABEL = 60  # most characters of a job's label in the picture
+LABEL = 60  # maximum characters of a job's label in the picture
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """A row. `metrics` are flat: a percentile is `time_to_first_token_s.p50`."""
+    """A row of the table. `metrics` are flat: a percentile is `time_to_first_token_s.p50`."""
 
     name: str
     overrides: dict[str, str]
@@ -67,7 +68,7 @@ class SweepJob:
 @dataclass(frozen=True)
 class Sweep:
     id: str
-    """Marks the jobs, because the folder may hold those of an earlier sweep."""
+    """Identifies the jobs, because the folder may contain jobs of an earlier sweep."""
     dir: str
 
     @property
@@ -77,9 +78,9 @@ class Sweep:
 
 @contextmanager
 def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) -> Iterator[None]:
-    """Leave `job.json` in the folder. An error inside ends this job alone, an interrupt the sweep.
+    """Write `job.json` into the folder. An error in the block ends only this job; an interrupt ends the sweep.
 
-    Raises UserError for a folder that is not in the sweep's, or that another of its jobs has.
+    Raises UserError for a folder outside the sweep's folder, and for a folder that another job of the sweep uses.
     """
     remedy = "give hydra.sweep.subdir=${hydra:job.num}"
     if not folder.is_relative_to(sweep.folder):
@@ -91,7 +92,7 @@ def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) 
         job = {"sweep": sweep.id, "number": number, "overrides": overrides, "error": error}
         report.write_atomically(folder / RECORD, [json.dumps(job, indent=2) + "\n"])
 
-    record("did not finish")  # what stays there if the process is killed
+    record("did not finish")  # remains if the process is killed
     error = None
     try:
         yield
@@ -106,9 +107,9 @@ def recorded_job(sweep: Sweep, folder: Path, number: int, overrides: list[str]) 
 
 
 def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[float] | None:
-    """Return what `sweep.objective` names of a finished job's metrics, for Hydra's sweeper.
+    """Return the metrics that `sweep.objective` names, for Hydra's sweeper.
 
-    None without a name, and where the job failed or a value is null. Raises UserError for a name that no metric has.
+    None without a name, and if the job failed or a value is null. Raises UserError for an unknown metric.
     """
     if names is None or (job := _read_job(folder, "")).error:
         return None
@@ -125,7 +126,9 @@ def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[f
 
 
 def write_sweep(sweep: Sweep) -> str | None:
-    """Write the table of the sweep's jobs into its folder, and print it. Return how many of them failed, as a line, if any did."""
+    """Write the table of the sweep's jobs into its folder, and print it. Return a line with the number of failed jobs,
+    if any.
+    """
     folders = {file.parent: _record(file) for file in sweep.folder.rglob(RECORD)}
     own = {folder: record["number"] for folder, record in folders.items() if record.get("sweep") == sweep.id}
     read = [_read_job(folder, os.path.relpath(folder, sweep.folder)) for folder in sorted(own, key=own.__getitem__)]
@@ -139,7 +142,7 @@ def write_sweep(sweep: Sweep) -> str | None:
     if picture := _picture(jobs, keys):
         report.write_atomically(sweep.folder / "sweep.png", picture)
     else:
-        (sweep.folder / "sweep.png").unlink(missing_ok=True)  # of an earlier sweep into the same folder
+        (sweep.folder / "sweep.png").unlink(missing_ok=True)  # from an earlier sweep into the same folder
     with reader_may_leave():
         print()
         report.print_columns(table)
@@ -150,7 +153,6 @@ def write_sweep(sweep: Sweep) -> str | None:
 
 
 def _record(file: Path) -> dict[str, Any]:
-    """Return what stands in a `job.json`: nothing where there is none, or one of somebody else's."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -162,7 +164,7 @@ def _read_job(folder: Path, name: str) -> SweepJob:
     job = _record(folder / RECORD)
     pairs = [override.partition("=") for override in job["overrides"]]
     metrics: dict[str, Value] = {}
-    # A job that failed may have found the metrics of an earlier sweep in its folder.
+    # The folder of a failed job may contain the metrics of an earlier sweep.
     if job["error"] is None and (file := folder / "metrics.json").exists():
         metrics = dict(_flat(json.loads(file.read_text(encoding="utf-8"))))
     error = job["error"] and _writable(job["error"])
@@ -170,7 +172,6 @@ def _read_job(folder: Path, name: str) -> SweepJob:
 
 
 def _joined(jobs: list[SweepJob]) -> list[SweepJob]:
-    """Return a row for each group of jobs that differ in their task alone."""
     groups: dict[frozenset[tuple[str, str]], list[SweepJob]] = {}
     for job in jobs:
         groups.setdefault(frozenset((key, v) for key, v in job.overrides.items() if key != TASK), []).append(job)
@@ -182,10 +183,10 @@ def _joined(jobs: list[SweepJob]) -> list[SweepJob]:
 
 
 def _side_by_side(group: list[SweepJob]) -> SweepJob:
-    """Return the row of jobs that differ in their task alone.
+    """Return one row for jobs that differ only in their task.
 
-    A metric that several tasks measured stays as it is where they agree, else it has the task before its name. The largest peak of memory
-    is a metric of its own.
+    A metric that several tasks measured is shown once if the values agree, else once per task with the task in its
+    name. The peak memory is the maximum over the tasks.
     """
     metrics: dict[str, Value] = {}
     for job in group:
@@ -212,19 +213,19 @@ def _flat(metrics: dict[str, object], prefix: str = "") -> Iterator[tuple[str, V
 
 
 def _unquoted(value: str) -> str:
-    """Return the value without the quotes or backslashes that Hydra's grammar needs."""
+    """Return the value without the quotes or backslashes of Hydra's grammar."""
     if quoted := re.fullmatch(r"""(['"])(.*)\1""", value, re.DOTALL):
         return quoted[2].replace("\\" + quoted[1], quoted[1])
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", value)
 
 
 def _writable(text: str) -> str:
-    """Return the text with half a surrogate pair, which an argument or an error may hold, as its escape."""
+    """Return the text with half surrogate pairs, which an argument or an error may contain, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _varied(jobs: list[SweepJob]) -> list[str]:
-    """Return the overrides that tell the jobs apart; where nothing does, as in a sweep of one job, all of them."""
+    """Return the overrides that differ between jobs; all overrides if none differs, as in a sweep of one job."""
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1] or keys
 
@@ -236,15 +237,15 @@ def _table(jobs: list[SweepJob], keys: list[str], metrics: Table) -> Table:
 
 
 def _all_metrics(jobs: list[SweepJob]) -> Table:
-    """Return all metrics as they were measured, in the units of their names."""
     names = dict.fromkeys(name for job in jobs for name in job.metrics)
     return {name: ["" if (v := job.metrics.get(name)) is None else str(v) for job in jobs] for name in names}
 
 
 def _main_metrics(jobs: list[SweepJob]) -> Table:
-    """Return the main metrics for people.
+    """Return the main metrics, rounded for people.
 
-    They have three digits, or all that stand before the point. The perplexity, in whose third digit schemes differ, has five.
+    Values have three significant digits, or all digits before the point. Perplexity has five, because schemes differ in
+    its third digit.
     """
 
     def shown(job: SweepJob, metric: str) -> str:
@@ -292,11 +293,11 @@ def _markdown(table: Table) -> str:
 
 
 def _picture(jobs: list[SweepJob], keys: list[str]) -> bytes | None:
-    """Return a PNG: quality over the bytes of the weights, speed over memory, and over quality where that was measured too.
+    """Return a PNG: quality over weight bytes, speed over memory, and speed over quality if both were measured.
 
-    None where no job has both values of a point.
+    None if no job has both values of a point.
     """
-    from matplotlib.figure import Figure  # not at the top: a sweep's jobs need not load it
+    from matplotlib.figure import Figure  # here, because a sweep's jobs do not need it
 
     quality = [("weight_bytes", y) for y in QUALITY if any(_point(job, "weight_bytes", y) for job in jobs)][:1]
     speed = [(x, y) for y in SPEED for x in OVER if any(_point(job, x, y) for job in jobs)]
@@ -331,7 +332,7 @@ def _point(job: SweepJob, x: str, y: str) -> tuple[float, float] | None:
 
 
 def _label(i: int, job: SweepJob, keys: list[str]) -> str:
-    """Return a job's label: a line of at most LABEL characters, all of which the picture's font has."""
+    """Return a job's label: one line of at most LABEL characters that the picture's font has."""
     from matplotlib.font_manager import findfont, get_font
 
     glyphs = get_font(findfont("DejaVu Sans")).get_charmap()

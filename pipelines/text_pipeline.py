@@ -1,4 +1,4 @@
-"""The Python face: the same composition and the same engine as `run.py`, without files."""
+"""The Python API for text generation: the same composition and engine as `run.py`, without files."""
 
 import logging
 import threading
@@ -32,10 +32,10 @@ class Prepared(NamedTuple):
     prompt: EncodedPrompt
     request: Request
     first_text: int
-    """How many texts the prompts before it give."""
+    """Number of texts of all prompts before it."""
 
 
-SAMPLING_TEMPERATURE = 1.0  # for do_sample=True over a greedy config
+SAMPLING_TEMPERATURE = 1.0  # for do_sample=True with a greedy config
 
 
 @overload
@@ -62,15 +62,16 @@ def pipeline(
     overrides: list[str] | None = None,
     **arguments: Any,
 ) -> "TextGenerationPipeline | PooledPipeline":
-    """Return a pipeline, chosen by the names of the config's options.
+    """Return a pipeline for the named config options.
 
     >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
     >>> pipe("Once upon a time", max_new_tokens=20)
 
-    `model` is an option of conf/model, a folder, a GGUF file, a hub id or a PreTrainedModel of transformers, whose weights are copied in
-    memory; `dtype` a name or torch's own ("bfloat16", torch.bfloat16), None: as stored; `tokenizer` a folder, a GGUF file, a hub id, a
-    tokenizer of transformers or another pipeline's, None: the model's own; `overrides` are as on the command line; `arguments` are defaults
-    for every call. Raises UserError, a ValueError, for an unknown task, option or argument, and for whatever is wrong with the model.
+    `model`: an option of conf/model, a folder, a GGUF file, a hub id or a PreTrainedModel of transformers, whose
+    weights are copied in memory. `dtype`: a name or torch's dtype ("bfloat16", torch.bfloat16); None: as stored.
+    `tokenizer`: a folder, a GGUF file, a hub id, a tokenizer of transformers or of another pipeline; None: the model's
+    own. `overrides`: as on the command line. `arguments`: defaults for every call. Raises UserError, a ValueError, for
+    an unknown task, option or argument, and if the model cannot be loaded.
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
@@ -83,20 +84,22 @@ def pipeline(
 
 
 class TextGenerationPipeline:
-    """Continues prompts: `{'text_generation_text': [prompt and continuation]}` for each, with n or num_return_sequences several texts.
+    """Continues prompts. Each result is `{'text_generation_text': [prompt and continuation]}`, with several texts if n
+    or num_return_sequences is above 1.
 
-    What was sampled has its `seed`. `logprobs` adds `token_ids` and `logprobs` of each text, `prompt_logprobs` adds `prompt_token_ids` and
-    `prompt_logprobs`: for each token (of the prompt each but the first) the logprob and rank of it and of the most likely ones, by id.
-    `engine` runs token ids directly. Calls from several threads take turns.
+    Sampled results have a `seed`. `logprobs` adds `token_ids` and `logprobs` of each text. `prompt_logprobs` adds
+    `prompt_token_ids` and `prompt_logprobs`. Both hold, for each token (of a prompt all but the first), the logprob and
+    rank of it and of the most likely tokens, by id. `engine` runs token ids directly. Concurrent calls from several
+    threads run one after another.
     """
 
     task = "predict"
 
     def __init__(self, run: RunConfig, open_model: OpenModel | None = None, **arguments: Any) -> None:
-        """`open_model`: as for `load_engine`; `arguments` are defaults for every call."""
+        """`open_model`: as for `load_engine`. `arguments`: defaults for every call."""
         self.run = run
         self._defaults = _checked_arguments(arguments)
-        _decode(run.decode, self._defaults, None)  # before the long wait
+        _decode(run.decode, self._defaults, None)  # fails before the model is loaded
         with explained_out_of_memory():
             self.engine: Engine = load_engine(
                 run, self._defaults.get("batch_size", run.predict.batch_size), open_model=open_model
@@ -105,7 +108,7 @@ class TextGenerationPipeline:
         self._decode = _decode(run.decode, self._defaults, self._suggested)
         self.tokenizer = self.engine.tokenizer
         self._turn = threading.Lock()
-        self._caller: int | None = None  # the thread whose turn it is
+        self._caller: int | None = None  # the thread that holds the lock
 
     def __repr__(self) -> str:
         engine, quant = self.engine, self.run.quant
@@ -142,13 +145,15 @@ class TextGenerationPipeline:
     def __call__(self, prompts: Any, **arguments: Any) -> list[Result] | Iterator[Result]:
         """Continue the prompts, and return their results in order.
 
-        `prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a dictionary); or a list
-        of these. A generator of them is read as places become free, and gives an iterator of the results, in order: memory stays flat.
+        `prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a
+        dictionary); or a list of these. A generator of prompts is read when the engine has room, and returns an
+        iterator of the results, in order: memory stays constant.
 
-        Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False leaves the prompt out); `streamer`;
-        `batch_size` (most sequences at once); `add_special_tokens`; `chat_template`; `prefix` and `adapter` (names, for the prompts that
-        give none). They beat those given to the constructor.
-        Raises UserError for the first prompt that cannot be run, of a list before any is.
+        Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False omits the prompt); `streamer`;
+        `batch_size` (maximum concurrent sequences); `add_special_tokens`; `chat_template`; `prefix` and `adapter`
+        (names, for prompts that set none). They override the constructor's arguments.
+
+        Raises UserError for the first invalid prompt; for a list, before any prompt runs.
         """
         streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
         try:
@@ -170,7 +175,7 @@ class TextGenerationPipeline:
         return all_results
 
     def _turn_by_turn(self, results: Generator[Result, None, None]) -> Iterator[Result]:
-        """Yield the results. Between two of them other calls may have their turns."""
+        """Yield the results. Other calls may run between two results."""
         try:
             while True:
                 with self._own_turn(), explained_out_of_memory():
@@ -184,7 +189,7 @@ class TextGenerationPipeline:
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
-        """Wait for the turn. Raises UserError where it is the thread's already, which would wait for itself for ever."""
+        """Hold the pipeline's lock. Raises UserError if this thread holds it already, which would be a deadlock."""
         if self._caller == threading.get_ident():
             others = "nor can a generator of prompts"
             raise UserError(
@@ -198,7 +203,6 @@ class TextGenerationPipeline:
                 self._caller = None
 
     def _encoder(self, given: dict[str, Any]) -> PromptEncoder:
-        """Return the encoder of a call. Raises UserError for arguments with which no prompt could be run."""
         batch_size, most = given.get("batch_size"), self.engine.max_num_requests
         if batch_size is not None and batch_size > most:
             limit = f"the {most} that this pipeline was made for"
@@ -224,14 +228,16 @@ class TextGenerationPipeline:
         encoder: PromptEncoder,
         streamer: Streamer | None,
     ) -> Generator[Result, None, None]:
-        """Yield results in order. Prompts of a generator are taken when there is a place; others are all checked before the first runs."""
+        """Yield results in order. A generator's prompts are taken when the engine has room. A list is checked whole
+        before it runs.
+        """
         prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, given, streamer)
         if not isinstance(prompts, Iterator):
             prepared = list(prepared)
             if streamer:
                 streamer.start(sum(each.request.params.n for each in prepared))
         full_text = given.get("return_full_text", True)
-        running: dict[int, Prepared] = {}  # by row
+        running: dict[int, Prepared] = {}  # by row index
 
         def requests() -> Iterator[Request]:
             for each in prepared:
@@ -243,7 +249,7 @@ class TextGenerationPipeline:
                 if each.prompt.text:
                     for sample in range(each.request.params.n):
                         streamer.put(each.first_text + sample, each.prompt.text)
-        finished: dict[int, Result] = {}  # which wait for an earlier row
+        finished: dict[int, Result] = {}  # results that wait for an earlier row
         next_row = 0
         with closing(self.engine.generate(requests(), given.get("batch_size"))) as outputs:
             for output in outputs:
@@ -284,8 +290,6 @@ class TextGenerationPipeline:
 
 
 def _sink(streamer: Streamer, first_text: int) -> Sink:
-    """Return a sink that hands each sample's text to the streamer, as the row of its number among the call's texts."""
-
     def put(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
         if text:
             streamer.put(first_text + sample, text)
@@ -362,11 +366,11 @@ def _checked_streamer(streamer: Any) -> Any:
 
 
 def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) -> DecodeConfig:
-    """Return the decode settings of a call. `suggested`: the temperature that the checkpoint samples with, if it says so."""
+    """Return the decode settings of a call. `suggested`: the checkpoint's sampling temperature, if it has one."""
     values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
     do_sample = given.get("do_sample")
     if do_sample is False:
-        if values.get("temperature"):  # no error, because such calls are written for transformers, which warns
+        if values.get("temperature"):  # a warning, as in transformers, and not an error
             log.warning("do_sample=False makes no use of temperature=%s", values["temperature"])
         values["temperature"] = 0.0
     elif do_sample:

@@ -1,4 +1,4 @@
-"""The machines that a model may be divided among: read from a YAML file, or this machine as it is found."""
+"""The machines for a sharded model: read from a YAML file, or measured on this machine."""
 
 import time
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from pipelines.bandwidth import memory_bandwidth
 from pipelines.engine.kv_cache import free_memory
 
 NUMA_NODES = Path("/sys/devices/system/node")
-PRODUCT = 2048  # inputs and outputs of the product that measures a device's arithmetic: a cache holds its weight
-MAX_ROWS = 128  # of it: more have a CPU's peak, too
-SHARED_MEMORY_LATENCY_S = 2e-6  # of a barrier of two processes
-SHARED_MEMORY_COPIES = 3  # reads and writes of a number on its way from one process into another
-GPU_LATENCY_S, GPU_BANDWIDTH = 1e-5, 2.5e10  # assumed where no file says more: NCCL over PCIe 4
+PRODUCT = 2048  # inputs and outputs of the matrix product that measures arithmetic: its weight fits the cache
+MAX_ROWS = 128  # maximum rows of the product: with these a CPU reaches its peak
+SHARED_MEMORY_LATENCY_S = 2e-6  # of a barrier between two processes
+SHARED_MEMORY_COPIES = 3  # reads and writes per number that one process sends to another
+GPU_LATENCY_S, GPU_BANDWIDTH = 1e-5, 2.5e10  # defaults without a topology file: NCCL over PCIe 4
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link sends n bytes in `latency_s` + n / `bandwidth` seconds."""
+    """A link. Sending n bytes takes `latency_s` + n / `bandwidth` seconds."""
 
     latency_s: float
     bandwidth: float
@@ -37,25 +37,25 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Machines that are alike, each with so many devices that are alike: GPUs, or NUMA nodes with their cores."""
+    """Identical machines, each with identical devices: GPUs, or NUMA nodes with their cores."""
 
     kind: str
     """cpu or cuda."""
     num_machines: int
     num_devices: int
-    """Of a machine."""
+    """Per machine."""
     memory: int
-    """Bytes of a device that may be used."""
+    """Usable bytes of a device."""
     bandwidth: float
-    """Bytes a second of a device's memory."""
+    """Bytes per second of a device's memory."""
     half_bandwidth: float
-    """Those that half of a device's cores read while the others do nothing."""
+    """Bytes per second that half of a device's cores read while the other half is idle."""
     flops: Callable[[int], float]
-    """Multiplications and additions a second of a device in products of so many rows, in the model's dtype."""
+    """Maps the rows of a product to multiplications and additions per second of a device, in the model's dtype."""
     link: Link
     """Between the devices of a machine."""
     network: Link | None
-    """Between machines; None for a single one."""
+    """Between machines; None for a single machine."""
 
     def __str__(self) -> str:
         name = {"cpu": "NUMA node", "cuda": "GPU"}[self.kind] + "s" * (self.num_devices > 1)
@@ -65,7 +65,9 @@ class Topology:
 
 
 def read_topology(path: Path) -> Topology:
-    """Read a file like those in pipelines/topologies. Raises UserError for a missing, unknown or impossible value."""
+    """Read a file like the files in pipelines/topologies. Raises UserError for a missing, unknown or impossible
+    value.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -120,7 +122,9 @@ def _refuse_unread(reader: ConfigReader, where: Path | str) -> None:
 
 
 def find_topology(device: torch.device, dtype: torch.dtype) -> Topology:
-    """Return this machine as it is now: what is free is counted, memory and arithmetic are measured in less than a second."""
+    """Return this machine's topology: free memory is read; bandwidth and arithmetic are measured in less than a
+    second.
+    """
     bandwidth, free = memory_bandwidth(device), free_memory(device, 1.0)
     measured = partial(_measured_flops, device, dtype)
     if device.type == "cuda":
@@ -134,9 +138,10 @@ def find_topology(device: torch.device, dtype: torch.dtype) -> Topology:
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype, num_rows: int) -> float:
-    """Return what a device reaches in a product of floats.
+    """Return a device's FLOP/s in a float product.
 
-    A CPU's kernels compute it with so many rows: in few of them a weight is unpacked for little arithmetic. A GPU has its peak.
+    A CPU kernel is measured with `num_rows`: with few rows, unpacking the weight dominates. A GPU is measured at its
+    peak.
     """
     weight = torch.randn(PRODUCT, PRODUCT).to(device, dtype)
     rows = torch.randn(PRODUCT if device.type == "cuda" else min(num_rows, MAX_ROWS), PRODUCT).to(device, dtype)

@@ -1,4 +1,6 @@
-"""The arguments of vLLM's LLM(...), of its versions up to 0.33: each is a setting of ours, or is answered in one line."""
+"""The arguments of vLLM's LLM(...), up to version 0.33. Each maps to one of our settings, or to an error or warning of
+one line.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,7 @@ SETTINGS = {
     "kv_cache_memory_bytes": "device.kv_cache_memory",
     "max_loras": "model.max_adapters",
 }
-"""Arguments whose values are those of a setting of ours; None leaves it out."""
+"""Arguments that pass their value to one of our settings; None leaves the setting unset."""
 CHOICES: dict[str, dict[Any, str]] = {
     "load_format": {
         "auto": "",
@@ -41,24 +43,24 @@ CHOICES: dict[str, dict[Any, str]] = {
     "enable_expert_parallel": {False: "", True: "parallel.experts=whole"},
     "skip_tokenizer_init": {False: "", True: "model.tokenizer=null"},
 }
-"""Arguments with a few values, and the setting of ours for each of these; "": it is what happens by itself."""
+"""Arguments with a fixed set of values, and our setting for each value; "" is the default behaviour."""
 
 
 OF_A_GPU = {
     "gpu_memory_utilization": "device.kv_cache_memory is a CPU's",
     "enforce_eager": "graphs are captured there alone",
 }
-"""Those of them that a CPU does not use, with the reason."""
+"""Arguments that a CPU does not use, with the reason."""
 
 
 class Answer(NamedTuple):
-    """An error or a warning for an argument that is no setting of ours."""
+    """The error or warning for an argument that does not map to a setting."""
 
     why: str
     taken: tuple[Any, ...] | None = None
-    """Values that need no word, because they are what happens here; None: each that is empty, and auto."""
+    """Values equal to this engine's behaviour, accepted silently; None: any empty value, and auto."""
     is_refused: bool = True
-    """Whether another value is an error; else it is a warning, because no output depends on it."""
+    """Whether another value is an error. If False it is a warning, because the output does not depend on it."""
 
 
 def _refused(why: str, names: str) -> dict[str, Answer]:
@@ -74,7 +76,7 @@ def _one(why: str, names: str) -> dict[str, Answer]:
 
 
 SECRETS = ("hf_token",)
-"""Arguments whose values no error tells."""
+"""Arguments whose values are not shown in errors."""
 NO_CODE = "no code of a checkpoint is ever run"
 OWN_KERNELS = "this engine has kernels and steps of its own"
 NO_GRAPHS = "device.cuda_graphs alone decides which steps are captured"
@@ -230,16 +232,16 @@ ANSWERS: dict[str, Answer] = {
     **_unused("an argument is checked, and no variable of the environment", "fail_on_environ_validation"),
 }  # fmt: skip
 OWN = ("model", "tokenizer", "dtype", "quantization", "seed", "runner", "task", "max_num_seqs", "chat_template")
-"""Those that LLM reads itself."""
+"""Arguments that LLM reads itself."""
 DRAFTING = {"ngram": "ngram", "draft_model": "model", "mtp": "mtp", "deepseek_mtp": "mtp"}
 """vLLM's methods of speculative_config, and ours."""
 
 
 def run_settings(arguments: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Return vLLM's arguments as overrides of ours, and settings that are texts.
+    """Return vLLM's arguments as our overrides, and text settings by name.
 
-    Raises UserError for an argument that does not exist, and for a value that is not taken, with the reason. What changes no output is a
-    warning.
+    Raises UserError, with the reason, for an unknown argument and for an unsupported value. An argument that does not
+    change the output is a warning.
     """
     overrides, texts = list(_parallel(arguments)), _revision(arguments)
     for name, value in arguments.items():
@@ -281,7 +283,6 @@ def _chosen(name: str, value: Any) -> list[str]:
 
 
 def _parallel(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the overrides of ranks and stages. Raises UserError for a size that is no number above 0."""
     sizes = {}
     for ours, theirs in (("tp", "tensor_parallel_size"), ("pp", "pipeline_parallel_size")):
         size = arguments.get(theirs)
@@ -295,7 +296,6 @@ def _parallel(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _revision(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the setting. Raises UserError for a tokenizer's revision that is another one."""
     revision, of_tokenizer = arguments.get("revision"), arguments.get("tokenizer_revision")
     if of_tokenizer not in (None, revision):
         raise UserError(
@@ -306,7 +306,6 @@ def _revision(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _drafts(config: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Return vLLM's speculative_config as overrides and as settings that are texts. Raises UserError for what is not taken of it."""
     if not isinstance(config, Mapping):
         raise UserError(
             f"speculative_config is of type {type(config).__name__}: give a dictionary, such as {{'method': 'ngram'}}"

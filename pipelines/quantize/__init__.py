@@ -1,1 +1,1 @@
-"""`task=quantize`, and the models that `quant` needs calibrated: `quantize.py` finds or makes one, layer by layer, with a report."""
+"""`task=quantize`, and the calibrated models of `quant`. `quantize.py` finds or makes one, layer by layer."""

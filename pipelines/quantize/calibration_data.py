@@ -1,4 +1,4 @@
-"""Read the tokens that calibration runs on, and others that its report is measured on."""
+"""Read the calibration samples, and the held-out samples of the report."""
 
 import random
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class CalibrationData:
 def read_calibration_data(
     config: CalibrateConfig, tokenizer: Tokenizer | None, longest: int, are_prompts: bool
 ) -> CalibrationData:
-    """Return samples of `sequence_length` tokens, cut from all texts in a row and chosen by the seed.
+    """Return samples of `sequence_length` tokens, cut from the concatenated texts and chosen by the seed.
 
-    config: `resolved` settings. longest: most tokens that the model takes.
-    are_prompts: a sample is a whole prompt, or its end, for models whose prompts are more than a run of text.
-    Raises UserError for too little data, for texts that cannot be read, and for a missing tokenizer.
+    `config`: resolved settings. `longest`: maximum tokens of the model. `are_prompts`: a sample is a whole prompt, or
+    its end; for models that see a whole prompt at once. Raises UserError for too little data, for texts that cannot be
+    read, and for a missing tokenizer.
     """
     assert config.num_samples is not None
     assert config.sequence_length is not None
@@ -61,7 +61,7 @@ def read_calibration_data(
 
 
 def calibration_file(data: str) -> DataFile:
-    """Return the file that `calibrate.data` names. Raises UserError where there is none."""
+    """Return the file of `calibrate.data`. Raises UserError if it does not exist."""
     missing = "is not a file: give a .txt or a .jsonl, .csv or .json, or .gz of these"
     return find_file("calibrate.data", data, FORMS, missing, columns=("text", "prompt"))
 

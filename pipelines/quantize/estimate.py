@@ -1,4 +1,6 @@
-"""How long a quantisation is going to take: one layer of each kind, with random weights, is quantised as the model's are, and timed."""
+"""Estimate the duration of a quantisation: quantise one layer of each kind, with random weights, and measure the
+time.
+"""
 
 import math
 import time
@@ -26,25 +28,25 @@ from quantization.part_files import REST, PartFiles
 from quantization.quantizer import QuantizedLayer, parts_of
 from quantization.scheme import LinearScheme
 
-START_S = 3.0  # imports, and the texts' tokens
+START_S = 3.0  # imports, and tokenizing the texts
 REPORT_S = 2.0  # its picture
-HEAD_OUTPUTS = 8192  # of the measured head: a larger one takes longer in proportion
-READ_BYTES = 2**26  # of the checkpoint, that reading all of it is reckoned from: beyond any cache
+HEAD_OUTPUTS = 8192  # outputs of the measured head: the time of a larger head is proportional
+READ_BYTES = 2**26  # measured bytes of the checkpoint, from which the whole is estimated: larger than any cache
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """Seconds of a part."""
+    """Measured time of a part, in seconds."""
 
     per_token: float
-    """To observe it on a token, and to go on."""
+    """Seconds per token to observe the part and to advance."""
     fixed: float
-    """To choose its codes, to put them in place and to keep them."""
+    """Seconds to choose the part's codes, to place them and to write them."""
 
 
 @dataclass(frozen=True)
 class PredictionCost:
-    """Seconds of a text that the report is measured on."""
+    """Seconds of one held-out text of the report."""
 
     layers: float
     head: float
@@ -53,7 +55,9 @@ class PredictionCost:
 def expected_seconds(
     run: RunConfig, plan: ModelPlan, settings: RequestSettings, layout: FileLayout, data: CalibrationData, folder: Path
 ) -> float:
-    """Return the seconds to quantise a planned float model into a folder in `folder`, those of this measurement among them."""
+    """Return the estimated seconds to quantise a planned float model into a folder in `folder`, including this
+    estimate.
+    """
     start, model = time.perf_counter(), plan.model
     parts = parts_of(model, layout.schemes)
     kinds = _kinds(plan, parts)
@@ -80,7 +84,7 @@ def expected_seconds(
 
 
 def _kinds(plan: ModelPlan, parts: list[QuantizedLayer]) -> list[int]:
-    """Return for each decoder layer the first that has parameters of the same names and shapes."""
+    """Return for each decoder layer the index of the first layer whose parameters have the same names and shapes."""
     shapes = [(name, parameter.shape) for name, parameter in plan.model.named_parameters()]
     own = [
         [(name.removeprefix(part.prefix), shape) for name, shape in shapes if name.startswith(part.prefix)]
@@ -90,7 +94,7 @@ def _kinds(plan: ModelPlan, parts: list[QuantizedLayer]) -> list[int]:
 
 
 def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearScheme]:
-    """Return the schemes of the first layers, each as the last of its kind has them, and the head's."""
+    """Return the schemes of the measured layers, each as in the last layer of its kind, and the head's schemes."""
     last = {kind: parts[index] for index, kind in enumerate(kinds)}
     schemes = {name: scheme for head in parts[len(kinds) :] for name, scheme in head.schemes.items()}
     for part, kind in zip(parts[: max(kinds) + 1], kinds, strict=False):
@@ -102,7 +106,7 @@ def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearS
 def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, num_layers: int) -> Engine:
     """Return an engine of the model's first layers and of a part of its vocabulary, with random weights."""
     shape = plan.model.config
-    # A prompt that is seen whole has marks, which are ids of their own.
+    # A model that sees the whole prompt searches it for special ids, so it needs the whole vocabulary.
     vocab_size = shape.vocab_size if shape.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
     source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
     dtype = DType[str(plan.dtype).removeprefix("torch.")]
@@ -116,7 +120,9 @@ def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, nu
 
 
 def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
-    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary: what does not grow with tokens works on so many."""
+    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary. The searches, whose time does not
+    grow with the number of tokens, use that many.
+    """
     taken: list[list[int]] = []
     for text in texts:
         if sum(map(len, taken)) < NUM_SAMPLES:
@@ -127,7 +133,6 @@ def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
 def _measure(
     run: RunConfig, engine: Engine, files: PartFiles, layout: FileLayout, samples: list[list[int]]
 ) -> list[PartCost]:
-    """Quantise and keep all parts of a small model."""
     costs, num_tokens = [], sum(map(len, samples))
     batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
     share = Share(run.quant, layout, engine.executor.model, batches, cache)
@@ -162,7 +167,7 @@ def _predict(engine: Engine, text: list[int]) -> PredictionCost:
 
 
 def _seconds_to_read(plan: ModelPlan) -> float:
-    """Return the seconds to read the whole checkpoint until it is known to be finite, reckoned from its first tensors."""
+    """Return the seconds to read and check the whole checkpoint, estimated from its first tensors."""
     size = sum(math.prod(file.shapes[n]) * file.dtypes[n].itemsize for file in plan.files for n in file.shapes)
     done, start = 0, time.perf_counter()
     for _, tensor in chain.from_iterable(file.read(file.shapes) for file in plan.files):

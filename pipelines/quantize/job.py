@@ -1,4 +1,4 @@
-"""What decides the outcome of a quantisation, and the folder that a model without a name gets by it."""
+"""The identity of a quantisation, and the default folder of its model, whose name contains the identity."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ from pipelines.model_source import ModelSource
 from pipelines.output_folder import kept_folder
 from quantization.smoothing_record import FOLDS, SMOOTHING
 
-VERSION = 3  # of what the same settings make: raise it with every change of codes, scales or what is observed
+VERSION = 3  # version of the results: increase it with every change of codes, scales or observed statistics
 
 
 def default_target(run: RunConfig, source: ModelSource) -> Path:
-    """Return a folder whose name tells apart weights, quantisation and calibration."""
+    """Return a folder whose name identifies weights, quantisation and calibration."""
     digest = hashlib.sha256(dumps(job_of(run, source)).encode()).hexdigest()
     name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
     cache = f"-kv_{run.quant.kv_cache.name}" if run.quant.has_static_kv_cache else ""
@@ -28,7 +28,9 @@ def default_target(run: RunConfig, source: ModelSource) -> Path:
 
 
 def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
-    """Return the model's files, how they are quantised, and on which texts. Raises UserError where there are no weights."""
+    """Return the identity: the model's files, the quantisation and the texts. Raises UserError if there are no
+    weights.
+    """
     if not source.has_weights:
         raise UserError(
             "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, "
@@ -38,7 +40,7 @@ def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
     quant = {key: value for key, value in plain_quant(run.quant).items() if key not in cache}
     quant |= {"activations": run.quant.activations.of_model}
     if run.quant.method in SMOOTHING:
-        quant |= {"kept": FOLDS}  # older folders have none
+        quant |= {"kept": FOLDS}  # older folders do not have this file
     model = run.model
     tokenizer = model.tokenizer and find_tokenizer(model.tokenizer, model.hub, model.revision)
     job = {

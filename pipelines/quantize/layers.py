@@ -1,4 +1,4 @@
-"""Quantises the layers of an engine's float model, one after the other, on calibration samples."""
+"""Quantise the layers of an engine's float model in order, on calibration samples."""
 
 from dataclasses import replace
 
@@ -14,9 +14,9 @@ from quantization.quantizer import LinearReport
 
 
 def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> list[LinearReport]:
-    """Quantise all parts of the model in their order and keep each in `files`; those that an earlier run finished are read.
+    """Quantise all parts of the model in order and keep each in `files`. Parts of an earlier run are read.
 
-    `share`: that of the process, or rank 0's. Raises UserError for what cannot be.
+    `share`: the process's share, or rank 0's. Raises UserError if a part cannot be quantised.
     """
     reports: list[LinearReport] = []
     for i, part in enumerate(share.parts):
@@ -35,13 +35,16 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
 
 
 def calibration_cache(engine: Engine) -> KVCache:
-    """Return the engine's cache for one layer: a batch is one step, so that layers need not remember."""
+    """Return the engine's cache for one layer. A batch is one step, so all layers can use the same cache in turn."""
     return KVCache(engine.executor.cache.layers[:1])
 
 
 def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
-    """Return the beginning of the first sample, or all of it where tokens see later ones; then all samples, as many in a batch as a step
-    takes. Raises UserError for samples that are too long.
+    """Return a batch with the start of the first sample, then batches of all samples, as many per batch as a step
+    takes.
+
+    If tokens see later tokens, the first batch holds the whole first sample. Raises UserError for samples that are too
+    long.
     """
     longest = max(map(len, samples))
     num_at_once = engine.num_at_once(longest)
@@ -50,7 +53,7 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]
             f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
             "give a smaller calibrate.sequence_length"
         )
-    width = -(-longest // engine.block_size)  # blocks of a sample
+    width = -(-longest // engine.block_size)  # blocks per sample
 
     def batch(prompts: list[list[int]]) -> Batch:
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]

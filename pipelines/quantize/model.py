@@ -1,4 +1,4 @@
-"""Makes the folder of a quantised model: calibrates layer by layer and measures, for a report, what that costs in quality."""
+"""Make the folder of a quantised model: calibrate layer by layer, and measure the loss of quality for a report."""
 
 import logging
 from dataclasses import replace
@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 def make_model(
     run: RunConfig, source: ModelSource, target: Path, progress: report.ProgressSink, with_report: bool
 ) -> dict[str, Any]:
-    """Quantise into the folder `target`, and return metrics, with a report those of held-out text too. Raises UserError."""
+    """Quantise into the folder `target`, and return metrics. With a report, they include metrics on held-out text.
+    Raises UserError.
+    """
     samples = f"{run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens"
     sparsity = f" and quant.sparsity ({run.quant.sparsity})" if run.quant.sparsity.prunes else ""
     what = f"{run.model.path} by quant={run.quant.scheme.name}{sparsity}"
@@ -56,8 +58,7 @@ def _make_with_ranks(
     progress: report.ProgressSink,
     with_report: bool,
 ) -> dict[str, Any]:
-    """Do what `make_model` does, with ranks that end with it."""
-    from pipelines.quantize.ranks import DriverShare  # here, because other runs have one process
+    from pipelines.quantize.ranks import DriverShare  # here, because a run without ranks does not need it
     from pipelines.ranks.driver import start_driver
 
     whole = ready.plan
@@ -86,7 +87,7 @@ def _make(
     bytes_before, num_weights = engine.executor.weight_bytes, sum(parameter.numel() for parameter in whole.parameters())
     with complete_folder(target, run.quantize.overwrite, "quantize", resumable=True) as folder:
         files = PartFiles.begin(folder, job_of(run, source))
-        files.write_rest(share.rest())  # before predictions, which may normalise a head in place
+        files.write_rest(share.rest())  # before the predictions, which may normalise a head in place
         before = Predictions(engine, data.held_out) if with_report else None
         reports = quantize_layers(share, files, progress)
         metrics: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What is going to be quantised, and about how much memory and time that takes, which `quantize.dry_run=true` only says."""
+"""The plan of a quantisation, with estimates of memory and time. `quantize.dry_run=true` only prints it."""
 
 import os
 from collections import Counter
@@ -22,20 +22,20 @@ from quantization.file_layout import FileLayout, file_layout
 @dataclass(frozen=True)
 class Preflight:
     plan: ModelPlan
-    """Of the float model."""
+    """Plan of the float model."""
     layout: FileLayout
     data: CalibrationData
     duration: str
-    """What it is expected to take on this machine: `about 8 s`."""
+    """Expected duration on this machine: `about 8 s`."""
 
 
 def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, folder: Path) -> Preflight:
-    """Return what is going to be quantised. Raises UserError as quantising would.
+    """Return the plan of a quantisation. Raises UserError as quantising does.
 
-    Only headers of the files, the device, the layers' shapes and the texts are looked at. The time is measured, with files in `folder`,
-    where the model is going to be.
+    Reads only file headers, the device, layer shapes and the texts. The time is measured with files in `folder`, where
+    the model will be.
     """
-    device = prepare_device(run.device)  # whose threads the estimate is measured with
+    device = prepare_device(run.device)  # sets the threads for the time estimate
     plan = plan_model(without_quantization(run), source, device, packed=False)
     layout = file_layout(plan.model, run.quant, run.quantize.format)
     are_prompts = source.shape.needs_whole_prompt
@@ -51,13 +51,13 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
 
 
 def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
-    """Print what is going to be quantised. Raises UserError as `preflight` does."""
+    """Print the plan of a quantisation. Raises UserError as `preflight` does."""
     found = preflight(run, source, read_request_settings(run.model, source), folder)
     model, schemes, itemsize = found.plan.model, found.layout.schemes, found.plan.dtype.itemsize
     layers = linear_specs(model)
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
     before = sum(parameter.numel() for parameter in model.parameters()) * itemsize
-    saved = sum(size * (itemsize - schemes[name].weights.bits / 8) for name, size in sizes.items())  # scales are little
+    saved = sum(size * (itemsize - schemes[name].weights.bits / 8) for name, size in sizes.items())  # scales are small
     largest = max(sizes.values(), default=0)
     counts = Counter(str(scheme) for scheme in schemes.values())
     cache = [("KV cache", f"{run.quant.kv_cache.name}, a scale for each head")] if run.quant.has_static_kv_cache else []

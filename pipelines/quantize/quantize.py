@@ -1,6 +1,6 @@
-"""`task=quantize`: a pruned or quantised model, made layer by layer, with a report of what that costs in quality.
+"""`task=quantize`: prune or quantise a model layer by layer, with a report of the loss of quality.
 
-A run that ended early is continued by the next one of the same model, settings and texts: finished layers are kept.
+A run that ended early is resumed by the next run of the same model, settings and texts: finished layers are kept.
 """
 
 import json
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Quantise the model. Raises UserError for what cannot be; layers that are finished by then are kept for the next run."""
+    """Quantise the model. Raises UserError if it cannot be quantised; finished layers are kept for the next run."""
     run.decode.check_unset("by task=quantize", "leave it out")
     kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
     wanted = "int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
@@ -60,7 +60,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def _for_format(run: RunConfig) -> QuantConfig:
-    """Return the settings without the head's scheme of conf/quant/int4.yaml where the format has no quantised head."""
+    """Return the settings, without the head's scheme in conf/quant/int4.yaml if the format has no quantised head."""
     quant = run.quant
     if run.quantize.format is not QuantizedFormat.awq or quant.overrides != {"lm_head": "int8"}:
         return quant
@@ -69,9 +69,10 @@ def _for_format(run: RunConfig) -> QuantConfig:
 
 
 def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressSink) -> Path:
-    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`, made now if it was not yet.
+    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`. Makes it if it does
+    not exist.
 
-    Only task=quantize measures what it costs: that takes longer than a short calibration. Raises UserError.
+    Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
     """
     run = replace(run, calibrate=run.calibrate.resolved(run.quant), parallel=_for_calibration(run.parallel))
     target = default_target(run, source)
@@ -84,7 +85,9 @@ def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressS
 
 
 def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
-    """Return how a run is divided while it calibrates. A launcher's ranks, which have one model, wait for one process."""
+    """Return the parallel settings of the calibration. Under a launcher one process calibrates and the other ranks
+    wait.
+    """
     if joined(os.environ) is not None:
         return ParallelConfig()
     return replace(parallel, sum=Sum.gather, experts=ExpertPlacement.split)

@@ -1,4 +1,8 @@
-"""A quantisation by ranks: rank 0 says what is next, the first rank of a part's stage chooses its codes, and all of the stage take them."""
+"""Quantisation with ranks.
+
+Rank 0 sends each step. The first rank of a part's stage chooses the part's codes, and all ranks of the stage apply
+them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -23,7 +27,9 @@ from quantization.quantizer import LinearReport, QuantizedLayer
 
 
 class DriverShare(Share):
-    """Rank 0's share of a quantisation, which the other ranks do with it. Its results are those of the part's stage."""
+    """Rank 0's share of a quantisation. It runs each step together with the workers and returns the results of the
+    part's stage.
+    """
 
     def __init__(
         self,
@@ -35,13 +41,15 @@ class DriverShare(Share):
         cache: KVCache,
         workers: Workers,
     ) -> None:
-        """`plan` is of rank 0's part, `whole` of the undivided model, which is on the meta device. Raises RankLost, as all methods do."""
+        """`plan`: rank 0's shard. `whole`: the whole model, on the meta device. All methods raise RankLost if a rank
+        fails.
+        """
         header = {"op": "quantize", "step": "begin", "run": plain(asdict(run)), "shapes": [b.shape for b in batches]}
         workers.tell(header, numbers_of(batch.numbers for batch in batches))
         group, parallel_layout = workers.context.group, workers.context.parallel_layout
         self._workers, self._tp = workers, parallel_layout.tp
         self._stages = stage_layers(whole.model, parallel_layout.pp, whole.dtype)
-        self._reached = 0  # the stage that has the streams
+        self._reached = 0  # the stage that holds the streams
         super().__init__(run.quant, layout, plan.model, batches, cache, whole.model, plan.shards, group)
 
     def rest(self) -> dict[str, Tensor]:
@@ -72,7 +80,9 @@ class DriverShare(Share):
         return super().static_cache(cache)
 
     def _begin(self, step: str, part: QuantizedLayer, given: KeptPart | None = None) -> int:
-        """Let the part's stage begin a step, and return its number. Before its first one it gets the streams of the stage before."""
+        """Start a step on the part's stage, and return the stage's index. Its first step receives the previous stage's
+        streams.
+        """
         last = self._stages[-1].stop - 1
         stage = next(i for i, layers in enumerate(self._stages) if min(part.index, last) in layers)
         self._tell(stage, {"step": step, "part": part.index}, given)
@@ -93,7 +103,7 @@ class DriverShare(Share):
 
 
 class WorkerShare:
-    """Another rank's share, which it does as rank 0 says."""
+    """A worker's share. It runs the steps that rank 0 sends."""
 
     def __init__(
         self,
@@ -104,7 +114,7 @@ class WorkerShare:
         cache: KVCache,
         header: Header,
     ) -> None:
-        """`plan` is of the rank's part. `header`: of rank 0's first message. Raises UserError as `plan_model` does."""
+        """`plan`: the rank's shard. `header`: rank 0's first message. Raises UserError as `plan_model` does."""
         self._channel, self._context = channel, context
         run = from_json(header["run"])
         whole = plan_model(without_quantization(run), plan.source, plan.device, packed=False).model
@@ -112,7 +122,7 @@ class WorkerShare:
         self._share = Share(run.quant, layout, plan.model, batches, cache, whole, plan.shards, context.group)
 
     def follow(self, header: Header, content: bytearray) -> None:
-        """Do a step. The first rank of a stage tells rank 0 what it gives."""
+        """Run a step. The first rank of a stage sends the result to rank 0."""
         result = self._step(header, content)
         self._context.check()
         if result is not None and self._context.parallel_layout.tp_rank == 0:
@@ -138,7 +148,7 @@ class WorkerShare:
 
 
 def message_of(kept: KeptPart) -> tuple[Header, bytes]:
-    """Return a message that holds a part, or some tensors of one."""
+    """Return a message that holds a part, or some tensors of a part."""
     folds = kept.folds or {}
     tensors = [*kept.tensors.values(), *folds.values()]
     header: dict[str, Any] = {
@@ -151,8 +161,8 @@ def message_of(kept: KeptPart) -> tuple[Header, bytes]:
 
 
 def kept_of(header: Header, content: bytearray) -> KeptPart:
-    """Return what `message_of` has made a message of."""
+    """Return the part of a message from `message_of`."""
     tensors = iter(read(header["tensors"], content))
-    own = {name: next(tensors).clone() for name in header["names"]}  # where they are aligned
+    own = {name: next(tensors).clone() for name in header["names"]}  # clone: aligned memory
     folds = None if header["folds"] is None else {name: next(tensors).clone() for name in header["folds"]}
     return KeptPart(own, [LinearReport(**report) for report in header["reports"]], folds)

@@ -1,6 +1,7 @@
-"""What quantisation changed: predictions on held-out text before and after, errors of each layer, as report.md and a picture.
+"""The report of a quantisation: predictions on held-out text before and after, and errors of each layer, as report.md
+and a picture.
 
-R scored tokens, V tokens in the vocabulary.
+Dimensions: R scored tokens, V vocabulary entries.
 """
 
 import math
@@ -17,11 +18,13 @@ from pipelines.scoring import LOGIT_ROWS, Scores
 from quantization.quantizer import LinearReport
 
 REPORT, PICTURE = "report.md", "errors.png"
-MAX_TOKENS = 1024  # whose predictions are remembered: [1024, V] in float32
+MAX_TOKENS = 1024  # tokens whose predictions are kept: [1024, V] in float32
 
 
 class Predictions:
-    """Predictions of an engine for each token of texts but the first; of prompts that see themselves whole, for the token after them."""
+    """Predictions of an engine for each token of the texts but the first. For models that see the whole prompt, only
+    for the token after each prompt.
+    """
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
         self._are_prompts = engine.sees_later_tokens
@@ -29,7 +32,11 @@ class Predictions:
         self._log_probabilities = [self._predict(engine, text) for text in self._texts]
 
     def compared_with(self, engine: Engine) -> dict[str, float | None]:
-        """Return perplexity before and of `engine` (None of prompts), mean KL(before || engine) in nats, share of equal top tokens."""
+        """Return the perplexity before and of `engine`, the mean KL(before || engine) in nats, and the share of equal
+        top tokens.
+
+        The perplexities are None for models that see the whole prompt.
+        """
         was, now, kl, num_agreed = Scores(), Scores(), 0.0, 0
         for text, before in zip(self._texts, self._log_probabilities, strict=True):
             after = self._predict(engine, text)
@@ -57,7 +64,7 @@ class Predictions:
 
 
 def measured_texts(texts: list[list[int]], are_prompts: bool) -> list[list[int]]:
-    """Return the ends of texts that hold MAX_TOKENS in all; prompts that see themselves whole stay as they are."""
+    """Return the ends of the texts, with MAX_TOKENS tokens in all. Prompts that are seen whole are unchanged."""
     per_text = max(2, MAX_TOKENS // len(texts))
     return texts if are_prompts else [text[-per_text:] for text in texts]
 
@@ -93,7 +100,6 @@ def write_report(
 
 
 def _table(reports: list[LinearReport], with_pruning: bool) -> list[str]:
-    """Return the lines of a table with a row for each layer."""
     names = ["layer", "scheme", *(("zeros", "pruned") if with_pruning else ()), "rounded to nearest", "this method", ""]
     rows = [names, ["---"] * len(names)]
     for r in reports:
@@ -103,7 +109,7 @@ def _table(reports: list[LinearReport], with_pruning: bool) -> list[str]:
 
 
 def perplexity(value: float | None) -> str:
-    """Return a perplexity for people; `-` of prompts that see themselves whole, which have none."""
+    """Return a perplexity for people; `-` for None."""
     return "-" if value is None else f"{value:,.4f}"
 
 
@@ -112,7 +118,7 @@ def _share(error: float | None) -> str:
 
 
 def draw(file: Path, reports: list[LinearReport]) -> None:
-    from matplotlib.figure import Figure  # not at the top: only this task needs it
+    from matplotlib.figure import Figure  # here, because only this task needs it
 
     series = {
         "pruned": ("C1", [r.pruning_error for r in reports]),

@@ -1,7 +1,8 @@
-"""A rank's share of a quantisation; that of a process of its own is all of it.
+"""A rank's share of a quantisation. Without ranks, the share of the only process is the whole.
 
-The ranks of a stage run their parts of its layers over the samples together. The first of them has what one process has of a layer: whole
-inputs, and while it prunes and chooses codes whole float weights. So zeros, codes and scales have the bits of one process.
+The ranks of a stage run their shards of its layers over the samples together. The first rank of the stage also has the
+whole inputs of a layer, and its whole float weights while it prunes and chooses codes, like a single process. So zeros,
+codes and scales are bit-identical to one process.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ from quantization.smoothing_record import fold_tensors
 
 
 class Share:
-    """Takes the parts of its stage in their order: `choose` or `pass_over` one, then `place` it."""
+    """Processes the parts of its stage in order: `choose` or `pass_over` a part, then `place` it."""
 
     def __init__(
         self,
@@ -42,10 +43,11 @@ class Share:
         shards: Mapping[str, Shard] | None = None,
         group: Group | None = None,
     ) -> None:
-        """`model` has float weights, `cache` of one layer room for each of the batches, of which the first is the probe.
+        """`model` has float weights. `cache` has one layer with room for each of the batches. The first batch is the
+        probe.
 
-        Of a rank `whole` is the undivided model on the meta device, `shards` tell its part, and `group` joins it to those of its stage.
-        Raises UserError for weights that are not finite.
+        For a rank, `whole` is the whole model on the meta device, `shards` describes its shard, and `group` connects
+        the ranks of its stage. Raises UserError for weights that are not finite.
         """
         refuse_damaged(model)
         self._config, self._layout, self._model, self._shards = config, layout, model, shards or {}
@@ -61,17 +63,19 @@ class Share:
         self._quantizer = Quantizer(self._whole, config, self.calibrator)
 
     def has(self, part: QuantizedLayer) -> bool:
-        """Return whether the part is of this rank's stage."""
+        """Return whether the part belongs to this rank's stage."""
         num_layers = len(self._whole.layers)
         return min(part.index, num_layers - 1) in self._model.own_layers
 
     def rest(self) -> dict[str, Tensor]:
-        """Return what is in no part: on the first rank all that the stage has of it."""
+        """Return the stage's tensors that belong to no part, whole on the first rank."""
         prefixes = tuple(part.prefix for part in self.parts)
         return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
 
     def choose(self, part: QuantizedLayer) -> KeptPart | None:
-        """Prune the part, observe its inputs, and choose its codes on the first rank. Returns None on the others. Raises UserError."""
+        """Prune the part, observe its inputs, and choose its codes on the first rank. Other ranks return None. Raises
+        UserError.
+        """
         self._arrive(part)
         pruned = self._prune(part) if part.pruned else {}
         is_first, is_head = self._group.rank == 0, part.index == len(self._whole.layers)
@@ -87,13 +91,16 @@ class Share:
         return KeptPart(tensors, reports, None if folds is None else fold_tensors(folds))
 
     def pass_over(self, part: QuantizedLayer) -> None:
-        """Do what `choose` does of a part that an earlier run has kept."""
+        """Run the steps of `choose` that a part from an earlier run still needs."""
         self._arrive(part)
         if part.index < len(self._whole.layers):
             self.calibrator.observe()
 
     def place(self, part: QuantizedLayer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put a part, whole, in the place of the floats, and go on. Returns the static scales of its cache, whole on the first rank."""
+        """Replace a part's float weights by its whole `tensors`, and advance.
+
+        Returns the static scales of its KV cache, whole on the first rank.
+        """
         place_part(part, self._model, tensors, self._shards, self._layout.layout_of)
         absmax = self.calibrator.advance() if part.index < len(self._whole.layers) else None
         if absmax is None:
@@ -104,11 +111,11 @@ class Share:
         }
 
     def leave(self) -> None:
-        """Give the next stage what its layers begin with."""
+        """Send the next stage the inputs of its layers."""
         self.calibrator.send()
 
     def static_cache(self, cache: KVCache) -> KVCache:
-        """Return a cache of as many blocks as another one, under the scales that were found."""
+        """Return a cache with as many blocks as `cache`, with the static scales that were computed."""
         num_blocks, block_size = cache.tensors[0].shape[:2]
         formats, device = static_kv_formats(self._model, self._config.kv_cache), cache.tensors[0].device
         return allocate_kv_cache(self._model.attention_heads, num_blocks, block_size, formats, cache.dtype, device)
@@ -118,7 +125,7 @@ class Share:
             self.calibrator.receive()
 
     def _prune(self, part: QuantizedLayer) -> dict[str, LinearReport]:
-        """Prune the part in the ranks' models, on the inputs that its floats give. Returns reports on the first rank."""
+        """Prune the part in the ranks' models, on inputs from its float weights. Returns reports on the first rank."""
         groups = self._quantizer.observe_unpruned(part)
         names = [f"{name}.weight" for name in part.pruned]
         with self._whole_floats(names):
@@ -127,13 +134,15 @@ class Share:
                 for name in names:
                     own, whole = (model.get_parameter(name).data for model in (self._model, self._whole))
                     place_tensor(self._model, name, given_by_first(whole, own, self._shards.get(name), self._group))
-        self._group.check()  # where the first rank has failed, the others go on with anything until here
+        self._group.check()  # if the first rank failed, the other ranks continue with invalid values until here
         return reports
 
     @contextmanager
     def _whole_floats(self, names: Iterable[str]) -> Iterator[None]:
-        """Let the first rank's whole model have these parameters meanwhile. All ranks of the stage enter it."""
-        # Sorted, because what is placed comes last in its module, which the other ranks do not see.
+        """Load these parameters into the first rank's whole model within the block. All ranks of the stage must enter
+        it.
+        """
+        # Sorted, because placing moves a tensor to the end of its module, and only the first rank places tensors.
         joined = {} if self._whole is self._model else self._joined(sorted(names))
         floats = joined if self._group.rank == 0 else {}
         for name, tensor in floats.items():
@@ -149,7 +158,6 @@ class Share:
 
 
 def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
-    """Return a cache of one whole layer with room for the probe."""
     keys, device = cache.layers[0][0], probe.numbers.device
     num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
     formats: list[tuple[KVFormat, KVFormat]] = [(Unquantised(), Unquantised())]
