@@ -1,6 +1,4 @@
-"""`python run.py [group=option ...] [key=value ...]`: compose the config and run the task. `--help` lists
-everything.
-"""
+"""`python run.py [group=option ...] [key=value ...]`: compose the config and run the task. `--help` lists all."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
-"""Floor 4: the tasks, the stages from a config to an engine, and the Python APIs. `engine/` is floor 4a, the server is
-floor 4b.
+"""Floor 4: the tasks, the stages from a config to an engine, and the Python APIs.
+
+`engine/` is floor 4a, the server is floor 4b.
 """
 
 from importlib import import_module
@@ -40,8 +41,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use. The modules import torch, and the server's HTTP process must run without
-    torch.
+    """Import a public name on first use.
+
+    The modules import torch, and the server's HTTP process must run without torch.
     """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

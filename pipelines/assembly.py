@@ -126,8 +126,9 @@ def _unavailable_proposers(run: RunConfig, plan: ModelPlan, draft: PlannedRun | 
 
 
 def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences: int) -> int:
-    """Return the bytes of GPU memory for the tensors of a step. Raises UserError if weights and step exceed the free
-    memory.
+    """Return the bytes of GPU memory for the tensors of a step.
+
+    Raises UserError if weights and step exceed the free memory.
     """
     device = plans[0].device
     if device.type != "cuda":

@@ -45,7 +45,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def share_of_bandwidth(read_bytes: float, seconds: float, bandwidth: float, cache: int) -> tuple[float | None, str]:
-    """Return the share of `bandwidth` that `read_bytes` in `seconds` reach, or None and the reason why the share is
+    """Return the share of `bandwidth` that `read_bytes` in `seconds` reach, or None and the reason why it is
     unknown.
     """
     if read_bytes <= cache:

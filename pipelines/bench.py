@@ -44,8 +44,9 @@ LOW_SHARE = 0.3  # share of the bandwidth; a slower decode step has a cause that
 
 
 def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Measure and write the results. Raises UserError, before any file is written, for a batch that the model does not
-    accept.
+    """Measure and write the results.
+
+    Raises UserError, before any file is written, for a batch that the model does not accept.
     """
     bench = run.bench
     decode = decode_config(run)
@@ -80,8 +81,9 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def decode_config(run: RunConfig) -> DecodeConfig:
-    """Return the decode settings with exact lengths. Raises UserError for lengths and stops, which a bench sets
-    itself.
+    """Return the decode settings with exact lengths.
+
+    Raises UserError for lengths and stops, which a bench sets itself.
     """
     for name in ("max_new_tokens", "min_new_tokens", "max_length", "stop", "stop_token_ids"):
         if value := getattr(run.decode, name):
@@ -108,9 +110,7 @@ def decode_config(run: RunConfig) -> DecodeConfig:
 
 
 def _resolved(decode: DecodeConfig) -> DecodeConfig:
-    """Return the decode settings for config.yaml that repeat the run: without lengths, with a seed if tokens are
-    sampled.
-    """
+    """Return the decode settings for config.yaml that repeat the run: no lengths, a seed if tokens are sampled."""
     seed = secrets.randbits(32) if decode.temperature and decode.seed is None else decode.seed
     return replace(decode, seed=seed, max_new_tokens=None, min_new_tokens=None, max_length=None)
 

@@ -1,5 +1,6 @@
-"""`chat.web=true`: conversations with a server in a web page made with Gradio. The page loads nothing from other
-hosts.
+"""`chat.web=true`: conversations with a server in a web page made with Gradio.
+
+The page loads nothing from other hosts.
 """
 
 import os

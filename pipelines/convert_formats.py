@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 GGUF_FILE = "model.gguf"
 
 Write: TypeAlias = Callable[[Path, Callable[[int, int], None]], dict[str, str]]
-"""Writes a model into a folder. Calls back with the bytes done and the total; returns the sha256 of the files that it
-hashed.
+"""Writes a model into a folder.
+
+Calls back with the bytes done and the total; returns the sha256 of the files that it hashed.
 """
 
 

@@ -34,8 +34,9 @@ class DataFile:
     """Columns of which a table needs at least one."""
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of a `.txt` or `.jsonl`, or the rows of another form as lines of JSON. Only a `.json` is read
-        as a whole.
+        """Yield the lines of a `.txt` or `.jsonl`, or the rows of another form as lines of JSON.
+
+        Only a `.json` is read as a whole.
 
         Raises UserError if the file cannot be read or does not have its form.
         """
@@ -48,8 +49,9 @@ class DataFile:
             raise UserError(f"{self.where} cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
     def _csv_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield rows. Cells are texts; an empty cell is null, except a prompt. Raises UserError for a row of another
-        length.
+        """Yield rows.
+
+        Cells are texts; an empty cell is null, except a prompt. Raises UserError for a row of another length.
         """
         csv.field_size_limit(sys.maxsize)  # process-wide; the default is 131,072, but a .jsonl has no such limit
         table = csv.reader(decoded(stream, self.where), strict=True)

@@ -12,8 +12,9 @@ DEFAULT_THREADS = torch.get_num_threads()  # torch's own choice, read before any
 
 
 def prepare_device(config: DeviceConfig) -> torch.device:
-    """Return the device, and set its threads and memory. Raises UserError for a missing device and for unsupported
-    options.
+    """Return the device, and set its threads and memory.
+
+    Raises UserError for a missing device and for unsupported options.
     """
     device = _device(config)
     _refuse_options_of_others(config, device)

@@ -1,6 +1,4 @@
-"""Plan the draft models with weights: a smaller model, which is compared with the run's model, or the model's MTP
-layer.
-"""
+"""Plan the draft models with weights: a smaller model, or the model's own MTP layer."""
 
 from dataclasses import replace
 from typing import TypeAlias

@@ -146,8 +146,10 @@ def _npy(shape: tuple[int, int], rows: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def run_embed(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Run the task. Raises UserError before any file is written; if the job cannot go on, with all finished rows kept;
-    and if no row has a vector, after all files are written.
+    """Run the task.
+
+    Raises UserError before any file is written; if the job cannot go on, with all finished rows kept; and if no row has
+    a vector, after all files are written.
     """
     finished, folder = run_pooled(run, output_dir, dump, EmbedRows, EmbedJob)
     size, metrics = finished.metrics["num_values"], finished.metrics

@@ -37,8 +37,9 @@ class Endpoint:
     """A model of a server. The API key is the environment variable OPENAI_API_KEY, if the server needs a key."""
 
     def __init__(self, url: str, model: str | None, decode: DecodeConfig, is_own: bool = False) -> None:
-        """`model`: a model that the server lists; None: the first. `is_own`: the run's own server, reached without a
-        proxy.
+        """`model`: a model that the server lists; None: the first.
+
+        `is_own`: the run's own server, reached without a proxy.
 
         Raises UserError if the server or the model does not exist, and if the key cannot be sent in a header.
         """
@@ -90,8 +91,9 @@ class Endpoint:
         return content
 
     async def contents(self, model: str, messages: list[Message], settings: dict[str, Any]) -> AsyncIterator[str]:
-        """Yield the whole answer so far after each delta. Closing the iterator ends the request. `settings`: request
-        fields.
+        """Yield the whole answer so far after each delta.
+
+        Closing the iterator ends the request. `settings`: request fields.
         """
         body, content = self._body(model, messages, settings), ""
         with self._explained():
@@ -132,8 +134,9 @@ class Endpoint:
 
 
 def asked_for(decode: DecodeConfig) -> dict[str, Any]:
-    """Return the request fields for the settings of a run. Raises UserError for a setting that servers do not
-    accept.
+    """Return the request fields for the settings of a run.
+
+    Raises UserError for a setting that servers do not accept.
     """
     unset = DecodeConfig()
     replace(decode, **{name: getattr(unset, name) for name in FIELDS}).check_unset("with chat.url", "leave it out")

@@ -90,8 +90,9 @@ def right_answers(
     decode: DecodeConfig,
     on_answer: Callable[[int, int, float], None] = lambda num_done, total, tokens_per_s: None,
 ) -> list[bool]:
-    """Return whether each answer is right. Raises UserError, before any question runs, for a question that the model
-    does not accept.
+    """Return whether each answer is right.
+
+    Raises UserError, before any question runs, for a question that the model does not accept.
     """
     encoder = PromptEncoder(engine.tokenizer, add_special_tokens=True, chat_template="auto")
     requests = []
@@ -118,8 +119,9 @@ def is_right(continuation: str, answer: str) -> bool:
 
 
 def read_texts(data: str | Path) -> list[Text]:
-    """Return a .txt as one text, and any other file as one text per row. Raises UserError for a file or a row without
-    text.
+    """Return a .txt as one text, and any other file as one text per row.
+
+    Raises UserError for a file or a row without text.
     """
     missing = "is not a file that ends in .txt or .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.data", data, FORMS, missing, columns=("text", "prompt"))
@@ -135,8 +137,9 @@ def read_texts(data: str | Path) -> list[Text]:
 
 
 def read_questions(data: str | Path) -> list[Question]:
-    """Return the questions of a file: rows as for task=predict, with an `answer`. Raises UserError for an invalid file
-    or row.
+    """Return the questions of a file: rows as for task=predict, with an `answer`.
+
+    Raises UserError for an invalid file or row.
     """
     missing = "is not a file that ends in .jsonl, .csv or .json, or .gz of these: give one"
     file = find_file("evaluate.questions", data, ROWS, missing)
@@ -175,8 +178,9 @@ def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any
 
 
 def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
-    """Return the run with unset values from the model. Raises UserError for settings that the measures do not
-    support.
+    """Return the run with unset values from the model.
+
+    Raises UserError for settings that the measures do not support.
     """
     evaluate = run.evaluate
     if evaluate.questions is not None:

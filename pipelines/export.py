@@ -1,6 +1,4 @@
-"""`task=export`: write a model as its graph and packed weights, which run without the model's code and its
-checkpoint.
-"""
+"""`task=export`: write a model as its graph and packed weights, which run without the model's code and checkpoint."""
 
 import json
 import os
@@ -160,8 +158,9 @@ def _check_common(run: RunConfig, user: str) -> None:
 
 
 def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
-    """Return the run of `predict.export`, whose model is the artefact at `folder`. Exports the model first, unless
-    `is_made`.
+    """Return the run of `predict.export`, whose model is the artefact at `folder`.
+
+    Exports the model first, unless `is_made`.
 
     Raises UserError as `export_model` does, and for settings that an artefact does not accept.
     """
@@ -178,8 +177,9 @@ def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
 
 
 def _parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[_ShardExport]:
-    """Return the loaded model, or each rank's shard, after the steps. Raises UserError if ranks give other bits than
-    one process.
+    """Return the loaded model, or each rank's shard, after the steps.
+
+    Raises UserError if ranks give other bits than one process.
     """
     tp, pp = run.export.tp, run.export.pp
     if tp * pp == 1:

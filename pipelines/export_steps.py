@@ -18,8 +18,9 @@ from pipelines.engine.batch import whole_batch
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 RANKS = [(3, 0), (3, 2)]
-"""Ranks of a layer's two adapters, for alternate layers. In every other layer the second adapter has rank 0, so no
-effect.
+"""Ranks of a layer's two adapters, for alternate layers.
+
+In every other layer the second adapter has rank 0, so no effect.
 """
 
 
@@ -78,8 +79,7 @@ class Steps:
 
 
 def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
-    """Return steps of varied shapes: a ragged prefill, one token, one prompt, a prompt in two parts, decoding of
-    several rows.
+    """Return steps of varied shapes: a ragged prefill, one token, one prompt, a prompt in two parts, several rows.
 
     Each prompt's features are the positions of its last tokens.
     """

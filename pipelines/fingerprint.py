@@ -138,8 +138,9 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_quant(quant: QuantConfig) -> dict[str, Any]:
-    """Return the settings as JSON values. `sparsity` is present only if it prunes, because files of older versions lack
-    it.
+    """Return the settings as JSON values.
+
+    `sparsity` is present only if it prunes, because files of older versions lack it.
     """
     return {name: value for name, value in plain(asdict(quant)).items() if name != "sparsity" or quant.sparsity.prunes}
 
@@ -179,8 +180,9 @@ def _size_and_time(file: Path) -> str:
 
 
 def _size_and_samples(file: Path) -> str:
-    """Return a file's size and a digest of samples spread over it. To read the whole file takes as long as to load
-    it.
+    """Return a file's size and a digest of samples spread over it.
+
+    To read the whole file takes as long as to load it.
     """
     size, digest = file.stat().st_size, hashlib.sha256()
     with open(file, "rb") as stream:

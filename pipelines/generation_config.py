@@ -23,8 +23,9 @@ OTHER = set(
 
 
 def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, Any]:
-    """Return the file's decode settings. Warns of unused settings. Raises UserError for values of a wrong type or
-    size.
+    """Return the file's decode settings.
+
+    Warns of unused settings. Raises UserError for values of a wrong type or size.
     """
     sampling = values.get("do_sample") is True
     given = {name: value for name, value in values.items() if value is not None}
@@ -50,9 +51,7 @@ def decode_defaults(values: dict[str, Any], context_length: int) -> dict[str, An
 
 
 def _is_on(name: str, value: object) -> bool:
-    """Return whether a setting has an effect: True, a token id (0 and 1 are ids), or a value other than 0, 1 and
-    empty.
-    """
+    """Return whether a setting has an effect: True, any token id, or a value other than 0, 1 and empty."""
     is_id = name.endswith("_token_id") and value is not False
     return is_id or value is True or value not in (False, 0, 1, [], {})
 

@@ -24,8 +24,7 @@ def is_held(given: Any) -> bool:
 def compose_held(
     model: Any, choices: dict[str, str], dtype: Any, tokenizer: Any, overrides: list[str]
 ) -> tuple[RunConfig, OpenModel]:
-    """Return the config of a model and a tokenizer, at least one of which is an object, and the function that opens
-    them.
+    """Return the config of a model and a tokenizer, one or both of which are objects, and their opener.
 
     `model`: a path, an option of conf/model or a PreTrainedModel of transformers. `tokenizer`: a path, None, a
     PreTrainedTokenizerBase of transformers or a pipeline's tokenizer. Raises UserError for another object, and for

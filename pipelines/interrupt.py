@@ -40,8 +40,9 @@ class Interruption:
             raise Interrupted(self._number)
 
     def checked(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, with a check before each. A signal also ends the wait for an item, which has no time
-        limit.
+        """Yield the items, with a check before each.
+
+        A signal also ends the wait for an item, which has no time limit.
         """
         source = iter(items)
         while True:
@@ -58,8 +59,9 @@ class Interruption:
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Handle both signals within the block. Python allows this only in the main thread; in other threads nothing is
-    handled.
+    """Handle both signals within the block.
+
+    Python allows this only in the main thread; in other threads nothing is handled.
     """
     state = Interruption()
     if threading.current_thread() is not threading.main_thread():

@@ -38,8 +38,9 @@ class Finished:
 
 
 def open_prompts(config: PredictConfig) -> Prompts:
-    """Return the rows of `predict.data`. Raises UserError if they cannot be read, and if the job to resume does not
-    exist.
+    """Return the rows of `predict.data`.
+
+    Raises UserError if they cannot be read, and if the job to resume does not exist.
     """
     if config.data is None:
         raise UserError(f"predict.data is missing: {GIVE}")
@@ -50,8 +51,9 @@ def open_prompts(config: PredictConfig) -> Prompts:
 
 @contextmanager
 def row_executor(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iterator[RowExecutor]:
-    """Load the executor of a job's rows, and close it after the block. Raises UserError as `EngineRows.load` and
-    `rows_on_ray` do.
+    """Load the executor of a job's rows, and close it after the block.
+
+    Raises UserError as `EngineRows.load` and `rows_on_ray` do.
     """
     if run.parallel.mode is ParallelMode.ray:
         with rows_on_ray(kind, run) as replicas:
@@ -63,8 +65,9 @@ def row_executor(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> It
 
 
 class RowJob(ABC):
-    """Runs rows and appends the results to the journal as they finish. An invalid row becomes an error and does not
-    stop the job.
+    """Runs rows and appends the results to the journal as they finish.
+
+    An invalid row becomes an error and does not stop the job.
 
     It keeps no rows in memory. A subclass defines the files and metrics of its task.
     """

@@ -120,8 +120,9 @@ class Journal:
         self._size = len(header)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the records in file order, and truncate an incomplete last line. Raises UserError for a broken line
-        elsewhere.
+        """Yield the records in file order, and truncate an incomplete last line.
+
+        Raises UserError for a broken line elsewhere.
         """
         with open(self.path, "rb") as file:
             self._size = len(file.readline())
@@ -161,8 +162,9 @@ class Journal:
 
 
 def open_journal(resume: str, output_dir: Path, fingerprint: Fingerprint) -> Journal:
-    """Return the journal for `predict.resume`. Call `read()` if it has rows. Raises UserError if it cannot be
-    resumed.
+    """Return the journal for `predict.resume`.
+
+    Call `read()` if it has rows. Raises UserError if it cannot be resumed.
     """
     if resume not in ("auto", "none"):
         return _continued(named_folder(resume), fingerprint)
@@ -250,8 +252,9 @@ def _lock(folder: Path, fingerprint: Fingerprint) -> Journal | None:
 
 
 def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
-    """Return the fingerprint in a journal's first line. The drawn seed is included if `fingerprint` names it, as a
-    saved config.yaml does.
+    """Return the fingerprint in a journal's first line.
+
+    The drawn seed is included if `fingerprint` names it, as a saved config.yaml does.
     """
     before = {name: value for name, value in header.items() if name != SEED}
     if "decode.seed" in before and before["decode.seed"] is None and _seed_of(header) == fingerprint.get("decode.seed"):
@@ -260,8 +263,10 @@ def _as_given(header: Fingerprint, fingerprint: Fingerprint) -> Fingerprint:
 
 
 def _seed_of(header: Fingerprint) -> int:
-    """Return the seed of the rows that set none. Journals of an earlier version have no seed. For these it is a digest
-    of the first line, so that every run that resumes the journal uses the same seed.
+    """Return the seed of the rows that set none.
+
+    Journals of an earlier version have no seed. For these it is a digest of the first line, so that every run that
+    resumes the journal uses the same seed.
     """
     seed: int | None = header.get(SEED, header.get("decode.seed"))
     digest = hashlib.blake2b(dumps(header).encode(), digest_size=4).digest()
@@ -291,8 +296,9 @@ def _short(value: object) -> str:
 
 
 def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
-    """Return a line's record; None if it is incomplete or invalid. An index above `last_index` is invalid: memory grows
-    with it.
+    """Return a line's record; None if it is incomplete or invalid.
+
+    An index above `last_index` is invalid: memory grows with it.
     """
     try:
         record = json.loads(line) if line.endswith(b"\n") else {}
@@ -303,7 +309,8 @@ def _parse(line: bytes, last_index: int) -> dict[str, Any] | None:
 
 
 def dumps(value: object) -> str:
-    """Return a value as one line of JSON. Half a surrogate pair, which an id or an error may contain, becomes its JSON
-    escape.
+    """Return a value as one line of JSON.
+
+    Half a surrogate pair, which an id or an error may contain, becomes its JSON escape.
     """
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()

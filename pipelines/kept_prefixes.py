@@ -1,5 +1,4 @@
-"""Files of task=prefix: keys and values of prompts, which `device.kept_prefixes` loads into the KV cache of a later
-process.
+"""Files of task=prefix: keys and values of prompts, which `device.kept_prefixes` loads into a later KV cache.
 
 A safetensors file holds `tokens` int64 [N], the tokens of all prompts in order, and for each layer the cache's tensors
 [M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. The metadata holds the identity of the model
@@ -79,8 +78,9 @@ def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerp
 def save_kept(
     path: Path, identity: Fingerprint, rows: list[KeptRow], token_ids: list[int], stored: dict[str, Tensor]
 ) -> None:
-    """Write a file, which appears when it is complete. `stored`: tensors [M, G, *] by the names of
-    `Executor.cache_tensors`.
+    """Write a file, which appears when it is complete.
+
+    `stored`: tensors [M, G, *] by the names of `Executor.cache_tensors`.
     """
     metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)

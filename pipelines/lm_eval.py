@@ -1,8 +1,8 @@
-"""The engine as a model of lm-evaluation-harness: `python -m pipelines.lm_eval --model quintet --model_args model=tiny
---tasks ...`.
+"""The engine as a model of lm-evaluation-harness.
 
-The command is lm_eval's own. The model is registered when this module is imported. Tokens, windows and stop strings
-follow its `--model hf`, so that results agree.
+`python -m pipelines.lm_eval --model quintet --model_args model=tiny --tasks ...` is lm_eval's own command. The model is
+registered when this module is imported. Tokens, windows and stop strings follow its `--model hf`, so that results
+agree.
 """
 
 import math
@@ -103,9 +103,7 @@ class QuintetLM(TemplateLM):
         raise UserError(f"{what}: give tokenizer_config.json its bos_token or eos_token")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return token ids, with special tokens such as BOS unless the text begins with the prefix token or the caller
-        decides.
-        """
+        """Return token ids, with special tokens unless the text begins with the prefix token or the caller decides."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id], False))
         return self.tokenizer.encode(string, add_special_tokens)
@@ -124,8 +122,9 @@ class QuintetLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log likelihood of each (name, context, continuation), and whether the continuation is the greedy
-        one.
+        """Return each continuation's log likelihood, and whether it is greedy.
+
+        A request is (name, context, continuation).
         """
         windows = []
         for _, context, continuation in requests:

@@ -17,8 +17,7 @@ def weight_bytes(model: CausalLM, dtype: torch.dtype) -> int:
 
 
 def max_layer_values(model: CausalLM) -> int:
-    """Return approximately the most values per token that are live around a linear layer: its input, its output and a
-    gate.
+    """Return about the most values per token that are live around a linear layer: its input, its output and a gate.
 
     The layers must still be float layers. The head does not count: it has one row per sequence only.
     """

@@ -42,9 +42,7 @@ UNUSED = (
     "padding_side",
     "trust_remote_code",
 )
-"""Keys of a model and of a tokenizer that have no effect: the cache is always paged, and a checkpoint's code is never
-run.
-"""
+"""Keys of a model and a tokenizer without effect: the cache is always paged, and a checkpoint's code is never run."""
 
 _context: list[str] = []  # overrides of the last build_context, which scripts do not pass on
 
@@ -107,8 +105,9 @@ def build_context(config: Mapping[str, Any]) -> None:
 
 
 def _ranks(use_parallel: bool, sizes: dict[str, Any], num_devices: int | None) -> list[str]:
-    """Remove the rank counts from `sizes`, and return them as overrides. Raises UserError if they contradict each
-    other.
+    """Remove the rank counts from `sizes`, and return them as overrides.
+
+    Raises UserError if they contradict each other.
     """
     found = {name: sizes.pop(name, 1) for name in ("data_parallel", *SIZES)}
     for name, size in found.items():
@@ -161,8 +160,9 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_dir: str | Path, **settings: Any) -> Description:
-        """Describe the tokenizer of an option of conf/model, a folder or a hub id. Raises UserError for settings of its
-        files.
+        """Describe the tokenizer of an option of conf/model, a folder or a hub id.
+
+        Raises UserError for settings of its files.
         """
         _refuse_others(settings)
         return Description(str(pretrained_model_name_or_dir))

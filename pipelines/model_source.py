@@ -1,5 +1,6 @@
-"""Stage 1 of an engine: find, verify and open the checkpoint of `model.path` once. All stages and tasks read it from
-here.
+"""Stage 1 of an engine: find, verify and open the checkpoint of `model.path` once.
+
+All stages and tasks read it from here.
 """
 
 import logging
@@ -58,8 +59,9 @@ OpenModel = Callable[[HeadKind | None], ModelSource]
 
 
 def moved(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the settings of a model in `folder` that was made from this model. A tokenizer from a hub keeps its
-    revision.
+    """Return the settings of a model in `folder` that was made from this model.
+
+    A tokenizer from a hub keeps its revision.
     """
     tokenizer = model.tokenizer
     if tokenizer and model.revision is not None:

@@ -17,16 +17,18 @@ log = logging.getLogger(__name__)
 
 
 def kept_folder(kind: str) -> Path:
-    """Return the folder of files that later runs reuse: `quantized` models, `packed` copies. QUINTET_OUTPUTS sets the
-    parent folder.
+    """Return the folder of files that later runs reuse: `quantized` models, `packed` copies.
+
+    QUINTET_OUTPUTS sets the parent folder.
     """
     return Path(os.environ.get("QUINTET_OUTPUTS") or REPOSITORY / "outputs") / kind
 
 
 @contextmanager
 def only_maker(target: Path) -> Iterator[None]:
-    """Let one process at a time make `target`. Another process logs that it waits, until this block or its process
-    ends.
+    """Let one process at a time make `target`.
+
+    Another process logs that it waits, until this block or its process ends.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.lock")

@@ -1,5 +1,6 @@
-"""`model.keep_packed`: keep a packed model in a file. The file is reused while the checkpoint and the code stay the
-same.
+"""`model.keep_packed`: keep a packed model in a file.
+
+The file is reused while the checkpoint and the code stay the same.
 """
 
 import fcntl
@@ -52,8 +53,9 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
 
 
 def _place(run: RunConfig, plan: ModelPlan) -> Path:
-    """Return the path of the file: one per model, head, quantisation and dtype. A newer checkpoint or newer code
-    replaces it.
+    """Return the path of the file: one per model, head, quantisation and dtype.
+
+    A newer checkpoint or newer code replaces it.
     """
     local = Path(run.model.path).expanduser()
     model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id

@@ -151,8 +151,9 @@ class ParallelCosts:
         return cost
 
     def stages(self, pp: int) -> list[range]:
-        """Return the layers of each stage, as `models.parallel.stage_layers` does. Raises UserError for more stages
-        than layers.
+        """Return the layers of each stage, as `models.parallel.stage_layers` does.
+
+        Raises UserError for more stages than layers.
         """
         heads = self._heads[self._kinds[0]]
         first, last = (self._sum(parts, heads, 1, 0).stored_bytes for parts in (self._first, self._last + self._tied))

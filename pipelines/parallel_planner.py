@@ -106,8 +106,9 @@ def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
 
 
 def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
-    """Return all layouts of the run's model, the topology and the workload. Raises UserError as loading an engine
-    does.
+    """Return all layouts of the run's model, the topology and the workload.
+
+    Raises UserError as loading an engine does.
     """
     source, path = resolve_model(run.model), run.parallel.topology
     if source.artefact is not None:
@@ -138,8 +139,9 @@ def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
 
 
 def parallel_layouts(topology: Topology, num_rows: int) -> list[tuple[int, int, int]]:
-    """Return tp, pp and replicas of every layout that leaves no device idle; for a single device also two ranks that
-    share it.
+    """Return (tp, pp, replicas) of every layout that leaves no device idle.
+
+    For a single device, two ranks that share it are included.
 
     There are no more replicas than rows. The ranks of a stage are on one machine.
     """

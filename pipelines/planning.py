@@ -200,8 +200,9 @@ def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantizati
 def _place_cache_scales(
     model: CausalLM, config: QuantConfig, source: ModelSource, files: list[WeightFile]
 ) -> KVCacheFormat | None:
-    """Give attention modules the static KV cache scales of the checkpoint. Return their format, or None without such
-    scales.
+    """Give attention modules the static KV cache scales of the checkpoint.
+
+    Return their format, or None without such scales.
     """
     stored = read_kv_cache_scheme(source.checkpoint.config)
     if stored is None:

@@ -1,6 +1,4 @@
-"""Shared code of `task=embed` and `task=score`: a row becomes one pooled request, and its numbers become a row of
-results.
-"""
+"""Shared code of `task=embed` and `task=score`: a row becomes a pooled request, its numbers a row of results."""
 
 import time
 from abc import ABC, abstractmethod
@@ -73,8 +71,9 @@ class Pooler(ABC):
         """Return the float32 numbers of a finished row."""
 
     def request(self, row: PromptRow, decode: DecodeConfig) -> tuple[Request, int]:
-        """Return the row's request and the number of its truncated tokens. `decode` is overridden by the row's own
-        settings.
+        """Return the row's request and the number of its truncated tokens.
+
+        `decode` is overridden by the row's own settings.
 
         Raises UserError for a row that cannot be run.
         """

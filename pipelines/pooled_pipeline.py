@@ -38,8 +38,9 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 class PooledPipeline:
-    """Computes one float32 vector per row. `engine` runs token ids directly. Concurrent calls from several threads run
-    one after another.
+    """Computes one float32 vector per row.
+
+    `engine` runs token ids directly. Concurrent calls from several threads run one after another.
     """
 
     task: str
@@ -57,8 +58,9 @@ class PooledPipeline:
         raise UserError(f"a pipeline holds threads and memory, which cannot be pickled or copied: {remedy}")
 
     def __call__(self, rows: Any, **arguments: Any) -> NDArray[np.float32]:
-        """Return numbers [N, O] in row order. A row is a text, a conversation or a row as in a .jsonl; `rows` may be
-        one or many.
+        """Return numbers [N, O] in row order.
+
+        A row is a text, a conversation or a row as in a .jsonl; `rows` may be one or many.
 
         Arguments override the constructor's arguments. Raises UserError for the first row that cannot be run.
         """

@@ -94,8 +94,9 @@ class PredictRows(EngineRows):
         defaults: PredictConfig,
         open_batch: "Callable[[int | None], BatchAnswers]",
     ) -> None:
-        """`defaults`: prefix and adapter of the rows that set none. `open_batch`: opens lines of batches with the seed
-        of all rows.
+        """`defaults`: prefix and adapter of the rows that set none.
+
+        `open_batch`: opens lines of batches with the seed of all rows.
         """
         super().__init__(engine, loaded)
         self.encoder = encoder
@@ -269,8 +270,9 @@ def _source(row: PromptRow) -> Record:
 
 
 def _paddlenlp_row(record: Record) -> Row:
-    """Return a row in the form of PaddleNLP's predictor: `output` is the first text. A failed row also has its
-    error.
+    """Return a row in the form of PaddleNLP's predictor: `output` is the first text.
+
+    A failed row also has its error.
     """
     row = record["row"]
     source = record.get("source", {"src": row["prompt"] or "", "tgt": ""})

@@ -26,8 +26,9 @@ from pipelines.prompts import GIVE, PromptRow, read_prompts
 
 
 def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Write the file. Raises UserError, before the file exists, if a prompt cannot be computed or no prompt fills a
-    cache block.
+    """Write the file.
+
+    Raises UserError, before the file exists, if a prompt cannot be computed or no prompt fills a cache block.
     """
     if run.prefix.data is None:
         raise UserError(f"prefix.data is missing: {GIVE}")

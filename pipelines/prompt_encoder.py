@@ -47,8 +47,9 @@ class PromptEncoder:
         self._template = None if chat_template in ("auto", "none") else _read_template(expanded(chat_template))
 
     def encode(self, row: PromptRow) -> EncodedPrompt:
-        """Encode a row. Raises UserError for a row with an error, and for a row that needs a missing tokenizer or
-        template.
+        """Encode a row.
+
+        Raises UserError for a row with an error, and for a row that needs a missing tokenizer or template.
         """
         if row.error is not None:
             raise UserError(row.error)

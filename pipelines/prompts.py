@@ -23,9 +23,7 @@ FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "adapter", "pred
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a job: exactly one of prompt, messages, prompt_token_ids and pair, or an error that gives the
-    reason.
-    """
+    """One row of a job: exactly one of prompt, messages, prompt_token_ids and pair, or an error."""
 
     index: int
     id: str | int | None = None
@@ -82,15 +80,17 @@ class Lines:
 
 
 class Prompts:
-    """The rows of a job. They can be iterated once. An invalid row becomes a row with an error. Counts are of the rows
-    read so far.
+    """The rows of a job.
+
+    They can be iterated once. An invalid row becomes a row with an error. Counts are of the rows read so far.
     """
 
     def __init__(
         self, lines: Lines, as_json: bool | None, whole: Lines | None = None, takes_texts: bool = False
     ) -> None:
-        """`as_json`: None if the first line decides. `whole`: the same lines, already read to the end, for digest and
-        count.
+        """`as_json`: None if the first line decides.
+
+        `whole`: the same lines, already read to the end, for digest and count.
 
         `takes_texts`: whether a row may have its prompt as "text".
         """
@@ -307,9 +307,7 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def rows_from_python(prompts: object) -> Iterator[PromptRow]:
-    """Yield the rows of a Python caller's input: a text, a conversation, a row as in a .jsonl, or a list or iterator of
-    these.
-    """
+    """Yield the rows of a Python caller's input: a text, a conversation, a row as in a .jsonl, or many of these."""
     many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
     return (_row_from_python(i, item) for i, item in enumerate(cast(Iterable[object], prompts) if many else [prompts]))
 

@@ -101,8 +101,9 @@ def environment() -> dict[str, Any]:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak, so that a sweep's job does not report the peak of earlier jobs. Does nothing on an unsupported
-    system.
+    """Reset the peak, so that a sweep's job does not report the peak of earlier jobs.
+
+    Does nothing on an unsupported system.
     """
     gc.collect()
     if not CLEAR_REFS.exists():

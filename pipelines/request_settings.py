@@ -1,5 +1,6 @@
-"""The settings that the engine needs to check and complete requests. They are read from the checkpoint before its
-weights.
+"""The settings that the engine needs to check and complete requests.
+
+They are read from the checkpoint before its weights.
 """
 
 import logging

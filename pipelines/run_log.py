@@ -68,8 +68,9 @@ class RunLog(logging.Handler):
 
 @contextmanager
 def run_log(task: str, folder: Path) -> Iterator[None]:
-    """Log the block, which is a run. An unexpected error is logged in `folder` if the run has not opened another
-    folder.
+    """Log the block, which is a run.
+
+    An unexpected error is logged in `folder` if the run has not opened another folder.
     """
     log, start = RunLog(), time.monotonic()
     logging.getLogger().addHandler(log)

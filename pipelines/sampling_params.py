@@ -31,18 +31,14 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trace_decode_token_ids": ((None, []), "tokens are the model's own"),
     "watermarking": ((None, False), "texts have no watermark"),
 }
-"""vLLM's other fields, up to version 0.33: the values equal to this engine's behaviour, and why other values are
-refused.
-"""
+"""vLLM's other fields, up to version 0.33: values equal to this engine's behaviour, and why others are refused."""
 OF_ITSELF = ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length")
 """Fields that vLLM's own LLM overwrites, or that do not change the output."""
 
 
 @dataclass
 class StructuredOutputsParams:
-    """vLLM's class of structured outputs: the constraint on a text, one of json, regex, choice, grammar (Lark) and
-    json_object.
-    """
+    """vLLM's class of structured outputs: one constraint of json, regex, choice, grammar (Lark) and json_object."""
 
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
@@ -137,8 +133,9 @@ class SamplingParams:
         return token_ids if most is None else token_ids[-most:]
 
     def decode(self) -> DecodeConfig:
-        """Return the same settings as a DecodeConfig that takes no default from the checkpoint. Raises UserError for
-        invalid values.
+        """Return the same settings as a DecodeConfig that takes no default from the checkpoint.
+
+        Raises UserError for invalid values.
         """
         values = dict(
             max_new_tokens="auto" if self.max_tokens is None else self.max_tokens,

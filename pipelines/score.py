@@ -1,6 +1,4 @@
-"""`task=score`: numbers for each row: the label outputs of a reward model, or a reranker's probability that a document
-answers a query.
-"""
+"""`task=score`: a reward model's label outputs, or a reranker's probability that a document answers a query."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +31,9 @@ ANSWERS = ("no", "yes")
 
 
 class Scorer(Pooler):
-    """Computes scores from rows. A label head gives its outputs for the last token, a vocabulary head the probability
-    of yes against no.
+    """Computes scores from rows.
+
+    A label head gives its outputs for the last token, a vocabulary head the probability of yes against no.
     """
 
     head = None
@@ -75,8 +74,9 @@ class Scorer(Pooler):
         return PooledPrompt(self._encode_pair(*row.pair))
 
     def _without_padding(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens up to the last token that is not padding. Classifiers in transformers use the output at
-        that token.
+        """Return the tokens up to the last token that is not padding.
+
+        Classifiers in transformers use the output at that token.
         """
         end = len(token_ids)
         while end > 1 and token_ids[end - 1] == self._pad:
@@ -134,8 +134,10 @@ class ScoreJob(PooledJob):
 
 
 def run_score(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
-    """Run the task. Raises UserError before any file is written; if the job cannot go on, with all finished rows kept;
-    and if no row has scores, after all files are written.
+    """Run the task.
+
+    Raises UserError before any file is written; if the job cannot go on, with all finished rows kept; and if no row has
+    scores, after all files are written.
     """
     finished, folder = run_pooled(run, output_dir, dump, ScoreRows, ScoreJob)
     lines = [", ".join(f"{score:.6g}" for score in row["scores"] or []) for row in finished.first]

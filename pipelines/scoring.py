@@ -18,8 +18,9 @@ LOGIT_ROWS = 256  # rows of logits at a time: [R, V] of a whole step may be larg
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens that a model sees at once. The last `num_scored` tokens are scored, each predicted from all tokens before
-    it.
+    """Tokens that a model sees at once.
+
+    The last `num_scored` tokens are scored, each predicted from all tokens before it.
     """
 
     token_ids: list[int]
@@ -47,8 +48,10 @@ def sliding_windows(token_ids: list[int], window: int, stride: int) -> list[Wind
 
 @dataclass
 class Scores:
-    """Sums over scored tokens. With a reference model also the sum of KL(reference || model) in nats, and the number of
-    tokens whose most likely token is equal.
+    """Sums over scored tokens.
+
+    With a reference model also the sum of KL(reference || model) in nats, and the number of tokens whose most likely
+    token is equal.
     """
 
     num_tokens: int = 0
@@ -84,8 +87,9 @@ def score(
     reference: Engine | None = None,
     on_step: Callable[[int], None] = lambda num_tokens: None,
 ) -> Scores:
-    """Score the windows, with as many per step as both engines can take. `on_step` gets the number of tokens scored so
-    far.
+    """Score the windows, with as many per step as both engines can take.
+
+    `on_step` gets the number of tokens scored so far.
 
     The reference has the same vocabulary and device. Raises UserError for windows that do not fit in a step, and for
     logits that are not finite.
@@ -143,8 +147,9 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
 
 
 def _hidden(engine: Engine, windows: list[Window]) -> Tensor:
-    """Return the hidden states [R, E] that predict the windows' scored tokens. A window's last token predicts no token
-    of it.
+    """Return the hidden states [R, E] that predict the windows' scored tokens.
+
+    A window's last token predicts no token of it.
     """
     return engine.hidden_states(
         [window.token_ids[:-1] for window in windows], [window.num_scored for window in windows]

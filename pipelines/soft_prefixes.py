@@ -66,8 +66,9 @@ def _cast(engine: Engine, name: str, values: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor) -> None:
-    """Store keys and values [L, 2, P, G, D] in the cache's format. With ranks, the warning covers only what rank 0
-    stores.
+    """Store keys and values [L, 2, P, G, D] in the cache's format.
+
+    With ranks, the warning covers only what rank 0 stores.
     """
     places = range(keys_and_values.shape[2])
     engine.executor.store(

@@ -1,5 +1,6 @@
-"""Stream text while it is generated. The concatenated pieces of a row are exactly the text that the call returns for
-it.
+"""Stream text while it is generated.
+
+The concatenated pieces of a row are exactly the text that the call returns for it.
 """
 
 import queue
@@ -42,8 +43,7 @@ class TextStreamer:
     def __init__(
         self, tokenizer: object = None, skip_prompt: bool = False, file: TextIO | None = None, **decoding: Any
     ) -> None:
-        """`tokenizer` and skip_special_tokens=True are accepted but not used, so that code for transformers or
-        MindFormers runs.
+        """`tokenizer` and skip_special_tokens=True are accepted for compatibility with transformers and MindFormers.
 
         Raises UserError for other decoding arguments.
         """

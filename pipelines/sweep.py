@@ -126,8 +126,9 @@ def objective(folder: Path, names: str | Iterable[str] | None) -> float | list[f
 
 
 def write_sweep(sweep: Sweep) -> str | None:
-    """Write the table of the sweep's jobs into its folder, and print it. Return a line with the number of failed jobs,
-    if any.
+    """Write the table of the sweep's jobs into its folder, and print it.
+
+    Return a line with the number of failed jobs, if any.
     """
     folders = {file.parent: _record(file) for file in sweep.folder.rglob(RECORD)}
     own = {folder: record["number"] for folder, record in folders.items() if record.get("sweep") == sweep.id}

@@ -84,8 +84,10 @@ def pipeline(
 
 
 class TextGenerationPipeline:
-    """Continues prompts. Each result is `{'text_generation_text': [prompt and continuation]}`, with several texts if n
-    or num_return_sequences is above 1.
+    """Continues prompts.
+
+    Each result is `{'text_generation_text': [prompt and continuation]}`, with several texts if n or
+    num_return_sequences is above 1.
 
     Sampled results have a `seed`. `logprobs` adds `token_ids` and `logprobs` of each text. `prompt_logprobs` adds
     `prompt_token_ids` and `prompt_logprobs`. Both hold, for each token (of a prompt all but the first), the logprob and
@@ -228,8 +230,9 @@ class TextGenerationPipeline:
         encoder: PromptEncoder,
         streamer: Streamer | None,
     ) -> Generator[Result, None, None]:
-        """Yield results in order. A generator's prompts are taken when the engine has room. A list is checked whole
-        before it runs.
+        """Yield results in order.
+
+        A generator's prompts are taken when the engine has room. A list is checked whole before it runs.
         """
         prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, given, streamer)
         if not isinstance(prompts, Iterator):

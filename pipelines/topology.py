@@ -65,8 +65,9 @@ class Topology:
 
 
 def read_topology(path: Path) -> Topology:
-    """Read a file like the files in pipelines/topologies. Raises UserError for a missing, unknown or impossible
-    value.
+    """Read a file like the files in pipelines/topologies.
+
+    Raises UserError for a missing, unknown or impossible value.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

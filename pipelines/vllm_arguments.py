@@ -1,5 +1,6 @@
-"""The arguments of vLLM's LLM(...), up to version 0.33. Each maps to one of our settings, or to an error or warning of
-one line.
+"""The arguments of vLLM's LLM(...), up to version 0.33.
+
+Each maps to one of our settings, or to an error or warning of one line.
 """
 
 import logging

@@ -1,6 +1,4 @@
-"""Estimate the duration of a quantisation: quantise one layer of each kind, with random weights, and measure the
-time.
-"""
+"""Estimate the duration of a quantisation: measure one layer of each kind, with random weights."""
 
 import math
 import time
@@ -55,8 +53,9 @@ class PredictionCost:
 def expected_seconds(
     run: RunConfig, plan: ModelPlan, settings: RequestSettings, layout: FileLayout, data: CalibrationData, folder: Path
 ) -> float:
-    """Return the estimated seconds to quantise a planned float model into a folder in `folder`, including this
-    estimate.
+    """Return the estimated seconds to quantise a planned float model, including this estimate.
+
+    It writes temporary files near `folder`.
     """
     start, model = time.perf_counter(), plan.model
     parts = parts_of(model, layout.schemes)
@@ -120,8 +119,9 @@ def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, nu
 
 
 def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
-    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary. The searches, whose time does not
-    grow with the number of tokens, use that many.
+    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary.
+
+    The searches, whose time does not grow with the number of tokens, use that many.
     """
     taken: list[list[int]] = []
     for text in texts:

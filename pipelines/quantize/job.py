@@ -28,8 +28,9 @@ def default_target(run: RunConfig, source: ModelSource) -> Path:
 
 
 def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
-    """Return the identity: the model's files, the quantisation and the texts. Raises UserError if there are no
-    weights.
+    """Return the identity: the model's files, the quantisation and the texts.
+
+    Raises UserError if there are no weights.
     """
     if not source.has_weights:
         raise UserError(

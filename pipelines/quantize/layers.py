@@ -40,8 +40,7 @@ def calibration_cache(engine: Engine) -> KVCache:
 
 
 def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
-    """Return a batch with the start of the first sample, then batches of all samples, as many per batch as a step
-    takes.
+    """Return a batch with the start of the first sample, then batches of all samples, each as large as a step.
 
     If tokens see later tokens, the first batch holds the whole first sample. Raises UserError for samples that are too
     long.

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 def make_model(
     run: RunConfig, source: ModelSource, target: Path, progress: report.ProgressSink, with_report: bool
 ) -> dict[str, Any]:
-    """Quantise into the folder `target`, and return metrics. With a report, they include metrics on held-out text.
-    Raises UserError.
+    """Quantise into the folder `target`, and return metrics.
+
+    With a report, they include metrics on held-out text. Raises UserError.
     """
     samples = f"{run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens"
     sparsity = f" and quant.sparsity ({run.quant.sparsity})" if run.quant.sparsity.prunes else ""

@@ -69,8 +69,9 @@ def _for_format(run: RunConfig) -> QuantConfig:
 
 
 def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressSink) -> Path:
-    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`. Makes it if it does
-    not exist.
+    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`.
+
+    Makes it if it does not exist.
 
     Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
     """
@@ -85,8 +86,9 @@ def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressS
 
 
 def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the parallel settings of the calibration. Under a launcher one process calibrates and the other ranks
-    wait.
+    """Return the parallel settings of the calibration.
+
+    Under a launcher one process calibrates and the other ranks wait.
     """
     if joined(os.environ) is not None:
         return ParallelConfig()

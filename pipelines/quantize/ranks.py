@@ -27,8 +27,9 @@ from quantization.quantizer import LinearReport, QuantizedLayer
 
 
 class DriverShare(Share):
-    """Rank 0's share of a quantisation. It runs each step together with the workers and returns the results of the
-    part's stage.
+    """Rank 0's share of a quantisation.
+
+    It runs each step together with the workers and returns the results of the part's stage.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class DriverShare(Share):
         cache: KVCache,
         workers: Workers,
     ) -> None:
-        """`plan`: rank 0's shard. `whole`: the whole model, on the meta device. All methods raise RankLost if a rank
-        fails.
+        """`plan`: rank 0's shard.
+
+        `whole`: the whole model, on the meta device. All methods raise RankLost if a rank fails.
         """
         header = {"op": "quantize", "step": "begin", "run": plain(asdict(run)), "shapes": [b.shape for b in batches]}
         workers.tell(header, numbers_of(batch.numbers for batch in batches))
@@ -80,8 +82,9 @@ class DriverShare(Share):
         return super().static_cache(cache)
 
     def _begin(self, step: str, part: QuantizedLayer, given: KeptPart | None = None) -> int:
-        """Start a step on the part's stage, and return the stage's index. Its first step receives the previous stage's
-        streams.
+        """Start a step on the part's stage, and return the stage's index.
+
+        Its first step receives the previous stage's streams.
         """
         last = self._stages[-1].stop - 1
         stage = next(i for i, layers in enumerate(self._stages) if min(part.index, last) in layers)

@@ -1,5 +1,4 @@
-"""The report of a quantisation: predictions on held-out text before and after, and errors of each layer, as report.md
-and a picture.
+"""The report of a quantisation, report.md and a picture: predictions before and after, and errors of each layer.
 
 Dimensions: R scored tokens, V vocabulary entries.
 """
@@ -22,8 +21,9 @@ MAX_TOKENS = 1024  # tokens whose predictions are kept: [1024, V] in float32
 
 
 class Predictions:
-    """Predictions of an engine for each token of the texts but the first. For models that see the whole prompt, only
-    for the token after each prompt.
+    """Predictions of an engine for each token of the texts but the first.
+
+    For models that see the whole prompt, only for the token after each prompt.
     """
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
@@ -32,8 +32,7 @@ class Predictions:
         self._log_probabilities = [self._predict(engine, text) for text in self._texts]
 
     def compared_with(self, engine: Engine) -> dict[str, float | None]:
-        """Return the perplexity before and of `engine`, the mean KL(before || engine) in nats, and the share of equal
-        top tokens.
+        """Return both perplexities, the mean KL(before || engine) in nats, and the share of equal top tokens.
 
         The perplexities are None for models that see the whole prompt.
         """

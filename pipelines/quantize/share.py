@@ -43,8 +43,9 @@ class Share:
         shards: Mapping[str, Shard] | None = None,
         group: Group | None = None,
     ) -> None:
-        """`model` has float weights. `cache` has one layer with room for each of the batches. The first batch is the
-        probe.
+        """`model` has float weights.
+
+        `cache` has one layer with room for each of the batches. The first batch is the probe.
 
         For a rank, `whole` is the whole model on the meta device, `shards` describes its shard, and `group` connects
         the ranks of its stage. Raises UserError for weights that are not finite.
@@ -73,8 +74,9 @@ class Share:
         return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
 
     def choose(self, part: QuantizedLayer) -> KeptPart | None:
-        """Prune the part, observe its inputs, and choose its codes on the first rank. Other ranks return None. Raises
-        UserError.
+        """Prune the part, observe its inputs, and choose its codes on the first rank.
+
+        Other ranks return None. Raises UserError.
         """
         self._arrive(part)
         pruned = self._prune(part) if part.pruned else {}
@@ -139,8 +141,9 @@ class Share:
 
     @contextmanager
     def _whole_floats(self, names: Iterable[str]) -> Iterator[None]:
-        """Load these parameters into the first rank's whole model within the block. All ranks of the stage must enter
-        it.
+        """Load these parameters into the first rank's whole model within the block.
+
+        All ranks of the stage must enter it.
         """
         # Sorted, because placing moves a tensor to the end of its module, and only the first rank places tensors.
         joined = {} if self._whole is self._model else self._joined(sorted(names))
