@@ -1,6 +1,6 @@
 """Ranks: several processes that compute one model. Rank 0 is the driver; the other ranks are workers.
 
-`launch` starts the others, by `meeting` rank 0 and those that a launcher has started find each other. `control` watches over them,
-`messages` is what crosses the socket to each. `driver` is what rank 0 computes, `worker` the process of another rank, `rank_worker` what
-that computes. Nothing is imported here: a worker takes its cores before torch is imported.
+`launch` starts the workers. If a launcher (torchrun, srun) has started them, `rendezvous` connects them to rank 0. `control` detects lost
+workers, and `messages` defines what crosses the socket to each. `driver` is rank 0's side of a computation, `worker` the process of another
+rank, and `rank_worker` its side of the computation. This file imports nothing: a worker sets its CPU affinity before it imports torch.
 """
