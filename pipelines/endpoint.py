@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, list_known_names, shortened
 from models.tokenizers import Message
-from pipelines.event_lines import EventLines
 from pipelines.interrupt import Interruption
 
 FIELDS = {
@@ -31,6 +31,7 @@ vLLM, which our server also accepts.
 """
 DATA = "data:"
 CONNECT_S = 10.0
+END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a CR at the end may be half of CRLF
 
 
 class Endpoint:
@@ -208,3 +209,18 @@ def check_response(response: Any) -> None:
 def _message(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+class EventLines:
+    """Splits a stream at CR, LF and CRLF only. U+2028, U+2029 and U+0085 are part of a text.
+
+    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, content: bytes) -> list[str]:
+        """Return the lines that end in this part of a stream. Raises UnicodeDecodeError for invalid UTF-8."""
+        *lines, self._rest = END_OF_LINE.split(self._rest + content)
+        return [line.decode() for line in lines]

@@ -15,8 +15,7 @@ from conf.errors import UserError
 from models.tokenizers import Message
 from pipelines import pipeline
 from pipelines.chat import Conversation, LocalModel, Say
-from pipelines.endpoint import Endpoint, asked_for
-from pipelines.event_lines import EventLines
+from pipelines.endpoint import Endpoint, EventLines, asked_for
 from pipelines.interrupt import Interruption, interruption
 from tests.helpers.cases import each
 from tests.helpers.chat_server import ChatServer, chat_server, chunk
