@@ -1,6 +1,6 @@
-"""Layouts of checkpoints. A checkpoint's layout is recognised by its content, never by a name alone.
+"""Open checkpoints of every supported layout. The content of a path decides its layout; the name alone never does.
 
-Only opening a checkpoint imports torch, because the server's process for HTTP opens tokenizers alone.
+The functions import torch only when they open a checkpoint, because the HTTP server process opens only tokenizers.
 """
 
 from pathlib import Path
@@ -18,9 +18,9 @@ __all__ = ["open_checkpoint", "open_tokenizer"]
 
 
 def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
-    """Return the checkpoint at a folder or a GGUF file, in whichever layout it is.
+    """Return the checkpoint in a folder or a GGUF file, whatever its layout.
 
-    Raises UserError where its configuration cannot be read. Faults of weights and tokenizer are found when these are opened.
+    Raises UserError if the configuration cannot be read. Errors in weights and tokenizer appear when these are opened.
     """
     if is_gguf_layout(path):
         from models.formats.gguf.reader import open_gguf
@@ -50,7 +50,7 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
 
 
 def open_tokenizer(path: Path) -> Tokenizer | None:
-    """Return the tokenizer of a folder or a GGUF file, which need not hold a model; None where it has no tokenizer.
+    """Return the tokenizer of a folder or a GGUF file, or None if there is none. The path need not hold a model.
 
     Raises UserError if the tokenizer cannot be read.
     """

@@ -1,4 +1,6 @@
-"""A checkpoint of any layout in Hugging Face's terms: the keys of config.json, and weights under Hugging Face's names and shapes."""
+"""A checkpoint of any layout, in Hugging Face's terms: config.json keys, and weights with Hugging Face's names and
+shapes.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,64 +14,65 @@ from models.config import ConfigReader
 from models.sharding import Shard
 from models.tokenizers import Tokenizer
 
-CODE_GROUP = 32  # values of a row that share a scale in CodedWeights
+CODE_GROUP = 32  # values of a row that share one scale in CodedWeights
 
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """The shape and kind that a model expects of a tensor in a checkpoint."""
+    """The shape that a model expects of a checkpoint tensor, and how other engines may shard it."""
 
     shape: tuple[int, ...]
     shard_axes: tuple[int, ...] = ()
-    """The dimensions along which tensor parallelism may have cut it; none where its slices cannot be put together one after the other."""
+    """Axes along which tensor parallelism may shard it. Empty if its slices cannot be joined by concatenation."""
 
 
 ExpectedTensors = Mapping[str, ExpectedTensor]
-"""By name all tensors of a model."""
+"""All tensors of a model by name."""
 
 
 class WeightFile(Protocol):
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    """Dtypes of the tensors that `read` gives."""
+    """Dtypes of the tensors that `read` returns."""
     is_mapped: bool
-    """Whether `read` gives views of the file, which must be copied to be kept."""
+    """Whether `read` returns views of the file, which the caller must copy to keep."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @runtime_checkable
 class RangedFile(WeightFile, Protocol):
-    """A file that reads a part of a tensor without the rest."""
+    """A file that can read a part of a tensor without the rest."""
 
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
-        """Return a part of a tensor, in memory of its own."""
+        """Return a copy of a part of a tensor."""
 
 
 @runtime_checkable
 class CodedWeights(WeightFile, Protocol):
-    """A file with weights of small integer codes and scales. It gives floats, or the codes where these are asked for."""
+    """A file with weights stored as small integer codes and scales. It returns floats, or codes after `keep_codes`."""
 
     def coded_modules(self) -> dict[str, str]:
-        """Return ggml's name of the type of each weight that has codes, by its module."""
+        """Return the ggml type name of each weight that has codes, by module."""
 
     def keep_codes(self, modules: Iterable[str]) -> None:
-        """Make `read` give `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP] of these modules instead of their `weight`.
+        """Make `read` return codes instead of `weight` for these modules.
 
-        Of types that layers hold in blocks it gives these alone: `blocks` uint8 [O, bytes of a row].
+        It returns `codes` int8 [O, I] and `scales` float16 [O, I / CODE_GROUP]. If the layers hold the ggml type in
+        blocks, it returns only `blocks` uint8 [O, bytes per row].
         """
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was opened. Weights and tokenizer are opened when asked for, because not every run wants them."""
+    """An opened checkpoint. Weights and tokenizer are opened on request, because not every run needs them."""
 
     path: Path
-    """The folder, or the file if one file holds everything."""
+    """The folder, or the file of a checkpoint with only one file."""
     config: ConfigReader
     generation_config: dict[str, Any]
-    """Keys of generation_config.json; empty where the layout has none."""
+    """Keys of generation_config.json; empty if the layout has none."""
     open_weights: Callable[[ExpectedTensors], list[WeightFile]]
-    """Opens the weight files. Layouts in pieces join them by what the model expects, which they are given."""
+    """Opens the weight files. Layouts with slices use the expected tensors to join them."""
     load_tokenizer: Callable[[], Tokenizer | None]

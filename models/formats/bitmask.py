@@ -1,11 +1,12 @@
-"""Weights without their zeros, as the package compressed-tensors up to 0.14 writes them: a bit for each weight, and the others in a row.
+"""Read the sparse weights of compressed-tensors up to 0.14: one bit per weight, and the nonzero weights in sequence.
 
-O rows, I columns. A weight NAME.weight [O, I], of any dtype, is in these tensors:
-    NAME.bitmask      uint8 [O, ceil(I / 8)], the lowest bit first: 1 where the weight is stored
-    NAME.compressed   the stored weights, row after row: [O, I / 2] of the pattern 2:4, else one axis
-    NAME.shape        int64, O and I: [2, 1] of the pattern 2:4, else [2]
-    NAME.row_offsets  int64 [O], not of the pattern 2:4: which stored weight is the first of a row, as the bits tell, too
-Embeddings and norms may be stored so as well; a vector has no O.
+O rows, I columns. These tensors store a weight NAME.weight [O, I] of any dtype:
+    NAME.bitmask      uint8 [O, ceil(I / 8)], lowest bit first: 1 if the weight is stored
+    NAME.compressed   the stored weights, row by row: [O, I / 2] for the 2:4 pattern, else one axis
+    NAME.shape        int64, O and I: [2, 1] for the 2:4 pattern, else [2]
+    NAME.row_offsets  int64 [O], not for the 2:4 pattern: index of a row's first stored weight; the bits give it too
+
+Embeddings and norms may have this form too; a vector has no O.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,17 +20,20 @@ from models.formats.base import WeightFile
 
 BITMASK, VALUES, SHAPE, OFFSETS = ".bitmask", ".compressed", ".shape", ".row_offsets"
 WEIGHT = ".weight"
-FORMATS = ("sparse-bitmask", "sparse-24-bitmask")  # in a sparsity_config
+FORMATS = ("sparse-bitmask", "sparse-24-bitmask")  # of a sparsity_config
 TYPES = {BITMASK: torch.uint8, SHAPE: torch.int64}
 
 
 class BitmaskFile:
-    """A file that gives whole weights. One belongs to the file of its bitmask; its other tensors may be in another file."""
+    """A file that returns dense weights.
+
+    It lists a weight if it holds the bitmask; another file may hold its other tensors.
+    """
 
     def __init__(self, file: WeightFile, modules: Sequence[str], holders: Mapping[str, WeightFile]) -> None:
-        """modules: all whose weights lack their zeros. holders: by its name the file of each tensor.
+        """`modules`: all modules with sparse weights. `holders`: the file of each tensor, by tensor name.
 
-        Raises UserError for tensors that are missing, are there twice, or do not fit each other.
+        Raises UserError for tensors that are missing, duplicate or inconsistent.
         """
         self._file, self._holders = file, holders
         self.path, self.is_mapped = file.path, file.is_mapped
@@ -66,7 +70,10 @@ class BitmaskFile:
         return shape
 
     def _weight(self, module: str) -> Tensor:
-        """Return the weight [O, I]. Raises UserError where more or fewer weights are stored than bits are 1."""
+        """Return the weight [O, I].
+
+        Raises UserError if the number of stored weights differs from the number of 1 bits.
+        """
         words, values = self._tensor(module + BITMASK), self._tensor(module + VALUES).flatten()
         bits = (words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1  # [O, ceil(I / 8), 8]
         is_stored = bits.flatten(-2)[..., : self.shapes[module + WEIGHT][-1]].bool()  # [O, I]
@@ -75,7 +82,7 @@ class BitmaskFile:
                 f"{self.path}: {module}{BITMASK} names {count} weights, but {module}{VALUES} has {len(values)}"
             )
         weight = torch.zeros(is_stored.shape, dtype=values.dtype)
-        numbers = torch.int8 if values.itemsize == 1 else values.dtype  # float8 is not indexed
+        numbers = torch.int8 if values.itemsize == 1 else values.dtype  # torch cannot index float8
         weight.view(numbers)[is_stored] = values.view(numbers)
         return weight
 
@@ -85,14 +92,14 @@ class BitmaskFile:
 
 
 def unmasked(files: list[WeightFile]) -> list[WeightFile]:
-    """Return the files with whole weights. Raises UserError as `BitmaskFile` does."""
+    """Return the files with dense weights. Raises UserError as `BitmaskFile` does."""
     modules = [name.removesuffix(BITMASK) for file in files for name in file.shapes if name.endswith(BITMASK)]
     holders = {name: file for file in files for name in file.shapes}
     return [BitmaskFile(file, modules, holders) for file in files] if modules else files
 
 
 def unmasked_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the files that `unmasked` returns: its sparsity_config has the format `dense`."""
+    """Return the config.json for the files that `unmasked` returns: the format in its sparsity_config is `dense`."""
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
         return values

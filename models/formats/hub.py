@@ -1,4 +1,4 @@
-"""Find the folder or file on disk that `model.path` or `model.tokenizer` names, and download an id of a hub."""
+"""Find the folder or file that `model.path` or `model.tokenizer` names, and download hub ids."""
 
 import functools
 import re
@@ -14,22 +14,22 @@ from urllib.parse import urlsplit
 from conf.errors import UserError
 from conf.schema import Hub
 
-HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")  # with the tag of a quantisation, as in org/name-GGUF:Q4_K_M
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")  # with a quantisation tag, as in org/name-GGUF:Q4_K_M
 WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 WEIGHTS = ["*.safetensors"]
 PICKLES = ["*.bin", "*.pt", "consolidated.*.pth", "*.pdparams"]
-GGUF_ENDS = [".gguf", "-*-of-*.gguf"]  # of one file, of a split one
-CONNECT_S = 6.0  # for name and connection: a resolver asks its second server after five seconds
+GGUF_ENDS = [".gguf", "-*-of-*.gguf"]  # of a single file, of a split file
+CONNECT_S = 6.0  # for DNS and connection: a resolver tries its second server after five seconds
 
 
 class Client(NamedTuple):
-    """A hub's client."""
-
     hub: str
     download: Callable[..., str]
-    """Its `snapshot_download(id, *, revision, allow_patterns, local_files_only)`, which returns the folder of the files."""
+    """The client's `snapshot_download(id, *, revision, allow_patterns, local_files_only)`. It returns the download
+    folder.
+    """
     offline: str | None
-    """Why it cannot be asked, in a few words; None: it can be."""
+    """A short reason why the hub cannot be reached; None if it can be."""
 
 
 def find_checkpoint(
@@ -40,10 +40,11 @@ def find_checkpoint(
     revision: str | None = None,
     key: str = "model.path",
 ) -> Path:
-    """Return the folder or file, or the local cache of a hub id, downloaded where needed. Raises UserError where there is none.
+    """Return the folder or file, or the local cache folder of a hub id. Downloads the id if necessary.
 
-    A tag after a hub id chooses one of its GGUF models by the end of the file's name, in either case of letters. `revision`: a branch,
-    tag or commit of the id's repository; None: its default branch. `key`: the setting that gives the path, for errors.
+    A tag after a hub id selects one of the repository's GGUF models by the end of its file name, in any letter case.
+    `revision`: a branch, tag or commit of the repository; None: its default branch. `key`: the setting, for error
+    messages. Raises UserError if there is no checkpoint.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -71,9 +72,10 @@ def find_checkpoint(
 
 
 def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
-    """Return the folder or file of `model.tokenizer`, or the local cache of a hub id, downloaded where needed.
+    """Return the folder or file of `model.tokenizer`, or the local cache folder of a hub id. Downloads the id if
+    necessary.
 
-    What is neither is returned as it is. Raises UserError for an id that cannot be downloaded.
+    Returns any other text as a path. Raises UserError for an id that cannot be downloaded.
     """
     local = Path(path).expanduser()
     if local.exists() or not HUB_ID.fullmatch(path):
@@ -85,14 +87,14 @@ def _downloaded(remedy: str, path: str, id: str, revision: str | None, patterns:
     is_offline = client.offline is not None
     try:
         folder = Path(client.download(id, revision=revision, allow_patterns=patterns, local_files_only=is_offline))
-    except Exception as error:  # the client's own errors and those of the network library below it
+    except Exception as error:  # errors of the client, and of the network library below it
         reason = client.offline or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
             f"there is no folder {path}, and as {client.hub} id{at} it cannot be downloaded ({reason}): "
             f"download the model elsewhere and give {remedy}, or check the id, the network and the access to it"
         ) from error
-    if is_offline and revision is not None and folder.parent.name != "snapshots":  # as ModelScope's before 1.38
+    if is_offline and revision is not None and folder.parent.name != "snapshots":  # ModelScope before 1.38
         raise UserError(
             f"model.revision={revision} cannot be told from others in {folder}, a cache without revisions ({client.offline}): "
             "leave it out, or download the revision"
@@ -101,14 +103,17 @@ def _downloaded(remedy: str, path: str, id: str, revision: str | None, patterns:
 
 
 def _huggingface() -> Client:
-    from huggingface_hub import constants, snapshot_download  # here, because a folder on disk need not wait for them
+    from huggingface_hub import (
+        constants,
+        snapshot_download,
+    )  # imported here, so that a local folder does not wait for it
 
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
     return Client("a hub", snapshot_download, offline)
 
 
 def _modelscope() -> Client:
-    """Return ModelScope's client. Raises UserError where its package is not installed."""
+    """Return ModelScope's client. Raises UserError if its package is not installed."""
     try:
         from modelscope import snapshot_download
         from modelscope.hub.utils.utils import get_endpoint
@@ -119,7 +124,10 @@ def _modelscope() -> Client:
 
 
 def _tagged_file(folder: Path, path: str, tag: str) -> Path:
-    """Return the GGUF file, or the first of a split one, whose name ends in the tag. Raises UserError unless there is one model."""
+    """Return the GGUF file whose name ends with the tag; of a split model, its first file.
+
+    Raises UserError unless exactly one model matches.
+    """
     ends_in_tag = re.compile(rf"(?!mmproj)(?:.*[._-])?{re.escape(tag)}(?:-00001-of-\d{{5}})?\.gguf", re.IGNORECASE)
     files = sorted(file for file in folder.rglob("*") if ends_in_tag.fullmatch(file.name))
     if len(files) == 1:
@@ -134,12 +142,12 @@ def _tagged_file(folder: Path, path: str, tag: str) -> Path:
 
 @functools.cache
 def _unreachable(endpoint: str) -> str | None:
-    """Return a few words if the hub does not answer, else None. The client itself would wait for tens of seconds."""
-    from urllib.request import getproxies  # here, because it imports an HTTP client
+    """Return a short reason if the hub does not answer, else None. The client itself would wait for tens of seconds."""
+    from urllib.request import getproxies  # imported here, because it imports an HTTP client
 
     url = urlsplit(endpoint)
     port = url.port or {"http": 80}.get(url.scheme, 443)
-    if {url.scheme, "all"} & getproxies().keys():  # the proxy finds the hub
+    if {url.scheme, "all"} & getproxies().keys():  # the proxy resolves the hub's name
         return None
     end, reached, attempts = time.monotonic() + CONNECT_S, Event(), list[Thread]()
 
@@ -150,11 +158,13 @@ def _unreachable(endpoint: str) -> str | None:
     def look_up() -> None:
         with suppress(OSError):
             found = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
-            for address in dict.fromkeys(entry[4][:2] for entry in found):  # at once: one of them may lead nowhere
+            for address in dict.fromkeys(
+                entry[4][:2] for entry in found
+            ):  # in parallel: one address may be unreachable
                 attempts.append(Thread(target=connect, args=(address,), daemon=True))
                 attempts[-1].start()
 
-    # In threads that may be left behind, because looking up a name heeds no timeout.
+    # Daemon threads that may outlive this call, because getaddrinfo has no timeout.
     attempts.append(Thread(target=look_up, daemon=True))
     attempts[0].start()
     while any(attempt.is_alive() for attempt in attempts) and time.monotonic() < end:

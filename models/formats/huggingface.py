@@ -1,4 +1,4 @@
-"""Read Hugging Face's layout: config.json and safetensors (or, where allowed, pickles), whole or sharded."""
+"""Read Hugging Face's layout: config.json, and safetensors or (if allowed) pickles, whole or sharded."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
-    """Open a folder's checkpoint; of a multimodal one its text."""
+    """Open the checkpoint in a folder; only the text model if it is multimodal."""
     config = ConfigReader(unmasked_config(ConfigReader.from_folder(folder).values), str(folder / CONFIG))
 
     def open_files() -> list[WeightFile]:
@@ -44,7 +44,7 @@ def checkpoint_of(
     open_files: Callable[[], list[WeightFile]],
     tokenizer: Callable[[], Tokenizer | None],
 ) -> Checkpoint:
-    """Return the checkpoint of these parts; of a multimodal one its text."""
+    """Return a checkpoint with these parts; only the text model if it is multimodal."""
     is_text_of_more = is_wrapper(config.values)
 
     def open_weights(expected: ExpectedTensors) -> list[WeightFile]:
@@ -74,7 +74,7 @@ class SafetensorsFile:
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            # Opened for each tensor, because the pages of a mapping stay resident as long as it is open.
+            # Opened once per tensor, because the pages of a mapping stay resident while it is open.
             with safe_open(self.path, framework="pt") as file:
                 yield name, file.get_tensor(name)
 
@@ -85,7 +85,10 @@ class SafetensorsFile:
             return torch.cat(parts, shard.axis)
 
     def read_whole(self) -> tuple[dict[str, Tensor], bytes]:
-        """Return all tensors of a small file, in memory of their own, and its content. Raises UserError where it has changed meanwhile."""
+        """Return copies of all tensors of a small file, and the file's bytes.
+
+        Raises UserError if the file has changed since.
+        """
         try:
             content = self.path.read_bytes()
             tensors = load(content)
@@ -97,7 +100,7 @@ class SafetensorsFile:
 
 
 class PickleFile:
-    """A `.bin` of torch.save, read with weights_only=True: tensors are loaded, and no code is run."""
+    """A `.bin` file of torch.save. It is read with weights_only=True, which loads tensors and runs no code."""
 
     is_mapped = True
 
@@ -125,7 +128,10 @@ class PickleFile:
 
 
 def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
-    """Open the folder's weight files. Raises UserError where none exist, one is missing or damaged, or pickles are not allowed."""
+    """Open the weight files of a folder.
+
+    Raises UserError if there are none, if one is missing or damaged, or if pickles are not allowed.
+    """
     if names := weight_names(folder, WEIGHTS):
         return [SafetensorsFile(folder / name) for name in names]
     if names := weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
@@ -141,13 +147,16 @@ def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
 
 
 def _lone_pickle(folder: Path) -> list[str]:
-    """Return the name of a `.bin`, `.pt` or `.pth`, if it is the only one; else nothing."""
+    """Return the name of the only `.bin`, `.pt` or `.pth` file; an empty list if there is not exactly one."""
     names = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
     return names if len(names) == 1 else []
 
 
 def weight_names(folder: Path, whole: str) -> list[str]:
-    """Return the names of the file `whole`, or of the shards in its index; none where the folder has neither. Raises UserError."""
+    """Return the name of the file `whole`, or of the shards in its index; an empty list if the folder has neither.
+
+    Raises UserError for an invalid index or a missing shard.
+    """
     if (folder / whole).is_file():
         return [whole]
     index = folder / f"{whole}.index.json"

@@ -1,4 +1,4 @@
-"""Write Hugging Face's layout: weights in files of a limited size, config.json and the tokenizer's files."""
+"""Write Hugging Face's layout: weight files of limited size, config.json and the tokenizer files."""
 
 import json
 import shutil
@@ -17,9 +17,10 @@ from models.tokenizers import TOKENIZER_FILES
 def write_huggingface(
     files: list[WeightFile], folder: Path, max_shard_bytes: int, on_bytes: Callable[[int, int], None]
 ) -> dict[str, str]:
-    """Write model.safetensors, or files of at most `max_shard_bytes` (a file of a single tensor may be larger) and their index.
+    """Write model.safetensors, or shards of at most `max_shard_bytes` and their index. Return the sha256 of each weight
+    file.
 
-    Returns the sha256 of each weight file. `on_bytes(done, total)` is called after every tensor.
+    A shard with a single tensor may be larger. Calls `on_bytes(done, total)` after every tensor.
     """
     shards = _shards(entries_of(files), max_shard_bytes)
     total, done = sum(entry.nbytes for shard in shards for entry in shard), 0
@@ -31,7 +32,7 @@ def write_huggingface(
                 writer.write(content_of(tensor))
                 done += tensor.nbytes
                 on_bytes(done, total)
-                del tensor  # before the next is read
+                del tensor  # frees it before the next one is read
         sha256[name] = writer.sha256
     if len(shards) > 1:
         weight_map = {entry.name: name for name, shard in zip(sha256, shards, strict=True) for entry in shard}
@@ -40,10 +41,10 @@ def write_huggingface(
 
 
 def write_companions(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write config.json (with `dtype` where tensors were cast to it) and generation_config.json.
+    """Write config.json and generation_config.json, and copy the tokenizer files and the sentence-transformers files.
 
-    The tokenizer's files, and those that say how vectors are meant, are copied.
-    A tokenizer that was inside the model's file gets files of its own.
+    `dtype`: the dtype to which tensors were cast, which config.json then names; None: they were not cast. If the
+    checkpoint is one file, its tokenizer is saved as separate files.
     """
     config = checkpoint.config.values
     if dtype is not None:

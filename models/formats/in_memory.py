@@ -1,4 +1,4 @@
-"""A model of transformers that a script holds, as a checkpoint: its weights are read where they are, and no file is written."""
+"""A transformers model in memory, as a checkpoint: its weights are read from there, and no file is written."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +15,9 @@ from models.tokenizers import Tokenizer
 
 
 class TensorsInMemory:
-    """Tensors by name. `read` gives them as they are, or copied from a GPU."""
+    """Tensors by name. `read` returns them without a copy, or copies them from a GPU."""
 
-    is_mapped = True  # the script's own, which must be copied to be kept
+    is_mapped = True  # the caller owns the tensors, so they must be copied to be kept
 
     def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
         self.path = path
@@ -31,14 +31,17 @@ class TensorsInMemory:
 
 
 def name_of(model: Any) -> str:
-    """Return the folder or hub id that a transformers model was loaded from, else the name of its class."""
+    """Return the folder or hub id from which a transformers model was loaded, else the name of its class."""
     return str(model.config.name_or_path or type(model).__name__)
 
 
 def open_in_memory(model: Any, load_tokenizer: Callable[[], Tokenizer | None]) -> Checkpoint:
-    """Return the checkpoint that `model.save_pretrained` would write, a PreTrainedModel's. Raises UserError where weights are elsewhere."""
+    """Return the checkpoint that `save_pretrained` of a PreTrainedModel would write.
+
+    Raises UserError for offloaded weights.
+    """
     from transformers.core_model_loading import (
-        revert_weight_conversion,  # here, because a script that holds a model has imported it
+        revert_weight_conversion,  # imported here: a caller with a model has imported it already
     )
 
     path = Path(name_of(model))

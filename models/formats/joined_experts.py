@@ -1,4 +1,4 @@
-"""Experts that a checkpoint joins in tensors of three dimensions, as models here have them: a matrix for each of their layers.
+"""Split the three-dimensional expert tensors of a checkpoint into one matrix for each layer of each expert.
 
 N experts, E hidden channels, F channels of an expert.
 """
@@ -14,28 +14,31 @@ from models.formats.base import ExpectedTensors, RangedFile, WeightFile
 from models.sharding import Shard
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-"""Ends of the names of [N, 2F, E], gates before ups, and of [N, E, F]. Files of the hub hold inputs first: [N, E, 2F] and [N, F, E]."""
+"""Name suffixes of [N, 2F, E], with gate rows before up rows, and of [N, E, F].
+
+Some files on the hub store the inputs first: [N, E, 2F] and [N, F, E].
+"""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The place of an expert's matrix in a joined tensor."""
+    """The position of an expert's matrix in a joined tensor."""
 
     joined: str
     expert: int
     first: int
-    """Its first output, of those of the expert in the joined tensor."""
+    """Index of its first output among the expert's outputs in the joined tensor."""
     shape: tuple[int, int]
     is_transposed: bool
 
 
 class SplitFile:
-    """A file with a matrix for each layer of each expert. Of a joined tensor it reads one expert at a time."""
+    """A file with one matrix for each layer of each expert. It reads one expert of a joined tensor at a time."""
 
     def __init__(self, file: RangedFile, matrices: dict[str, _Matrix]) -> None:
-        """`matrices` by the names that they have here."""
+        """`matrices`: by the names that this file gives them."""
         self._file, self._matrices = file, matrices
         self.path, self.is_mapped = file.path, file.is_mapped
         joined = {matrix.joined for matrix in matrices.values()}
@@ -61,13 +64,15 @@ class SplitFile:
         expert = self._file.read_ranges(matrix.joined, Shard(0, (range(matrix.expert, matrix.expert + 1),)))[0]
         whole = expert.T if matrix.is_transposed else expert
         own = whole.narrow(0, matrix.first, matrix.shape[0])
-        return own.clone(memory_format=torch.contiguous_format)  # else it would keep its neighbours, too
+        return own.clone(
+            memory_format=torch.contiguous_format
+        )  # without the copy it would keep the whole expert in memory
 
 
 def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[WeightFile]:
-    """Return the files as a model of the `expected` tensors sees them; tensors of other shapes stay as they are.
+    """Return the files with the tensors that a model `expected`. Tensors of other shapes do not change.
 
-    Raises UserError for joined experts in a file of which no part can be read.
+    Raises UserError if a file with joined experts cannot read parts of a tensor.
     """
     shapes = {name: shape for file in files for name, shape in file.shapes.items()}
     return [_split(file, shapes, expected) for file in files]
@@ -87,14 +92,14 @@ def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors
 
 
 def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors) -> Iterator[tuple[str, _Matrix]]:
-    """Return the matrices in a tensor by their names; none for a tensor that is no experts'."""
+    """Yield the names and matrices in a tensor; nothing if it does not hold experts."""
     prefix = name.removesuffix(GATE_UP).removesuffix(DOWN)
     gate = expected.get(f"{prefix}.experts.0.gate_proj.weight")
     if gate is None or prefix == name:
         return
     channels, hidden = gate.shape
     straight = {f"{prefix}{GATE_UP}": (2 * channels, hidden), f"{prefix}{DOWN}": (hidden, channels)}
-    # at most one of the two is square, which tells nothing
+    # At most one of the two is square; a square shape does not show the order.
     turned = {shapes[own][1:] == size[::-1] for own, size in straight.items() if own in shapes and size[0] != size[1]}
     is_transposed = turned == {True}
     if len(turned) > 1 or shapes[name][1:] != (straight[name][::-1] if is_transposed else straight[name]):

@@ -1,6 +1,7 @@
-"""A LoRA adapter in PEFT's layout, added to the weights of any checkpoint while they are read (arXiv 2106.09685).
+"""Merge a LoRA adapter in PEFT's layout into the weights of any checkpoint while they are read (arXiv 2106.09685).
 
-W' = W + s (B A), with s = alpha / r, or alpha / sqrt(r) where it is rank-stabilised (arXiv 2312.03732).
+W' = W + s (B A), with s = alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732).
+
 I inputs, O outputs, r rank, V vocabulary, E hidden channels.
 """
 
@@ -31,13 +32,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTORS = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 WHOLE = re.compile(r"(.+?)(\.base_layer)?\.(weight|bias)")
-# A pattern is a regular expression to PEFT; these are all that needs no search, and what people write.
+# PEFT reads a pattern as a regular expression. Only patterns without a search are supported; they are the common ones.
 PLAIN_PATTERN = re.compile(r"\^?(\w|\\?\.)+")
 HEAD = "lm_head"
 EMBEDDINGS = ("embed_tokens", HEAD)
-# Of the ways to begin training, those that leave the base's weights as they are.
+# Initialisations that do not change the base weights.
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-# Training and bookkeeping; which modules are adapted, the tensors say themselves. PEFT sets fan_in_fan_out by the module's class, too.
+# Training and bookkeeping keys. The tensors themselves show which modules are adapted. PEFT also sets fan_in_fan_out
+# from the module's class.
 OF_TRAINING = (
     "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out inference_mode "
     "layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core peft_version "
@@ -50,10 +52,10 @@ UNSUPPORTED = (
 
 
 def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[WeightFile]:
-    """Return the files with the adapter in them: sums in float32, results in the base's dtype, a tensor at a time.
+    """Return the files with the adapter merged: sums in float32, results in the base dtype, one tensor at a time.
 
-    `model`, which may be on the meta device, is the one that the files are for. Raises UserError for what is wrong with the adapter or
-    not supported, and where it belongs to another model.
+    `model`: the model of the files; it may be on the meta device. Raises UserError for an adapter that is damaged, not
+    supported or for another model.
     """
     settings, weights = open_adapter(adapter)
     changes = read_changes(weights, settings)
@@ -72,7 +74,7 @@ def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[
 
 
 def open_adapter(adapter: Path) -> tuple["Settings", SafetensorsFile]:
-    """Return the settings and the tensors of an adapter's folder. Raises UserError as `read_settings` does, and where there are none."""
+    """Return the settings and tensors of an adapter folder. Raises UserError if either is missing or not supported."""
     settings = read_settings(adapter)
     path = adapter / WEIGHTS
     if not path.is_file():
@@ -86,7 +88,7 @@ class Settings:
     alpha: float
     use_rslora: bool
     ranks: dict[str, int]
-    """By pattern; the first that fits a module's name counts."""
+    """By pattern; the first pattern that matches a module's name applies."""
     alphas: dict[str, float]
     trains_biases: bool
     modules_to_save: tuple[str, ...]
@@ -100,7 +102,10 @@ class Settings:
 
 
 def read_settings(adapter: Path) -> Settings:
-    """Raises UserError for a missing or damaged adapter_config.json, and for what it asks for and is not implemented."""
+    """Read adapter_config.json.
+
+    Raises UserError if it is missing or damaged, or needs a feature that is not implemented.
+    """
     if not (adapter / CONFIG).is_file():
         raise UserError(f"{adapter} has no {CONFIG}: give the folder of a PEFT adapter")
     config = ConfigReader.from_folder(adapter, CONFIG)
@@ -137,29 +142,29 @@ def _patterns(config: ConfigReader, key: str, where: str) -> ConfigReader:
 
 
 def _first_match(patterns: dict[str, Number], module: str, default: Number) -> Number:
-    """Return the pattern that `get_pattern_key` of peft/utils/other.py chooses."""
+    """Return the value of the pattern that `get_pattern_key` in peft/utils/other.py selects."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 @dataclass
 class Change:
-    """The change of one parameter: another tensor in its place, a product added, or both."""
+    """The change of one parameter: a replacement tensor, an added product, or both."""
 
     replacement: str | None = None
     a: str | None = None
-    """The adapter's tensor A [r, I], for an embedding [r, V]."""
+    """Name of the adapter's tensor A [r, I]; [r, V] for an embedding."""
     b: str | None = None
-    """B [O, r], for an embedding [E, r]."""
+    """Name of B [O, r]; [E, r] for an embedding."""
     scale: float = 0.0
     is_transposed: bool = False
-    """Whether the parameter is [I, O], as embeddings [V, E] and GPT-2's convolutions are."""
+    """Whether the parameter is [I, O], as embeddings [V, E] and GPT-2's Conv1D weights are."""
 
 
 def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Change]:
-    """Return by the parameters' names what becomes of them; every tensor of the adapter is in one.
+    """Return the changes by parameter name. Every tensor of the adapter belongs to one change.
 
-    Of an adapter that was trained on a multimodal model they are the names in the model of its text.
-    Raises UserError for unknown tensors, and where there are none.
+    For an adapter of a multimodal model, the names are parameters of its text model. Raises UserError for unknown
+    tensors, and if there are none.
     """
     changes: dict[str, Change] = {}
     for key in weights.shapes:
@@ -182,7 +187,10 @@ def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Chan
 
 
 def _is_saved(match: re.Match[str], settings: Settings) -> bool:
-    """PEFT saves embedding and head too (`save_embedding_layers`), and takes names for ends of names (`_set_trainable`)."""
+    """Whether PEFT saves this module whole.
+
+    PEFT also saves embedding and head (`save_embedding_layers`), and matches names by suffix (`_set_trainable`).
+    """
     module, base_layer, leaf = match.groups()
     if leaf == "bias" and settings.trains_biases:
         return True
@@ -190,7 +198,7 @@ def _is_saved(match: re.Match[str], settings: Settings) -> bool:
 
 
 def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settings, model: CausalLM) -> None:
-    """Compares shapes and fills in how the factors are applied."""
+    """Compare shapes with the model, and set the change's scale and orientation."""
     module = name.rpartition(".")[0]
     parameter = dict(model.named_parameters()).get(name)
     tied = tied_weight(model.head)
@@ -216,7 +224,10 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
 
 
 def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: int, outputs: int) -> tuple[str, str]:
-    """Return the names of A and B. Raises UserError where one is missing, holds no floats, or is not [rank, inputs] or [outputs, rank]."""
+    """Return the names of A and B.
+
+    Raises UserError if one is missing, is not a float tensor, or is not [rank, inputs] or [outputs, rank].
+    """
     if change.a is None or change.b is None:
         raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
     for key, shape in ((change.a, (rank, inputs)), (change.b, (outputs, rank))):
@@ -227,7 +238,7 @@ def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: 
 
 
 def expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) -> None:
-    """Raise UserError for a tensor of another shape."""
+    """Raise UserError if a tensor has another shape."""
     if weights.shapes[key] != expected:
         raise UserError(
             f"{weights.path}: {key} is {list(weights.shapes[key])}, expected {list(expected)} by model and {CONFIG}"
@@ -235,7 +246,7 @@ def expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) 
 
 
 class MergedFile:
-    """A file of the base whose changed tensors are read with the adapter in them."""
+    """A base file that returns the changed tensors with the adapter merged."""
 
     def __init__(self, base: WeightFile, changes: dict[str, Change], adapter: SafetensorsFile) -> None:
         self.path, self.shapes, self.dtypes, self.is_mapped = base.path, base.shapes, base.dtypes, base.is_mapped

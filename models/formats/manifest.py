@@ -1,4 +1,4 @@
-"""manifest.json: size and sha256 of every file of a folder, so that damage is found before a model is loaded."""
+"""manifest.json: size and sha256 of every file in a folder, to detect damage before a model is loaded."""
 
 import hashlib
 import json
@@ -9,11 +9,14 @@ from conf.errors import UserError
 from models.config import ConfigReader
 
 MANIFEST = "manifest.json"
-LISTED = 8  # files that an error names
+LISTED = 8  # files named in an error
 
 
 def write_manifest(folder: Path, sha256: dict[str, str]) -> None:
-    """Write the folder's manifest. sha256: by file, for those that were hashed while they were written; the others are read."""
+    """Write the folder's manifest.
+
+    `sha256`: hashes computed during writing, by file name; other files are read and hashed.
+    """
     files = {
         name: {"size": (folder / name).stat().st_size, "sha256": sha256.get(name) or _sha256(folder / name)}
         for name in sorted(_files(folder))
@@ -22,7 +25,10 @@ def write_manifest(folder: Path, sha256: dict[str, str]) -> None:
 
 
 def verify_manifest(path: Path) -> None:
-    """Compare a folder with its manifest, hidden files aside. Raises UserError with the files that differ, are missing or not listed."""
+    """Compare a folder with its manifest; ignores hidden files.
+
+    Raises UserError with the files that differ, are missing or are not listed.
+    """
     folder = path if path.is_dir() else path.parent
     if not (folder / MANIFEST).is_file():
         raise UserError(
@@ -37,7 +43,10 @@ def verify_manifest(path: Path) -> None:
 
 
 def _files(folder: Path) -> set[str]:
-    """Return the names of the folder's files, as `1_Pooling/config.json` in a folder of its own, and of empty folders. None is hidden."""
+    """Return the names of all files in the folder and its subfolders (`1_Pooling/config.json`), and of empty folders.
+
+    Leaves out hidden names.
+    """
     entries = [entry for entry in folder.rglob("*") if not entry.is_dir() or not any(entry.iterdir())]
     names = [entry.relative_to(folder) for entry in entries]
     return {name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)}

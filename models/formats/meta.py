@@ -1,6 +1,7 @@
-"""Read Meta's layout of Llama checkpoints: params.json, and consolidated.00.pth, .01.pth, ... with a slice of every matrix each.
+"""Read Meta's layout of Llama checkpoints: params.json, and consolidated.00.pth, .01.pth, ... with one slice per
+matrix.
 
-The result is in Hugging Face's terms: the keys of config.json, and whole weights with its names, shapes and order of rows.
+The result is in Hugging Face's terms: config.json keys, and whole weights with its names, shapes and row order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,8 +21,8 @@ from models.tokenizers import load_tokenizer
 
 PARAMS = "params.json"
 FIRST = "consolidated.00.pth"
-ROWS, COLUMNS = 0, 1  # the dimension along which a matrix is cut
-MODULES = {  # Meta's name: ours, and how it is cut
+ROWS, COLUMNS = 0, 1  # the sharded axis of a matrix
+MODULES = {  # Meta's name: ours, and the sharded axis
     "norm": ("model.norm", None),
     "output": ("lm_head", ROWS),
     "attention_norm": ("input_layernorm", None),
@@ -34,13 +35,13 @@ MODULES = {  # Meta's name: ours, and how it is cut
     "feed_forward.w2": ("mlp.down_proj", COLUMNS),
     "feed_forward.w3": ("mlp.up_proj", ROWS),
 }
-# Tensors read before the shards are closed, about a layer. The pages of a mapping stay resident until then, but opening a file of 720
-# tensors takes 60 ms (70 billion parameters have 8 such files).
+# Tensors read before the shard files are closed, about one layer. The pages of a mapping stay resident until then, but
+# opening a file of 720 tensors takes 60 ms, and a model with 70 billion parameters has 8 such files.
 AT_ONCE = 9
 EMBEDDING = "tok_embeddings.weight"
 LLAMA3_VOCAB = 128256
-LLAMA3_EOS = [128001, 128008, 128009]  # the end of text, message and turn, at which Meta's code stops
-COMPUTED = "rope.freqs"  # angles that Llama 1 and 2 stored too
+LLAMA3_EOS = [128001, 128008, 128009]  # end of text, end of message and end of turn, at which Meta's code stops
+COMPUTED = "rope.freqs"  # angles that Llama 1 and 2 store too
 
 
 def is_meta_layout(folder: Path) -> bool:
@@ -58,7 +59,7 @@ def open_meta(folder: Path, allow_pickle: bool) -> Checkpoint:
 
 
 def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
-    """Return params.json as keys of config.json. The vocabulary's size, and whether there is a head, are taken from the tensors.
+    """Return params.json as config.json keys. The tensors give the vocabulary size, and whether there is a head.
 
     Raises UserError for a wrong type or size, and for features that Llama 1 to 3.2 do not have.
     """
@@ -107,7 +108,10 @@ def _sizes(params: ConfigReader) -> tuple[int, int, int]:
 
 
 def _rope_scaling(dim: int) -> dict[str, Any]:
-    """Return the constants of Meta's code. Models below 4096 channels are Llama 3.2, whose config.json on the hub has another factor."""
+    """Return the constants of Meta's code.
+
+    Models with fewer than 4096 channels are Llama 3.2, whose config.json on the hub has another factor.
+    """
     return {
         "rope_type": "llama3",
         "factor": 8.0 if dim >= 4096 else 32.0,
@@ -118,7 +122,10 @@ def _rope_scaling(dim: int) -> dict[str, Any]:
 
 
 def _context_length(theta: float, scaled: bool, eps: float) -> int:
-    """Return the context length, which params.json need not state, from what else differs between Llama 3.1, 3, Code Llama, 2 and 1."""
+    """Return the default context length; params.json need not state it.
+
+    Llama 3.1, 3, Code Llama, 2 and 1 are distinguished by their other parameters.
+    """
     if scaled:
         return 131072
     if theta > 10000:
@@ -127,7 +134,7 @@ def _context_length(theta: float, scaled: bool, eps: float) -> int:
 
 
 def open_meta_shards(folder: Path, allow_pickle: bool) -> list[WeightFile]:
-    """Open all shards as one file. Raises UserError where one is missing or damaged, and where pickles are not allowed."""
+    """Open all shards as one file. Raises UserError if a shard is missing or damaged, or if pickles are not allowed."""
     names = sorted(file.name for file in folder.glob("consolidated.*.pth"))
     expected = [f"consolidated.{i:02}.pth" for i in range(len(names))]
     if missing := next((name for name in expected or [FIRST] if name not in names), None):
@@ -142,7 +149,10 @@ def open_meta_shards(folder: Path, allow_pickle: bool) -> list[WeightFile]:
 
 
 class MetaShards:
-    """The merged tensors of all shards. One at a time is in memory, beside the mapped pages of a few."""
+    """The merged tensors of all shards.
+
+    Memory holds one tensor at a time, and the mapped pages of up to AT_ONCE tensors.
+    """
 
     is_mapped = False
 
@@ -157,13 +167,13 @@ class MetaShards:
                 )
                 differing = min(name for name, _ in differences)
                 raise UserError(f"{shard.path} and {self.path.name} do not belong together: they differ in {differing}")
-        self._sources: dict[str, tuple[str, int | None]] = {}  # our name: Meta's, and how it is cut
+        self._sources: dict[str, tuple[str, int | None]] = {}  # our name: Meta's name, and the sharded axis
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for source, shape in shards[0].shapes.items():
             if source.endswith(COMPUTED):
                 continue
-            # Llama 1 and 2 cut the embedding's channels, Llama 3 its vocabulary.
+            # Llama 1 and 2 shard the embedding's channels, Llama 3 its vocabulary.
             name, cut = _our_name(source, ROWS if shape[-1:] == (dim,) else COLUMNS)
             self._sources[name] = source, cut
             if cut is not None and len(shape) != 2:
@@ -183,7 +193,10 @@ class MetaShards:
                 yield name, self._reorder(name, whole)
 
     def _reorder(self, name: str, tensor: Tensor) -> Tensor:
-        """Reorder the rows of queries and keys: Meta's rotary embedding pairs rows (2i, 2i + 1) of a head, ours (i, i + D / 2)."""
+        """Reorder the rows of queries and keys.
+
+        Meta's rotary embedding pairs rows (2i, 2i + 1) of a head, ours pairs (i, i + D / 2).
+        """
         heads = self._heads.get(name.split(".")[-2]) if name.endswith("_proj.weight") else None
         if heads is None:
             return tensor
@@ -195,7 +208,7 @@ class MetaShards:
 
 
 def _our_name(source: str, embedding_cut: int) -> tuple[str, int | None]:
-    """Return Hugging Face's name, and the dimension along which the tensor is cut. An unknown name stays, and is refused later."""
+    """Return Hugging Face's name and the sharded axis. Keeps an unknown name, which is rejected later."""
     if source == EMBEDDING:
         return "model.embed_tokens.weight", embedding_cut
     parts = source.split(".")

@@ -1,7 +1,9 @@
-"""Read MindSpore checkpoints of Llama, Qwen 2 and Mistral with MindFormers' names: `.ckpt` files, or a folder rank_N for each rank that
-held a slice, and config.json or MindFormers' YAML.
+"""Read MindSpore checkpoints of Llama, Qwen 2 and Mistral with MindFormers' names.
 
-Rows of queries and keys are in Hugging Face's order: MindFormers renames Hugging Face's tensors, and reorders Meta's
+The weights are `.ckpt` files, or one folder rank_N for each rank with its slice. The config is config.json or
+MindFormers' YAML.
+
+Query and key rows are in Hugging Face's order: MindFormers renames Hugging Face's tensors and reorders Meta's
 (mindformers/models/llama/convert_weight.py: `convert_pt_to_ms`, and `permute` in `convert_meta_torch_ckpt`).
 """
 
@@ -25,8 +27,8 @@ WHOLE = {
     "model.norm_out.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")  # with Meta's names of modules
-# Tensors besides weights that training and inference store: optimizer states, counters, loss scales, caches.
+LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")  # with Meta's module names
+# Stored tensors that are not weights: optimizer states, counters, loss scales, caches.
 STATE = re.compile(
     r"(adam_[mv]|moments?[12]?|accu_grads|learning_rate|beta[12]_power)\b.*|.*\b(key|value)_cache|random_op|network_name|"
     r"(global|current_iterator|last_overflow_iterator)_step|(epoch|step)_num|(loss_scale|scale_sense).*"
@@ -36,7 +38,10 @@ EXPERTS = re.compile(r".*\.feed_forward\.(ffn|router|routed_experts|shared_exper
 
 
 def is_mindspore_layout(folder: Path) -> bool:
-    """Return whether a folder has no safetensors, but `.ckpt` files that begin as protobuf does (other programs' are archives)."""
+    """Return whether a folder has no safetensors, and `.ckpt` files that begin as protobuf does.
+
+    The `.ckpt` files of other programs are archives.
+    """
     if any(folder.glob("*.safetensors")):
         return False
     folders = [folder, *rank_folders(folder, CKPT)]
@@ -63,7 +68,10 @@ def open_mindspore(folder: Path) -> Checkpoint:
 
 
 def open_ckpt_files(folder: Path, expected: ExpectedTensors) -> list[WeightFile]:
-    """Open the folder's files, or all its ranks as one. Raises UserError where one is missing or damaged, or pieces do not fit."""
+    """Open the folder's files, or all ranks as one file.
+
+    Raises UserError if a file is missing or damaged, or if slices do not fit.
+    """
     files, ranks = sorted(folder.glob(CKPT)), rank_folders(folder, CKPT)
     if files and ranks:
         raise UserError(
@@ -83,17 +91,19 @@ def _only(rank: Path) -> Path:
 
 
 def our_name(tag: str) -> str | None:
-    """Return the tensor's name in Hugging Face's layout; None for what is no weight. An unknown tag stays, and is refused later.
+    """Return the tensor's name in Hugging Face's layout; None if it is not a weight.
 
-    Raises ValueError for matrices whose order the file does not tell.
+    Keeps an unknown name, which is rejected later. Raises ValueError for matrices whose order the file does not show.
     """
     if STATE.fullmatch(tag):
         return None
     if FUSED.fullmatch(tag):
-        # llama/convert_weight.py stacks them, utils/convert_utils.py (qkv_concat_hf2mg) interleaves them by head: same name, same shape.
+        # llama/convert_weight.py stacks them. utils/convert_utils.py (qkv_concat_hf2mg) interleaves them by head, with
+        # the same name and shape.
         raise ValueError(f"{tag} is fused in one of two orders that look the same: convert it to qkv_concat=False")
     if EXPERTS.fullmatch(tag):
-        # research/mixtral/convert_weight.py stacks experts as [N, F, E]; with grouped products they are transposed.
+        # research/mixtral/convert_weight.py stacks experts as [N, F, E]; for grouped matrix products they are
+        # transposed.
         raise ValueError(
             f"{tag} belongs to a mixture of experts, whose order the file does not tell: use Hugging Face's layout"
         )

@@ -1,10 +1,10 @@
-"""One MindSpore `.ckpt`: a protobuf message (mindspore/ccsrc/utils/checkpoint.proto)
+"""Read one MindSpore `.ckpt`, a protobuf message (mindspore/ccsrc/utils/checkpoint.proto):
 
     Checkpoint  { repeated Value value = 1 }
     Value       { string tag = 1; TensorProto tensor = 2 }
     TensorProto { repeated int64 dims = 1; string tensor_type = 2; bytes tensor_content = 3 }
 
-read field by field over a mapping, because the protobuf library ends at 2 GB. A tensor above 512 MB is several Values of one tag in a row.
+The reader parses the fields of a mapped file itself, because the protobuf library is limited to 2 GB. A tensor above
 """
 
 import math
@@ -19,10 +19,10 @@ from torch import Tensor
 from conf.errors import UserError
 
 DTYPES = {"Float32": torch.float32, "Float16": torch.float16, "BFloat16": torch.bfloat16}
-VALUE = b"\x0a"  # how every file begins: field 1, length-delimited
-VARINT, BYTES = 0, 2  # the wire types that are used
+VALUE = b"\x0a"  # the first byte of every file: field 1, length-delimited
+VARINT, BYTES = 0, 2  # the wire types in use
 CHECKSUM = b"crc_num"  # newer versions write it and 10 bytes after the message (train/serialization.py)
-LONGEST_TEXT = 512  # bytes of a tag or a type
+LONGEST_TEXT = 512  # bytes, of a tag or type
 MOST_DIMS = 8
 
 
@@ -31,13 +31,13 @@ class Stored:
     dims: tuple[int, ...]
     tensor_type: str
     parts: list[slice] = field(default_factory=list)
-    """Places of the content in the file."""
+    """Byte ranges of the content in the file."""
 
 
 class CkptFile:
-    """The weights of a file under the names that `rename` gives. Tensors for which it gives None are left out.
+    """The weights of a file under the names that `rename` returns; a tensor for which it returns None is left out.
 
-    Raises UserError where the file is damaged, and for a tensor that is not float32, float16 or bfloat16.
+    Raises UserError if the file is damaged or a tensor is not float32, float16 or bfloat16.
     """
 
     is_mapped = False
@@ -49,19 +49,19 @@ class CkptFile:
         try:
             for tag, stored in _values(data, _end(data)):
                 self._add(tag, stored, rename)
-        except ValueError as error:  # UserError is one, too
+        except ValueError as error:  # includes UserError
             raise UserError(f"{path} is damaged or not a MindSpore checkpoint: {error}") from error
         self.shapes = {name: stored.dims for name, stored in self._stored.items()}
         self.dtypes = {name: DTYPES[stored.tensor_type] for name, stored in self._stored.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            stored, data = self._stored[name], self._map()  # mapped for each, because its pages stay resident as long
+            stored, data = self._stored[name], self._map()  # mapped once per tensor: pages stay resident while mapped
             if len(data) < stored.parts[-1].stop:
                 raise UserError(f"{self.path} became shorter while it was read")
             tensor = torch.empty(stored.dims, dtype=DTYPES[stored.tensor_type])
             content, at = tensor.view(-1).view(torch.uint8), 0
-            for part in stored.parts:  # as bytes, because protobuf aligns nothing
+            for part in stored.parts:  # as bytes, because protobuf does not align them
                 size = part.stop - part.start
                 content[at : at + size] = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=part.start)
                 at += size
@@ -70,8 +70,8 @@ class CkptFile:
     def _map(self) -> mmap.mmap:
         try:
             with open(self.path, "rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that may be written
-        except (OSError, ValueError) as error:  # ValueError: an empty file
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise UserError(f"{self.path} cannot be read: {error}") from error
 
     def _add(self, tag: str, stored: Stored, rename: Callable[[str], str | None]) -> None:
@@ -149,7 +149,10 @@ def _tensor(data: mmap.mmap, span: slice, tag: str) -> Stored:
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int | slice]]:
-    """Yield the fields of a message: number, and value, which is a number or the place of its bytes."""
+    """Yield the number and value of each field in a message.
+
+    A value is an integer, or the byte range of its content.
+    """
     while at < end:
         key, at = _varint(data, at, end)
         number, wire_type = key >> 3, key & 7
@@ -167,7 +170,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int | sli
 
 
 def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    """Return the number at byte `at` (7 bits a byte, lowest first), and the position after it."""
+    """Return the integer at byte `at` (7 bits per byte, lowest first), and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at == end:

@@ -1,4 +1,7 @@
-"""Read `model.model_config` of MindFormers' YAML as keys of config.json (keys and defaults: mindformers/models/llama/llama_config.py)."""
+"""Read `model.model_config` of MindFormers' YAML as config.json keys.
+
+Keys and defaults are from mindformers/models/llama/llama_config.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 from conf.errors import UserError
 from models.config import ConfigReader
 
-# Keys that a run chooses: dtypes of computation, memory, parallelism.
+# Keys of a run, not of the model: compute dtypes, memory, parallelism.
 OF_A_RUN = (
     "type batch_size compute_dtype layernorm_compute_type softmax_compute_type rotary_dtype param_init_type embedding_init_type "
     "use_past use_flash_attention use_attn_mask_compression use_rope_slice use_past_shard block_size num_blocks is_dynamic offset "
@@ -14,11 +17,14 @@ OF_A_RUN = (
     "batch_length"
 ).split()
 PASSED_ON = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-MOST_VALUES = 1000  # of one model: aliases of aliases make a short file endless
+MOST_VALUES = 1000  # of one model: YAML aliases of aliases can make a short file very large
 
 
 def read_mindformers_config(folder: Path) -> ConfigReader:
-    """Read the folder's YAML. Raises UserError for a missing file, a wrong type, and features that Llama and Qwen 2 lack."""
+    """Read the YAML of a folder.
+
+    Raises UserError for a missing file, a wrong type, and features that Llama and Qwen 2 do not have.
+    """
     file, values = _model_config(folder)
     config = ConfigReader(values, str(file))
     config.expect("type", ("LlamaConfig",), None)
@@ -31,7 +37,7 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
     heads = config.count("num_heads", 32)
     length = config.count("max_position_embedding", config.count("max_position_embeddings", seq_length))
     translated: dict[str, Any] = {
-        # A Llama with biases of queries, keys and values alone is a Qwen 2.
+        # A Llama with biases only on queries, keys and values is a Qwen 2.
         "model_type": "qwen2" if config.get("qkv_has_bias", bool, False) else "llama",
         "hidden_size": hidden_size,
         "intermediate_size": _intermediate_size(config, hidden_size),
@@ -49,7 +55,7 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
 
 def _model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     found = []
-    import yaml  # here, because nothing else needs it
+    import yaml  # imported here, because only this function needs it
 
     for file in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
         try:
@@ -83,7 +89,7 @@ def _check_size(file: Path, values: dict[str, Any]) -> None:
 
 
 def _intermediate_size(config: ConfigReader, hidden_size: int) -> int:
-    """Return the feed-forward channels as `_concat_ffn_weight` of mindformers/models/llama/llama.py computes them."""
+    """Return the feed-forward channels as `_concat_ffn_weight` in mindformers/models/llama/llama.py computes them."""
     multiple = config.count("multiple_of", 256)
     multiplier = config.get("ffn_dim_multiplier", float, 0.0)
     wide = int((multiplier + 0.01) * 4 * hidden_size) if multiplier else 4 * hidden_size
@@ -91,7 +97,7 @@ def _intermediate_size(config: ConfigReader, hidden_size: int) -> int:
 
 
 def _rope(config: ConfigReader, theta: float, length: int) -> dict[str, Any]:
-    """Return the keys of rotary embedding, as FreqsMgr of mindformers/modules/layers.py applies `extend_method` and `scaling_factor`."""
+    """Return the rotary embedding keys as FreqsMgr in mindformers/modules/layers.py applies them."""
     method = config.expect("extend_method", ("None", None, "PI", "NTK", "LLAMA3"), "None")
     if method == "LLAMA3":
         factors = config.require("scaling_factor", dict)
@@ -102,7 +108,7 @@ def _rope(config: ConfigReader, theta: float, length: int) -> dict[str, Any]:
     factor = config.positive("scaling_factor", 1.0)
     if method == "NTK":
         return {"rope_theta": theta * factor}
-    # Hugging Face's length is the one before scaling, MindFormers' the one after.
+    # Hugging Face's length is the length before scaling; MindFormers' is the length after it.
     return {
         "rope_scaling": {"rope_type": "linear", "factor": factor},
         "max_position_embeddings": max(1, int(length / factor)),

@@ -1,16 +1,21 @@
-"""Folders that look like a checkpoint and are none: one line names what they are, and what to give instead."""
+"""Reject folders that look like a checkpoint but are not one.
+
+The error says what the folder is and what to give instead.
+"""
 
 from pathlib import Path
 
 from conf.errors import UserError
 from models.config import read_json
 
-POINTER = b"version https://git-lfs"  # how a file begins that `git lfs pull` has not replaced
+POINTER = b"version https://git-lfs"  # start of a file that `git lfs pull` has not replaced
 MOST_POINTER_BYTES = 1024
 
 
 def refuse_mistaken(folder: Path) -> None:
-    """Raise UserError for a folder that is no checkpoint: Git LFS pointers, adapters, hub caches and other tools' layouts."""
+    """Raise UserError for a folder that is not a checkpoint: Git LFS pointers, adapters, hub caches, layouts of other
+    tools.
+    """
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.stat().st_size <= MOST_POINTER_BYTES and file.read_bytes().startswith(POINTER):
             raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")

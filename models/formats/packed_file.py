@@ -1,6 +1,8 @@
-"""A loaded model in one file, as kernels read it, which the next start maps into memory instead of reading and packing a checkpoint.
+"""A loaded model in one file, in the kernels' layout. The next start maps it instead of reading and packing a
+checkpoint.
 
-A safetensors file of all parameters and buffers. Its numbers were looked at when it was made; what a kernel reads by is looked at again.
+It is a safetensors file of all parameters and buffers. The values are checked when the file is made. Values that
+kernels use as indices are checked again at every start.
 """
 
 from collections import defaultdict
@@ -23,18 +25,18 @@ REMEDY = "remove it, and it is made anew"
 
 
 class NotUsable(Exception):
-    """Why a file does not hold what is wanted."""
+    """Says why a packed file cannot be used."""
 
 
 def save_packed(model: CausalLM, path: Path, identity: str) -> None:
-    """`identity`: what the numbers depend on."""
+    """Write the packed file. `identity`: a text for everything on which the values depend."""
     save_tensors(path, model.state_dict(), {IDENTITY: identity})
 
 
 def read_packed(path: Path, identity: str) -> dict[str, Tensor]:
-    """The tensors, views of the file: pages of it come when they are touched, and who writes into them has a copy.
+    """Return the tensors as copy-on-write views of the file, whose pages are loaded on first access.
 
-    Raises NotUsable where there is no such file, where it is damaged, and where it is of another identity.
+    Raises NotUsable if the file is missing, is damaged or has another identity.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -48,7 +50,7 @@ def read_packed(path: Path, identity: str) -> dict[str, Tensor]:
 
 
 def is_packed(path: Path, identity: str) -> bool:
-    """Whether `read_packed` reads it."""
+    """Whether `read_packed` succeeds."""
     try:
         return bool(read_packed(path, identity))
     except NotUsable:
@@ -56,7 +58,10 @@ def is_packed(path: Path, identity: str) -> bool:
 
 
 def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Make the tensors of `path` the (meta) model's. Raises UserError where they are not those of a model of this shape and dtype."""
+    """Assign the tensors of `path` to a model on the meta device.
+
+    Raises UserError if they do not fit its shapes and dtype.
+    """
     own: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")

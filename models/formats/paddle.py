@@ -1,6 +1,7 @@
-"""Read PaddleNLP's layout: `model_state*.pdparams` or safetensors with [inputs, outputs] weights, whole, sharded or one for each rank.
+"""Read PaddleNLP's layout: `model_state*.pdparams` or safetensors with [inputs, outputs] weights.
 
-The result is in Hugging Face's terms: the keys of config.json, and whole weights with its names, shapes and order of rows.
+The files are whole, sharded, or one for each rank. The result is in Hugging Face's terms: config.json keys, and whole
+weights with its names, shapes and row order.
 """
 
 import re
@@ -29,7 +30,7 @@ RANK = re.compile(r"(?:model|model_state)\.(?:tp([0-9]{2,5}))?_?(?:pp([0-9]{2,5}
 
 
 def is_paddle_layout(folder: Path) -> bool:
-    """Return whether a folder's weights are `.pdparams`, or safetensors with a name that begins as PaddleNLP's do."""
+    """Return whether a folder's weights are `.pdparams`, or safetensors with tensor names that have PaddleNLP's prefix."""
     paths = [path for rank in rank_files(folder) for path in rank]
     if not paths or paths[0].suffix == PICKLE:
         return bool(paths)
@@ -41,11 +42,14 @@ def _holds(path: Path, prefix: str) -> bool:
     try:
         return any(name.startswith(prefix) for name in SafetensorsFile(path).shapes)
     except UserError:
-        return False  # who reads it says what is wrong with it
+        return False  # opening the file later gives the error
 
 
 def open_paddle(folder: Path, allow_pickle: bool) -> Checkpoint:
-    """Open a folder. Raises UserError where its config cannot be read, or has what the architectures here do not compute."""
+    """Open a folder.
+
+    Raises UserError if the config cannot be read, or has settings that the architectures here do not compute.
+    """
     config, names = read_paddle_config(folder)
     scales = read_scales(folder, config, names)
     values = {key: value for key, value in config.values.items() if key != "quantization_config"}
@@ -72,7 +76,10 @@ def open_paddle(folder: Path, allow_pickle: bool) -> Checkpoint:
 
 
 def open_paddle_files(folder: Path, allow_pickle: bool, names: Names, expected: ExpectedTensors) -> "JoinedParts":
-    """Open all files as one. Raises UserError where one is missing or damaged, where pieces do not fit, or pickles are not allowed."""
+    """Open all files as one.
+
+    Raises UserError if a file is missing or damaged, if slices do not fit, or if pickles are not allowed.
+    """
     paths = rank_files(folder)
     if paths[0][0].suffix == PICKLE and not allow_pickle:
         raise UserError(
@@ -85,7 +92,10 @@ def open_paddle_files(folder: Path, allow_pickle: bool, names: Names, expected: 
 
 
 def rank_files(folder: Path) -> list[list[Path]]:
-    """Return the files of each rank, those of the first pipeline stage first; one rank where weights are whole; nothing without weights."""
+    """Return the files of each rank, first pipeline stage first.
+
+    Whole weights are one rank. Returns an empty list if there are no weights.
+    """
     for whole in WHOLE:
         if found := weight_names(folder, whole):
             return [[folder / name for name in found]]
@@ -103,7 +113,7 @@ def rank_files(folder: Path) -> list[list[Path]]:
 
 
 class PartsFile:
-    """A file's tensors under Hugging Face's names, weights of linear layers as [outputs, inputs], fused ones in their parts."""
+    """A file's tensors with Hugging Face's names. Linear weights are [outputs, inputs]; fused weights are split."""
 
     def __init__(self, file: WeightFile, names: Names) -> None:
         self.path, self.is_mapped = file.path, file.is_mapped
@@ -142,7 +152,7 @@ class PartsFile:
 
 
 class JoinedParts:
-    """All ranks as one file, with those matrices whole that are fused in the model."""
+    """All ranks as one file. Matrices that the model fuses are joined."""
 
     is_mapped = False
 
@@ -154,7 +164,7 @@ class JoinedParts:
         used = {part for parts in self._parts.values() for part in parts}
         self._parts |= {
             name: (name,) for name in ranks.shapes if name not in used
-        }  # unexpected ones are refused elsewhere
+        }  # unexpected tensors are rejected elsewhere
         self.shapes = {name: self._shape(name) for name in self._parts}
         self.dtypes = {name: ranks.dtypes[parts[0]] for name, parts in self._parts.items()}
 
@@ -171,7 +181,7 @@ class JoinedParts:
 
 
 def _expected_parts(names: Names, expected: ExpectedTensors) -> dict[str, ExpectedTensor]:
-    """Return what the ranks' parts make up, with weights of linear layers as [outputs, inputs]."""
+    """Return the tensors that the ranks' parts must form, with linear weights as [outputs, inputs]."""
     parts_expected = {}
     for name, tensor in expected.items():
         shape, shard_axes = tensor.shape, tensor.shard_axes

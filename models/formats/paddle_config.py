@@ -1,4 +1,4 @@
-"""Read PaddleNLP's config.json, or model_config.json of its older versions, as the keys of Hugging Face's config.json."""
+"""Read PaddleNLP's config.json, or model_config.json of older versions, as keys of Hugging Face's config.json."""
 
 import re
 from pathlib import Path
@@ -23,12 +23,12 @@ RENAMED = {
         "num_hidden_layers": "n_layer",
     },
 }
-"""By PaddleNLP's `model_type` its keys that are called otherwise in Hugging Face's config.json."""
+"""By PaddleNLP's `model_type`: PaddleNLP's keys that have another name in Hugging Face's config.json."""
 KNOWN: dict[str, Any] = {"alibi": False, "use_long_sequence_strategies": False}
 KNOWN_OF: dict[str, dict[str, Any]] = {
     "ernie": {
-        "architectures": ["Ernie35ForCausalLM"],  # other models of that type are encoders
-        "weight_share": False,  # ties the head to the embedding
+        "architectures": ["Ernie35ForCausalLM"],  # other models of this type are encoders
+        "weight_share": False,  # true: the head is tied to the embedding
     },
     "gpt": {
         "hidden_act": "gelu",
@@ -38,7 +38,10 @@ KNOWN_OF: dict[str, dict[str, Any]] = {
         "scale_qk_coeff": 1.0,
     },
 }
-"""By key of PaddleNLP, for all families and for some, the one value with which its code computes what the architectures here do."""
+"""By PaddleNLP key, the only supported value: with it, PaddleNLP computes the same as the architectures here.
+
+KNOWN is for all families, KNOWN_OF for single ones.
+"""
 HARMLESS = frozenset(
     """
     attention_probs_dropout_prob dpo_config eol_token_id fuse_attention_ffn fuse_attention_qkv fuse_linear fuse_ln
@@ -49,18 +52,19 @@ HARMLESS = frozenset(
     use_fused_linear use_fused_rms_norm use_fused_rope use_progressive_seq_len use_recompute use_recompute_attn virtual_pp_degree
     """.split()
 )
-"""Settings of training, of ranks, and of kernels that compute the same."""
+"""Settings of training, of ranks, and of kernels with the same result."""
 
 
 def config_file(folder: Path) -> Path:
-    """Return the config of a folder; the newer one where there is none."""
+    """Return the config file of a folder; the newer name if there is none."""
     return next((folder / name for name in CONFIGS if (folder / name).is_file()), folder / CONFIGS[0])
 
 
 def paddle_prefix(folder: Path) -> str | None:
-    """Return how tensors would be called where PaddleNLP has written them; None where its config cannot be PaddleNLP's.
+    """Return PaddleNLP's prefix of tensor names; None if the config cannot be PaddleNLP's.
 
-    A `model_type` that is not read counts where PaddleNLP's version is beside it, so that it can be refused by name.
+    Returns a prefix also for an unsupported `model_type` if the config has paddlenlp_version, so that the error can
+    name it.
     """
     values = _values(config_file(folder))
     model_type = values.get("model_type")
@@ -72,7 +76,8 @@ def paddle_prefix(folder: Path) -> str | None:
 def read_paddle_config(folder: Path) -> tuple[ConfigReader, Names]:
     """Return the config in Hugging Face's keys, and the names of the weights.
 
-    Raises UserError for another `model_type` and for settings that compute something else than Hugging Face's classes do.
+    Raises UserError for another `model_type`, and for settings with which Hugging Face's classes compute another
+    result.
     """
     file = config_file(folder)
     if not file.is_file():
@@ -89,18 +94,21 @@ def read_paddle_config(folder: Path) -> tuple[ConfigReader, Names]:
         found.expect(key, (value, None), value)
     left_out = HARMLESS | known.keys() | {"rope_scaling_type", "rope_scaling_factor"}
     if model_type not in ("bloom", "qwen"):
-        left_out |= {"seq_length"}  # of training, beside the longest context
+        left_out |= {"seq_length"}  # a training setting; another key has the longest context
     renamed = RENAMED.get(model_type, {})
     values = {renamed.get(key, key): value for key, value in found.values.items() if key not in left_out}
     values["model_type"] = TYPES.get(model_type, model_type)
     if model_type == "gpt":
-        values["layer_norm_epsilon"] = 1e-5  # which its code has and its config lacks
+        values["layer_norm_epsilon"] = 1e-5  # from PaddleNLP's code: its config has no such key
         values["activation_function"] = "gelu_pytorch_tanh"
     return ConfigReader(values | _rope(found), str(file)), _names(found, model_type)
 
 
 def _values(file: Path) -> dict[str, Any]:
-    """Return the file's keys; of the nested form of older versions those of the class that has the layers."""
+    """Return the file's keys.
+
+    In the nested form of older versions, they are the keys of the class that has the layers.
+    """
     values = read_json(file)
     while isinstance(values.get("init_args"), list) and values["init_args"]:
         name, inner = values.get("init_class"), values["init_args"][0]
@@ -113,14 +121,13 @@ def _values(file: Path) -> dict[str, Any]:
 
 
 def _rope(config: ConfigReader) -> dict[str, Any]:
-    """Return `rope_scaling` for PaddleNLP's two keys. Its NTK scalings are not those of Hugging Face."""
+    """Return `rope_scaling` for PaddleNLP's two keys. PaddleNLP's NTK scalings differ from Hugging Face's."""
     if config.expect("rope_scaling_type", (None, "linear"), None) is None:
         return {}
     return {"rope_scaling": {"type": "linear", "factor": config.positive("rope_scaling_factor", 1.0)}}
 
 
 def _names(config: ConfigReader, model_type: str) -> Names:
-    """Return the names of the weights, whose fused orders depend on the heads."""
     heads = config.count("n_head" if config.raw("n_head") is not None else "num_attention_heads")
     groups = config.count("multi_query_group_num" if model_type == "chatglm_v2" else "num_key_value_heads", heads)
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)

@@ -1,8 +1,10 @@
-"""PaddleNLP's names and orders of weights, and those of Hugging Face (paddlenlp/transformers/*/modeling.py: `_get_name_mappings`,
-`_get_tensor_parallel_mappings`, `_get_fuse_or_split_param_mappings`).
+"""Map PaddleNLP's weight names and orders to Hugging Face's.
 
-Every weight of a linear layer is stored as [inputs, outputs]. A rank of tensor parallelism has of each part of a fused matrix its own
-rows, one part after the other, so that ranks are joined part by part.
+Source: paddlenlp/transformers/*/modeling.py (`_get_name_mappings`, `_get_tensor_parallel_mappings`,
+`_get_fuse_or_split_param_mappings`).
+
+Every linear weight is stored as [inputs, outputs]. A tensor-parallel rank stores its rows of each part of a fused
+matrix, one part after the other. Therefore ranks are joined part by part.
 
 H query heads, G key/value heads, D channels per head.
 """
@@ -16,7 +18,7 @@ EMBEDDINGS = ("embed_tokens", "word_embeddings", "position_embeddings", "wte", "
 HEADS = ("lm_head.decoder_weight", "lm_head.decoder.weight")  # [vocabulary, channels], as the embedding
 HEAD = "lm_head.weight"
 TYPES = {"chatglm_v2": "chatglm", "ernie": "ernie3_5", "gpt": "gpt2"}
-"""By PaddleNLP's `model_type` that of the architecture, where they differ."""
+"""The architecture's `model_type` by PaddleNLP's, where they differ."""
 PREFIXES = {
     "bloom": ("bloom.", "transformer."),
     "chatglm_v2": ("chatglm_v2.", "transformer."),
@@ -28,7 +30,7 @@ PREFIXES = {
     "ernie": ("ernie.", "model."),
     "gpt": ("gpt.", "transformer."),
 }
-"""By `model_type` the beginning of a tensor's name in PaddleNLP, and in Hugging Face's layout."""
+"""By PaddleNLP's `model_type`: the prefix of tensor names in PaddleNLP's and in Hugging Face's layout."""
 GPT_MODULES = {
     "embeddings.word_embeddings": "wte",
     "embeddings.position_embeddings": "wpe",
@@ -53,19 +55,22 @@ GPT_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
 
 @dataclass(frozen=True)
 class Fused:
-    """A matrix of several modules' outputs."""
+    """A matrix with the outputs of several modules."""
 
     parts: dict[str, int]
-    """Names of the modules, and in which ratio they share the rows."""
+    """Names of the modules, and their relative row counts."""
     unit: int | None = None
-    """Rows of a part's share, if the parts alternate, such as one for each key/value head; None: each part is one piece."""
+    """Rows of one share if the parts alternate, for example per key/value head. None: each part is contiguous."""
     axis: int = 0
     """1: the modules read different inputs, and their outputs are added."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Some rows of a matrix: of each of `groups` groups the units `start` to `stop` of `units` equal ones."""
+    """Some rows of a matrix.
+
+    Each of `groups` groups has `units` equal units; the share is `start` to `stop` of each group.
+    """
 
     groups: int
     units: int
@@ -73,7 +78,7 @@ class Share:
     stop: int
 
     def of(self, size: int) -> int:
-        """Return how many of so many rows these are."""
+        """Return the share's number of rows in a matrix of `size` rows."""
         return size // self.units * (self.stop - self.start)
 
 
@@ -83,28 +88,30 @@ class TensorPart:
 
     name: str
     shares: tuple[Share, ...] = ()
-    """Each of what the one before leaves, because fused matrices may hold fused ones; none: all of the tensor."""
+    """Applied in order, each to the result of the previous one, because fused matrices can be nested. Empty: the whole
+    tensor.
+    """
     axis: int = 0
-    """That of the shares: 0 the outputs, 1 the inputs."""
+    """Axis of the shares: 0 outputs, 1 inputs."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of one family, and the orders of its fused matrices."""
+    """The weight names of one family, and the orders of its fused matrices."""
 
     model_type: str
-    """PaddleNLP's."""
+    """PaddleNLP's `model_type`."""
     is_tied: bool
     """Whether a stored head is [vocabulary, channels], as the embedding."""
     fused: Mapping[str, Fused] = field(default_factory=dict)
-    """By the last name of a module in the files."""
+    """By the last component of a module's name in the files."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the last name of a module of the model those of its parts in the files, where it is fused in the model."""
+    """Matrices that the model fuses: the parts in the files, by the last component of the model's module name."""
     stays_transposed: bool = False
-    """Whether the model's checkpoints hold weights of linear layers as [inputs, outputs], too."""
+    """Whether the model's own checkpoints also hold linear weights as [inputs, outputs]."""
 
     def ours(self, source: str) -> str:
-        """Return a tensor's name in Hugging Face's layout. An unknown one stays, and is refused later."""
+        """Return a tensor's name in Hugging Face's layout. Keeps an unknown name, which is rejected later."""
         if source in HEADS:
             return HEAD
         prefix, own = PREFIXES[self.model_type]
@@ -117,15 +124,15 @@ class Names:
         return own + (_gpt_name(name) if self.model_type == "gpt" else name)
 
     def is_transposed(self, source: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of the files is [inputs, outputs]."""
+        """Return whether a tensor in the files is [inputs, outputs]."""
         return _is_linear(source, shape) and source not in HEADS and not (source == HEAD and self.is_tied)
 
     def keeps_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of the model's own checkpoints is [inputs, outputs]."""
+        """Return whether a tensor in the model's own checkpoints is [inputs, outputs]."""
         return self.stays_transposed and _is_linear(name, shape) and name != HEAD
 
     def parts(self, source: str, shape: tuple[int, ...]) -> Iterator[TensorPart]:
-        """Yield the modules' parts of a tensor of this shape. Raises ValueError where these do not make it up."""
+        """Yield the modules' parts of a stored tensor. Raises ValueError if the shape does not fit the parts."""
         yield from self._divide(TensorPart(self.ours(source)), shape)
 
     def _divide(self, part: TensorPart, shape: tuple[int, ...]) -> Iterator[TensorPart]:
@@ -149,7 +156,7 @@ class Names:
             start += count
 
     def parts_of(self, name: str) -> dict[str, int]:
-        """Return the parts that make up a tensor of the model, by name, and in which ratio they share its rows."""
+        """Return the parts of a model tensor by name, with their relative row counts."""
         prefix, leaf = _split(name)
         parent, module = _split(prefix)
         parts = self.joined.get(module)
@@ -160,16 +167,16 @@ class Names:
 
 
 def names_of(model_type: str, is_tied: bool, heads: int, key_value_heads: int, head_dim: int, wide: int) -> Names:
-    """Return the names of a family of `PREFIXES`. `wide`: feed-forward channels, which Ernie's fused matrices need."""
+    """Return the names of a family in `PREFIXES`. `wide`: feed-forward channels, for Ernie's fused matrices."""
     by_head = {"q_proj": heads // key_value_heads, "k_proj": 1, "v_proj": 1}
-    if model_type == "chatglm_v2":  # [H D + G D + G D], and gate before up
+    if model_type == "chatglm_v2":  # [H D + G D + G D], and gate rows before up rows
         qkv = {"query": heads, "key": key_value_heads, "value": key_value_heads}
         fused = {"query_key_value": Fused(qkv), "dense_h_to_4h": Fused({"gate": 1, "up": 1})}
         return Names(model_type, is_tied, fused, {name: tuple(each.parts) for name, each in fused.items()})
     if model_type == "qwen":
         fused = {"c_attn": Fused({"query": 1, "key": 1, "value": 1})}
         return Names(model_type, is_tied, fused, {"c_attn": ("query", "key", "value")})
-    if model_type == "gpt":  # [H, 3, D], of which GPT-2 has [3, H, D]
+    if model_type == "gpt":  # rows are [H, 3, D]; GPT-2 has [3, H, D]
         fused = {"qkv_proj": Fused(by_head, head_dim)}
         return Names(model_type, is_tied, fused, {"c_attn": tuple(by_head)}, stays_transposed=True)
     if model_type == "bloom":

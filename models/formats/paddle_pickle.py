@@ -1,8 +1,9 @@
-"""One `.pdparams`: a pickle (protocols 2 to 4) of a dictionary of numpy arrays, as paddle.save writes it.
+"""Read one `.pdparams` file of paddle.save: a pickle (protocols 2 to 4) of a dictionary of numpy arrays.
 
-The pickle is read as data, opcode by opcode over a mapping, without the module pickle: nothing that it names is imported or called. The
-only names that are understood are those by which numpy's arrays are pickled; each stands for a value of this file. The opcodes are
-those of Python's pickletools; of arrays the content's place is kept, and read when it is asked for.
+The reader interprets the opcodes of a mapped file without the module pickle, and imports and calls nothing that the
+file names. It accepts only the names by which numpy pickles arrays, and represents each as a value of this module. The
+opcodes are documented in Python's pickletools. The reader keeps the position of an array's content and reads it on
+request.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 
-# numpy has no bfloat16: Paddle gives the bits as uint16, which no model has otherwise.
+# numpy has no bfloat16: Paddle stores the bits as uint16. No model has real uint16 tensors.
 DTYPES = {
     "f2": torch.float16,
     "f4": torch.float32,
@@ -28,48 +29,49 @@ DTYPES = {
     "i4": torch.int32,
     "i8": torch.int64,
 }
-PARAMETER_NAMES = "StructuredToParameterName@@"  # Paddle's own names of the parameters, beside these
-SPLIT = "UnpackBigParamInfor@@"  # arrays above 1 GB in several pieces, which protocols 2 and 3 need
+PARAMETER_NAMES = "StructuredToParameterName@@"  # Paddle's own parameter names, next to the arrays
+SPLIT = "UnpackBigParamInfor@@"  # arrays above 1 GB in several pieces, for protocols 2 and 3
 KNOWN = {
     "numpy.core.multiarray _reconstruct": "array",
     "numpy._core.multiarray _reconstruct": "array",
     "numpy ndarray": "ndarray",
     "numpy dtype": "dtype",
     "_codecs encode": "encode",
-    "__builtin__ bytes": "bytes",  # how protocol 2 says that there are none
+    "__builtin__ bytes": "bytes",  # how protocol 2 encodes an empty bytes object
     "builtins tuple": "tuple",
     "__builtin__ tuple": "tuple",
     "collections OrderedDict": "dict",
 }
-LONGEST_TEXT = 512  # bytes of a name
+LONGEST_TEXT = 512  # bytes, of a name
 MOST_DIMS = 8
-# Thirty make an array. Each may take 200 bytes of memory, so that a file of nothing else would take all.
+# An array takes about thirty. An opcode can take 200 bytes of memory; the limit stops a file of opcodes alone from
+# using all memory.
 MOST_OPCODES = 2**23
 MARK = object()
 
-# Opcodes by what follows them: the bytes of a length before the content, or those of a number.
+# Opcodes by the size in bytes of their operand: the length before a content, or a number.
 TEXTS = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"T": 4, b"U": 1}
 CONTENTS = {b"B": 4, b"C": 1, b"\x8e": 8}
 NUMBERS = {b"K": 1, b"M": 2, b"J": 4}
 PUTS, GETS = {b"q": 1, b"r": 4}, {b"h": 1, b"j": 4}
 CONSTANTS: dict[bytes, Any] = {b"N": None, b"\x88": True, b"\x89": False, b")": ()}
 TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-BYTES_OF_TEXT = b"TU"  # Python 2's text, whose bytes may be an array's content
+BYTES_OF_TEXT = b"TU"  # Python 2 strings, whose bytes can be the content of an array
 
 
 @dataclass(frozen=True)
 class Content:
-    """The place of bytes, or of a text, in the file."""
+    """The position of bytes or text in the file."""
 
     place: slice
     is_text: bool
     is_encoded: bool = False
-    """Whether it is text in UTF-8 whose characters are the bytes, as protocol 2 has it."""
+    """Whether it is UTF-8 text with one character per byte, as protocol 2 stores bytes."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """One of the names that are understood."""
+    """A name that the reader accepts."""
 
     meaning: str
 
@@ -81,7 +83,7 @@ class Dtype:
 
 @dataclass
 class Array:
-    """An array; what follows the first BUILD is its state."""
+    """An array. The first BUILD opcode sets its state."""
 
     dims: tuple[int, ...] = ()
     code: str = ""
@@ -90,7 +92,7 @@ class Array:
 
 
 class PdparamsFile:
-    """The arrays of a file by name. Raises UserError where it is damaged or holds anything but arrays."""
+    """The arrays of a file by name. Raises UserError if the file is damaged or holds anything else."""
 
     is_mapped = False
 
@@ -99,14 +101,14 @@ class PdparamsFile:
         try:
             found = _Machine(self._map()).run()
             self._arrays = _arrays(found)
-        except (ValueError, IndexError) as error:  # UserError is the first, a stack that is too short the second
+        except (ValueError, IndexError) as error:  # ValueError includes UserError; IndexError: the stack is empty
             raise UserError(f"{path} is damaged or holds more than arrays: {error}") from error
         self.shapes = {name: array.dims for name, array in self._arrays.items()}
         self.dtypes = {name: DTYPES[array.code] for name, array in self._arrays.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            array, data = self._arrays[name], self._map()  # mapped for each, because its pages stay resident as long
+            array, data = self._arrays[name], self._map()  # mapped once per tensor: pages stay resident while mapped
             assert array.content is not None
             tensor = torch.empty(array.dims[::-1] if array.is_fortran else array.dims, dtype=DTYPES[array.code])
             try:
@@ -115,14 +117,14 @@ class PdparamsFile:
                 raise UserError(f"{self.path}: {name} is damaged: {error}") from error
             if len(content) != tensor.nbytes:
                 raise UserError(f"{self.path}: {name} has {len(content)} bytes, expected {tensor.nbytes}")
-            tensor.view(-1).view(torch.uint8).copy_(content)  # as bytes, because a pickle aligns nothing
+            tensor.view(-1).view(torch.uint8).copy_(content)  # as bytes, because a pickle does not align them
             yield name, tensor.permute(tuple(reversed(range(tensor.ndim)))) if array.is_fortran else tensor
 
     def _map(self) -> mmap.mmap:
         try:
             with open(self.path, "rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that may be written
-        except (OSError, ValueError) as error:  # ValueError: an empty file
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise UserError(f"{self.path} cannot be read: {error}") from error
 
 
@@ -137,13 +139,13 @@ def _bytes(data: mmap.mmap, content: Content) -> Tensor:
 
 
 def _arrays(found: Any) -> dict[str, Array]:
-    """Return the arrays of what a file holds. Raises ValueError."""
+    """Return the arrays in the pickle's value. Raises ValueError if it is not a dictionary of arrays."""
     if not isinstance(found, dict):
         raise ValueError("it does not hold a dictionary")
     if SPLIT in found:
         raise ValueError("it holds arrays in pieces: save it anew with paddle.save(..., protocol=4)")
     values = {name: value for name, value in found.items() if name != PARAMETER_NAMES}
-    # Tensors that are no state dictionary's are pickled as a pair of Paddle's name and the array.
+    # Tensors outside a state dictionary are pickled as a pair: Paddle's name and the array.
     values = {
         name: value[1] if isinstance(value, tuple) and len(value) == 2 else value for name, value in values.items()
     }
@@ -154,7 +156,10 @@ def _arrays(found: Any) -> dict[str, Array]:
 
 
 class _Machine:
-    """Reads a pickle into dictionaries, tuples, lists, numbers, `Content` and `Array`. Raises ValueError for anything else."""
+    """Reads a pickle into dictionaries, tuples, lists, numbers, `Content` and `Array`.
+
+    Raises ValueError for anything else.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
@@ -162,7 +167,6 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Return the pickle's value."""
         for _ in range(MOST_OPCODES):
             if (opcode := self._take(1)) == b".":
                 (value,) = self._stack
@@ -175,7 +179,7 @@ class _Machine:
         return self._data[self._skip(size)]
 
     def _skip(self, size: int) -> slice:
-        """Return the place of the next bytes."""
+        """Advance past the next `size` bytes and return their range."""
         place = slice(self._at, self._at + size)
         if place.stop > len(self._data):
             raise ValueError(f"it ends at byte {len(self._data)}, before what begins at byte {self._at}")
@@ -186,7 +190,7 @@ class _Machine:
         return int.from_bytes(self._take(size), "little")
 
     def _push(self, opcode: bytes) -> bool:
-        """Push a constant, a number, a text or bytes; return whether the opcode does so."""
+        """Push a constant, a number, a text or bytes. Return False for other opcodes."""
         if opcode in CONSTANTS:
             self._stack.append(CONSTANTS[opcode])
         elif opcode in TEXTS:
@@ -206,7 +210,7 @@ class _Machine:
         return True
 
     def _remember(self, opcode: bytes) -> bool:
-        """Store to the memo or fetch from it, or skip what has no value; return whether the opcode does so."""
+        """Store to the memo, load from it, or skip a header. Return False for other opcodes."""
         if opcode in PUTS:
             self._memo[self._number(PUTS[opcode])] = self._stack[-1]
         elif opcode == b"\x94":
@@ -216,14 +220,14 @@ class _Machine:
             if number not in self._memo:
                 raise ValueError(f"value {number} is asked for before byte {self._at} and was never stored")
             self._stack.append(self._memo[number])
-        elif opcode in (b"\x80", b"\x95"):  # the protocol, a frame
+        elif opcode in (b"\x80", b"\x95"):  # protocol, frame
             self._skip(1 if opcode == b"\x80" else 8)
         else:
             return False
         return True
 
     def _collect(self, opcode: bytes) -> bool:
-        """Make a tuple, or put items into a list or dictionary; return whether the opcode does so."""
+        """Make a tuple, or add items to a list or dictionary. Return False for other opcodes."""
         if opcode in TUPLES:
             self._stack.append(tuple(self._pop(TUPLES[opcode])))
         elif opcode == b"t":
@@ -244,7 +248,7 @@ class _Machine:
         return True
 
     def _make(self, opcode: bytes) -> None:
-        """Make what one of the known names stands for."""
+        """Load an accepted name, call it, or set the state of its result."""
         if opcode == b"c":
             self._stack.append(_known(f"{self._line()} {self._line()}"))
         elif opcode == b"\x93":
@@ -285,7 +289,7 @@ class _Machine:
             case Array(), (_, tuple(dims), Dtype(code), fortran, Content() as content):
                 if len(dims) > MOST_DIMS or not all(type(size) is int and size >= 0 for size in dims):
                     raise ValueError(f"an array before byte {self._at} has no shape of up to {MOST_DIMS} sizes")
-                if math.prod(size or 1 for size in dims) >= 2**48:  # also beside a 0, where torch computes the strides
+                if math.prod(size or 1 for size in dims) >= 2**48:  # also for a 0, because torch computes strides
                     raise ValueError(f"an array before byte {self._at} has sizes that no file can hold")
                 if code not in DTYPES:
                     raise ValueError(
@@ -316,7 +320,7 @@ class _Machine:
         return values
 
     def _text(self, value: Any) -> str:
-        """Return a name. Raises ValueError for other values, long ones and control characters."""
+        """Return the text of a name. Raises ValueError for other values, long names and control characters."""
         if not isinstance(value, Content) or not value.is_text or value.place.stop - value.place.start > LONGEST_TEXT:
             raise ValueError(f"something before byte {self._at} is no name of at most {LONGEST_TEXT} bytes")
         text = self._data[value.place].decode()

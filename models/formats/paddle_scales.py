@@ -1,8 +1,11 @@
-"""PaddleNLP's quantised checkpoints (llm/run_quantization.py) as compressed-tensors has them.
+"""Read PaddleNLP's quantised checkpoints (llm/run_quantization.py) as compressed-tensors checkpoints.
 
-Its weights are codes in a float type. Beside them act_scales.json, weight_scales.json and cachekv_scales.json have thresholds t, the
-largest magnitudes: a weight is code · t / 127 for each output channel, an input is coded as round(127 · x / t), and keys and values
-have a threshold for each query head, of which the first of a group is the key/value head's. fp8 has 448 for 127, and one t for a weight.
+The weights are codes stored in a float dtype. act_scales.json, weight_scales.json and cachekv_scales.json in the same
+folder have thresholds t, the largest magnitudes:
+    weight       code · t / 127, one t for each output channel
+    input        the code is round(127 · x / t)
+    key, value   one t for each query head; the first t of a group is the key/value head's
+fp8 has 448 instead of 127, and one t for a weight.
 
 O output channels, G key/value heads.
 """
@@ -25,34 +28,34 @@ INPUTS, WEIGHTS, CACHE = "act_scales.json", "weight_scales.json", "cachekv_scale
 INPUT_END, WEIGHT_END = ".activation_quanter", ".weight_quanter"
 CACHE_ENDS = {".cachek_matmul.activation_quanter": "k_scale", ".cachev_matmul.activation_quanter": "v_scale"}
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""By layer the one whose input it shares: files have the threshold of that one, some of both."""
+"""By layer, the layer that shares its input. Files have the threshold of that layer; some have both."""
 KINDS = {
     "a8w8": ("int", torch.int8, 127.0),
     "a8w8c8": ("int", torch.int8, 127.0),
     "a8w8_fp8": ("float", torch.float8_e4m3fn, 448.0),
 }
-OTHER_KINDS = ("weight_quantize_algo", "quant_method")  # codes without files of scales
+OTHER_KINDS = ("weight_quantize_algo", "quant_method")  # quantisations without scale files
 SMOOTHED = "shift_smooth_all_linears"
 NO_SHIFT = "codes of a vector that is added before them have no scale for a tensor: quantise without shift"
 
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of a quantised checkpoint, by the names of our modules."""
+    """The scales of a quantised checkpoint, by our module names."""
 
     kind: str
-    """`quant_type`."""
+    """PaddleNLP's `quant_type`."""
     weights: dict[str, Tensor]
-    """[O, 1], of fp8 [1]."""
+    """[O, 1]; [1] for fp8."""
     inputs: dict[str, Tensor]
-    """[1]"""
+    """[1]."""
     cache: dict[str, Tensor]
-    """[G, 1, 1] by the name of the tensor."""
+    """[G, 1, 1], by tensor name."""
     is_smoothed: bool = False
-    """Whether o_proj and down_proj have factors of their inputs, too."""
+    """Whether o_proj and down_proj also have smoothing factors for their inputs."""
 
     def config(self) -> dict[str, Any]:
-        """Return the `quantization_config`."""
+        """Return the `quantization_config` of a compressed-tensors checkpoint."""
         type, _, _ = KINDS[self.kind]
         number = {"num_bits": 8, "type": type, "symmetric": True, "dynamic": False}
         weights = number | {"strategy": "channel" if type == "int" else "tensor"}
@@ -73,7 +76,10 @@ class Scales:
 
 
 def read_scales(folder: Path, config: ConfigReader, names: Names) -> Scales | None:
-    """Return a folder's scales; None where its weights are floats. Raises UserError for what is not read or does not fit."""
+    """Return a folder's scales; None if its weights are floats.
+
+    Raises UserError for scales that are unsupported or inconsistent.
+    """
     settings = config.section("quantization_config")
     kind = settings.raw("quant_type") if settings else None
     if settings is not None:
@@ -129,17 +135,20 @@ def _read_cache(folder: Path, config: ConfigReader, names: Names) -> dict[str, T
 def _named(
     file: Path, end: str, names: Names, ends: tuple[str, ...] = (INPUT_END, WEIGHT_END)
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a file whose names end so, by the names of our modules. Raises UserError for names with none of the `ends`."""
+    """Yield the entries of a file whose names end with `end`, by our module names.
+
+    Raises UserError for a name with none of the suffixes in `ends`.
+    """
     for name, value in read_json(file).items():
         if name.endswith(end):
-            module = name.removesuffix(end).removesuffix(".layer")  # which wraps one whose input has factors
+            module = name.removesuffix(end).removesuffix(".layer")  # `.layer`: a wrapper for smoothed inputs
             yield names.ours(f"{module}.weight").removesuffix(".weight"), value
         elif not name.endswith(ends):
             raise UserError(f"{file}: {name} is no threshold that is known")
 
 
 def _numbers(value: Any, name: str, count: int | None = None) -> Tensor:
-    """Return thresholds as float32 [N]. Raises UserError where these are not `count` finite numbers above 0."""
+    """Return thresholds as float32 [N]. Raises UserError unless they are `count` finite numbers above 0."""
     values = value if isinstance(value, list) else [value]
     is_sound = all(type(each) in (int, float) and math.isfinite(each) and each > 0 for each in values)
     if not values or not is_sound or count not in (None, len(values)):
@@ -149,12 +158,12 @@ def _numbers(value: Any, name: str, count: int | None = None) -> Tensor:
 
 
 class CodedFile:
-    """A file's weights as codes, with their scales. Tensors that are not quantised stay as they are."""
+    """A file that returns quantised weights as codes, and their scales. Other tensors do not change."""
 
     is_mapped = False
 
     def __init__(self, file: WeightFile, scales: Scales) -> None:
-        """Raises UserError for scales of weights that are not there or have other outputs."""
+        """Raises UserError for scales of a weight that is missing or has another number of outputs."""
         self.path, self._file, self._scales = file.path, file, scales
         self._made = {f"{name}.weight_scale": scale for name, scale in scales.weights.items()}
         self._made |= {f"{name}.input_scale": scale for name, scale in scales.inputs.items()} | scales.cache
@@ -181,7 +190,7 @@ class CodedFile:
                 )
 
     def _codes(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight's values as codes. Raises UserError for values that are none."""
+        """Return a weight's values as codes. Raises UserError for values that are not codes."""
         _, dtype, largest = KINDS[self._scales.kind]
         values, least = tensor.float(), -largest - (dtype == torch.int8)  # a clipped weight may have -128
         if not ((values >= least) & (values <= largest)).all() or not values.equal(values.round()):

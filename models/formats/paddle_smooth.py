@@ -1,8 +1,10 @@
-"""The factors of PaddleNLP's PTQ for the inputs of o_proj and down_proj (`smooth_all_linears`: PaddleSlim's ShiftSmoothHelpLayer).
+"""Fold the smoothing factors of PaddleNLP's PTQ into weights and scales.
 
-Such a layer codes (x + shift_bias) * smooth_weight instead of x. A factor of down_proj's input is one of up_proj's output, by which
-silu(gate) is multiplied, and one of o_proj's input is one of v_proj's output, of which attention takes means: both become part of the
-scales of these layers' outputs, so that the same numbers are coded. Of an added vector this is not true.
+With `smooth_all_linears`, PaddleSlim's ShiftSmoothHelpLayer gives o_proj and down_proj factors for their inputs. These
+layers quantise (x + shift_bias) * smooth_weight instead of x. A factor of down_proj's input equals a factor of
+up_proj's output, because silu(gate) multiplies that output. A factor of o_proj's input equals a factor of v_proj's
+output, because attention computes weighted means of it. Both fold into the scales of up_proj's and v_proj's outputs, so
+the codes are the same. An added shift cannot be folded.
 
 O output channels of a layer.
 """
@@ -17,21 +19,21 @@ from models.formats.base import WeightFile
 from models.formats.paddle_scales import NO_SHIFT, Scales
 
 MAKERS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}
-"""By layer with factors the one whose outputs take them."""
+"""By layer with factors, the layer whose outputs take the factors."""
 FACTORS = ".smooth_weight"
-INNER = ".layer."  # of the wrapped layer, whose parameters have two names
-ZEROS = (".shift_bias", ".bias")  # what is added before and after a layer that was not shifted
+INNER = ".layer."  # the wrapped layer, whose parameters have two names
+ZEROS = (".shift_bias", ".bias")  # added before and after a layer without shift
 
 
 class SmoothedFile:
-    """A file's tensors without the factors, which are in weights and biases that are floats, and in `scales`."""
+    """A file without the factors. They are folded into float weights and biases, and into `scales`."""
 
     is_mapped = False
 
     def __init__(self, file: WeightFile, scales: Scales, expected: Collection[str], heads: int, groups: int) -> None:
-        """expected: names of the model's tensors. heads, groups: of queries, and of keys and values.
+        """`expected`: the model's tensor names. `heads`, `groups`: number of query heads, and of key/value heads.
 
-        Raises UserError for factors that no other layer's outputs can take, and for inputs that are shifted.
+        Raises UserError for factors that no other layer's outputs can take, and for shifted inputs.
         """
         self.path, self._file = file.path, file
         self._sources: dict[str, str] = {}
@@ -61,14 +63,14 @@ class SmoothedFile:
         return tensor
 
     def _times(self, module: str, rows: Tensor) -> Tensor:
-        """Return rows [O, ...] of a module times the factors of its outputs, if it has some."""
+        """Return rows [O, ...] of a module, multiplied by the factors of its outputs if there are any."""
         factors = self._factors.get(module)
         if factors is None:
             return rows
         return (rows.double() * factors.view(-1, *[1] * (rows.ndim - 1))).to(rows.dtype)
 
     def _take(self, module: str, is_cached: bool, heads: int, groups: int) -> None:
-        """Take the factors of a module's input to the layer that makes it."""
+        """Move the factors of a module's input to the layer that computes this input."""
         factors = self._read(module + FACTORS).double().flatten()
         if not (factors.isfinite() & (factors > 0)).all():
             raise UserError(

@@ -1,8 +1,8 @@
-"""How other engines divide a checkpoint's tensors among ranks, whose slices are joined while they are read.
+"""How other engines shard a checkpoint's tensors. Their slices are joined while they are read.
 
-The axes are Megatron's (arXiv 1909.08053): linear layers are cut along their outputs, those that write into the residual stream along
-their inputs, embeddings and heads along the vocabulary; all else is whole on every rank. Our own division is another one
-(`models/sharding.py`).
+The axes are Megatron's (arXiv 1909.08053). Linear layers are sharded along their outputs, or along their inputs if they
+write into the residual stream. Embeddings and heads are sharded along the vocabulary. Every rank holds all other
+tensors whole. Quintet's own sharding differs (`models/sharding.py`).
 """
 
 from torch import nn
@@ -12,10 +12,10 @@ from models.formats.base import ExpectedTensor
 
 
 def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
-    """Return what `model` expects of a checkpoint, whole or cut by tensor parallelism.
+    """Return the tensors that `model` expects of a checkpoint, whole or tensor parallel.
 
-    Other engines cut embeddings along either axis, and a fused matrix straight through or section by section. Its slices do not tell
-    which, so that it must be whole.
+    Other engines shard embeddings along either axis. They shard a fused matrix as one matrix or section by section. The
+    slices do not show which, so a fused matrix must be whole.
     """
     expected = {}
     for name, parameter in model.named_parameters():
@@ -29,12 +29,12 @@ def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
 
 
 def split_axis(model: CausalLM, parameter: str) -> int | None:
-    """Return the axis along which others' tensor parallelism divides a parameter; None: every rank has it whole."""
+    """Return the axis along which other engines shard a parameter; None: every rank holds it whole."""
     path, _, leaf = parameter.rpartition(".")
     module, layer, layout = model.get_submodule(path), path.rpartition(".")[2], model.layout
     output_axis: int | None = 0 if isinstance(module, nn.Embedding) else getattr(module, "output_axis", None)
     if output_axis is None or layer in layout.replicated:
         return None
-    if layer in layout.row_parallel:  # whose bias is added once, to the sum
+    if layer in layout.row_parallel:  # the bias is added once, to the sum of all ranks
         return 1 - output_axis if leaf == "weight" else None
     return output_axis if leaf == "weight" else 0

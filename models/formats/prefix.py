@@ -1,4 +1,4 @@
-"""Read soft prefixes: trained keys and values, or embeddings, of virtual tokens that stand before a prompt.
+"""Read soft prefixes: trained keys and values, or embeddings, of virtual tokens before a prompt.
 
 L layers, G key/value heads, D channels per head, P virtual tokens, E channels of an embedding.
 """
@@ -20,7 +20,7 @@ from models.formats.huggingface import SafetensorsFile
 
 PADDLE = "pre_caches.npy"
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_TENSOR = "adapter_config.json", "adapter_model.safetensors", "prompt_embeddings"
-KEYS_AND_VALUES, EMBEDDINGS = "PREFIX_TUNING", ("PROMPT_TUNING", "P_TUNING")  # of PEFT
+KEYS_AND_VALUES, EMBEDDINGS = "PREFIX_TUNING", ("PROMPT_TUNING", "P_TUNING")  # PEFT's names
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -33,17 +33,19 @@ class Prefix:
     first_position: int
     """Position of the prompt's first token."""
     digest: str
-    """sha256 of the values, and of where the prompt begins."""
+    """sha256 of the values and of `first_position`."""
     layers: list[tuple[Tensor, Tensor]]
-    """Keys and values [P, G, D] of each layer, as attention reads them: they are not rotated. Of a divided model all layers and heads."""
+    """Keys and values [P, G, D] of each layer, without rotary embedding, as attention reads them. All layers and heads,
+    on every rank.
+    """
     embeddings: Tensor | None = None
-    """[P, E] what enters the model in the place of the tokens' embeddings, at positions from 0."""
+    """Input embeddings [P, E] of the virtual tokens, at positions from 0."""
 
 
 def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
-    """Read PaddleNLP's pre_caches.npy (the file, or a folder with it) or a folder of PEFT's; `model` may be on the meta device.
+    """Read PaddleNLP's pre_caches.npy (the file or its folder) or a PEFT folder. `model` may be on the meta device.
 
-    Raises UserError for a file that is not there, damaged or of another model, and for a model that takes no prefix.
+    Raises UserError for a file that is missing, damaged or for another model, and for a model that supports no prefix.
     """
     if path.is_file() or (path / PADDLE).is_file():
         prefix = _read_paddle(path if path.is_file() else path / PADDLE, model)
@@ -57,7 +59,7 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
 
 
 def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
-    """Return why the model cannot take the prefix, if it cannot."""
+    """Return why the model cannot use the prefix, or None."""
     shape = model.config
     if shape.needs_whole_prompt and prefix.first_position:
         return "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's folders"
@@ -74,7 +76,7 @@ def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
 def _read_paddle(path: Path, model: CausalLM) -> Prefix:
     """Read PaddleNLP's float array [L, 2, G, P, D] of keys and values. The prompt's positions begin at 0."""
     try:
-        array = npy.open_memmap(path, mode="r")  # no pickle, and no more memory than the file has bytes
+        array = npy.open_memmap(path, mode="r")  # rejects pickles, and uses no more memory than the file's size
     except Exception as error:  # a damaged header can raise anything
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is damaged or no array of numpy ({type(error).__name__}: {reason})") from error
@@ -88,7 +90,10 @@ def _read_paddle(path: Path, model: CausalLM) -> Prefix:
 
 
 def _read_peft(folder: Path, model: CausalLM) -> Prefix:
-    """Read PEFT's `prompt_embeddings`, in which the encoders of all variants are computed already. Positions begin at P."""
+    """Read PEFT's `prompt_embeddings`, which holds the encoder's output in all variants.
+
+    The prompt's positions begin at P.
+    """
     config, path = ConfigReader.from_folder(folder, PEFT_CONFIG), folder / PEFT_WEIGHTS
     kind = config.expect("peft_type", (KEYS_AND_VALUES, *EMBEDDINGS), None)
     config.expect("num_transformer_submodules", (1, None), None)
@@ -119,7 +124,7 @@ def _read_peft(folder: Path, model: CausalLM) -> Prefix:
 def _check_shape(
     path: Path, found: tuple[int, ...], model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
 ) -> None:
-    """Raise UserError unless `found` is the `shape` of the model's L, G and D."""
+    """Raise UserError unless `found` equals `shape(L, G, D)` of the model."""
     sizes = {(each.whole_keys, each.head_dim, each.value_head_dim) for each in model.attention_heads}
     (g, d, value_d), *others = sizes
     num_layers = model.config.num_hidden_layers
@@ -130,7 +135,7 @@ def _check_shape(
 
 
 def _digest(path: Path, kind: str, first_position: int, values: Tensor) -> str:
-    """Raises UserError for values that are not finite."""
+    """Return the sha256. Raises UserError for values that are not finite."""
     if not values.isfinite().all():
         raise UserError(f"{path} holds NaN or infinite numbers")
     head = f"{kind} {first_position} {list(values.shape)} {values.dtype} ".encode()

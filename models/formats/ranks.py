@@ -1,8 +1,10 @@
-"""Tensors that several ranks hold in pieces, joined one at a time while they are read.
+"""Join the slices of tensors that several ranks hold, one tensor at a time, while they are read.
 
-A rank holds the tensors of its pipeline stage. Of each it holds a slice (tensor parallelism cuts a matrix's rows or columns,
-arXiv 1909.08053), or all of it, or the same slice as other ranks (key/value heads fewer than ranks, data parallelism). Which of
-these it is follows from the shape and the cuts that the model expects; nothing is guessed.
+A rank holds the tensors of its pipeline stage. It holds one of these of each tensor:
+    a slice: tensor parallelism shards a matrix's rows or columns (arXiv 1909.08053)
+    all of it
+    the same slice as other ranks: fewer key/value heads than ranks, or data parallelism
+The stored shape, and the shape and axes that the model expects, determine the case; nothing is guessed.
 """
 
 import re
@@ -20,11 +22,14 @@ from models.formats.base import ExpectedTensor, ExpectedTensors, WeightFile
 T = TypeVar("T")
 
 RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,4})")
-LISTED = 4  # tensors that an error names
+LISTED = 4  # tensors named in an error
 
 
 def rank_folders(folder: Path, pattern: str) -> list[Path]:
-    """Subfolders rank_0, rank_1, ... that hold files of the pattern, in order. Raises UserError where one is missing."""
+    """Return the subfolders rank_0, rank_1, ... with files that match the pattern, in order.
+
+    Raises UserError if one is missing.
+    """
     found = {
         int(match[1]): path
         for path in folder.iterdir()
@@ -34,7 +39,7 @@ def rank_folders(folder: Path, pattern: str) -> list[Path]:
 
 
 def in_order(found: dict[int, T], name: str) -> list[T]:
-    """The values of 0, 1, ... Raises UserError with `name` formatted for the first number that is missing."""
+    """Return the values of 0, 1, ... Raises UserError with `name.format(number)` for the first missing number."""
     for i in range(len(found)):
         if i not in found:
             numbers = ", ".join(map(str, sorted(found)[:LISTED]))
@@ -47,13 +52,13 @@ class Pieces:
     files: list[WeightFile]
     """One for each rank that holds the tensor, in order."""
     dim: int | None
-    """The dimension that is cut; None: every rank holds all."""
+    """The sharded axis; None: every rank holds all of it."""
     count: int
-    """Different slices; where there are fewer than files, some are held twice or more."""
+    """Number of different slices. If there are more files, some slices are stored more than once."""
 
 
 class JoinedRanks:
-    """All ranks as one file. Raises UserError that names the tensors whose pieces do not make up what is expected."""
+    """All ranks as one file. Raises UserError with the tensors whose slices do not form the expected tensor."""
 
     is_mapped = False
 
@@ -65,7 +70,7 @@ class JoinedRanks:
         faults: list[str] = []
         for name, files in _holders(ranks).items():
             shape = files[0].shapes[name]
-            wanted = expected.get(name, ExpectedTensor(shape))  # an unexpected one is refused where all are compared
+            wanted = expected.get(name, ExpectedTensor(shape))  # a later comparison rejects unexpected tensors
             self.shapes[name] = wanted.shape
             self.dtypes[name] = files[0].dtypes[name]
             pieces = _match(name, files, wanted)
@@ -95,7 +100,7 @@ class JoinedRanks:
         if pieces.count < len(pieces.files):
             tensors = (tensor for tensor in self._without_copies(name, list(tensors), pieces.count))
         whole, at = torch.empty(0), 0
-        for piece in tensors:  # as they come, so that only one is in memory beside the whole
+        for piece in tensors:  # one by one: memory holds the whole and a single slice
             if at == 0:
                 whole = piece.new_empty(self.shapes[name])
             if piece.dtype != whole.dtype:
@@ -105,7 +110,11 @@ class JoinedRanks:
         return whole
 
     def _without_copies(self, name: str, tensors: list[Tensor], count: int) -> list[Tensor]:
-        """Copies stand side by side (heads held by several ranks) or `count` apart (data parallelism); what is equal tells."""
+        """Return one tensor for each different slice.
+
+        Copies are adjacent (key/value heads held by several ranks) or `count` apart (data parallelism); equal bytes
+        show which.
+        """
         repeats = len(tensors) // count
         side_by_side = [tensors[i * repeats : (i + 1) * repeats] for i in range(count)]
         apart = [tensors[i::count] for i in range(count)]
@@ -119,7 +128,7 @@ class JoinedRanks:
 
 
 def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile]]:
-    """For each tensor the files that hold it, one for a rank."""
+    """Return the files that hold each tensor, at most one per rank."""
     holders: dict[str, list[WeightFile]] = {}
     for files in ranks:
         own: dict[str, WeightFile] = {}
@@ -134,7 +143,7 @@ def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile
 
 
 def _match(name: str, files: list[WeightFile], expected: ExpectedTensor) -> Pieces | None:
-    """Return how the files' pieces make up the expected tensor; None where they do not."""
+    """Return how the files' slices form the expected tensor; None if they do not."""
     shape, whole = files[0].shapes[name], expected.shape
     if len(shape) != len(whole) or any(file.shapes[name] != shape for file in files):
         return None
@@ -153,5 +162,5 @@ def _read_one(file: WeightFile, name: str) -> Tensor:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Unlike torch.equal also where both hold NaN."""
+    """Whether bytes are equal. Unlike torch.equal, NaN equals NaN."""
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Weight files whose tensors have other names than a model's."""
+"""Weight files with renamed tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -12,7 +12,7 @@ class RenamedFile:
     """A file with some of its tensors, under other names."""
 
     def __init__(self, file: WeightFile, names: Mapping[str, str]) -> None:
-        """names: by the new names those in the file."""
+        """`names`: the names in the file, by new name."""
         self._file, self._names = file, names
         self.path, self.is_mapped = file.path, file.is_mapped
         self.shapes = {name: file.shapes[found] for name, found in names.items()}
@@ -25,7 +25,7 @@ class RenamedFile:
 
 
 class RangedRenamedFile(RenamedFile):
-    """One of which parts of tensors are read without the rest."""
+    """A renamed file that can read parts of tensors."""
 
     def __init__(self, file: RangedFile, names: Mapping[str, str]) -> None:
         super().__init__(file, names)
@@ -36,5 +36,5 @@ class RangedRenamedFile(RenamedFile):
 
 
 def renamed(file: WeightFile, names: Mapping[str, str]) -> WeightFile:
-    """Return the file with these tensors alone. names: by the new names those in the file."""
+    """Return the file with only these tensors. `names`: the names in the file, by new name."""
     return RangedRenamedFile(file, names) if isinstance(file, RangedFile) else RenamedFile(file, names)

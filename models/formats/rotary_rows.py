@@ -1,17 +1,18 @@
-"""Convert between the two orders of rotary rows: the two of a pair side by side (Meta, llama.cpp), or half a head apart (Hugging Face and
-our kernels).
+"""Convert between the two row orders of rotary embeddings.
+
+The rows of a pair are adjacent (Meta, llama.cpp), or half a head apart (Hugging Face and our kernels).
 """
 
 from torch import Tensor
 
 
 def half_apart(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows with pairs half a head apart. tensor: [heads * D, ...], pairs side by side."""
+    """Return the rows with pairs half a head apart. `tensor`: [heads * D, ...] with adjacent pairs."""
     ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return ordered
 
 
 def side_by_side(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows with pairs side by side. tensor: [heads * D, ...], pairs half a head apart."""
+    """Return the rows with adjacent pairs. `tensor`: [heads * D, ...] with pairs half a head apart."""
     ordered: Tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return ordered

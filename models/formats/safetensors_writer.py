@@ -1,7 +1,8 @@
-"""Write a safetensors file in one pass: the header first, from names, dtypes and shapes known beforehand, then one tensor at a time.
+"""Write a safetensors file in one pass: first the header, then one tensor at a time.
 
-Format: 8 bytes with the header's length (little endian), the header (JSON: names, dtypes, shapes, offsets), the tensors' bytes
-(https://huggingface.co/docs/safetensors). The library itself writes only what is all in memory.
+The format (https://huggingface.co/docs/safetensors) is 8 bytes with the header's length (little endian), the header
+(JSON: names, dtypes, shapes, offsets), and the bytes of the tensors. The safetensors library needs all tensors in
+memory.
 """
 
 import hashlib
@@ -34,13 +35,13 @@ SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
-ALIGNMENT = 64  # bytes, of the first tensor: a cache line, and a vector register of AVX-512
+ALIGNMENT = 64  # bytes, of the first tensor: a cache line, and an AVX-512 register
 FROM_TORCH = {"format": "pt"}  # transformers requires this
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its name, dtype and shape."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -52,25 +53,28 @@ class Entry:
 
 
 def entries_of(files: list[WeightFile]) -> list[Entry]:
-    """Return all tensors of a checkpoint in its order, wider dtypes first, so that each is aligned to its dtype."""
+    """Return all tensors of a checkpoint in its order, but wider dtypes first, so that each is aligned to its dtype."""
     entries = [Entry(name, file.dtypes[name], shape) for file in files for name, shape in file.shapes.items()]
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def read_in_order(files: list[WeightFile], entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """Yield one tensor at a time, which is freed when the reader drops it. Neighbours from one file are read in one call."""
+    """Yield one tensor at a time; it is freed when the caller drops it.
+
+    Reads consecutive tensors of a file in one call.
+    """
     owners = {name: file for file in files for name in file.shapes}
     for file, group in groupby((entry.name for entry in entries), key=owners.__getitem__):
         yield from file.read(list(group))
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's bytes, copied only where it is not contiguous."""
+    """Return the tensor's bytes; copies them only if the tensor is not contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 class SafetensorsWriter:
-    """Writes tensors in the order of `entries`. Only the one being written is in memory."""
+    """Writes tensors in the order of `entries`. Memory holds only the current one."""
 
     def __init__(self, path: Path, entries: list[Entry], metadata: dict[str, str] | None = None) -> None:
         self.path = path
@@ -88,11 +92,11 @@ class SafetensorsWriter:
 
     @property
     def sha256(self) -> str:
-        """Return the sha256 of the file so far."""
+        """Return the sha256 of the bytes written until now."""
         return self._sha256.hexdigest()
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until all written bytes are on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -103,15 +107,16 @@ class SafetensorsWriter:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors to a file, which appears under its name when it is complete and on the disk.
+    """Write tensors to a file. The file gets its name only when it is complete and on the disk.
 
-    Tensors that fill whole cache lines come first, so that each begins at a cache line, then the others, wider dtypes first.
+    Tensors whose size is a multiple of a cache line come first, so that each begins at a cache line. Wider dtypes come
+    first in each group.
     """
     entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     entries.sort(key=lambda entry: (entry.nbytes % ALIGNMENT != 0, -entry.dtype.itemsize, entry.name))
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with SafetensorsWriter(partial, entries, metadata) as writer:  # the library's own has the metadata in any order
+        with SafetensorsWriter(partial, entries, metadata) as writer:  # the library writes metadata in no fixed order
             for entry in entries:
                 writer.write(content_of(tensors[entry.name].detach().cpu()))
             writer.sync()

@@ -1,4 +1,4 @@
-"""Read how a checkpoint's vectors are meant: the files that sentence-transformers writes beside the weights."""
+"""Read the embedding settings of a checkpoint: the files that sentence-transformers writes next to the weights."""
 
 import shutil
 from dataclasses import dataclass, field
@@ -12,26 +12,29 @@ MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 TRANSFORMER = "sentence_bert_config.json"
 MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls"}
-NEWER_MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}  # values of `pooling_mode`, as later files have it
+NEWER_MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}  # values of `pooling_mode` in newer files
 
 
 @dataclass(frozen=True)
 class EmbeddingFiles:
-    """The settings of the files; nothing where there are none."""
+    """The settings in the files; defaults if there are no files."""
 
     pooling: str | None = None
     """mean, last or cls."""
     normalizes: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
-    """Texts to put before a prompt, by name."""
+    """Texts to put before an input, by name."""
     default_prompt: str | None = None
-    """The name of the one that is meant where none is named."""
+    """Name of the prompt that applies if the request names none."""
     max_tokens: int | None = None
-    """Most tokens of a text, special ones among them: the rest is left out."""
+    """Maximum number of tokens of a text, with special tokens; the rest is truncated."""
 
 
 def read_embedding_files(folder: Path) -> EmbeddingFiles:
-    """Read the files in a checkpoint's folder. Raises UserError for a module, a pooling or a type that is not supported, by name."""
+    """Read the files in a checkpoint's folder.
+
+    Raises UserError with the name of an unsupported module, pooling or type.
+    """
     if not folder.is_dir():  # a GGUF file
         return EmbeddingFiles()
     pooling, normalizes = _read_modules(folder)
@@ -57,7 +60,7 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
 
 
 def copy_embedding_files(source: Path, folder: Path) -> None:
-    """Copy those of a checkpoint's files that are there to another folder, with the folders that sentence-transformers names."""
+    """Copy the files of a checkpoint to another folder, with their subfolders."""
     for pattern in (MODULES, PROMPTS, TRANSFORMER, "*_Pooling/config.json"):
         for file in source.glob(pattern):
             target = folder / file.relative_to(source)
@@ -66,7 +69,7 @@ def copy_embedding_files(source: Path, folder: Path) -> None:
 
 
 def _read_modules(folder: Path) -> tuple[str | None, bool]:
-    """Return the pooling, None where no module pools, and whether vectors are normalised."""
+    """Return the pooling (None if no module pools), and whether vectors are normalised."""
     file = folder / MODULES
     modules = read_json_value(file) if file.is_file() else []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -104,5 +107,8 @@ def _read_pooling(file: Path) -> str:
 
 
 def appends_eos(tokenizer: Path) -> bool:
-    """Return whether the tokenizer's settings ask for an eos after each text. transformers 5 applies no such setting to tokenizer.json."""
+    """Return whether the tokenizer's settings add an EOS after each text.
+
+    transformers 5 does not apply this setting to tokenizer.json.
+    """
     return tokenizer.is_dir() and read_json(tokenizer / "tokenizer_config.json").get("add_eos_token") is True

@@ -1,4 +1,4 @@
-"""Read our own layout: a safetensors file for each rank of pipeline and tensor parallelism, and layout.json, their index.
+"""Read our own layout: a safetensors file for each pipeline- and tensor-parallel rank, and their index layout.json.
 
     {"version": 2, "tp": 2, "pp": 1, "tensors": {
       "lm_head.weight": {"shape": [96, 64], "dtype": "float32", "axis": 0, "pieces": [
@@ -7,10 +7,10 @@
       "model.norm.weight": {"shape": [64], "dtype": "float32", "axis": null, "pieces": [
         {"ranges": null, "files": ["rank_0_0.safetensors", "rank_0_1.safetensors"], "sha256": "..."}]}, ...}}
 
-A piece has ranges of indices along the tensor's axis, beside each other, or all of the tensor. Pieces may be unequal, and overlap. Each
-of its files has a piece: rank_<stage>_<rank>.safetensors has all that this rank of the same division reads. sha256 is of a piece's bytes.
-Version 1 cut a tensor into equal pieces, one for each rank, or had it once. config.json and the tokenizer's files are beside them, as in
-Hugging Face's layout.
+A piece is the concatenation of index ranges along the tensor's axis, or the whole tensor. Pieces may have different
+sizes and may overlap. Each file in `files` holds the piece. rank_<stage>_<rank>.safetensors has everything that this
+rank reads in the same parallel layout. sha256 is the hash of the piece's bytes. In version 1 a tensor has equal pieces,
+one for each rank, or one piece. The folder also has config.json and the tokenizer files, as in Hugging Face's layout.
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,7 +49,6 @@ def open_sharded(folder: Path) -> Checkpoint:
 
 
 def rank_file(stage: int, rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank_{stage}_{rank}.safetensors"
 
 
@@ -58,14 +57,14 @@ class Piece:
     """A part of a tensor."""
 
     ranges: tuple[range, ...] | None
-    """Of indices along the tensor's axis; None: all of it."""
+    """Indices along the tensor's axis; None: the whole tensor."""
     files: tuple[str, ...]
-    """Each has the piece."""
+    """The files that hold the piece."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive indices of a tensor, and where they are in a file's piece of it."""
+    """Consecutive indices of a tensor, and their start in a file's piece of it."""
 
     indices: range
     file: str
@@ -73,12 +72,15 @@ class Span:
 
 
 class ShardedFile:
-    """The files of all ranks as one. One tensor, or what is read of it, is in memory beside the mapped pages of one piece."""
+    """The files of all ranks as one.
+
+    Memory holds the requested part of one tensor, and the mapped pages of one piece.
+    """
 
     is_mapped = False
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError where layout.json and the files do not agree."""
+        """Raises UserError if layout.json and the files disagree."""
         self.path = folder / LAYOUT
         layout = ConfigReader.from_folder(folder, LAYOUT)
         layout.expect("version", (1, VERSION), None)
@@ -99,7 +101,10 @@ class ShardedFile:
                 raise UserError(f"{opened.path} holds {unlisted}, which {LAYOUT} does not list there")
 
     def of_rank(self, parallel_layout: ParallelLayout) -> "ShardedFile":
-        """Return this for a rank, which reads what its own file has from there. In another division it has no file of its own."""
+        """Return this file for one rank, which reads from its own rank file where possible.
+
+        In another parallel layout the rank has no file of its own.
+        """
         own = copy(self)
         if (parallel_layout.tp, parallel_layout.pp) == (self._tp, self._pp):
             own._nearest = rank_file(parallel_layout.stage, parallel_layout.tp_rank)
@@ -121,7 +126,7 @@ class ShardedFile:
         wanted = shard.ranges if axis == shard.axis else (range(shape[axis]),)
         part, at = torch.empty(shard.shape(shape), dtype=self.dtypes[name]), 0
         for span in (span for each in wanted for span in self._spans(name, each)):
-            (_, piece) = next(self._files[span.file].read([name]))  # a view: pages come where it is copied
+            (_, piece) = next(self._files[span.file].read([name]))  # a view: only copied pages are loaded
             source = piece.narrow(axis, span.start, len(span.indices))
             target = part.narrow(axis, at, len(span.indices))
             at += len(span.indices)
@@ -135,7 +140,10 @@ class ShardedFile:
         return part
 
     def _spans(self, name: str, wanted: range) -> Iterator[Span]:
-        """Yield where the wanted indices are, in their order: in the rank's own file, or else wherever most of them are together."""
+        """Yield the positions of the wanted indices, in order.
+
+        Prefers the rank's own file, then the file with the longest consecutive range.
+        """
         while wanted:
             span = max(
                 (
@@ -151,7 +159,10 @@ class ShardedFile:
             wanted = range(span.indices.stop, wanted.stop)
 
     def _add(self, name: str, entry: ConfigReader) -> None:
-        """Check a tensor's entry against the files, which have all of it, so that an entry cannot ask for more than exists."""
+        """Check a tensor's entry against the files.
+
+        They must hold all of it, so that an entry cannot claim more than exists.
+        """
         shape, axis, pieces = entry.raw("shape"), entry.raw("axis"), entry.raw("pieces")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise UserError(f"{self.path}: {name}: shape={shape!r} is not a list of sizes")
@@ -191,7 +202,10 @@ class ShardedFile:
 
 
 def _placed(piece: Piece, wanted: range) -> Iterator[tuple[int, range]]:
-    """Yield the ranges of a piece, each with where it begins there. A piece without any has all that is wanted, in its place."""
+    """Yield the ranges of a piece, each with its start in the piece.
+
+    A whole tensor yields the wanted range unchanged.
+    """
     if piece.ranges is None:
         yield wanted.start, wanted
         return
@@ -202,7 +216,7 @@ def _placed(piece: Piece, wanted: range) -> Iterator[tuple[int, range]]:
 
 
 def _piece(values: dict[str, Any], size: int | None, where: str) -> Piece:
-    """Return a piece of version 2. `size`: of the axis, if the tensor is cut. Raises UserError."""
+    """Return a piece of version 2. `size`: length of the axis; None: the tensor is not sharded. Raises UserError."""
     files, ranges = values.get("files"), values.get("ranges")
     if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
         raise UserError(f"{where}: files={files!r} is not a list of the files that have the piece")
@@ -221,7 +235,7 @@ def _is_range(values: Any, size: int) -> bool:
 
 
 def _check_whole(pieces: list[Piece], size: int | None, where: str) -> None:
-    """Raise UserError where no piece has some index of the axis, or none has a tensor without one."""
+    """Raise UserError if no piece has some index of the axis, or if a tensor without axis has not exactly one piece."""
     if size is None:
         if len(pieces) != 1:
             raise UserError(f"{where}: {len(pieces)} pieces of a tensor without an axis: expected 1")
@@ -236,7 +250,7 @@ def _check_whole(pieces: list[Piece], size: int | None, where: str) -> None:
 
 
 def _equal_pieces(pieces: list[dict[str, Any]], size: int | None, tp: int, where: str) -> list[Piece]:
-    """Return the pieces of version 1. Raises UserError where there is not one for each rank, or one for all."""
+    """Return the pieces of version 1. Raises UserError unless there is one for each rank, or one for all ranks."""
     ranks, files = [piece.get("ranks") for piece in pieces], [piece.get("file") for piece in pieces]
     number = len(pieces)
     if size is not None:

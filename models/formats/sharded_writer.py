@@ -22,15 +22,15 @@ from models.sharding import ParallelLayout, Shard
 from models.weights import expected_shapes
 
 Shares: TypeAlias = list[list[dict[str, Shard | None]]]
-"""By stage and rank the tensors of a file, and how each is cut; None: it is whole."""
+"""By stage and rank: the tensors of a file, and their shards. None: the whole tensor."""
 
 
 def divide_tensors(model: CausalLM, names: Mapping[str, str | None], tp: int, pp: int, dtype: torch.dtype) -> Shares:
-    """Return which tensors of a checkpoint each rank of a division has, and which part of them.
+    """Return which tensors of a checkpoint each rank holds, and its shard of each.
 
-    `model`: on the meta device, which stays whole, with the layers that the checkpoint holds. `names`: the model's names by those of the
-    checkpoint; what no rank reads has None, and goes to the first. `dtype`: of the model, by whose bytes stages are made.
-    Raises UserError as `shard_model` does.
+    `model`: the whole model on the meta device, with the checkpoint's layers; it does not change. `names`: the model's
+    names by the checkpoint's names. A tensor that no rank reads has None, and goes to the first rank. `dtype`: of the
+    model; the bytes in this dtype determine the pipeline stages. Raises UserError as `shard_model` does.
     """
     of_stages = []
     for stage in range(pp):
@@ -48,9 +48,9 @@ def divide_tensors(model: CausalLM, names: Mapping[str, str | None], tp: int, pp
 def write_sharded(
     files: list[WeightFile], folder: Path, shares: Shares, on_bytes: Callable[[int, int], None]
 ) -> dict[str, str]:
-    """Write a file for each rank of `shares`, and layout.json. Returns the sha256 of each weight file.
+    """Write a file for each rank in `shares`, and layout.json. Return the sha256 of each weight file.
 
-    `on_bytes(done, total)` is called after every tensor that is read.
+    Calls `on_bytes(done, total)` after every tensor that is read.
     """
     of_stages = [
         [entry for entry in entries_of(files) if any(entry.name in share for share in ranks)] for ranks in shares
@@ -68,7 +68,7 @@ def write_sharded(
                 _write(tensor, name, list(zip(writers, ranks, strict=True)), tensors)
                 done += tensor.nbytes
                 on_bytes(done, total)
-                del tensor  # before the next is read
+                del tensor  # frees it before the next one is read
         sha256 |= {writer.path.name: writer.sha256 for writer in writers}
     head = json.dumps({"version": VERSION, "tp": len(shares[0]), "pp": len(shares)})[:-1]
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
@@ -77,7 +77,7 @@ def write_sharded(
 
 
 def _parts(entries: list[Entry], share: Mapping[str, Shard | None]) -> list[Entry]:
-    """Return what a rank's file has of each tensor, in the order of `entries`."""
+    """Return the entries of a rank's file, in the order of `entries`."""
     owned = [(entry, share[entry.name]) for entry in entries if entry.name in share]
     return [Entry(each.name, each.dtype, shard.shape(each.shape) if shard else each.shape) for each, shard in owned]
 

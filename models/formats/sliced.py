@@ -1,4 +1,4 @@
-"""Weight files as a rank of a divided model sees them: with its tensors alone, in the shapes of its parts."""
+"""Weight files as one rank of a sharded model reads them: only its tensors, in the shapes of its shards."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,10 +13,10 @@ from models.weights import expected_shapes
 
 
 class SlicedFile:
-    """A file's parts for one rank. Of a file that can it reads their ranges alone, of another the whole tensor, one at a time."""
+    """One rank's view of a file: reads only its ranges if the format allows it, else one whole tensor at a time."""
 
     def __init__(self, file: WeightFile, names: Iterable[str], shards: Mapping[str, Shard]) -> None:
-        """`names`: the tensors that the rank needs. `shards`: how they are cut, if they are."""
+        """`names`: the tensors that the rank needs. `shards`: the shards of the sharded ones."""
         self._file, self._shards = file, shards
         self.path, self.is_mapped = file.path, file.is_mapped
         self.shapes = {
@@ -31,12 +31,15 @@ class SlicedFile:
                 yield name, self._file.read_ranges(name, shard)
                 continue
             for _, whole in self._file.read([name]):
-                yield name, whole if shard is None else part_of(whole, shard).clone()  # so that the whole need not stay
-                del whole  # before the next is read
+                yield (
+                    name,
+                    whole if shard is None else part_of(whole, shard).clone(),
+                )  # copies, so that the whole can be freed
+                del whole  # frees it before the next one is read
 
 
 def part_of(whole: Tensor, shard: Shard) -> Tensor:
-    """Return a part, which is a view where it is one range."""
+    """Return a shard; it is a view if the shard is one range."""
     parts = [whole.narrow(shard.axis, each.start, len(each)) for each in shard.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, shard.axis)
 
@@ -48,10 +51,10 @@ def sliced_files(
     shards: Mapping[str, Shard],
     parallel_layout: ParallelLayout,
 ) -> list[WeightFile]:
-    """Return what a rank's `model` loads of the files of the whole one.
+    """Return the files from which a rank's `model` loads; `files` are the whole model's.
 
-    Of files that are divided in the same way the rank reads its own alone. `matched`: the model's names by those of the checkpoint, which
-    `match_tensors` returned for the whole. `shards`: what `divide` returned.
+    If files have the same parallel layout, the rank reads only its own. `matched`: the model's names by the
+    checkpoint's names, from `match_tensors` of the whole model. `shards`: from `divide`.
     """
     wanted = expected_shapes(model).keys()
     needed = {found: name for found, name in matched.items() if name in wanted}

@@ -1,7 +1,8 @@
-"""Read slices for tensor-parallel ranks with Hugging Face's names: rank_0/*.safetensors, rank_1/*.safetensors, ..., or vLLM's
-sharded_state, model-rank-0-part-0.safetensors and so on (vllm/model_executor/model_loader/sharded_state_loader.py).
+"""Read the slices of tensor-parallel ranks with Hugging Face's names.
 
-vLLM's modules hold a rank's queries, keys and values as one matrix, and its gate and up projections as another; they are split.
+The files are rank_0/*.safetensors, rank_1/*.safetensors, ..., or vLLM's sharded_state: model-rank-0-part-0.safetensors,
+... (vllm/model_executor/model_loader/sharded_state_loader.py). vLLM holds a rank's queries, keys and values as one
+matrix, and its gate and up projections as another; this module splits them.
 """
 
 import re
@@ -24,7 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def is_tensor_parallel(folder: Path) -> bool:
-    """Return whether a folder has slices of ranks, and no whole weights, which would be read instead."""
+    """Return whether a folder has slices of ranks and no whole weights; whole weights take precedence."""
     whole = ("model.safetensors", "model.safetensors.index.json")
     if not (folder / "config.json").is_file() or any((folder / name).is_file() for name in whole):
         return False
@@ -36,7 +37,10 @@ def open_tensor_parallel(folder: Path, allow_pickle: bool) -> Checkpoint:
 
 
 def open_ranks(folder: Path, expected: ExpectedTensors) -> list[WeightFile]:
-    """Open all ranks as one file. Raises UserError where one is missing or damaged, or pieces do not fit the expected shapes."""
+    """Open all ranks as one file.
+
+    Raises UserError if a file is missing or damaged, or if slices do not fit the expected shapes.
+    """
     paths = _rank_files(folder)
     files = [[SafetensorsFile(path) for path in rank] for rank in paths]
     # vLLM stores only the first name of tensors that share memory.
@@ -47,7 +51,6 @@ def open_ranks(folder: Path, expected: ExpectedTensors) -> list[WeightFile]:
 
 
 def _rank_files(folder: Path) -> list[list[Path]]:
-    """Return the files of each rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := VLLM.fullmatch(path.name):
@@ -59,7 +62,10 @@ def _rank_files(folder: Path) -> list[list[Path]]:
 
 
 class Unfused:
-    """A rank's file with fused matrices split into views of their parts. Matrices that the model itself fuses stay whole."""
+    """A rank's file with fused matrices split into views of their parts.
+
+    Matrices that the model fuses too stay whole.
+    """
 
     def __init__(self, file: SafetensorsFile, num_ranks: int, expected: ExpectedTensors, names: dict[str, str]) -> None:
         self.path = file.path
@@ -67,7 +73,7 @@ class Unfused:
         self._file = file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._sources: dict[str, tuple[str, int]] = {}  # a tensor's source in the file, and its first row there
+        self._sources: dict[str, tuple[str, int]] = {}  # tensor name: name in the file, first row there
         for source, shape in file.shapes.items():
             start = 0
             for name, rows in self._parts(names.get(source, source), shape, num_ranks, expected):
@@ -87,14 +93,14 @@ class Unfused:
     def _parts(
         self, source: str, shape: tuple[int, ...], num_ranks: int, expected: ExpectedTensors
     ) -> list[tuple[str, int]]:
-        """Return the names of a tensor's parts and their numbers of rows."""
+        """Return the names and row counts of a tensor's parts."""
         rows = shape[0] if shape else 1
         prefix, _, leaf = source.rpartition(".")
         prefix, _, module = prefix.rpartition(".")
         names = [f"{prefix}.{part}.{leaf}" for part in FUSED.get(module, ())]
         if not names or names[0] not in expected:
             return [(source, rows)]
-        # Ranks divide the queries evenly. Keys and values, which several ranks may share, are equal halves of the rest.
+        # Ranks shard the queries evenly. Keys and values, which several ranks may share, are equal halves of the rest.
         first = expected[names[0]].shape[0] // num_ranks if module == "qkv_proj" else rows // 2
         rest = (rows - first) // (len(names) - 1)
         if first < 1 or rest < 1 or first + rest * (len(names) - 1) != rows:

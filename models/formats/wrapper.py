@@ -1,4 +1,4 @@
-"""The text of a multimodal checkpoint, as a checkpoint of its own: the other towers' settings and tensors are left out."""
+"""The text model of a multimodal checkpoint, as a separate checkpoint without the other towers' settings and tensors."""
 
 import logging
 from typing import Any
@@ -18,21 +18,21 @@ TEXT_MODELS = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-"""By the `model_type` of a wrapper that of its text, where `text_config` does not name one of `registry.ARCHITECTURES`."""
+"""The text's `model_type` by the wrapper's, where `text_config` does not name one of `registry.ARCHITECTURES`."""
 TEXT_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""By a text's own `model_type` that of the architecture that it equals where all positions are those of text."""
+"""The equivalent architecture by the text's `model_type`. They are equivalent if all positions are text positions."""
 OTHER_TOWERS = (
     *("vision_tower.", "multi_modal_projector.", "visual."),
     *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
 )
-"""Beginnings of the names of tensors that text does not go through."""
+"""Name prefixes of tensors that text does not use."""
 TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}
-"""By the beginning of a text's tensors in the wrapper that in a checkpoint of its own. The first that fits holds."""
+"""Name prefixes of the text's tensors: in a text checkpoint, by the prefix in the wrapper. The first match applies."""
 OTHER_SETTINGS = frozenset(
     """
     boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image multimodal_projector_bias projector_hidden_act
@@ -41,7 +41,7 @@ OTHER_SETTINGS = frozenset(
 )
 """Settings of a wrapper without effect on text."""
 OUTER_WINS = ("architectures", "eos_token_id", "quantization_config", "tie_word_embeddings")
-"""Settings that are the whole checkpoint's, whatever its `text_config` says."""
+"""Settings of the whole checkpoint, which override `text_config`."""
 
 
 def is_wrapper(config: dict[str, Any]) -> bool:
@@ -49,9 +49,9 @@ def is_wrapper(config: dict[str, Any]) -> bool:
 
 
 def text_config(config: dict[str, Any], where: str) -> ConfigReader:
-    """Return the config of a wrapper's text. Raises UserError where `text_config` is no object.
+    """Return the config of a wrapper's text. Raises UserError if `text_config` is not an object.
 
-    The first files of Qwen2-VL have the text's settings beside the wrapper's own.
+    The first files of Qwen2-VL have the text's settings at the top level.
     """
     wrapper = str(config["model_type"])
     inner = config.get("text_config") or {}
@@ -63,7 +63,7 @@ def text_config(config: dict[str, Any], where: str) -> ConfigReader:
     if own_type == wrapper:
         own_type = TEXT_MODELS[wrapper]
     values["model_type"] = TEXT_TYPES.get(str(own_type), own_type)
-    if wrapper == "qwen3_vl_moe":  # whose own code always does
+    if wrapper == "qwen3_vl_moe":  # its own code always normalises
         ConfigReader(values, where).expect("norm_topk_prob", (True, None), None)
         values["norm_topk_prob"] = True
     names = values.get("architectures")
@@ -78,13 +78,16 @@ def text_config(config: dict[str, Any], where: str) -> ConfigReader:
 
 
 def _rope_of_text(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without those of positions in pictures: a text's three positions are equal, so all sections turn alike."""
+    """Return the settings without multimodal positions.
+
+    The three positions of a text token are equal, so all sections rotate alike.
+    """
     plain = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
     return plain | {key: "default" for key in ("type", "rope_type") if plain.get(key) == "mrope"}
 
 
 def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings with the text's own names in their lists of modules, and without the other towers'."""
+    """Return the settings with the text model's names in the module lists, and without the other towers' names."""
     changed = dict(settings)
     for key in ("ignore", "modules_to_not_convert", "ignored_layers"):
         names = settings.get(key)
@@ -99,7 +102,7 @@ def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor or module of the text in a checkpoint of its own."""
+    """Return a text tensor's or module's name in a text checkpoint."""
     for prefix, own in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -107,9 +110,9 @@ def text_name(name: str) -> str:
 
 
 def text_files(files: list[WeightFile]) -> list[WeightFile]:
-    """Return the files without the tensors of other towers, and say in one line what is left out. Unknown tensors stay.
+    """Return the files without the tensors of other towers, and log one line about these. Unknown tensors stay.
 
-    Raises UserError where two tensors would have one name.
+    Raises UserError if two tensors would have the same name.
     """
     texts, left_out = list[WeightFile](), list[str]()
     for file in files:

@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp (ggml, docs/gguf.md): reads a file's header, weights and tokenizer, and writes such files."""
+"""GGUF, llama.cpp's format (docs/gguf.md in ggml): read a file's header, weights and tokenizer, and write such files."""

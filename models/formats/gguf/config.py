@@ -1,6 +1,6 @@
-"""The metadata of a GGUF file as keys of config.json. Names of keys are those of ggml's docs/gguf.md and gguf's constants.py.
+"""Read the metadata of a GGUF file as config.json keys. Key names are from ggml's docs/gguf.md and gguf's constants.py.
 
-Where a file does not say something, llama.cpp's rule for the architecture holds.
+Missing keys have llama.cpp's default for the architecture.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from models.formats.gguf.rotary import longrope, rope_scaling, turning_channels,
 from models.formats.gguf.special_tokens import NONE
 from models.formats.gguf.tensors import STORED
 
-END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
+END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
-SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
-CHATGLM_THETA = 10000.0  # which rope_ratio multiplies
-YARN_LOG = 0.1  # by which the converter multiplied mscale_all_dim
-BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states are larger than it can be
-# The models whose scale of attention is that of hidden_size / heads and not of head_dim, by their number of layers: the 27B ones.
+SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+CHATGLM_THETA = 10000.0  # rope_ratio multiplies it
+YARN_LOG = 0.1  # the converter multiplies mscale_all_dim by it
+BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states exceed float16's range
+# Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
 GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
 
 
 def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
-    """Return the metadata as keys of config.json. Vocabulary, head, biases and dtype are taken from the tensors.
+    """Return the metadata as config.json keys. The tensors give the vocabulary size, head, biases and dtype.
 
-    Raises UserError for an architecture or a setting that no family here has, and for sizes that the tensors cannot have.
+    Raises UserError for an unsupported architecture or setting, and for sizes that the tensors cannot have.
     """
     header = headers[0]
     architecture = header.section("general").raw("architecture")
@@ -61,7 +61,7 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
 
 
 def _check_counts(file: GGUFMetadata, architecture: str) -> None:
-    """Raises UserError for more layers or experts than there are tensors: building so many modules would take all memory."""
+    """Raise UserError for more layers or experts than the tensors allow: their modules could use all memory."""
     most_experts = max([len(file.tensors), *(t.shape[0] for t in file.tensors.values() if len(t.shape) == 3)])
     for key, most in (("block_count", len(file.tensors)), ("expert_count", most_experts)):
         if (number := file.read.get(key, int, 0)) > most:
@@ -77,9 +77,10 @@ def _special_tokens(read: ConfigReader) -> dict[str, Any]:
 
 
 def _dtype(tensors: list[TensorInfo], architecture: str) -> str:
-    """Return the dtype in which most bytes are stored; float16 where those are quantised; for Gemma bfloat16 instead of float16.
+    """Return the dtype of most stored bytes: float16 for quantised tensors. Gemma gets bfloat16 instead of float16.
 
-    A dequantised value is a float16 scale times a small integer. float16 rounds it by 2^-12, bfloat16 by 2^-9, half a step of Q8_0.
+    A dequantised value is a float16 scale times a small integer. float16 rounds it by 2^-12, bfloat16 by 2^-9, which is
+    half a step of Q8_0.
     """
     stored = [tensor.type if tensor.type in STORED else None for tensor in tensors]
     num_bytes = {kind: sum(t.num_bytes for t, of in zip(tensors, stored, strict=True) if of is kind) for kind in stored}
@@ -95,7 +96,7 @@ def _has_bias(file: GGUFMetadata, module: str) -> bool:
 
 
 def _shape(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of a decoder with rotary attention, but for the share of a head that turns."""
+    """Return the keys of a decoder with rotary attention, except partial_rotary_factor."""
     read = file.read
     heads, hidden_size = read.count("attention.head_count"), read.count("embedding_length")
     head_dim = read.count("attention.key_length", max(hidden_size // heads, 1))
@@ -114,7 +115,7 @@ def _shape(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _decoder(file: GGUFMetadata) -> dict[str, Any]:
-    """Return the keys of a decoder whose heads turn whole."""
+    """Return the keys of a decoder whose rotary embedding covers the whole head."""
     shape = _shape(file)
     file.read.expect("rope.dimension_count", (shape["head_dim"],), shape["head_dim"])
     file.read.expect("rope.scaling.yarn_log_multiplier", (None, 0.0), None)
@@ -126,7 +127,7 @@ def _window(file: GGUFMetadata) -> int | None:
 
 
 def _llama(file: GGUFMetadata) -> dict[str, Any]:
-    """llama.cpp's `llama` with experts is Mixtral, with a window Mistral."""
+    """Return the keys for llama.cpp's `llama`: Mixtral if it has experts, Mistral if it has a window, else Llama."""
     shape, window = _decoder(file), _window(file)
     if file.read.get("expert_count", int, 0):
         experts = {
@@ -141,7 +142,10 @@ def _llama(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _qwen(file: GGUFMetadata) -> dict[str, Any]:
-    """Qwen of 2023, whose inner size counts both matrices. llama.cpp has neither of its scalings of longer texts."""
+    """Return the keys of the first Qwen (2023).
+
+    Its inner size counts both matrices. llama.cpp supports none of its two scalings for long texts.
+    """
     shape = _decoder(file)
     length = shape["max_position_embeddings"]
     return {
@@ -167,7 +171,7 @@ def _qwen3(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _qwen3_moe(file: GGUFMetadata) -> dict[str, Any]:
-    """llama.cpp makes the weights of a token's experts add up to 1, whatever the checkpoint said."""
+    """Return the keys of Qwen3-MoE. llama.cpp always normalises the weights of a token's experts to a sum of 1."""
     file.read.expect("expert_gating_func", (SOFTMAX, None), None)
     file.read.expect("expert_weights_norm", (True, None), None)
     file.read.expect("expert_weights_scale", (None, 0.0, 1.0), None)
@@ -198,7 +202,7 @@ def _gemma2(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _gemma3(file: GGUFMetadata) -> dict[str, Any]:
-    """Every sixth layer sees everything; all of them do where no window is given."""
+    """Return the keys of Gemma 3. Every sixth layer has full attention; without a window, all layers have it."""
     file.read.expect("attn_logit_softcapping", (None, 0.0), None)
     cap, window = file.read.get("final_logit_softcapping", float, 0.0), _window(file)
     pattern = file.read.count("attention.sliding_window_pattern", 6)
@@ -245,7 +249,10 @@ def _glm(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
-    """ChatGLM2, ChatGLM3 and GLM-4 in the layout of their own code, or with three matrices for q, k and v GLM-4 in transformers'."""
+    """Return the keys of ChatGLM2, ChatGLM3 or GLM-4 in its original layout.
+
+    A file with separate q, k and v matrices is GLM-4 in transformers' layout.
+    """
     if "blk.0.attn_qkv.weight" not in file.tensors:
         return _glm(file)
     shape = _shape(file)
@@ -253,7 +260,7 @@ def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
     scaling = rope_scaling(file, shape["head_dim"] // 2)
     if scaling is None:
         rotary = {"rope_ratio": shape["rope_theta"] / CHATGLM_THETA}
-    else:  # of ChatGLM2-6B-32K, which is known by its name
+    else:  # ChatGLM2-6B-32K, whose scaling the config reader recognises by name
         file.read.expect("rope.scaling.type", ("linear",), "linear")
         file.read.expect("rope.freq_base", (CHATGLM_THETA,), CHATGLM_THETA)
         rotary = {"rope_ratio": scaling["factor"], "_name_or_path": "chatglm2"}
@@ -273,7 +280,10 @@ def _chatglm(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _deepseek2(file: GGUFMetadata) -> dict[str, Any]:
-    """DeepSeek-V3 is what chooses experts by sigmoids. Files without groups of experts choose among all of them."""
+    """Return the keys of DeepSeek-V2 or V3.
+
+    V3 has sigmoid expert gating. Without expert groups, all experts are candidates.
+    """
     read = file.read
     is_v3 = read.expect("expert_gating_func", (SOFTMAX, SIGMOID, None), None) == SIGMOID
     for key, none in (("nextn_predict_layers", 0), ("attention.temperature_scale", 0.0)):
@@ -301,7 +311,11 @@ def _deepseek2(file: GGUFMetadata) -> dict[str, Any]:
 
 
 def _latent_attention(file: GGUFMetadata) -> dict[str, Any]:
-    """Since April 2025 the lengths of keys and values are those of the latent, and keys of their own have a head's."""
+    """Return the keys of multi-head latent attention.
+
+    Since April 2025 key_length and value_length are lengths of the latent; separate `_mla` keys have the lengths of a
+    head.
+    """
     read = file.read
     keys = ("attention.head_count", "attention.kv_lora_rank", "rope.dimension_count")
     heads, rank, turning = map(read.count, keys)
@@ -378,4 +392,4 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "bloom": _bloom,
 }
-"""What makes the config, by llama.cpp's name of the architecture."""
+"""Function that makes the config, by llama.cpp's architecture name."""

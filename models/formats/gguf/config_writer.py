@@ -1,4 +1,4 @@
-"""A model's config as the metadata of a GGUF file: the other direction of config.py, by the keys of llama.cpp's converter."""
+"""Write a model's config as GGUF metadata, with the keys of llama.cpp's converter. The inverse of config.py."""
 
 import logging
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from models.layers.rotary import RotaryConfig, yarn_mscale
 log = logging.getLogger(__name__)
 
 GEMMA_FULL_EVERY = {"gemma2": 2, "gemma3": 6}
-"""Layers that see everything, by architecture: each second, or each sixth."""
+"""By architecture: every second or sixth layer has full attention."""
 GEMMA3_SLIDING_THETA = 10000.0
 
 
 def architecture_of(model_type: str, config: Any) -> str:
-    """Return llama.cpp's name of a model's architecture. Raises UserError where it has none like it."""
+    """Return llama.cpp's name of a model's architecture. Raises UserError if llama.cpp has no such architecture."""
     if model_type not in WRITERS:
         raise UserError(f"model_type={model_type!r} cannot be written as GGUF: only {', '.join(sorted(WRITERS))}")
     if isinstance(config, ChatGLMConfig):
@@ -42,7 +42,10 @@ def architecture_of(model_type: str, config: Any) -> str:
 
 
 def add_config(writer: GGUFWriter, model_type: str, config: Any) -> None:
-    """Write the keys of a model's config. Raises UserError for a setting that llama.cpp's architecture does not have."""
+    """Write the keys of a model's config.
+
+    Raises UserError for a setting that llama.cpp's architecture does not support.
+    """
     WRITERS[model_type][1](writer, config)
 
 
@@ -103,7 +106,10 @@ def _mixtral(writer: GGUFWriter, c: MixtralConfig) -> None:
 
 
 def _qwen(writer: GGUFWriter, c: QwenConfig) -> None:
-    """The inner size counts both matrices. The context is that of the training where longer texts are scaled."""
+    """Write the keys of the first Qwen.
+
+    The inner size counts both matrices. The context length is the training length if the model scales longer texts.
+    """
     length = c.max_position_embeddings
     if (c.use_dynamic_ntk or c.use_logn_attn) and c.seq_length < length:
         length = c.seq_length
@@ -155,7 +161,7 @@ def _qwen3_moe(writer: GGUFWriter, c: Qwen3MoeConfig) -> None:
 
 
 def _gemma(writer: GGUFWriter, c: Gemma2Config, architecture: str) -> None:
-    """The scale of attention and the layers with a window follow from the architecture in llama.cpp."""
+    """Write the keys of Gemma. llama.cpp derives the attention scale and the windowed layers from the architecture."""
     by_hidden_size = c.num_hidden_layers == GEMMA_SCALED_BY_HIDDEN_SIZE[architecture]
     scale = c.hidden_size / c.num_attention_heads if by_hidden_size else c.head_dim
     if c.query_pre_attn_scalar != scale:
@@ -194,7 +200,7 @@ def _phi3(writer: GGUFWriter, c: Phi3Config) -> None:
 
 
 def _deepseek(writer: GGUFWriter, c: DeepseekConfig) -> None:
-    """Keys and values of each head, as before April 2025: the file has kv_b_proj whole."""
+    """Write the keys of DeepSeek. Key and value lengths are per head, as before April 2025: kv_b_proj is one tensor."""
     if not c.rope_interleave or c.moe_layer_freq != 1:
         raise _refuse("a DeepSeek with rope_interleave=false or moe_layer_freq above 1")
     routing = c.routing
@@ -263,4 +269,4 @@ WRITERS: dict[str, tuple[str, Callable[[GGUFWriter, Any], None]]] = {
     "gpt2": ("gpt2", _gpt2),
     "bloom": ("bloom", _bloom),
 }
-"""llama.cpp's architecture and what writes its keys, by model_type."""
+"""llama.cpp's architecture, and the function that writes its keys, by model_type."""

@@ -1,4 +1,4 @@
-"""Which type of numbers each tensor of a written GGUF file has: llama-quantize's choice (src/llama-quant.cpp) without its options."""
+"""Choose the type of each tensor in a GGUF file as llama-quantize does without options (src/llama-quant.cpp)."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from models.formats.gguf.tensors import STORED
 log = logging.getLogger(__name__)
 
 T = GGMLQuantizationType
-FILE_TYPES = {  # by dtype: the type of most matrices, and the name of such a file
+FILE_TYPES = {  # by dtype: type of most matrices, and the file type
     "float32": (T.F32, LlamaFileType.ALL_F32),
     "float16": (T.F16, LlamaFileType.MOSTLY_F16),
     "bfloat16": (T.BF16, LlamaFileType.MOSTLY_BF16),
@@ -24,19 +24,20 @@ FILE_TYPES = {  # by dtype: the type of most matrices, and the name of such a fi
     "q5_k_m": (T.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
     "q6_k": (T.Q6_K, LlamaFileType.MOSTLY_Q6_K),
 }
-MIXED = (T.Q4_K, T.Q5_K)  # of the files whose names end in M: sensitive matrices are Q6_K
-EXACT = ("ffn_gate_inp.weight", "position_embd.weight")  # float32 always, as in the converter: routers and positions
+MIXED = (T.Q4_K, T.Q5_K)  # in files whose names end in M, sensitive matrices are Q6_K
+EXACT = ("ffn_gate_inp.weight", "position_embd.weight")  # always float32, as in the converter: routers, positions
 MAKES_VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 SHORTER_BLOCKS = {T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
-"""What holds rows that are not a multiple of 256."""
+"""Types for rows whose length is not a multiple of 256."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, T]:
-    """Return the type of each tensor, by llama.cpp's names. dtype: one of FILE_TYPES. shapes: of all tensors, the rows' length last.
+    """Return the type of each tensor, by llama.cpp's names.
 
-    Vectors, routers and tables of positions are F32. Warns of matrices whose rows are not a multiple of their type's block: they have
-    a type of shorter blocks, or F16.
+    `dtype`: one of FILE_TYPES. `shapes`: of all tensors, row length last. Vectors, routers and position tables are F32.
+    If a matrix has rows that are not a multiple of the block size, it gets a type with shorter blocks, or F16, and a
+    warning counts it.
     """
     mixture = Mixture(FILE_TYPES[dtype][0], shapes, architecture)
     wanted = {
@@ -52,15 +53,16 @@ def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture
 
 
 class Mixture:
-    """The types of a file's matrices, before the length of rows is looked at."""
+    """The types of a file's matrices, without regard to row length."""
 
     def __init__(self, most: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-        """most: the type of most matrices."""
+        """`most`: the type of most matrices."""
         self._most = most
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
         self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
-        # Of 8 experts, as Mixtral has them, or of the 70B models, whose heads share values, these matrices are a small part.
+        # In models with 8 experts, as Mixtral, or in 70B models, whose heads share values, these matrices are a small
+        # part.
         self._has_8_experts = any("_exps." in name and shape[0] == 8 for name, shape in shapes.items())
         query, key = (shapes.get(f"blk.0.attn_{part}.weight") for part in "qk")
         shares_values = architecture == "qwen2" or (architecture == "llama" and query != key)
@@ -82,7 +84,7 @@ class Mixture:
         return self._most
 
     def _is_sensitive(self, name: str) -> bool:
-        """Whether the tensor's layer is in the first or last eighth, or each third one between them."""
+        """Whether the tensor is in the first or last eighth of the layers, or in every third layer between."""
         match = LAYER.match(name)
         assert match is not None
         layer, num_first = int(match[1]), self._num_layers // 8
@@ -90,11 +92,11 @@ class Mixture:
 
 
 def _fitting(kind: T, row: int) -> T:
-    """Return the type, or what holds rows that its blocks do not divide."""
+    """Return the type, or a replacement if its block size does not divide the row length."""
     fitting = kind if row % _block(kind) == 0 else SHORTER_BLOCKS.get(kind, T.F16)
     return fitting if row % _block(fitting) == 0 else T.F16
 
 
 def _block(kind: T) -> int:
-    """Return how many values a block has."""
+    """Return the number of values in a block."""
     return GGML_QUANT_SIZES[kind][0]

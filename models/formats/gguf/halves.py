@@ -1,6 +1,6 @@
-"""DeepSeek's kv_b_proj as GGUF files hold it since April 2025: one tensor makes keys of latents, another one values.
+"""DeepSeek's kv_b_proj as two tensors, as in GGUF files since April 2025: one computes keys, the other values.
 
-H heads, L channels of the latent; per head N channels of a key without position and D of a value.
+H heads, L latent channels; per head N channels of a key without position, and D channels of a value.
 """
 
 import re
@@ -21,11 +21,11 @@ TO_KEY = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
 @dataclass(frozen=True)
 class Halves:
     names: tuple[str, str]
-    """llama.cpp's names of the two."""
+    """llama.cpp's names of the two tensors."""
     to_key: TensorInfo
-    """[H, L, N]"""
+    """[H, L, N]."""
     to_value: TensorInfo
-    """[H, D, L]"""
+    """[H, D, L]."""
 
     @cached_property
     def shape(self) -> tuple[int, int]:
@@ -39,14 +39,17 @@ class Halves:
         return kinds.pop() if len(kinds) == 1 else torch.float32
 
     def read(self) -> Tensor:
-        """Read kv_b_proj [H * (N + D), L], in which a head's rows for keys come before those for values."""
+        """Read kv_b_proj [H * (N + D), L]. In each head, the rows for keys come before the rows for values."""
         to_key, to_value = read_tensor(self.to_key).to(self.dtype), read_tensor(self.to_value).to(self.dtype)
         joined: Tensor = torch.cat((to_key.transpose(1, 2), to_value), dim=1).flatten(0, 1)
         return joined
 
 
 def find_halves(tensors: dict[str, TensorInfo]) -> dict[str, Halves]:
-    """Return the halves of a model's kv_b_proj by its Hugging Face names. Raises UserError for two that do not fit together."""
+    """Return the halves of each kv_b_proj by its Hugging Face name.
+
+    Raises UserError for halves that do not fit together.
+    """
     found = {}
     for name, to_key in tensors.items():
         match = TO_KEY.fullmatch(name)

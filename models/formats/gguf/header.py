@@ -1,7 +1,8 @@
-"""The header of a GGUF file, its metadata and the places of its tensors, parsed strictly because the file is untrusted input.
+"""Parse the header of a GGUF file, with metadata and tensor positions. The parser is strict: the file is untrusted
+input.
 
-Layout (ggml's docs/gguf.md): magic, version, counts, key-value pairs, tensor infos, padding, tensor data; all numbers little-endian.
-Every count is checked against the bytes that are left before anything is read or allocated by it.
+Layout (ggml's docs/gguf.md): magic, version, counts, key-value pairs, tensor infos, padding, tensor data; all numbers
+are little-endian. Every count is checked against the remaining bytes before anything is read or allocated for it.
 """
 
 import math
@@ -23,7 +24,7 @@ from models.formats.gguf.magic import MAGIC, is_gguf
 
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 VERSIONS = (2, 3)
-KEY_BYTES, NAME_BYTES, DIMENSIONS = 65535, 64, 4  # the most of each, as the specification says
+KEY_BYTES, NAME_BYTES, DIMENSIONS = 65535, 64, 4  # the specification's limits
 SCALARS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -37,20 +38,20 @@ SCALARS = {
     GGUFValueType.INT64: "<q",
     GGUFValueType.FLOAT64: "<d",
 }
-TYPES = {  # those that the package can dequantise
+TYPES = {  # types that the gguf package can dequantise
     GGMLQuantizationType[name]
     for name in """
     F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS
     TQ1_0 TQ2_0 MXFP4 NVFP4
     """.split()
 }
-ORIGINS = (  # keys that may say what the file was made of
+ORIGINS = (  # keys that can name the source of the file
     "general.name",
     "general.source.repo_url",
     "general.base_model.0.name",
     "general.base_model.0.repo_url",
 )
-SHORTEST_PAIR = 8 + 4 + 1  # bytes of a pair with an empty key and a value of one byte
+SHORTEST_PAIR = 8 + 4 + 1  # bytes of a pair with an empty key and a one-byte value
 SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes of a tensor info with an empty name and one dimension
 
 
@@ -61,7 +62,7 @@ class TensorInfo:
     """Slowest dimension first, as in torch; the file has the opposite order."""
     type: GGMLQuantizationType
     offset: int
-    """Bytes from the beginning of the file."""
+    """In bytes, from the start of the file."""
     num_bytes: int
 
 
@@ -74,14 +75,17 @@ class GGUFHeader:
     tensors: dict[str, TensorInfo]
 
     def section(self, name: str) -> ConfigReader:
-        """Return the scalars whose keys begin with `name.`, under the rest of their keys."""
+        """Return the scalars whose keys begin with `name.`, without this prefix."""
         values = {
             key.removeprefix(f"{name}."): value for key, value in self.scalars.items() if key.startswith(f"{name}.")
         }
         return ConfigReader(values, f"{self.path}: {name}")
 
     def numbers(self, key: str, kind: str, count: int) -> list[Any]:
-        """Return an array of `count` numbers of a kind of numpy's, "i" (signed or not) or "f". Raises UserError for anything else."""
+        """Return an array of `count` numbers of a numpy kind: "i" (signed or unsigned) or "f".
+
+        Raises UserError for anything else.
+        """
         values = self.arrays.get(key)
         found = "none" if values is None else f"{len(values)} texts" if isinstance(values, list) else values.dtype.kind
         if not isinstance(values, np.ndarray) or values.dtype.kind.replace("u", "i") != kind:
@@ -100,7 +104,10 @@ class GGUFHeader:
         return values
 
     def unsupported(self, what: str) -> UserError:
-        """Return the error for `what`, which is not supported here. It tells the way: the checkpoint that the file was made of."""
+        """Return the error for an unsupported feature `what`.
+
+        It recommends the checkpoint from which the file was made.
+        """
         known = [f"{key}={str(self.scalars[key])[:80]!r}" for key in ORIGINS if self.scalars.get(key)]
         origin = f" ({', '.join(known)})" if known else ""
         return UserError(f"{self.path}: {what}: give the Hugging Face checkpoint that the file was made of{origin}")
@@ -108,18 +115,21 @@ class GGUFHeader:
 
 @dataclass(frozen=True)
 class GGUFMetadata:
-    """Holds the metadata of a file that the config of a family is made from."""
+    """The metadata from which the config of a family is made."""
 
     header: GGUFHeader
-    """That of the first file, which has the keys."""
+    """Header of the first file, which has the keys."""
     read: ConfigReader
-    """The keys of the architecture."""
+    """Keys of the architecture."""
     tensors: dict[str, TensorInfo]
-    """Those of all files."""
+    """Tensors of all files."""
 
 
 def read_gguf_headers(path: Path) -> list[GGUFHeader]:
-    """Read the headers of a GGUF file, of all files that it was split into, or of a folder's one model. The first has the metadata."""
+    """Read the headers of a GGUF file, of all files of a split model, or of the only model in a folder.
+
+    The first header has the metadata.
+    """
     if path.is_dir():
         files = sorted(file for file in path.glob("*.gguf") if is_gguf(file))
         models = sorted({SPLIT_NAME.sub(r"\1", file.name) for file in files})
@@ -145,7 +155,7 @@ def read_gguf_headers(path: Path) -> list[GGUFHeader]:
 
 
 def all_tensors(headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
-    """Return the tensors of all files of a model. Raises UserError for one that two files hold."""
+    """Return the tensors of all files of a model. Raises UserError if two files hold the same tensor."""
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         if twice := next((name for name in header.tensors if name in tensors), None):
@@ -157,7 +167,8 @@ def all_tensors(headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Parse the header of a GGUF file.
 
-    Raises UserError, with what was expected and found, for what the specification does not allow and for unsupported types.
+    Raises UserError, with the expected and the actual value, for violations of the specification and for unsupported
+    types.
     """
     try:
         with open(path, "rb") as file:
@@ -210,7 +221,7 @@ class _HeaderParser:
                 f"{what} needs {num_bytes} bytes at {self._at}, but {left} are left: the file is truncated or damaged"
             )
         data = self._file.read(num_bytes)
-        if len(data) != num_bytes:  # it became shorter meanwhile
+        if len(data) != num_bytes:  # the file became shorter
             raise self._error(f"{what} at {self._at} has {len(data)} bytes, expected {num_bytes}")
         self._at += num_bytes
         return data
@@ -219,7 +230,7 @@ class _HeaderParser:
         return struct.unpack(format, self._take(struct.calcsize(format), what))[0]
 
     def _count(self, what: str, shortest: int) -> int:
-        """Read a count of items that take at least `shortest` bytes each. Raises UserError where so many do not fit into the file."""
+        """Read a count of items. Raises UserError if `count` items of `shortest` bytes exceed the rest of the file."""
         count: int = self._number("<Q", f"the number of {what}")
         if count * shortest > self._size - self._at:
             raise self._error(f"{count} {what} are announced, but only {self._size - self._at} bytes are left")
@@ -236,7 +247,7 @@ class _HeaderParser:
 
     def _name(self, what: str, most: int) -> str:
         name = self._text(what, most)
-        if not name.isprintable():  # it stands in messages of one line
+        if not name.isprintable():  # it appears in one-line messages
             raise self._error(f"{what} is {name[:80]!r}, which cannot be printed")
         return name
 
@@ -254,7 +265,7 @@ class _HeaderParser:
             if value > 1:
                 raise self._error(f"{key[:80]!r} is {value}, expected 0 or 1")
             return bool(value)
-        # The shortest decimal that is this float32 is what its author wrote: 1e-5, and not 9.99999974737875e-06.
+        # The shortest decimal for a float32 is the value that its author wrote: 1e-5, not 9.99999974737875e-06.
         return float(str(np.float32(value))) if kind is GGUFValueType.FLOAT32 else value
 
     def _array(self, key: str) -> list[str] | NDArray[Any]:
@@ -290,7 +301,10 @@ class _HeaderParser:
         return tensors
 
     def _tensor(self, name: str, alignment: int, header: GGUFHeader) -> TensorInfo:
-        """Read a tensor's info. Its offset is the file's, which counts from the beginning of the data. header: what was read before it."""
+        """Read a tensor info.
+
+        Its offset counts from the start of the data, as in the file. `header`: without tensors, for errors.
+        """
         rank = self._number("<I", f"the rank of {name!r}")
         if not 1 <= rank <= DIMENSIONS:
             raise self._error(f"the tensor {name!r} has {rank} dimensions, expected 1 to {DIMENSIONS}")

@@ -1,4 +1,7 @@
-"""Recognise GGUF models by their first bytes. Every path is asked, so this imports nothing of what reads such models."""
+"""Recognise GGUF models by their first bytes.
+
+This check runs for every path, so the module does not import the reader.
+"""
 
 from pathlib import Path
 
@@ -6,7 +9,7 @@ MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether the file begins as GGUF files do; False for what cannot be opened."""
+    """Return whether the file begins with the GGUF magic; False if it cannot be opened."""
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -15,7 +18,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def is_gguf_layout(path: Path) -> bool:
-    """Return whether the path is a GGUF file, or a folder with one and without a config.json."""
+    """Return whether the path is a GGUF file, or a folder with a GGUF file and without config.json."""
     if not path.is_dir():
         return is_gguf(path)
     return not (path / "config.json").is_file() and any(is_gguf(file) for file in path.glob("*.gguf"))

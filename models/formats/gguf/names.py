@@ -1,6 +1,6 @@
-"""How llama.cpp names and lays out the tensors of the families whose GGUF files are read, and of those that are written.
+"""llama.cpp's tensor names and layouts for the families whose GGUF files are read or written.
 
-Names are those of gguf's constants.py; what its converter changes is undone here and in reader.py.
+Names are from gguf's constants.py. This module and reader.py undo the changes of llama.cpp's converter.
 """
 
 import re
@@ -11,29 +11,29 @@ ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 WHOLE_NAME = re.compile(r"(\w+)\.(weight|bias)")
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # of files before April 2024
+EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # in files before April 2024
 EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """llama.cpp's names of a family's modules, each with Hugging Face's, and what else differs between the two."""
+    """Hugging Face's module names of a family by llama.cpp's, and other differences between the layouts."""
 
     whole: Mapping[str, str]
     in_layer: Mapping[str, str]
-    """Names within a layer. A parameter whose last part differs, too, has an entry of its own with both last parts."""
+    """Names within a layer. If the parameter's last component differs too, the entry has both last components."""
     layers: str = "model.layers"
     in_expert: Mapping[str, str] = field(default_factory=dict)
     experts: str = "mlp.experts"
     transposed: tuple[str, ...] = ()
     """Modules whose weight is [O, I] in the file and [I, O] in Hugging Face's layout."""
     norm_offset: float = 0.0
-    """What the file's norms have more than Hugging Face's, whose model adds it itself."""
+    """Offset of the file's norm weights over Hugging Face's; Hugging Face's model adds the offset itself."""
     settings: tuple[str, ...] = (ROTARY_FACTORS,)
     """Tensors that are read with the config and belong to no module."""
 
     def hugging_face_name(self, name: str) -> str:
-        """Return the tensor's name in Hugging Face's layout. An unknown name stays as it is, and is refused as unexpected later."""
+        """Return the tensor's name in Hugging Face's layout. Keeps an unknown name, which is rejected later."""
         if (match := WHOLE_NAME.fullmatch(name)) and match[1] in self.whole:
             return f"{self.whole[match[1]]}.{match[2]}"
         if match := LAYER_NAME.fullmatch(name):
@@ -47,14 +47,17 @@ class TensorLayout:
         return name
 
     def expert_names(self, name: str, count: int) -> list[str] | None:
-        """Return the names of the experts that a tensor [count, ...] holds, or None for another tensor."""
+        """Return the names of the experts that a tensor [count, ...] holds; None for other tensors."""
         match = EXPERTS_NAME.fullmatch(name)
         if match is None or match[2] not in self.in_expert:
             return None
         return [self._expert_name(match[1], i, self.in_expert[match[2]]) for i in range(count)]
 
     def llama_cpp_name(self, name: str) -> str:
-        """Return llama.cpp's name of a parameter. The experts of a layer share one name, because they are one tensor."""
+        """Return llama.cpp's name of a parameter.
+
+        The experts of a layer share one name, because they are one tensor.
+        """
         module, _, leaf = name.rpartition(".")
         match = re.fullmatch(rf"{re.escape(self.layers)}\.(\d+)\.(.+)", module)
         if match is None:

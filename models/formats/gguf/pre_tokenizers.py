@@ -1,7 +1,7 @@
-"""How a byte-level tokenizer cuts a text before pairs are merged, by llama.cpp's names of the ways (`tokenizer.ggml.pre`).
+"""Split patterns of byte-level tokenizers, by llama.cpp's names (`tokenizer.ggml.pre`).
 
-Patterns are those of the families' own tokenizer.json, in the notation of Oniguruma; the names are those of llama.cpp's
-src/llama-vocab.cpp. Several are applied one after the other, each to the pieces that the one before made.
+The patterns are from the families' tokenizer.json, in Oniguruma syntax; the names are from llama.cpp's
+src/llama-vocab.cpp. Several patterns apply in sequence, each to the pieces of the previous one.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from models.tokenizers.tiktoken import LLAMA3_PATTERN, QWEN_PATTERN
 class PreTokenizer:
     patterns: tuple[str, ...]
     is_nfc: bool = False
-    """Whether texts are brought into Unicode's NFC first."""
+    """Whether texts are normalised to Unicode NFC first."""
     whole_words_first: bool = False
-    """Whether words of the vocabulary are taken without merging."""
+    """Whether a piece that is a vocabulary entry becomes one token without merges."""
     adds_bos: bool = False
-    """Whether BOS comes first, where the file does not say it."""
+    """Whether BOS comes first if the file does not say."""
 
 
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -28,7 +28,7 @@ BEHIND_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN_PATTERN = "|".join((*WORDS, r"\p{N}", BEHIND_WORDS))
 GPT4O_PATTERN = "|".join((*(word + CONTRACTION for word in WORDS), r"\p{N}{1,3}", BEHIND_WORDS))
 BLOOM_PATTERN = r" ?[^(\s|[.,!?…。，、।۔،])]+"
-CASED_LETTERS = (  # those that DeepSeek lists; Unicode has more by now
+CASED_LETTERS = (  # DeepSeek's list; Unicode now has more
     r"A-Za-z\x{B5}\x{C0}-\x{D6}\x{D8}-\x{F6}\x{F8}-\x{1BA}\x{1BC}-\x{1BF}\x{1C4}-\x{293}\x{295}-\x{2AF}"
     r"\x{370}-\x{373}\x{376}\x{377}\x{37B}-\x{37D}\x{37F}\x{386}\x{388}-\x{38A}\x{38C}\x{38E}-\x{3A1}"
     r"\x{3A3}-\x{3F5}\x{3F7}-\x{481}\x{48A}-\x{52F}\x{531}-\x{556}\x{10A0}-\x{10C5}\x{13A0}-\x{13F5}"
@@ -62,7 +62,7 @@ DEEPSEEK_V3_PATTERNS = (
 LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), whole_words_first=True, adds_bos=True)
 QWEN2 = PreTokenizer((QWEN_PATTERN,), is_nfc=True)
 BY_THREE_DIGITS = PreTokenizer((LLAMA3_PATTERN,))
-PRE_TOKENIZERS = {  # of those that are alike the first is written
+PRE_TOKENIZERS = {  # the writer uses the first of equal ones
     "gpt-2": PreTokenizer((GPT2_PATTERN,)),
     "smollm": PreTokenizer((r"\p{N}", GPT2_PATTERN)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
@@ -75,4 +75,6 @@ PRE_TOKENIZERS = {  # of those that are alike the first is written
     **dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK_V3_PATTERNS)),
     "bloom": PreTokenizer((BLOOM_PATTERN,)),
 }
-"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3, Qwen, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three, BLOOM."""
+"""By `tokenizer.ggml.pre`: GPT-2, SmolLM, Llama 3, Qwen, GLM-4 and Phi-4, Phi-4-mini, Mistral Nemo, DeepSeek's three,
+BLOOM.
+"""

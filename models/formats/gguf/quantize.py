@@ -1,11 +1,7 @@
-"""Quantise rows to the blocks of llama.cpp's types, without an importance matrix, to the bytes of its llama-quantize.
+"""Quantise rows to llama.cpp's block types without an importance matrix, bit-exactly as llama-quantize does.
 
-The gguf package quantises to blocks of 32. Here are the types of super-blocks, Q4_K, Q5_K and Q6_K. A super-block has 256 values in
-groups. The scale of a group is an integer, which counts steps of one float16. It is searched: each candidate rounds the values to codes,
-and least squares fit the scale to the codes, and a minimum where the type has one. Candidates, weights and the order of float32
-operations are those of ggml-quants.c.
-
-B super-blocks, G groups of N values in each. Values are [N, G, B], so that a sum over N adds one value after the other, as ggml does.
+The gguf package quantises to blocks of 32. This module adds the super-block types Q4_K, Q5_K and Q6_K. A super-block
+has
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +17,19 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-VALUES_AT_ONCE = 2**18  # intermediate results stay in a cache
+VALUES_AT_ONCE = 2**18  # intermediate results stay in cache
 STEP = np.float32(0.1)  # between candidates, in codes
-SMALLEST = np.float32(1e-15)  # of Q6_K: numbers that are all below are taken as zeros
-LARGEST_SCALE = np.float32(63)  # of Q4_K and Q5_K, whose scales and minima are from 0
-Q6_CODES, Q6_SCALES = np.float32(32), np.float32(128)  # codes of Q6_K are from -32 to 31, its scales from -128 to 127
+SMALLEST = np.float32(1e-15)  # for Q6_K: if all magnitudes are below it, the values count as zeros
+LARGEST_SCALE = np.float32(63)  # of Q4_K and Q5_K; scales and minima begin at 0
+Q6_CODES, Q6_SCALES = np.float32(32), np.float32(128)  # codes of Q6_K: -32 to 31; scales: -128 to 127
 FLOAT16_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block has its float16 numbers. Other types have one at its beginning."""
+"""Byte offsets of the float16 numbers in a block. Other types have one, at offset 0."""
 
 
 def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
-    """Return the blocks uint8 [rows, bytes] of float32 rows, whose length is a multiple of the type's block.
+    """Return the blocks uint8 [rows, bytes] of float32 rows. The row length is a multiple of the type's block size.
 
-    Raises OverflowError for values whose scale no float16 holds, and for those that are not finite.
+    Raises OverflowError for values that are not finite, or whose scale exceeds float16's range.
     """
     block, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = np.empty((len(rows), rows.shape[1] // block * block_bytes), np.uint8)
@@ -41,7 +37,7 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
 
     def fill(start: int) -> None:
         part = rows[start : start + at_once]
-        with np.errstate(all="ignore"):  # equal values divide by zero, and candidates that are not finite are not taken
+        with np.errstate(all="ignore"):  # equal values divide by zero; candidates that are not finite lose
             if kind in SUPER_BLOCKS:
                 blocks[start : start + at_once] = SUPER_BLOCKS[kind].quantize(part).reshape(len(part), -1)
             else:
@@ -59,12 +55,12 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
 
 
 def _by_value(rows: Floats, size: int) -> Floats:
-    """Return [N, G, B] of rows. size: N."""
+    """Return rows as [N, G, B]. `size`: N."""
     return np.ascontiguousarray(rows.reshape(-1, QK_K // size, size).transpose(2, 1, 0))
 
 
 def _by_block(codes: Floats) -> Bytes:
-    """Return whole codes [N, G, B] as [B, G, N]."""
+    """Return integer codes [N, G, B] as [B, G, N]."""
     return codes.astype(np.uint8).transpose(2, 1, 0)
 
 
@@ -74,16 +70,18 @@ def _joined(*parts: NDArray[Any]) -> Bytes:
 
 @dataclass(frozen=True)
 class AffineSuperBlock:
-    """Q4_K and Q5_K: eight groups of 32 values, each scale * code - minimum."""
+    """Q4_K and Q5_K: eight groups of 32 values, each value is scale * code - minimum."""
 
     largest: np.float32
-    """The largest code; the smallest is 0."""
+    """Largest code; the smallest is 0."""
     first: np.float32
-    """The first candidate divides the range of values into this many codes more than there are."""
+    """Added to `largest` for the number of codes of the first candidate."""
     num_candidates: int
 
     def quantize(self, rows: Floats) -> Bytes:
-        """Return the blocks [B, bytes]: steps of scales and minima, both packed, the codes' fifth bits if any, and the other four."""
+        """Return the blocks [B, bytes]: steps of scales and minima, packed scales and minima, fifth bits of codes if
+        any, low four bits.
+        """
         x = _by_value(rows, 32)
         scales, minima, codes = self._search(x)
         scale_step, scale_codes = _steps(scales)
@@ -97,14 +95,14 @@ class AffineSuperBlock:
         return _joined(steps, _pack_six_bits(scale_codes, minimum_codes), *fifth_bits, four_bits)
 
     def _search(self, x: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return the scales and minima [8, B] of groups, and the codes [32, 8, B] by which they were found."""
+        """Return the groups' scales and minima [8, B], and the codes [32, 8, B] of the best candidate."""
         weights = np.sqrt((x * x).sum(0) / np.float32(len(x))) + np.abs(x)
         sum_w, sum_wx = weights.sum(0), (weights * x).sum(0)
         low, high = np.minimum(x.min(0), 0), x.max(0)
         is_flat = low == high
         inverse = np.where(is_flat, 0, self.largest / (high - low))
         scale = np.where(is_flat, 0, 1 / inverse)
-        found = inverse, low  # by which the best candidate rounded
+        found = inverse, low  # of the best candidate, for its rounding
         error = _error(weights, scale * self._round(inverse * (x - low)) + low - x)
         for i in range(self.num_candidates):
             inverse = (self.first + STEP * np.float32(i) + self.largest) / (high - low)
@@ -133,24 +131,27 @@ def _error(weights: Floats, difference: Floats) -> Floats:
 
 
 def _steps(values: Floats) -> tuple[NDArray[np.float16], Floats]:
-    """Return the step [B], and how many of it [8, B] stand for values [8, B] from 0."""
+    """Return the step [B], and the multiples [8, B] of it that represent nonnegative `values` [8, B]."""
     most = values.max(0)
     inverse, step = np.where(most > 0, (LARGEST_SCALE / most, most / LARGEST_SCALE), 0)
     return step.astype(np.float16), np.clip(np.rint(inverse * values), 0, LARGEST_SCALE)
 
 
 def _pack_six_bits(scales: Floats, minima: Floats) -> Bytes:
-    """Return 12 bytes [B, 12] of twice eight numbers [8, B]. Two bits of the last four are in the bytes of the first four."""
+    """Return eight scales and eight minima, each [8, B], in 12 bytes [B, 12].
+
+    The top two bits of the last four numbers are in the bytes of the first four.
+    """
     both = np.stack((scales, minima)).astype(np.uint8)
     first, last = both[:, :4], both[:, 4:]
     return np.concatenate((*(first | last >> 4 << 6), last[0] & 15 | last[1] << 4)).T
 
 
 class SignedSuperBlock:
-    """Q6_K: 16 groups of 16 values, each scale * code, both of either sign."""
+    """Q6_K: 16 groups of 16 values, each value is scale * code, both signed."""
 
     def quantize(self, rows: Floats) -> Bytes:
-        """Return the blocks [B, bytes]: four bits of the codes, two more, scales, and their step."""
+        """Return the blocks [B, bytes]: low four bits of the codes, upper two bits, scales, and their step."""
         x = _by_value(rows, 16)
         scales, codes = self._search(x)
         most = _extreme(scales)
@@ -160,14 +161,14 @@ class SignedSuperBlock:
         scale_codes = np.where(is_zero, 0, np.minimum(np.rint(inverse * scales), Q6_SCALES - 1))
         scales = step.astype(np.float32) * scale_codes
         codes = np.where(scales == 0, codes, self._round(x / scales) + Q6_CODES)
-        quarters = _by_block(np.where(is_zero, 0, codes)).reshape(-1, 2, 4, 32)  # [B, half, quarter of it, value]
+        quarters = _by_block(np.where(is_zero, 0, codes)).reshape(-1, 2, 4, 32)  # [B, half, quarter of the half, value]
         four_bits = quarters[:, :, :2] & 15 | quarters[:, :, 2:] << 4
         two_bits = np.bitwise_or.reduce(quarters >> 4 << np.array([[0], [2], [4], [6]], np.uint8), axis=2)
         packed_scales = scale_codes.astype(np.int8).T.view(np.uint8)
         return _joined(four_bits, two_bits, packed_scales, step[:, None].view(np.uint8))
 
     def _search(self, x: Floats) -> tuple[Floats, Floats]:
-        """Return the scales [16, B] of groups, and the codes from 0 [16, 16, B] by which they were found."""
+        """Return the groups' scales [16, B], and the best candidate's codes [16, 16, B], shifted to begin at 0."""
         extreme, weights = _extreme(x), x * x
         is_zero = np.abs(extreme) < SMALLEST
         found = scale = best = np.zeros_like(extreme)
@@ -187,7 +188,7 @@ class SignedSuperBlock:
 
 
 def _extreme(x: Floats) -> Floats:
-    """Return the value that is furthest from zero along the first axis, the first of equal ones."""
+    """Return the value with the largest magnitude along the first axis; the first one if several are equal."""
     extreme: Floats = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
     return extreme
 

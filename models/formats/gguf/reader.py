@@ -1,5 +1,6 @@
-"""Read GGUF, the one-file layout of llama.cpp, whole or split, in Hugging Face's terms: the keys of config.json, and weights with its
-names, shapes and order of rows, dequantised while they are read.
+"""Read GGUF, llama.cpp's layout, whole or split, in Hugging Face's terms.
+
+The result is config.json keys, and weights with Hugging Face's names, shapes and row order, dequantised during reading.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,10 @@ from models.formats.rotary_rows import half_apart
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF model. Raises UserError for damaged or missing files, and for features of llama.cpp that no family here has."""
+    """Open a GGUF model.
+
+    Raises UserError for damaged or missing files, and for llama.cpp features that no family here has.
+    """
     headers = read_gguf_headers(path)
     config = read_gguf_config(headers)
     return Checkpoint(
@@ -37,15 +41,18 @@ def open_gguf(path: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How to put the rows of a tensor back that llama.cpp's converter moved."""
+    """How to restore the row order of a tensor that llama.cpp's converter permuted."""
 
     restore: Callable[[Tensor], Tensor]
     multiple: int
-    """Rows must be a multiple of this."""
+    """The number of rows must be a multiple of this."""
 
 
 def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
-    """Return the orders of the moved rows of weights and biases, by their module's own name. config: from read_gguf_config."""
+    """Return the orders of permuted weights and biases, by the last component of the module name.
+
+    `config`: from read_gguf_config.
+    """
     model_type = config.require("model_type", str)
     if model_type == "bloom":
         heads = config.count("n_head")
@@ -60,21 +67,21 @@ def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
 
 
 def by_head(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows with each head's query, key and value together. tensor: [3 * heads * D, ...], all queries first."""
+    """Return the rows grouped by head: query, key, value. `tensor`: [3 * heads * D, ...] with all queries first."""
     ordered: Tensor = tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
     return ordered
 
 
 class GGUFWeights:
-    """The tensors of a model's files under Hugging Face's names, as CodedWeights. One is in memory at a time.
+    """The tensors of a model's files with Hugging Face's names, as CodedWeights. Memory holds one tensor at a time.
 
-    They are read, not mapped: when a mapped file becomes shorter, the process ends.
+    The files are read, not mapped: the process would crash if a mapped file became shorter.
     """
 
     is_mapped = False
 
     def __init__(self, headers: list[GGUFHeader], config: ConfigReader) -> None:
-        """config: from read_gguf_config. Raises UserError where two tensors have the same Hugging Face name."""
+        """`config`: from read_gguf_config. Raises UserError if two tensors have the same Hugging Face name."""
         self.path = headers[0].path
         self._layout = LAYOUTS[config.require("model_type", str)]
         self._row_orders = row_orders(config)
@@ -149,7 +156,7 @@ class GGUFWeights:
 
 
 def _hugging_face_tensors(layout: TensorLayout, name: str, tensor: TensorInfo) -> dict[str, TensorInfo]:
-    """Return the tensors that Hugging Face's layout has for this one: itself, or one for each expert that it holds."""
+    """Return the Hugging Face tensors that this tensor holds: itself, or one for each expert."""
     experts = layout.expert_names(name, tensor.shape[0]) if len(tensor.shape) == 3 else None
     if experts is None:
         return {layout.hugging_face_name(name): tensor}

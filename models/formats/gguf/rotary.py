@@ -1,4 +1,4 @@
-"""Rotary settings of a GGUF file as keys of config.json."""
+"""Read the rotary settings of a GGUF file as config.json keys."""
 
 import math
 from typing import Any
@@ -12,22 +12,25 @@ from models.formats.gguf.names import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTOR
 from models.formats.gguf.tensors import read_tensor
 from models.layers.rotary import RotaryConfig, llama3_factors
 
-LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried until one gives the file's factors
+LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried in order until one gives the file's factors
 
 
 def turning_channels(file: GGUFMetadata, head_dim: int) -> int:
-    """Return how many channels of a head turn."""
+    """Return the number of rotary channels in a head."""
     return file.read.count("rope.dimension_count", head_dim)
 
 
 def turning_share(channels: int, head_dim: int) -> float:
-    """Return partial_rotary_factor: the share of a head's channels that turn, which readers of config.json round down to channels again."""
+    """Return partial_rotary_factor.
+
+    It is adjusted so that readers of config.json, which round down, get `channels` again.
+    """
     share = channels / head_dim
     return share if int(head_dim * share) == channels else math.nextafter(share, 2)
 
 
 def longrope(file: GGUFMetadata) -> dict[str, Any] | None:
-    """Return rope_scaling of Phi-3, None for none. Raises UserError for a factor of attention without factors of frequencies."""
+    """Return rope_scaling of Phi-3, or None. Raises UserError for an attention factor without frequency factors."""
     attention_factor = file.read.positive("rope.scaling.attn_factor", 1.0)
     found = [file.tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
     if found == [None, None]:
@@ -40,9 +43,9 @@ def longrope(file: GGUFMetadata) -> dict[str, Any] | None:
 
 
 def rope_scaling(file: GGUFMetadata, turning: int) -> dict[str, Any] | None:
-    """Return rope_scaling, None for none. turning: channels of a head that turn.
+    """Return rope_scaling, or None. `turning`: rotary channels in a head.
 
-    Raises UserError for a scaling that is not linear, yarn or Llama 3's.
+    Raises UserError for a scaling other than linear, yarn and Llama 3's.
     """
     read = file.read
     kind = read.expect("rope.scaling.type", ("none", "linear", "yarn"), "none")
@@ -66,9 +69,9 @@ def rope_scaling(file: GGUFMetadata, turning: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, turning: int) -> dict[str, Any] | None:
-    """Find the parameters of Llama 3.1's scaling that give the file's factors, [D / 2] divisors of the frequencies.
+    """Return the Llama 3.1 scaling parameters that give the file's factors [D / 2], the divisors of the frequencies.
 
-    Raises UserError where none do.
+    Raises UserError if no parameters do.
     """
     if tensor.shape != (turning // 2,):
         raise UserError(
@@ -79,9 +82,9 @@ def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, turnin
     if bool((factors == 1).all()):
         return None
     for original in LLAMA3_ORIGINAL_LENGTHS:
-        # Scaling the other three parameters by one number changes nothing, so trying lengths is enough.
+        # A common factor of the other three parameters has no effect, so it is enough to try lengths.
         tried = RotaryConfig(turning, original, theta, "llama3", factor, original)
-        # Not equal to the bit: the file's factors are float32 differences of near numbers.
+        # Not bit-exact: the file's factors are float32 differences of close numbers.
         if torch.allclose(factors, llama3_factors(tried), rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",

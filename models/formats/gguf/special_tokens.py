@@ -1,4 +1,4 @@
-"""Which tokens of a GGUF file are special, by llama.cpp's rules: a file may name few of them, and call some of them normal.
+"""Find the special tokens of a GGUF file by llama.cpp's rules. A file may name few of them, and mark some as normal.
 
 Source: `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp.
 """
@@ -14,17 +14,17 @@ from conf.errors import UserError
 from models.formats.gguf.header import GGUFHeader
 
 LIST = "tokenizer.ggml.tokens"
-SPACE = "▁"  # in sentencepiece's tokens
-SPACES_BEHIND_SPECIAL = "quintet.tokenizer.spaces_behind_special"  # our own; true where it is not there
-NONE = 2**32 - 1  # an id that a file gives for a token that it has not
-PIECES = "llama"  # the kind of vocabulary that sentencepiece has
+SPACE = "▁"  # the space in sentencepiece tokens
+SPACES_BEHIND_SPECIAL = "quintet.tokenizer.spaces_behind_special"  # our own key; true if missing
+NONE = 2**32 - 1  # id of an absent token in a file
+PIECES = "llama"  # the sentencepiece kind of vocabulary
 DEFAULT_IDS = {PIECES: {"bos": 1, "eos": 2}}
 ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "[e~["),
     *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>"),
 )
-CODE = {  # parts of a prompt whose middle is to be filled in; the last three end a text, too
+CODE = {  # parts of a fill-in-the-middle prompt; the last three also end a text
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>")
     + ("<|code_prefix|>", "<|prefix|>"),
     "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>")
@@ -36,8 +36,9 @@ CODE = {  # parts of a prompt whose middle is to be filled in; the last three en
     "fim_sep": ("<|file_sep|>",),
 }
 CODE_ENDS = ("fim_pad", "fim_rep", "fim_sep")
-HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss; shown in texts
-# In a vocabulary with one of these sets <|end|> ends a part of an answer; with one of these tokens </s> is plain text.
+HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss; visible in texts
+# If the vocabulary has all tokens of one of these sets, <|end|> only ends a part of an answer. If it has one of
+# PLAIN_EOS_MARKERS, </s> is plain text.
 HARMONY_CALLS = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"})
 PLAIN_EOS_MARKERS = ("<|tool_response>", "<|plamo:eos|>")
 PHI3, PHI3_KEEPS_SPACE = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
@@ -62,7 +63,10 @@ class SpecialTokens:
         return self.id("eos")
 
     def id(self, name: str) -> int | None:
-        """Return a token's id from the file, or the default of the vocabulary's kind. Raises UserError for an id out of range."""
+        """Return a token's id from the file, or the default of the vocabulary kind.
+
+        Raises UserError if the id is out of range.
+        """
         read, size = self.header.section("tokenizer.ggml"), len(self.texts)
         default = DEFAULT_IDS.get(self._kind, {}).get(name, NONE)
         id = read.get(f"{name}_token_id", int, default if default < size else NONE)
@@ -74,7 +78,7 @@ class SpecialTokens:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end a text: those that the file names, EOS first, and those whose text says it."""
+        """Return the ids that end a text: ids that the file names (EOS first), and tokens with a known end text."""
         named = [self.id(name) for name in ("eos", "eot", "eom", *CODE_ENDS)]
         spelled = [self._ids[text] for text in self._end_texts if text in self._ids]
         code = [self._ids[text] for name in CODE_ENDS for text in self._code_texts(name)]
@@ -84,7 +88,7 @@ class SpecialTokens:
 
     @cached_property
     def types(self) -> list[int]:
-        """The type of each token."""
+        """Return the type of each token."""
         types = list(map(int, self.header.numbers("tokenizer.ggml.token_type", "i", len(self.texts))))
         if wrong := set(types) - set(TokenType):
             raise UserError(
@@ -128,7 +132,7 @@ class SpecialTokens:
         return {text: id for id, text in enumerate(self.texts)}
 
     def _code_texts(self, name: str) -> list[str]:
-        """Return the token that a name of CODE stands for, where the file does not give its id."""
+        """Return the vocabulary's token for a key of CODE, unless the file gives its id."""
         given = self.header.section("tokenizer.ggml").raw(f"{name}_token_id")
         return [text for text in CODE[name] if text in self._ids][:1] if given is None else []
 
@@ -138,7 +142,7 @@ class SpecialTokens:
 
     @cached_property
     def _not_ends(self) -> dict[int, int]:
-        """Tokens of ENDS that end no text in this vocabulary, with their types."""
+        """Return the types of tokens in ENDS that do not end a text in this vocabulary, by id."""
         found: dict[int, int] = {}
         if "<|end|>" in self._ids and any(calls <= self._ids.keys() for calls in HARMONY_CALLS):
             found[self._ids["<|end|>"]] = TokenType.USER_DEFINED

@@ -1,6 +1,7 @@
-"""The tokenizer inside a GGUF file: a sentencepiece vocabulary with scores (`llama`), or byte-level pairs with merges (`gpt2`).
+"""Load the tokenizer in a GGUF file: a sentencepiece vocabulary with scores (`llama`), or byte-level BPE (`gpt2`).
 
-Keys: ggml's docs/gguf.md. Where a file does not say whether BOS comes first or how a text is split, llama.cpp's rule holds.
+Keys are from ggml's docs/gguf.md. llama.cpp's defaults apply if a file does not say whether BOS comes first or how to
+split texts.
 """
 
 import json
@@ -25,7 +26,10 @@ TEMPLATE = "tokenizer.chat_template"
 
 
 def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
-    """Return the file's tokenizer, or None where it has none. Raises UserError for a damaged vocabulary or an unknown kind."""
+    """Return the file's tokenizer, or None if there is none.
+
+    Raises UserError for a damaged vocabulary or an unknown kind.
+    """
     read = header.section("tokenizer.ggml")
     kind = read.raw("model")
     if kind in ("none", "no_vocab", None):
@@ -37,7 +41,7 @@ def load_gguf_tokenizer(header: GGUFHeader) -> Tokenizer | None:
 
 
 class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
-    """Llama's tokenizer, by pieces and scores."""
+    """Llama's sentencepiece tokenizer, made from pieces and scores."""
 
     def __init__(self, header: GGUFHeader) -> None:
         tokens = SpecialTokens(header)
@@ -48,7 +52,7 @@ class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
         self.bos_token_id, self.eos_token_id, self.turn_end_ids = tokens.bos, tokens.eos, tokens.ends
         self.special_tokens = tokens.by_name()
         self._adds_bos = header.section("tokenizer.ggml").get("add_bos_token", bool, True)
-        self.take_templates(_chat_templates(header))  # many families share this kind of vocabulary
+        self.take_templates(_chat_templates(header))  # the vocabulary kind does not show the family
 
     def save(self, folder: Path) -> None:
         settings = {"tokenizer_class": "LlamaTokenizer", "legacy": self._is_legacy, "add_bos_token": self._adds_bos}
@@ -59,7 +63,10 @@ class GGUFSentencePieceTokenizer(SentencePieceTokenizer):
 
 
 class GGUFBytePairTokenizer(HuggingFaceTokenizer):
-    """A byte-level tokenizer, by tokens and merges. A byte without a token is left out, as by llama.cpp and `tokenizers`."""
+    """A byte-level BPE tokenizer, made from tokens and merges.
+
+    A byte without a token is skipped, as in llama.cpp and `tokenizers`.
+    """
 
     def __init__(self, header: GGUFHeader) -> None:
         read, tokens = header.section("tokenizer.ggml"), SpecialTokens(header)
@@ -79,7 +86,7 @@ def _sentencepiece_model(header: GGUFHeader, special: SpecialTokens) -> bytes:
     scores = header.numbers("tokenizer.ggml.scores", "f", len(tokens))
     if not all(map(math.isfinite, scores)):
         raise UserError(f"{header.path}: tokenizer.ggml.scores holds a number that is not finite")
-    if tokens:  # sentencepiece has exactly one that is unknown; Phi-3 calls its own a control token, and 53 that pad the list unknown
+    if tokens:  # sentencepiece needs exactly one unknown token. Phi-3 marks its own as control, and 53 padding tokens as unknown
         unknown = special.id("unknown")
         types = [TokenType.UNUSED if kind == TokenType.UNKNOWN else kind for kind in types]
         first = special.types.index(TokenType.UNKNOWN) if TokenType.UNKNOWN in special.types else 0
@@ -87,7 +94,7 @@ def _sentencepiece_model(header: GGUFHeader, special: SpecialTokens) -> bytes:
     read = header.section("tokenizer.ggml")
     model = sentencepiece_model_pb2.ModelProto()
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        # llama.cpp's converter writes user-defined pieces with spaces
+        # llama.cpp's converter writes user-defined pieces with spaces.
         piece = token.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else token
         model.pieces.add(piece=piece, score=score, type=kind)
     for name, id in (("bos", special.bos), ("eos", special.eos)):
@@ -103,7 +110,7 @@ def _sentencepiece_model(header: GGUFHeader, special: SpecialTokens) -> bytes:
 
 def _byte_pairs(header: GGUFHeader, special: SpecialTokens, pre: PreTokenizer, adds_bos: bool) -> Backend:
     tokens, types = special.texts, special.types
-    used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # others pad the list
+    used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # unused tokens are padding
     ids = {token: i for i, token in used}
     if len(ids) != len(used):
         twice = next(token for i, token in used if ids[token] != i)
@@ -127,7 +134,7 @@ def _byte_pairs(header: GGUFHeader, special: SpecialTokens, pre: PreTokenizer, a
 
 
 def _flags(token: AddedToken) -> dict[str, Any]:
-    """Return an added token as tokenizer_config.json has it."""
+    """Return an added token in the form of tokenizer_config.json."""
     names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     return {name: getattr(token, name) for name in names}
 
@@ -142,7 +149,10 @@ def _merge(header: GGUFHeader, pair: str, ids: dict[str, int]) -> tuple[str, str
 
 
 def _chat_templates(header: GGUFHeader) -> dict[str, str]:
-    """Return the chat templates by name: the default is tokenizer.chat_template, another tokenizer.chat_template.NAME."""
+    """Return the chat templates by name.
+
+    The key of the default template is tokenizer.chat_template, of another tokenizer.chat_template.NAME.
+    """
     templates: dict[str, str] = {}
     for key, value in header.scalars.items():
         if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):

@@ -1,4 +1,4 @@
-"""Turn a tokenizer into the vocabulary that a GGUF file holds: tokens with their types, and scores or merges."""
+"""Convert a tokenizer to a GGUF vocabulary: tokens with types, and scores or merges."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ from models.tokenizers.token_decoder import BYTE_LETTERS
 
 log = logging.getLogger(__name__)
 
-ADDED_SCORE = -1000.0  # of tokens that sentencepiece does not know, as llama.cpp's converter has it
+ADDED_SCORE = -1000.0  # for tokens that sentencepiece does not have, as in llama.cpp's converter
 PROBES = (
     "a",
     " a",
@@ -57,22 +57,23 @@ class GGUFVocabulary:
     types: list[int]
     adds_bos: bool
     chat_template: str | list[dict[str, str]] | None
-    """The template, or several by the keys `name` and `template`."""
+    """One template, or several with the keys `name` and `template`."""
     scores: list[float] = field(default_factory=list)
     """Score of each token, for model `llama`."""
     merges: list[str] = field(default_factory=list)
-    """Merges in their order, for model `gpt2`."""
+    """Merges in order, for model `gpt2`."""
     adds_space_prefix: bool = False
     removes_extra_whitespaces: bool = False
     unknown_token_id: int | None = None
     spaces_behind_special: bool = True
-    """Whether the space before a text also stands behind special tokens, as in llama.cpp. GGUF has no key of its own for it."""
+    """Whether the space prefix also follows special tokens, as in llama.cpp. GGUF itself has no key for this."""
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
-    """Return a vocabulary of `size` tokens, the model's number; tokens that the tokenizer lacks are marked unused.
+    """Return a vocabulary of `size` tokens, the model's vocabulary size. Padding tokens are marked unused.
 
-    Warns where a reader of the file will find other tokens in a text. Raises UserError for kinds of tokenizer that GGUF lacks.
+    Warns if a reader of the file will tokenize texts differently. Raises UserError for tokenizer kinds that GGUF does
+    not support.
     """
     vocabulary = _vocabulary(tokenizer, size)
     _warn_of_other_tokens(tokenizer, vocabulary)
@@ -116,7 +117,7 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
 
 
 def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
-    """Return the header of a file with this vocabulary alone."""
+    """Return the header of a file with only this vocabulary."""
     scalars = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -184,7 +185,7 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
     types[unknown] = int(TokenType.UNKNOWN)
     for id, kind in enumerate(types):
         if kind == TokenType.USER_DEFINED:
-            tokens[id] = tokens[id].replace(SPACE, " ")  # as llama.cpp's converter writes them
+            tokens[id] = tokens[id].replace(SPACE, " ")  # as llama.cpp's converter does
     return GGUFVocabulary(
         "llama",
         "default",
@@ -193,7 +194,7 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
         _adds_bos(tokenizer),
         tokenizer.named_templates.get("chat_template"),
         scores=scores,
-        # The tokenizer itself is tried, because a tokenizer.json may treat spaces differently from the tokenizer.model beside it.
+        # Tested with the tokenizer, because tokenizer.json may treat spaces differently from tokenizer.model.
         adds_space_prefix=any(tokens[id].startswith(SPACE) for id in tokenizer.encode("a", False)[:1]),
         removes_extra_whitespaces=tokenizer.encode("a  a", False) == tokenizer.encode("a a", False),
         unknown_token_id=unknown,
@@ -213,7 +214,10 @@ def _of_ranks(tokenizer: QwenTokenizer, size: int) -> GGUFVocabulary:
 
 
 def _last_parts(token: bytes, tokenizer: QwenTokenizer) -> list[bytes]:
-    """Return the two parts that become the token by the last merge of its bytes, or its one byte. Raises UserError where there are more."""
+    """Return the two parts that the token's last merge joins; its byte if it has only one.
+
+    Raises UserError if no merge of two tokens makes it.
+    """
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         ranks = [tokenizer.ranks.get(left + right, tokenizer.size) for left, right in pairwise(parts)]
@@ -234,7 +238,10 @@ def _of_pairs(
     added: Mapping[int, AddedToken],
     size: int,
 ) -> GGUFVocabulary:
-    """tokens: texts in GPT-2's letters, by id. merges: two of them each, in their order."""
+    """Return the vocabulary of a BPE tokenizer.
+
+    `tokens`: texts in GPT-2's byte letters, by id. `merges`: two such texts each, in order.
+    """
     names = {**tokens, **{id: token.content for id, token in added.items()}}
     types = [_type_of(added.get(id)) if id in added or id not in names else int(TokenType.NORMAL) for id in range(size)]
     return GGUFVocabulary(
@@ -255,7 +262,7 @@ def _type_of(token: AddedToken | None) -> int:
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:
-    if isinstance(tokenizer, ChatGLM2Tokenizer):  # a warning says what it adds
+    if isinstance(tokenizer, ChatGLM2Tokenizer):  # a warning reports the tokens that it adds
         return False
     begin = tokenizer.encode("", add_special_tokens=True)
     if begin not in ([], [tokenizer.bos_token_id]):
@@ -266,7 +273,7 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
 
 
 def _pre(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the way in which this tokenizer splits a text."""
+    """Return llama.cpp's name of this tokenizer's split patterns. Raises UserError if there is none."""
     steps = backend["pre_tokenizer"] or {}
     cuts: list[str] = []
     for step in steps.get("pretokenizers", [steps]):

@@ -1,6 +1,6 @@
-"""Write a checkpoint of any layout as one GGUF file, which llama.cpp and models/formats/gguf/reader.py read.
+"""Write a checkpoint of any layout as one GGUF file, for llama.cpp and models/formats/gguf/reader.py.
 
-Keys and the types of tensors are those of llama.cpp's own converter. One tensor is in memory at a time.
+Keys and tensor types are those of llama.cpp's converter. Memory holds one tensor at a time.
 """
 
 import logging
@@ -40,11 +40,12 @@ log = logging.getLogger(__name__)
 def write_gguf(
     checkpoint: Checkpoint, file: Path, dtype: str, on_bytes: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
-    """Write the model and its tokenizer to `file`, which appears complete or not at all. dtype: one of FILE_TYPES.
+    """Write the model and its tokenizer to `file`. The file gets its name only when it is complete.
 
-    Each tensor has the type that llama-quantize gives it, and its bytes. A warning counts those whose rows no block of the type divides.
-    `on_bytes(done, total)` is called after every tensor.
-    Raises UserError for a dtype, a family, a rotary scaling or a tokenizer that the file cannot hold, and as load_weights does.
+    `dtype`: one of FILE_TYPES. Each tensor has the type and the bytes that llama-quantize gives it. A warning counts
+    tensors whose row length the type's block size does not divide. Calls `on_bytes(done, total)` after every tensor.
+    Raises UserError for a dtype, family, rotary scaling or tokenizer that GGUF does not support, and as load_weights
+    does.
     """
     if dtype not in FILE_TYPES:
         raise UserError(f"dtype={dtype!r} is not supported in GGUF: only {', '.join(FILE_TYPES)}")
@@ -81,12 +82,12 @@ def write_gguf(
 
 
 class _StoredTensor:
-    """A tensor of the file: one parameter, or the same matrix of every expert of a layer."""
+    """A tensor of the file: one parameter, or the same matrix of all experts in a layer."""
 
     type = GGMLQuantizationType.F32
 
     def __init__(self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None) -> None:
-        """shape: of the parameter. change: what the converter does with it."""
+        """`shape`: of the parameter. `change`: the converter's change."""
         self.name = name
         self._change = change
         self.sources: list[tuple[WeightFile, str]] = []
@@ -102,7 +103,7 @@ class _StoredTensor:
         return int(np.prod(self.shape, dtype=np.int64)) // block * block_bytes
 
     def read(self) -> NDArray[np.uint8]:
-        """Return the tensor's bytes as the file holds them."""
+        """Return the tensor's bytes in the file."""
         stored = np.empty((len(self.sources), self.num_bytes // len(self.sources)), np.uint8)
         for row, (file, name) in zip(stored, self.sources, strict=True):
             tensor = next(iter(file.read([name])))[1]
@@ -122,7 +123,7 @@ class _StoredTensor:
 
 
 def _change_of(name: str, architecture: str, layout: TensorLayout, shape: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return what llama.cpp's converter does with a parameter, None for nothing: the other direction of reader.py."""
+    """Return llama.cpp's change of a parameter, or None: the inverse of reader.py's."""
     *_, module, leaf = name.split(".")
     if architecture == "llama" and module in ("q_proj", "k_proj"):
         heads = shape.num_attention_heads if module == "q_proj" else shape.num_key_value_heads
@@ -135,13 +136,16 @@ def _change_of(name: str, architecture: str, layout: TensorLayout, shape: Any) -
 
 
 def by_part(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows with all queries first, then all keys and all values. tensor: [heads * 3 * D, ...], head by head."""
+    """Return the rows with all queries first, then keys, then values.
+
+    `tensor`: [heads * 3 * D, ...] grouped by head.
+    """
     ordered: Tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return ordered
 
 
 def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
-    """Return the divisors of frequencies, which are tensors of the file, by name."""
+    """Return the frequency divisors that the file holds as tensors, by name."""
     if isinstance(shape, Phi3Config):
         factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
         is_scaled = {1.0} != {factor for each in factors.values() for factor in each}
