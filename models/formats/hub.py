@@ -113,7 +113,6 @@ def _huggingface() -> Client:
 
 
 def _modelscope() -> Client:
-    """Return ModelScope's client. Raises UserError if its package is not installed."""
     try:
         from modelscope import snapshot_download
         from modelscope.hub.utils.utils import get_endpoint

@@ -147,7 +147,6 @@ def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
 
 
 def _lone_pickle(folder: Path) -> list[str]:
-    """Return the name of the only `.bin`, `.pt` or `.pth` file; an empty list if there is not exactly one."""
     names = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
     return names if len(names) == 1 else []
 

@@ -32,7 +32,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTORS = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 WHOLE = re.compile(r"(.+?)(\.base_layer)?\.(weight|bias)")
-# PEFT reads a pattern as a regular expression. Only patterns without a search are supported; they are the common ones.
+# PEFT reads a pattern as a regular expression. Only names and dots are accepted: they need no search, and are the
+# common form.
 PLAIN_PATTERN = re.compile(r"\^?(\w|\\?\.)+")
 HEAD = "lm_head"
 EMBEDDINGS = ("embed_tokens", HEAD)
@@ -238,7 +239,6 @@ def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: 
 
 
 def expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) -> None:
-    """Raise UserError if a tensor has another shape."""
     if weights.shapes[key] != expected:
         raise UserError(
             f"{weights.path}: {key} is {list(weights.shapes[key])}, expected {list(expected)} by model and {CONFIG}"

@@ -5,6 +5,7 @@
     TensorProto { repeated int64 dims = 1; string tensor_type = 2; bytes tensor_content = 3 }
 
 The reader parses the fields of a mapped file itself, because the protobuf library is limited to 2 GB. A tensor above
+512 MB is several consecutive Values with the same tag.
 """
 
 import math

@@ -50,7 +50,6 @@ def read_packed(path: Path, identity: str) -> dict[str, Tensor]:
 
 
 def is_packed(path: Path, identity: str) -> bool:
-    """Whether `read_packed` succeeds."""
     try:
         return bool(read_packed(path, identity))
     except NotUsable:

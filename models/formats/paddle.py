@@ -30,7 +30,7 @@ RANK = re.compile(r"(?:model|model_state)\.(?:tp([0-9]{2,5}))?_?(?:pp([0-9]{2,5}
 
 
 def is_paddle_layout(folder: Path) -> bool:
-    """Return whether a folder's weights are `.pdparams`, or safetensors with tensor names that have PaddleNLP's prefix."""
+    """Return whether the weights are `.pdparams`, or safetensors with PaddleNLP's prefix in their tensor names."""
     paths = [path for rank in rank_files(folder) for path in rank]
     if not paths or paths[0].suffix == PICKLE:
         return bool(paths)

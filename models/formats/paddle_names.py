@@ -58,9 +58,11 @@ class Fused:
     """A matrix with the outputs of several modules."""
 
     parts: dict[str, int]
-    """Names of the modules, and their relative row counts."""
+    """Names of the modules, and the ratio of their row counts."""
     unit: int | None = None
-    """Rows of one share if the parts alternate, for example per key/value head. None: each part is contiguous."""
+    """Rows per unit of this ratio, if the parts alternate (for example for each key/value head). None: each part is
+    contiguous.
+    """
     axis: int = 0
     """1: the modules read different inputs, and their outputs are added."""
 

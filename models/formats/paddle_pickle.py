@@ -44,8 +44,8 @@ KNOWN = {
 }
 LONGEST_TEXT = 512  # bytes, of a name
 MOST_DIMS = 8
-# An array takes about thirty. An opcode can take 200 bytes of memory; the limit stops a file of opcodes alone from
-# using all memory.
+# An array takes about thirty. An opcode can take 200 bytes of memory; without a limit, a file of opcodes alone could
+# use all memory.
 MOST_OPCODES = 2**23
 MARK = object()
 
@@ -139,7 +139,6 @@ def _bytes(data: mmap.mmap, content: Content) -> Tensor:
 
 
 def _arrays(found: Any) -> dict[str, Array]:
-    """Return the arrays in the pickle's value. Raises ValueError if it is not a dictionary of arrays."""
     if not isinstance(found, dict):
         raise ValueError("it does not hold a dictionary")
     if SPLIT in found:
@@ -248,7 +247,6 @@ class _Machine:
         return True
 
     def _make(self, opcode: bytes) -> None:
-        """Load an accepted name, call it, or set the state of its result."""
         if opcode == b"c":
             self._stack.append(_known(f"{self._line()} {self._line()}"))
         elif opcode == b"\x93":
@@ -320,7 +318,6 @@ class _Machine:
         return values
 
     def _text(self, value: Any) -> str:
-        """Return the text of a name. Raises ValueError for other values, long names and control characters."""
         if not isinstance(value, Content) or not value.is_text or value.place.stop - value.place.start > LONGEST_TEXT:
             raise ValueError(f"something before byte {self._at} is no name of at most {LONGEST_TEXT} bytes")
         text = self._data[value.place].decode()

@@ -190,7 +190,6 @@ class CodedFile:
                 )
 
     def _codes(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a weight's values as codes. Raises UserError for values that are not codes."""
         _, dtype, largest = KINDS[self._scales.kind]
         values, least = tensor.float(), -largest - (dtype == torch.int8)  # a clipped weight may have -128
         if not ((values >= least) & (values <= largest)).all() or not values.equal(values.round()):

@@ -35,8 +35,9 @@ class Prefix:
     digest: str
     """sha256 of the values and of `first_position`."""
     layers: list[tuple[Tensor, Tensor]]
-    """Keys and values [P, G, D] of each layer, without rotary embedding, as attention reads them. All layers and heads,
-    on every rank.
+    """Keys and values [P, G, D] of each layer, without rotary embedding, as attention reads them.
+
+    For a sharded model, they are of all layers and heads.
     """
     embeddings: Tensor | None = None
     """Input embeddings [P, E] of the virtual tokens, at positions from 0."""
@@ -59,7 +60,6 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
 
 
 def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
-    """Return why the model cannot use the prefix, or None."""
     shape = model.config
     if shape.needs_whole_prompt and prefix.first_position:
         return "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's folders"
@@ -135,7 +135,6 @@ def _check_shape(
 
 
 def _digest(path: Path, kind: str, first_position: int, values: Tensor) -> str:
-    """Return the sha256. Raises UserError for values that are not finite."""
     if not values.isfinite().all():
         raise UserError(f"{path} holds NaN or infinite numbers")
     head = f"{kind} {first_position} {list(values.shape)} {values.dtype} ".encode()

@@ -128,7 +128,6 @@ class JoinedRanks:
 
 
 def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile]]:
-    """Return the files that hold each tensor, at most one per rank."""
     holders: dict[str, list[WeightFile]] = {}
     for files in ranks:
         own: dict[str, WeightFile] = {}

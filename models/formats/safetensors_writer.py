@@ -92,7 +92,6 @@ class SafetensorsWriter:
 
     @property
     def sha256(self) -> str:
-        """Return the sha256 of the bytes written until now."""
         return self._sha256.hexdigest()
 
     def sync(self) -> None:
@@ -101,7 +100,6 @@ class SafetensorsWriter:
         os.fsync(self._file.fileno())
 
     def write(self, content: bytes | memoryview) -> None:
-        """Write the bytes of the next tensor."""
         self._file.write(content)
         self._sha256.update(content)
 

@@ -235,7 +235,6 @@ def _is_range(values: Any, size: int) -> bool:
 
 
 def _check_whole(pieces: list[Piece], size: int | None, where: str) -> None:
-    """Raise UserError if no piece has some index of the axis, or if a tensor without axis has not exactly one piece."""
     if size is None:
         if len(pieces) != 1:
             raise UserError(f"{where}: {len(pieces)} pieces of a tensor without an axis: expected 1")

@@ -77,7 +77,6 @@ def write_sharded(
 
 
 def _parts(entries: list[Entry], share: Mapping[str, Shard | None]) -> list[Entry]:
-    """Return the entries of a rank's file, in the order of `entries`."""
     owned = [(entry, share[entry.name]) for entry in entries if entry.name in share]
     return [Entry(each.name, each.dtype, shard.shape(each.shape) if shard else each.shape) for each, shard in owned]
 

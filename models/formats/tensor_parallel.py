@@ -93,7 +93,6 @@ class Unfused:
     def _parts(
         self, source: str, shape: tuple[int, ...], num_ranks: int, expected: ExpectedTensors
     ) -> list[tuple[str, int]]:
-        """Return the names and row counts of a tensor's parts."""
         rows = shape[0] if shape else 1
         prefix, _, leaf = source.rpartition(".")
         prefix, _, module = prefix.rpartition(".")

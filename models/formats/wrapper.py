@@ -1,4 +1,4 @@
-"""The text model of a multimodal checkpoint, as a separate checkpoint without the other towers' settings and tensors."""
+"""Load the text model of a multimodal checkpoint as a separate checkpoint, without the other towers."""
 
 import logging
 from typing import Any
@@ -87,7 +87,6 @@ def _rope_of_text(scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the settings with the text model's names in the module lists, and without the other towers' names."""
     changed = dict(settings)
     for key in ("ignore", "modules_to_not_convert", "ignored_layers"):
         names = settings.get(key)

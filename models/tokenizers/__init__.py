@@ -1,6 +1,6 @@
-"""Tokenizers: texts to token ids and back, and conversations, from a checkpoint's files and without remote code.
+"""Tokenizers: convert texts to token ids and back, and encode conversations, without remote code.
 
-config.json says which family's rules hold: its model_type and, where families share one, other fields.
+config.json decides the family: its model_type and, where families share one, other fields.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from models.tokenizers.tokenizer_json import read_settings
 
 __all__ = ["TOKENIZER_FILES", "Message", "Tokenizer", "load_tokenizer"]
 
-TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
+TOKENIZER_FILES = (  # patterns of the files from which a tokenizer is read
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -39,14 +39,14 @@ TOKENIZER_FILES = (  # patterns of what a tokenizer is read from
     "*.tiktoken",
 )
 
-CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it is ChatGLM2-6B's
-CHATGLM2 = ("chatglm", "ChatGLMTokenizer", "chatglm_v2", "ChatGLMv2Tokenizer")  # the last two are PaddleNLP's
-PIECES = ("tokenizer.model", "sentencepiece.bpe.model")  # the second is PaddleNLP's
-PADDLE_TEMPLATE = "chat_template.json"  # its conversations, which are not in Jinja and not read
+CHATGLM3_LENGTH = 8192  # seq_length of ChatGLM3-6B's config.json; otherwise it is ChatGLM2-6B
+CHATGLM2 = ("chatglm", "ChatGLMTokenizer", "chatglm_v2", "ChatGLMv2Tokenizer")  # the last two are PaddleNLP's names
+PIECES = ("tokenizer.model", "sentencepiece.bpe.model")  # the second is PaddleNLP's name
+PADDLE_TEMPLATE = "chat_template.json"  # PaddleNLP's chat format, which is not Jinja and is not read
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the folder's tokenizer, or None where it has no tokenizer files. Raises UserError if they cannot be read."""
+    """Return the folder's tokenizer, or None if it has no tokenizer files. Raises UserError if they cannot be read."""
     config = read_json(folder / "config.json") | read_json(folder / "tokenizer_config.json")
     kind = config.get("model_type") or config.get("tokenizer_class")
     pieces = next((folder / name for name in PIECES if (folder / name).is_file()), folder / PIECES[0])
@@ -85,6 +85,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _is_sentencepiece(file: Path) -> bool:
-    """Return whether a file is a protobuf that begins with a piece. tiktoken's files share the name, but are lines of base64."""
+    """Return whether a file is a protobuf that begins with a piece.
+
+    tiktoken files may have the same name, but are lines of base64.
+    """
     with open(file, "rb") as opened:
         return opened.read(1) == b"\n"

@@ -1,15 +1,15 @@
-"""Find added tokens in a text, before the vocabulary's own rules see it, as transformers does."""
+"""Find added tokens in a text before the vocabulary's own rules apply, as transformers does."""
 
 from collections.abc import Iterator, Mapping
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-REST = "\ue000"  # what the library calls a text that is no added token
+REST = "\ue000"  # the library's token for text between added tokens
 
 
 class AddedTokens:
-    """The leftmost token wins, then the longest; tokens with `lstrip` or `rstrip` take the white space beside them."""
+    """The leftmost token wins, then the longest. Tokens with `lstrip` or `rstrip` include the adjacent white space."""
 
     def __init__(self, by_id: Mapping[int, AddedToken]) -> None:
         self.by_id = dict(by_id)
@@ -19,11 +19,11 @@ class AddedTokens:
 
     @property
     def strips(self) -> bool:
-        """Whether some token takes white space, of any length."""
+        """Whether any token strips white space, whose length is not limited."""
         return any(token.lstrip or token.rstrip for token in self.by_id.values())
 
     def cut(self, text: str) -> Iterator[str | int]:
         """Yield the ids of the added tokens in a text, and the texts between them."""
-        (found,) = self._finder.encode_batch([text], add_special_tokens=False)  # without the interpreter's lock
+        (found,) = self._finder.encode_batch([text], add_special_tokens=False)  # releases the GIL
         for id, (begin, end) in zip(found.ids, found.offsets, strict=True):
             yield id if id in self.by_id else text[begin:end]

@@ -1,7 +1,7 @@
-"""Read a model's answer as it is written: its content, its reasoning, and its calls of tools, in the formats of the families.
+"""Parse a model's answer incrementally: content, reasoning and tool calls, in the formats of the families.
 
-A format is a table of literals: nothing of a checkpoint is run, and no regular expression of one. Any cutting of a text into pieces gives
-the same parts.
+A format is a table of literals. Nothing from a checkpoint is executed, and none of its regular expressions is used. The
+result does not depend on how the text is split into pieces.
 """
 
 import re
@@ -31,7 +31,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model thinks before it answers."""
+    """Reasoning text before the answer."""
 
     text: str
 
@@ -41,40 +41,40 @@ Part = Content | Reasoning | ToolCall
 
 @dataclass(frozen=True)
 class Region:
-    """A stretch of an answer that is no content."""
+    """A part of an answer that is not content."""
 
     opening: str
-    """"": what the answer as a whole may be."""
+    """Text at which it begins; empty for a region that is the whole answer."""
     closing: str | None
-    """None: it goes on to the end of the answer."""
+    """None: the region extends to the end of the answer."""
     read_calls: Callable[[str], list[ToolCall] | None] | None = None
-    """Returns the calls in the stretch, None where it holds none; None for reasoning."""
+    """Returns the calls in the region, or None if it is not a call. The field is None for reasoning."""
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a family writes what is not content."""
+    """How a family writes reasoning and tool calls."""
 
     regions: tuple[Region, ...] = ()
     whole: Region | None = None
-    """What an answer is from its first character on, if `begins` says so."""
+    """The region that is the whole answer, if `begins` returns True."""
     begins: Callable[[str, frozenset[str]], bool | None] = lambda text, names: False
-    """Whether an answer that begins with a text is a call of one of the named tools; None where it is too early to say."""
+    """Whether an answer with this beginning calls one of the named tools; None if undecided."""
     is_trimmed: bool = False
-    """Whether white space begins every answer, and is no part of it."""
+    """Whether every answer begins with white space that is not part of it."""
 
     @property
     def literals(self) -> list[str]:
-        """Texts that must survive in the answer's text."""
+        """Texts that must not be removed from the answer's text."""
         return [text for region in self.regions for text in (region.opening, region.closing) if text]
 
     @property
     def calls(self) -> bool:
-        """Whether it has calls of tools."""
+        """Whether the format has tool calls."""
         return self.whole is not None or any(region.read_calls for region in self.regions)
 
     def without_calls(self) -> "AnswerFormat":
-        """Return the format for answers in which calls are content, because no tools were offered."""
+        """Return the format for requests without tools, in which calls are content."""
         return AnswerFormat(
             tuple(region for region in self.regions if not region.read_calls), is_trimmed=self.is_trimmed
         )
@@ -107,7 +107,9 @@ FORMATS = {
     "chatglm3": AnswerFormat((), Region("", None, read_named_python_call), _begins_with_name, is_trimmed=True),
     "glm4": AnswerFormat((), Region("", None, read_named_json_call), _begins_with_name, is_trimmed=True),
 }
-"""Formats by name: of Qwen and Hermes, Llama 3, Mistral, DeepSeek, Kimi, ChatGLM3, GLM-4; `text` has reasoning alone, `none` neither."""
+"""Formats by name: of Qwen and Hermes, Llama 3, Mistral, DeepSeek, Kimi, ChatGLM3, GLM-4. `text` has only reasoning,
+`none` has nothing.
+"""
 SIGNS = {
     "mistral": "[TOOL_CALLS]",
     "deepseek": "<｜tool▁calls▁begin｜>",
@@ -116,16 +118,19 @@ SIGNS = {
     "llama3": "<|python_tag|>",
     "glm4": "<|observation|>",
 }
-"""What tells a format, in a template or among the tokens that a tokenizer reads in a text."""
-OTHERS = ("<function=", "<arg_key>")  # calls in XML: of Qwen3-Coder, of GLM-4.5
+"""Texts that identify a format, in a template or among the control tokens."""
+OTHERS = ("<function=", "<arg_key>")  # XML calls of Qwen3-Coder, of GLM-4.5
 
 
 def find_format(template: str | None, names: Iterable[str]) -> str:
-    """Return the name of a family's format, by its chat template and the texts of its control tokens; "text" where nothing tells it."""
+    """Return the name of a family's format, by its chat template and the texts of its control tokens.
+
+    Returns "text" if nothing identifies the format.
+    """
     names = set(names)
     if any(other in (template or "") for other in OTHERS):
         return "text"
-    for text in (template or "", names):  # what a template writes tells more than what a vocabulary has
+    for text in (template or "", names):  # the template is stronger evidence than the vocabulary
         for name, sign in SIGNS.items():
             if sign in text:
                 return name
@@ -133,31 +138,31 @@ def find_format(template: str | None, names: Iterable[str]) -> str:
 
 
 class AnswerReader:
-    """Reads one answer."""
+    """Parses one answer."""
 
     def __init__(
         self, form: AnswerFormat, tool_names: Iterable[str] = (), reasons: bool = False, dropped: Iterable[str] = ()
     ) -> None:
-        """tool_names: of the tools that were offered. reasons: whether the prompt ends where the reasoning begins.
+        """`tool_names`: the offered tools. `reasons`: whether the prompt ends inside the reasoning.
 
-        dropped: texts of special tokens that are no part of an answer, where these are not left out of its text.
+        `dropped`: special tokens to remove from the text, if the tokenizer has not removed them.
         """
         self._dropped = tuple(dropped)
         self._any_dropped = re.compile("|".join(map(re.escape, self._dropped)) or "(?!)")
-        self._held = ""  # text that may begin one of them
+        self._held = ""  # may be the start of a dropped text
         self._names = frozenset(tool_names)
         self._form = form if self._names else form.without_calls()
         self._rest = ""
         self._region = next((region for region in form.regions if not region.read_calls), None) if reasons else None
         self._is_beginning = self._region is None
-        self._space = ""  # white space that is left out where a region follows
+        self._space = ""  # dropped if a region follows
         self._is_behind_region = reasons or form.is_trimmed
         self._parts: list[Part] = []
         self.has_broken_call = False
-        """Whether something began as a call and was none. It has become content."""
+        """Whether an apparent call was invalid. Its text is content."""
 
     def read(self, text: str) -> list[Part]:
-        """Return the parts that the next piece of text makes certain."""
+        """Return the parts that are certain after the next piece of text."""
         *whole, last = self._any_dropped.split(self._held + text)
         keep = _begun(last, self._dropped)
         self._held = last[len(last) - keep :]
@@ -165,7 +170,7 @@ class AnswerReader:
         return self._read(is_end=False)
 
     def end(self) -> list[Part]:
-        """Return the rest, at the end of the answer."""
+        """Return the remaining parts at the end of the answer."""
         self._rest += self._held
         return self._read(is_end=True)
 
@@ -180,7 +185,7 @@ class AnswerReader:
         return parts
 
     def _begin(self, is_end: bool) -> bool:
-        """Decide whether the answer as a whole is a call. Returns whether that is decided."""
+        """Decide whether the whole answer is a call. Return False if undecided."""
         is_call = self._form.begins(self._rest.lstrip(SPACE), self._names) if self._form.whole else False
         if is_call is None and not is_end:
             return False
@@ -189,7 +194,7 @@ class AnswerReader:
         return True
 
     def _read_content(self, is_end: bool) -> bool:
-        """Take text up to the next region. Returns whether one follows."""
+        """Consume text up to the next region. Return whether a region follows."""
         found = [(self._rest.find(region.opening), region) for region in self._form.regions]
         start, region = min((each for each in found if each[0] >= 0), key=lambda each: each[0], default=(-1, None))
         if region is None:
@@ -203,7 +208,7 @@ class AnswerReader:
         return region is not None
 
     def _read_region(self, is_end: bool) -> bool:
-        """Take text up to the end of the region. Returns whether content follows."""
+        """Consume text up to the end of the region. Return whether content follows."""
         region = self._region
         assert region
         stop = self._rest.find(region.closing) if region.closing else -1
@@ -227,19 +232,18 @@ class AnswerReader:
         return True
 
     def _call(self, region: Region, body: str, is_closed: bool) -> None:
-        """Add the calls of a region; what is none becomes content."""
         assert region.read_calls
         calls = region.read_calls(body)
         if calls and (region.opening or all(call.name in self._names for call in calls)):
             self._parts += calls
             self._space, self._is_behind_region = "", True
         else:
-            # What only might have been a call, such as an answer in JSON, is not broken.
+            # Text without an opening only might be a call, such as an answer in JSON. It is not a broken call.
             self.has_broken_call |= bool(region.opening)
             self._say(Content, region.opening + body + (region.closing or "") * is_closed)
 
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        """Add text, but for white space at its end, which waits for what follows."""
+        """Add text. White space at its end waits for the next text."""
         text = self._space + text
         if self._is_behind_region:
             text = text.lstrip(SPACE)
@@ -260,7 +264,7 @@ class AnswerReader:
 
 
 def _begun(text: str, literals: Sequence[str]) -> int:
-    """Return the length of the longest end of a text with which one of the literals begins and goes on."""
+    """Return the length of the longest suffix of a text that is a proper prefix of a literal."""
     longest = max(map(len, literals), default=1) - 1
     ends = range(min(longest, len(text)), 0, -1)
     return next(

@@ -14,12 +14,12 @@ from models.tokenizers.control_tokens import ControlTokens
 from models.tokenizers.template_process import TemplateProcess
 
 Message = dict[str, Any]
-"""A turn of a conversation, as OpenAI's API has it: a text "role", a text "content" or "tool_calls", and what else templates read."""
+"""A message in the form of OpenAI's API: "role", "content" or "tool_calls", and other keys that templates read."""
 Tool = dict[str, Any]
-"""What a model may call: {"type": "function", "function": {"name", "description", "parameters"}}, the parameters as a JSON schema."""
+"""A tool: {"type": "function", "function": {"name", "description", "parameters"}}; the parameters are a JSON schema."""
 
 GIVEN_BY_US = ("messages", "tools", "documents", "add_generation_prompt")
-"""Names of a template that are no arguments of a caller."""
+"""Template variables that a caller cannot set as arguments."""
 
 
 class UnreadArgument(UserError):
@@ -31,7 +31,10 @@ class UnreadArgument(UserError):
 
 
 class TooLong(UserError):
-    """Error for a conversation of more tokens than are allowed, found before it is encoded. `num_tokens`: how many it has at least."""
+    """Error for a conversation that exceeds the token limit, raised before it is encoded.
+
+    `num_tokens`: a lower bound.
+    """
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"the prompt has at least {num_tokens} tokens: shorten it")
@@ -40,32 +43,35 @@ class TooLong(UserError):
 
 class Tokenizer(ABC):
     source: Path
-    """Folder or file that it was read from."""
+    """Folder or file from which it was read."""
     size: int
-    """The highest token id plus 1."""
+    """Highest token id plus 1."""
     bos_token_id: int | None
     eos_token_id: int | None
     turn_end_ids: tuple[int, ...] = ()
-    """Tokens besides eos that end an answer in this family's conversations."""
+    """Tokens besides EOS that end an answer in this family's conversations."""
     chat_template: str | None = None
-    """Jinja source of the chat template; None where code writes conversations, or where there is no template."""
+    """Jinja source of the chat template; None if code writes conversations, or if there is no template."""
     tool_template: str | None = None
-    """Jinja source for conversations with tools, where the checkpoint has one of its own."""
+    """Jinja source for conversations with tools, if the checkpoint has a separate one."""
     template_names: tuple[str, ...] = ()
-    """Names of the checkpoint's chat templates, where they have any."""
+    """Names of the checkpoint's chat templates."""
     special_tokens: Mapping[str, str] = MappingProxyType({})
-    """Texts of bos_token, eos_token and so on, for templates that name them."""
+    """Texts of bos_token, eos_token and so on, for templates that use these names."""
     is_nfc: bool = False
-    """Whether a text is normalised to NFC before it is cut into tokens."""
+    """Whether texts are normalised to NFC before tokenization."""
 
     def take_templates(self, templates: Mapping[str, str], default: str | None = None) -> None:
-        """Take a checkpoint's chat templates by their names. default: the template where it has none of this name."""
+        """Set the chat templates from a checkpoint's templates by name.
+
+        `default`: template to use if it has no "default".
+        """
         self.chat_template, self.tool_template = templates.get("default", default), templates.get("tool_use")
         self.template_names = tuple(templates)
 
     @property
     def named_templates(self) -> dict[str, Any]:
-        """The key chat_template of tokenizer_config.json; nothing where there is no template."""
+        """The chat_template entry of tokenizer_config.json; empty if there is no template."""
         templates = {"default": self.chat_template, "tool_use": self.tool_template}
         named = [{"name": name, "template": template} for name, template in templates.items() if template]
         is_alone = [one["name"] for one in named] == ["default"]
@@ -76,34 +82,37 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """Return exactly the tokens' text, without the clean-up of spaces that a tokenizer's settings may ask for."""
+        """Return the exact text of the tokens, without the clean-up of spaces that tokenizer settings may request."""
 
     @abstractmethod
     def token_bytes(self, id: int) -> bytes | None:
-        """Return the bytes that a token adds to a text after other tokens, which may be a part of a character.
+        """Return the bytes that a token adds after other tokens; they may be a part of a character.
 
-        None for a special token, for one that stands for what is unknown, and for an id that is no token. At the very beginning of a text
-        `decode` may leave a space out. Raises UserError for a kind of tokenizer whose tokens have no bytes of their own.
+        Returns None for special and unknown tokens, and for invalid ids. At the very beginning of a text, `decode` may
+        omit a space. Raises UserError for a kind of tokenizer whose tokens have no fixed bytes.
         """
 
     @property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of a normalised text that become one token. None where any number may, such as spaces that are left out."""
+        """Maximum number of bytes of a normalised text in one token; None if unbounded, for example if spaces are
+        removed.
+        """
         return None
 
     def least_tokens(self, text: str) -> int:
-        """Return how many tokens a text has at least, without encoding it; 0 where nothing is known."""
+        """Return a lower bound of a text's token count without encoding it; 0 if there is no bound."""
         if (most := self.max_token_bytes) is None:
             return 0
         text = unicodedata.normalize("NFC", text) if self.is_nfc else text
         return -(-len(text.encode("utf-8", "replace")) // most)
 
     def runner_form(self) -> dict[str, Any]:
-        """Return what a program needs that encodes and decodes texts alone: the content of `runner_form.RUNNER_TOKENIZER`.
+        """Return the data for a program that only encodes and decodes texts: the content of
+        `runner_form.RUNNER_TOKENIZER`.
 
-        Raises UserError with what such a program does not compute.
+        Raises UserError with the feature that such a program does not support.
         """
-        form, text = self._runner_form(), "a"  # the form first: a model with dropout encodes by chance
+        form, text = self._runner_form(), "a"  # the form first: it rejects dropout, which makes encoding random
         inside, whole = (self.encode(text, add_special_tokens=is_whole) for is_whole in (False, True))
         begin = next((i for i in range(len(whole)) if whole[i : i + len(inside)] == inside), None)
         if begin is None:
@@ -116,7 +125,10 @@ class Tokenizer(ABC):
         raise UserError(f"it is of the kind {type(self).__name__.removesuffix('Tokenizer')}")
 
     def save(self, folder: Path) -> None:
-        """Write files that `load_tokenizer` and transformers read. Raises UserError for a tokenizer that was read from such files."""
+        """Write files for `load_tokenizer` and transformers.
+
+        Raises UserError for a tokenizer that was read from such files.
+        """
         raise UserError(f"the tokenizer in {self.source} cannot be written in another form: copy its files")
 
     def encode_messages(
@@ -128,16 +140,14 @@ class Tokenizer(ABC):
         template_arguments: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
-        """Return a conversation as text and as token ids, ready for the assistant's turn, or as it ends without `add_generation_prompt`.
+        """Return a conversation as text and token ids. With `add_generation_prompt`, it is ready for the assistant's
+        turn.
 
-        What messages, tools and arguments spell never becomes a control token: "<|im_end|>" of a user stays text.
-
-        template: Jinja source, or None for the own one; template_arguments: what it reads besides, such as enable_thinking.
-
-        max_tokens: of a text that may be encoded; None: any number.
-
-        Raises UserError where there is no template, and where the template refuses the messages; UnreadArgument where it does not read the
-        tools or an argument; TooLong where the users' texts, or the whole text, certainly have more tokens than allowed.
+        Text in messages, tools and arguments never becomes a control token: "<|im_end|>" from a user stays text.
+        `template`: Jinja source; None: the tokenizer's own. `template_arguments`: other template variables, such as
+        enable_thinking. `max_tokens`: limit of the conversation; None: no limit. Raises UserError if there is no
+        template or the template rejects the messages, UnreadArgument if the template does not read the tools or an
+        argument, and TooLong if the users' texts or the whole text certainly exceed the limit.
         """
         if max_tokens is not None and template is None:
             self._check_length(_users_texts(messages), max_tokens)
@@ -160,7 +170,7 @@ class Tokenizer(ABC):
         if max_tokens is not None:
             self._check_length(text, max_tokens)
         if not marks:
-            return text, self.encode(text, add_special_tokens=False)  # the template wrote any BOS
+            return text, self.encode(text, add_special_tokens=False)  # the template has written BOS if necessary
         parts = marks.split(text)
         return "".join(parts), self._encode_parts(parts)
 
@@ -169,17 +179,20 @@ class Tokenizer(ABC):
             raise TooLong(least)
 
     def answer_format(self, template: str | None) -> str:
-        """Return the name of the format that answers have, of `models.tokenizers.answers.FORMATS`. `template`: as in encode_messages."""
+        """Return the name of the answers' format in `models.tokenizers.answers.FORMATS`.
+
+        `template`: as in encode_messages.
+        """
         templates = template or f"{self.chat_template or ''}{self.tool_template or ''}"
         return find_format(templates, self._control_names)
 
     @property
     def special_texts(self) -> list[str]:
-        """Texts of the special tokens that `encode` reads."""
+        """Texts of the special tokens that `encode` recognises."""
         return [name for name, is_special in self._control_names.items() if is_special]
 
     def special_token_id(self, text: str) -> int | None:
-        """Return the id of the special token that `encode` reads in a text; None where it reads none."""
+        """Return the id of the special token with this text; None if `encode` does not recognise it."""
         if not self._control_names.get(text):
             return None
         (id,) = self.encode(text, add_special_tokens=False)
@@ -187,11 +200,13 @@ class Tokenizer(ABC):
 
     @property
     def _control_names(self) -> Mapping[str, bool]:
-        """Texts that `encode` reads as a token of their own, and whether each is special."""
+        """Texts that `encode` recognises as tokens, and whether each is special."""
         return {}
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
-        """Return the token ids of a text in parts; every second one spells a control token and stays text."""
+        """Return the token ids of a text in parts; every second part spells a control token and is encoded as plain
+        text.
+        """
         raise NotImplementedError
 
     @cached_property
@@ -225,12 +240,18 @@ class Tokenizer(ABC):
         return self._own_format(messages)
 
     def _with_tools(self, messages: list[Message], tools: list[Tool]) -> list[Message]:
-        """Return the messages as the own format has tools and their calls. Raises UnreadArgument where it has none."""
+        """Return the messages with tools in the family's own format.
+
+        Raises UnreadArgument if the format has no tools.
+        """
         own = f"the own format of the tokenizer in {self.source}"
         raise UnreadArgument("tools", f"{own} has no tools: leave them out, or give predict.chat_template=PATH")
 
     def _own_format(self, messages: list[Message]) -> list[int]:
-        """Return a conversation as token ids, as the family's own code writes it. Raises UserError for an unknown role."""
+        """Return a conversation as token ids, as the family's own code writes it.
+
+        Raises UserError for an unknown role.
+        """
         names = f", but {', '.join(self.template_names)} by name" if self.template_names else ""
         raise UserError(
             f"the tokenizer in {self.source} has no chat template{names}: give predict.chat_template=PATH, or prompts instead of messages"
@@ -238,7 +259,7 @@ class Tokenizer(ABC):
 
 
 def _users_texts(messages: list[Message]) -> str:
-    """Return what a checkpoint's own template writes: it may leave out reasoning, and white space around a text."""
+    """Return the users' texts, which every checkpoint's template writes; it may omit reasoning and outer white space."""
     texts = (message.get("content") for message in messages if message.get("role") == "user")
     return "".join(text.strip() for text in texts if isinstance(text, str))
 

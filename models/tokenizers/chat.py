@@ -1,4 +1,4 @@
-"""Formats of conversations for families whose own one is code. Sources: their original tokenizers and model cards."""
+"""Chat formats for families that define them in code. Sources: their original tokenizers and model cards."""
 
 import json
 from typing import Any
@@ -30,14 +30,17 @@ TELECHAT = """\
 {%- endif -%}
 {%- endfor -%}
 """
-"""What modeling_telechat.py makes of a conversation, which has no system message there; most of TeleChat2's files have a template."""
+"""The format of modeling_telechat.py, which has no system message. Most TeleChat2 checkpoints have a template."""
 
 CHATGLM3_TOOLS = "Answer the following questions as best as you can. You have access to the following tools:"
-"""What a conversation with tools begins with, where it has no system message of its own."""
+"""Beginning of a conversation with tools and without a system message."""
 
 
 def chatglm3_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as ChatGLM3's repository has tools: listed in the system message, their calls as Python, their results observed."""
+    """Return messages with tools as in ChatGLM3's repository.
+
+    The system message lists the tools. Calls become Python code, and results become observations.
+    """
     turns = [turn for message in messages for turn in _chatglm3_turns(message)]
     if tools:
         system = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else CHATGLM3_TOOLS

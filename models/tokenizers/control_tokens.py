@@ -1,7 +1,7 @@
-"""Keep texts of a conversation that spell a control token, such as <|im_end|>, from becoming that token.
+"""Prevent texts of a conversation that spell a control token, such as <|im_end|>, from becoming this token.
 
-They are marked before a template writes them, and encoded as plain text after it: the method of transformers' sanitize_control_tokens. The
-marks are characters that the conversation has nowhere, so nothing else of it changes.
+The texts are marked before a template writes them, and encoded as plain text afterwards, as in transformers'
+sanitize_control_tokens. The marks are characters that the conversation does not contain, so they change nothing else.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 from conf.errors import UserError
 
-PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without an assigned meaning
 
 
 class ControlTokens:
-    """The tokens that a template's conversations are made of: all special ones, and others that the template writes."""
+    """The control tokens of a template's conversations: all special tokens, and other tokens in the template."""
 
     def __init__(self, names: Mapping[str, bool], template: str) -> None:
-        """names: texts of tokens that are read in a text, and whether each is special."""
+        """`names`: texts of the tokens that `encode` recognises, and whether each is special."""
         self._template = template
         self.special = _any_of(name for name, is_special in names.items() if is_special)
         known = [name for name, is_special in names.items() if is_special or _writes(template, name)]
@@ -28,13 +28,16 @@ class ControlTokens:
 
     @staticmethod
     def of(names: Mapping[str, bool], template: str) -> "ControlTokens":
-        """Return the tokens of a tokenizer and a template. The last ones are kept, because each conversation needs them."""
+        """Return the tokens of a tokenizer and a template.
+
+        The latest results are cached, because each conversation needs them.
+        """
         return _control_tokens(tuple(names.items()), template)
 
     def marks(self, values: object) -> "Marks | None":
-        """Return marks for the tokens that `values` spell; None where they spell none.
+        """Return marks for the tokens that `values` spell; None if they spell none.
 
-        Raises UserError where they hold all characters of private use.
+        Raises UserError if they contain all private use characters.
         """
         taken = _json(values)
         if not self._in_json.search(taken):
@@ -47,31 +50,33 @@ class ControlTokens:
 
 
 class Marks:
-    """Two characters around what a conversation spells, and what is between them in the rendered text."""
+    """Two characters that enclose spelled control tokens, to find them in the rendered text."""
 
     def __init__(self, tokens: ControlTokens, begin: str, end: str) -> None:
         self._tokens, self._begin, self._end = tokens, begin, end
 
     def put(self, value: Any, is_answer: bool = False) -> Any:
-        """Return a text, or whatever holds texts, with marks around control tokens.
+        """Return a text, or a container of texts, with marks around control tokens.
 
-        is_answer: a model wrote it, so that only special tokens are marked: templates look for <think> and the like in answers.
+        `is_answer`: the model wrote it. Then only special tokens are marked, because templates search answers for
+        <think> and similar.
         """
         names = self._tokens.special if is_answer else self._tokens.known
         return _replaced(value, lambda text: names.sub(f"{self._begin}\\g<0>{self._end}", text))
 
     def split(self, text: str) -> list[str]:
-        """Return the parts of a rendered text without marks; every second one is to be encoded as plain text."""
+        """Return the parts of a rendered text without marks. Every second part must be encoded as plain text."""
         for mark in (self._begin, self._end):
-            text = text.replace(f"\\u{ord(mark):x}", mark)  # as JSON in ASCII has it
+            text = text.replace(f"\\u{ord(mark):x}", mark)  # the form in ASCII JSON
         names = self._tokens.known.pattern
-        # A mark that a template cut from its other one still ends a part: halves of a name on its sides must not join.
+        # A mark without its partner, which a template cut off, still ends a part: the two sides must not join to a
+        # name.
         parts = re.split(f"{self._begin}({names}){self._end}|[{self._begin}{self._end}]", text)
         return [part or "" for part in parts]
 
 
 def joined_runs(parts: list[str], cut: Callable[[str], Iterable[str | int]]) -> Iterator[str | int]:
-    """Yield the texts between control tokens, and the ids of these, which `cut` yields. `parts`: as `Marks.split` gives them."""
+    """Yield the texts between control tokens, and the ids of these tokens, from `cut`. `parts`: from `Marks.split`."""
     run = ""
     for i, part in enumerate(parts):
         for piece in [part] if i % 2 else cut(part):
@@ -90,7 +95,7 @@ def _control_tokens(names: tuple[tuple[str, bool], ...], template: str) -> Contr
 
 
 def _writes(template: str, name: str) -> bool:
-    """Return whether a template writes a token. Words and spaces are in all of them, and open nothing."""
+    """Return whether a template writes a token. Alphanumeric names and spaces do not count: every template has them."""
     return name in template and not name.isalnum() and not name.isspace()
 
 

@@ -1,6 +1,6 @@
 """Read Hugging Face's tokenizer files, tokenizer.json or vocab.json with merges.txt, without remote code.
 
-transformers reads what `read_tokenizer_json` does not: folders without tokenizer.json, and classes of no family here.
+transformers reads the folders that `read_tokenizer_json` does not: without tokenizer.json, or with an unknown class.
 """
 
 import json
@@ -25,18 +25,21 @@ from models.tokenizers.tokenizer_json import read_tokenizer_json
 
 log = logging.getLogger(__name__)
 
-SETTINGS = ("tokenizer_config.json", "config.json", "tokenizer.json")  # without one of them it can only be GPT-2's
-PADDLE_GPT = "GPTTokenizer"  # what PaddleNLP calls GPT-2's
+SETTINGS = (
+    "tokenizer_config.json",
+    "config.json",
+    "tokenizer.json",
+)  # without these files it can only be GPT-2's tokenizer
+PADDLE_GPT = "GPTTokenizer"  # PaddleNLP's name of GPT-2's tokenizer
 
 
 class HuggingFaceTokenizer(Tokenizer):
     def __init__(
         self, source: Path, backend: Backend, special_tokens: Mapping[str, str], template: str | None = None
     ) -> None:
-        """special_tokens: texts by name (bos_token and so on)."""
         self.source = source
         self.backend = backend
-        backend.no_truncation()  # nor is a text cut because the file says where training did
+        backend.no_truncation()  # the file may have the truncation of the training
         backend.no_padding()
         self.special_tokens = special_tokens
         self.chat_template = template
@@ -52,7 +55,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return _max_token_bytes(self.backend)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # `encode` holds the interpreter's lock, 0.6 s for 1 MB, and notes the place of each token, which nobody reads
+        # `encode` holds the GIL, 0.6 s for 1 MB, and computes token offsets, which are not used.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -74,7 +77,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Return the token ids of a text in which no added token is read: the backend's steps, one by one."""
+        """Return the token ids of a text without recognising added tokens: runs the backend's steps one by one."""
         if self.backend.normalizer is not None:
             text = self.backend.normalizer.normalize_str(text)
         words = [text]
@@ -96,7 +99,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._bytes_of(token)
 
     def _added_bytes(self, id: int) -> bytes:
-        """Return the bytes of an added token, which the normaliser may have changed, as what a second one adds to the first."""
+        """Return the bytes of an added token, which the normaliser may have changed: what a second one adds to the
+        first.
+        """
         once, twice = (self.decode([id] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -125,12 +130,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _rules(part: Any) -> list[dict[str, Any]]:
-    """Return the steps of a normaliser or a pre-tokenizer; none of None."""
     return steps(json.loads(part.__getstate__())) if part else []
 
 
 def _max_token_bytes(backend: Backend) -> int | None:
-    """Return `max_token_bytes` of a tokenizer; None where a part of it shortens texts, or makes one token of any number of bytes."""
+    """Return `max_token_bytes` of a tokenizer; None if a step can shorten texts, or if a token can have any number of
+    bytes.
+    """
     rules, cuts = _rules(backend.normalizer), _rules(backend.pre_tokenizer)
     added = backend.get_added_tokens_decoder().values()
     strips = any(token.lstrip or token.rstrip for token in added)
@@ -146,7 +152,7 @@ def _max_token_bytes(backend: Backend) -> int | None:
 
 
 def _keeps_length(rule: Mapping[str, Any]) -> bool:
-    """Return whether a normaliser makes no text shorter, NFC aside."""
+    """Return whether a normaliser never shortens a text, except by NFC."""
     match rule:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return len(new.encode()) >= len(old.encode())
@@ -155,20 +161,22 @@ def _keeps_length(rule: Mapping[str, Any]) -> bool:
 
 
 def _keeps_text(cut: Mapping[str, Any]) -> bool:
-    """Return whether a pre-tokenizer leaves nothing out."""
     return cut["type"] in ("ByteLevel", "Metaspace", "Digits") or (
         cut["type"] == "Split" and cut["behavior"] != "Removed"
     )
 
 
 def _behind_newline(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Return the token ids of a text inside a conversation: a backend may put a space before what it takes for a beginning."""
+    """Return the token ids of a text inside a conversation. A backend may add a space at the beginning of a text."""
     newline, ids = encode("\n"), encode("\n" + text)
     return ids[len(newline) :] if ids[: len(newline)] == newline else encode(text)
 
 
 def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTokenizer:
-    """Read the folder's tokenizer. template: used where the folder has none. Raises UserError if the files cannot be read."""
+    """Read the folder's tokenizer.
+
+    `template`: used if the folder has none. Raises UserError if the files cannot be read.
+    """
     with damage_refused(folder):
         backend, special_tokens = read_tokenizer_json(folder) or _read_with_transformers(folder)
         tokenizer = HuggingFaceTokenizer(folder, backend, special_tokens)
@@ -181,7 +189,7 @@ def load_huggingface(folder: Path, template: str | None = None) -> HuggingFaceTo
 
 @contextmanager
 def damage_refused(source: Path) -> Iterator[None]:
-    """Turn whatever the libraries raise for a damaged file into a UserError."""
+    """Convert every exception of the libraries for a damaged file to a UserError."""
     try:
         yield
     except UserError:
@@ -192,7 +200,7 @@ def damage_refused(source: Path) -> Iterator[None]:
 
 
 def _read_with_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
-    from transformers import AutoTokenizer, GPT2Tokenizer  # here, because it takes two seconds
+    from transformers import AutoTokenizer, GPT2Tokenizer  # imported here, because it takes two seconds
 
     is_paddle = read_json(folder / "tokenizer_config.json").get("tokenizer_class") == PADDLE_GPT
     if is_paddle or not any((folder / name).is_file() for name in SETTINGS):

@@ -1,4 +1,4 @@
-"""A tokenizer of transformers that a script holds: read back from the files that it writes of itself."""
+"""Load a transformers tokenizer from memory, through the files that it saves."""
 
 import json
 import shutil
@@ -12,15 +12,16 @@ from models.tokenizers import Tokenizer, load_tokenizer
 
 
 def tokenizer_in_memory(tokenizer: Any, config: dict[str, Any]) -> Tokenizer:
-    """Return what `load_tokenizer` reads of the files of a PreTrainedTokenizerBase. config: that of its model, which may choose the rules.
+    """Return the tokenizer that `load_tokenizer` reads from a PreTrainedTokenizerBase's files.
 
-    The files are in a temporary folder for as long as the tokenizer lives. Raises UserError where they cannot be written or read.
+    `config`: config of its model, which may select the family. The files are in a temporary folder until the tokenizer
+    is freed. Raises UserError if they cannot be written or read.
     """
     folder = Path(tempfile.mkdtemp(prefix="tokenizer-"))
     try:
         try:
             tokenizer.save_pretrained(folder)
-        except Exception as error:  # of a class that is anybody's
+        except Exception as error:  # the class can be user code
             raise UserError(
                 f"the {type(tokenizer).__name__} cannot be saved ({error}): give the folder of its files"
             ) from error

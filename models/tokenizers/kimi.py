@@ -1,4 +1,4 @@
-"""Kimi's tokenizer (K2, K2-Thinking, Moonlight), after tokenization_kimi.py beside moonshotai/Kimi-K2-Instruct."""
+"""Kimi's tokenizer (K2, K2-Thinking, Moonlight), after tokenization_kimi.py of moonshotai/Kimi-K2-Instruct."""
 
 import re
 from collections.abc import Iterator
@@ -31,16 +31,15 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     )
 )
-"""How a text is split before pairs are merged."""
-NUM_SPECIALS = 256  # ids after the ranks, whether tokenizer_config.json names them or not
-LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters that are encoded at once; of a run with or without spaces
+"""Pattern that splits a text before merges."""
+NUM_SPECIALS = 256  # ids after the ranks, named in tokenizer_config.json or not
+LONGEST_TEXT, LONGEST_RUN = 400_000, 25_000  # characters per encoding call; of a run with or without spaces
 
 
 class KimiTokenizer(TiktokenTokenizer):
-    _runner_form = Tokenizer._runner_form  # long texts are cut before the pattern cuts them
+    _runner_form = Tokenizer._runner_form  # long texts are split before the pattern splits them
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError for files that cannot be read, and for settings that contradict them."""
         settings, ranks = read_json(folder / "tokenizer_config.json"), read_ranks(folder / KIMI_RANKS)
         added = {int(id): entry for id, entry in settings.get("added_tokens_decoder", {}).items()}
         ids = range(len(ranks), len(ranks) + NUM_SPECIALS)
@@ -59,7 +58,7 @@ class KimiTokenizer(TiktokenTokenizer):
         self.take_templates(chat_templates(folder))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text. Special tokens that it names are read as such, and none is added."""
+        """Return the token ids of a text. Recognises special tokens in the text, and adds none."""
         return super().encode(text, add_special_tokens=False)
 
     def _ids(self, text: str, **options: Any) -> list[int]:
@@ -78,7 +77,10 @@ def load_kimi(folder: Path) -> Tokenizer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text where it is too long to be encoded at once: no token reaches over these places, also in the original code."""
+    """Yield pieces of a text that is too long for one encoding call.
+
+    As in the original code, tokens do not cross pieces.
+    """
     for start in range(0, len(text), LONGEST_TEXT):
         part, end = text[start : start + LONGEST_TEXT], 0
         for run in re.finditer(r"\s+|\S+", part):

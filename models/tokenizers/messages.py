@@ -4,11 +4,11 @@ from typing import Any
 
 from conf.errors import UserError, shortened
 
-TEXTS = ("name", "tool_call_id", "reasoning_content")  # fields besides that templates read
+TEXTS = ("name", "tool_call_id", "reasoning_content")  # other text fields that templates read
 
 
 def check_messages(messages: list[Any]) -> None:
-    """Raise UserError for a conversation whose messages are not as OpenAI's API has them, with texts alone for contents."""
+    """Raise UserError unless the messages have the form of OpenAI's API, with only texts as content."""
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError('messages must be objects with a text "role" and a text "content"')

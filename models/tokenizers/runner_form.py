@@ -1,31 +1,39 @@
-"""A tokenizer as data that a program without its libraries computes: the file `runner_tokenizer.json` of an export.
+"""A tokenizer as data for a program without its libraries: the file `runner_tokenizer.json` of an export.
 
-    tokens                   texts of the vocabulary by id, null for ids that it lacks
-    added                    added tokens, each {id, text, lstrip, rstrip, is_normalized}, found in a text as `AddedTokens` finds them:
-                             those that are normalized in the text after `normalizer`
-    special                  ids that a text leaves out
-    begin, end               ids around each prompt
-    bos                      the id of a prompt without tokens, or null
-    normalizer, splitter     steps on a text, and on the texts between added tokens
-    merges                   numbers: left id, right id, merged id and rank of each; the lowest rank is merged first, then the leftmost
-    unknown                  the id of letters that are no token, or null: they are left out
-    fuses_unknown            whether letters in a row share it
-    bytes                    ids of the tokens <0x00> to <0xFF> that spell other letters, null for a missing one; [] without this fallback
-    whole_words_first        whether a word of the vocabulary is not merged from its letters
-    decoder                  steps on the texts of tokens
-    pieces                   null, or how sentencepiece joins pieces in place of `decoder`: whether a text's first piece loses a space, and
-                             whether the first one behind an added token does
-    sets                     sets of code points, the first and the last of each range
-    white_space              the number of the set that `lstrip` and `rstrip` take
+    tokens              texts of the vocabulary by id, null for missing ids
+    added               added tokens, each {id, text, lstrip, rstrip, is_normalized}, found in a text as `AddedTokens` finds
+                        them; normalized ones are found in the text after `normalizer`
+    special             ids that decoding skips
+    begin, end          ids around each prompt
+    bos                 id of a prompt without tokens, or null
+    normalizer          steps on a text
+    splitter            steps on the texts between added tokens
+    merges              numbers: left id, right id, merged id and rank of each merge; the lowest rank is merged first,
+                        of equal ranks the leftmost
+    unknown             id of letters without a token; null: they are skipped
+    fuses_unknown       whether consecutive unknown letters are one token
+    bytes               ids of the byte tokens <0x00> to <0xFF>, which spell letters without a token; null for a missing
+                        byte token; [] without byte fallback
+    whole_words_first   whether a piece that is in the vocabulary becomes one token without merges
+    decoder             steps on the texts of tokens
+    pieces              null, or how sentencepiece joins pieces instead of `decoder`: whether the first piece of a text loses
+                        a space, and whether the first piece after an added token does
+    sets                sets of code points: first and last of each range
+    white_space         number of the set that `lstrip` and `rstrip` strip
 
-A step is a list: its name and its values.
+A step is a list of its name and its values.
 
-    ["nfc", decompositions, classes, compositions]   Unicode's NFC; lists of code, decomposed codes, 0; code, class; first, second, composed
+    ["nfc", decompositions, classes, compositions]
+        Unicode NFC. Lists of: code, decomposed codes, 0; code, class; first, second, composed code.
     ["replace", old, new]
-    ["prepend", text, unless_there, only_first]      to texts that are not empty; only_first: to the beginning of the whole text
-    ["split", program, inverts, behavior]            by the matches of a program (split_program.py); behavior: as tokenizers.Split
-    ["letters", letters]                             a letter for each byte; in the decoder the bytes of tokens that are made of letters
-    ["byte_fallback"], ["fuse"], ["strip", letter, left, right], ["spaces", letter, drops_first]    as the decoders of tokenizers
+    ["prepend", text, unless_there, only_first]
+        Only to texts that are not empty. only_first: only at the beginning of the whole text.
+    ["split", program, inverts, behavior]
+        At the matches of a program (split_program.py). behavior: as in tokenizers.Split.
+    ["letters", letters]
+        One letter per byte. In the decoder: the bytes of tokens that consist of letters.
+    ["byte_fallback"], ["fuse"], ["strip", letter, left, right], ["spaces", letter, drops_first]
+        As the decoders of tokenizers.
 """
 
 import unicodedata
@@ -57,7 +65,7 @@ Step = list[Any]
 
 
 def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the form of a tokenizer.json. Raises UserError with the part that programs do not compute."""
+    """Return the form of a tokenizer.json. Raises UserError with the feature that programs do not support."""
     sets, model, added = Sets(members), content["model"], content["added_tokens"]
     _check_model(model)
     tokens: dict[str, int] = model["vocab"]
@@ -66,7 +74,7 @@ def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
     changes = [step for step in (*normalizer, *splitter) if step[0] != "nfc"]
     if any(
         step[0] == "prepend" and step[3] for step in changes[2:]
-    ):  # the library takes several pieces for the first one
+    ):  # the library treats several pieces as the first one
         raise UserError("its Metaspace has prepend_scheme=first behind other steps")
     if not content["decoder"]:
         raise UserError("it has no decoder")
@@ -93,7 +101,10 @@ def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
 def form_of_ranks(
     ranks: Mapping[bytes, int], pattern: str, sets: Sets, added: Mapping[int, AddedToken]
 ) -> dict[str, Any]:
-    """Return the form of a vocabulary of ranks, as tiktoken reads it. Raises UserError for a pattern that programs do not have."""
+    """Return the form of a tiktoken vocabulary of ranks.
+
+    Raises UserError for a pattern that programs do not support.
+    """
     by_byte = BYTE_LETTERS[1]
     merges = [
         (ranks[token[:cut]], ranks[token[cut:]], rank, rank)
@@ -120,10 +131,10 @@ def form_of_ranks(
 def form_of_pieces(
     model: Any, added: Mapping[int, AddedToken], reads_added: bool, has_prefix_everywhere: bool
 ) -> dict[str, Any]:
-    """Return the form of a vocabulary of pieces and scores. Raises UserError for what programs do not compute.
+    """Return the form of a vocabulary of pieces and scores. Raises UserError for features that programs do not support.
 
-    model: sentencepiece's ModelProto; reads_added: whether a text may name `added` tokens; has_prefix_everywhere: whether a text behind one
-    begins with a space, as the whole text does.
+    `model`: sentencepiece's ModelProto. `reads_added`: whether `added` tokens are recognised in a text.
+    `has_prefix_everywhere`: whether the text after an added token begins with a space, as the whole text does.
     """
     rules, pieces = model.normalizer_spec, [*enumerate(model.pieces)]
     normal = {piece.piece: id for id, piece in pieces if piece.type == piece.NORMAL}
@@ -142,7 +153,7 @@ def form_of_pieces(
     if reasons := [reason for reason, is_met in refused.items() if is_met]:
         raise UserError(f"its sentencepiece model has {reasons[0]}")
     scores = sorted({piece.score for _, piece in pieces}, reverse=True)
-    ranks = {score: rank for rank, score in enumerate(scores)}  # of equal scores the leftmost is merged
+    ranks = {score: rank for rank, score in enumerate(scores)}  # for equal scores the leftmost is merged
     merges = [
         (left, right, id, ranks[model.pieces[id].score])
         for piece, id in normal.items()
@@ -169,7 +180,6 @@ def form_of_pieces(
 
 
 def _halves(token: str, ids: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """Yield the ids of all pairs of tokens that join to a token."""
     for cut in range(1, len(token)):
         if token[:cut] in ids and token[cut:] in ids:
             yield ids[token[:cut]], ids[token[cut:]]
@@ -276,13 +286,16 @@ def _white_space() -> Ranges:
 
 
 def _every_second(cut: Any) -> Ranges:
-    """Return the code points of the runs that a pre-tokenizer cuts out of a text that begins with another one."""
+    """Return the code points that a pre-tokenizer separates from other text.
+
+    They are every second piece, because the tested text begins with other text.
+    """
     return ranges_of("".join(pieces_of(cut, all_tested())[1::2]))
 
 
 @cache
 def _nfc_tables() -> tuple[list[int], list[int], list[int]]:
-    """Return the tables of NFC without Hangul's, which are arithmetic, of the version of Unicode that `tokenizers` has."""
+    """Return the NFC tables in the Unicode version of `tokenizers`, without Hangul, which is computed."""
     letters = [chr(code) for code in TESTED if code and not 0xAC00 <= code < 0xD7A4]
     nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
 
@@ -290,7 +303,7 @@ def _nfc_tables() -> tuple[list[int], list[int], list[int]]:
         return form("\0".join(texts)).split("\0")
 
     decomposed = {letter: form for letter, form in zip(letters, of_each(nfd, letters), strict=True) if form != letter}
-    # a mark of another class than 0 goes before U+0345, whose class is the highest
+    # A mark of a class other than 0 sorts before U+0345, whose class is the highest.
     marked = of_each(nfd, ("\u0345" + letter for letter in letters))
     marks = [m for m, form in zip(letters, marked, strict=True) if m not in decomposed and form.startswith(m)]
     composed = of_each(nfc, decomposed)

@@ -1,4 +1,7 @@
-"""Read SentencePiece vocabularies: Llama, Baichuan, ChatGLM. The library splits texts, each family adds its own special tokens."""
+"""Read SentencePiece vocabularies: Llama, Baichuan, ChatGLM.
+
+The library splits texts; each family adds its special tokens.
+"""
 
 import itertools
 import re
@@ -17,25 +20,25 @@ from models.tokenizers.control_tokens import joined_runs
 from models.tokenizers.runner_form import form_of_pieces
 from models.tokenizers.tokenizer_json import Settings, named_tokens, special_tokens
 
-SPACE = "▁"  # in pieces
+SPACE = "▁"  # the space in pieces
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Llama's tokenizer: BOS before a text, and added tokens where a text names them.
+    """Llama's tokenizer: adds BOS before a text, and recognises added tokens in a text.
 
-    The pieces of control tokens are added tokens, and what the files beside tokenizer.model add.
+    Added tokens are the control pieces, and the tokens that the files next to tokenizer.model add.
     """
 
     chat_template: str | None = LLAMA2
     _adds_bos, _adds_eos = True, False
     _reads_added = True
-    """Whether `encode` reads added tokens in a text."""
+    """Whether `encode` recognises added tokens in a text."""
     _is_legacy = True
-    """Whether the text behind an added token begins like a text of its own: with a space."""
+    """Whether text after an added token gets a space prefix, as the beginning of a text does."""
 
     def __init__(self, file: Path, model: bytes | None = None) -> None:
-        """model: the serialised ModelProto, if `file` is not one itself. Raises UserError if it cannot be read."""
-        from sentencepiece import SentencePieceProcessor  # here, because other tokenizers do without it
+        """`model`: the serialised ModelProto, if `file` is not one itself. Raises UserError if it cannot be read."""
+        from sentencepiece import SentencePieceProcessor  # imported here: other tokenizers do not need it
 
         self.source = file.parent
         try:
@@ -51,7 +54,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eos_token_id = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else None
 
     def add_tokens(self, tokens: Mapping[int, AddedToken]) -> None:
-        """Add tokens behind the pieces, or in the place of pieces, as InternLM2 has them."""
+        """Set the added tokens. They follow the pieces or, as in InternLM2, replace pieces."""
         self._added = AddedTokens(tokens)
         self.size = max(self._pieces.get_piece_size(), *(id + 1 for id in tokens))
 
@@ -60,10 +63,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._added.by_id
 
     def read_settings(self, settings: Settings, added: Mapping[str, int], is_llama: bool) -> None:
-        """Take what the files beside tokenizer.model say, as `models.tokenizers.tokenizer_json.read_settings` returns it.
+        """Apply the settings of the files next to tokenizer.model, from
+        `models.tokenizers.tokenizer_json.read_settings`.
 
-        is_llama: whether it is LlamaTokenizer of transformers, which puts no space behind an added token. Meta's code does, whose
-        vocabulary has no other tokens than its pieces.
+        `is_llama`: whether it is transformers' LlamaTokenizer, which adds no space after an added token. Meta's code
+        does add one; its vocabulary has only the pieces.
         """
         self._adds_bos, self._adds_eos = (
             settings.get("add_bos_token") is not False,
@@ -103,7 +107,7 @@ class SentencePieceTokenizer(Tokenizer):
     def max_token_bytes(self) -> int | None:
         ids, rules = range(self._pieces.get_piece_size()), self._model.normalizer_spec
         keeps_text = not rules.precompiled_charsmap and not rules.remove_extra_whitespaces
-        is_whole = sum(map(self._pieces.is_byte, ids)) == 256  # otherwise what is unknown becomes one token
+        is_whole = sum(map(self._pieces.is_byte, ids)) == 256  # else unknown text becomes one token
         if not keeps_text or not is_whole or self._added.strips:
             return None
         added = (token.content for token in self.added_tokens.values())
@@ -115,7 +119,10 @@ class SentencePieceTokenizer(Tokenizer):
         return [id for id in [*begin, *self._encode_runs(self._cut(text)), *end] if id is not None]
 
     def _encode_runs(self, runs: Iterable[str | int], is_first: bool = True) -> list[int]:
-        """Return the ids of a text that is cut at its added tokens. is_first: whether it is the beginning of a text."""
+        """Return the ids of a text that is split at its added tokens.
+
+        `is_first`: whether it is the beginning of a text.
+        """
         ids: list[int] = []
         for run in runs:
             if isinstance(run, int):
@@ -134,7 +141,6 @@ class SentencePieceTokenizer(Tokenizer):
         }
 
     def _cut(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of the added tokens that `encode` reads in a text, and the texts between them."""
         return self._added.cut(text) if self._reads_added else iter([text])
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
@@ -149,7 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _user_defined(self) -> dict[str, int]:
-        """Pieces that the library reads wherever they stand."""
+        """Pieces that the library recognises anywhere in a text."""
         pieces = self._model.pieces
         return {piece.piece: id for id, piece in enumerate(pieces) if piece.type == piece.USER_DEFINED}
 
@@ -161,7 +167,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _continued(self) -> Any:
-        """The vocabulary for a text inside another one, which no space begins."""
+        """The vocabulary for text inside another text, which gets no space prefix."""
         from sentencepiece import SentencePieceProcessor
 
         model = self._model
@@ -170,7 +176,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _spelled(self) -> Any:
-        """The vocabulary for such a text in which no user-defined piece is read."""
+        """The vocabulary for such text without user-defined pieces."""
         from sentencepiece import SentencePieceProcessor
 
         model = self._model
@@ -220,26 +226,26 @@ class BaichuanTokenizer(SentencePieceTokenizer):
     _reads_added = False
 
     def __init__(self, file: Path, turns: Mapping[str, object], eos_after_answers: bool) -> None:
-        """turns: ids that open the turns of user and assistant; not numbers in a model that is not for chats."""
+        """`turns`: ids that open the turns of user and assistant; not integers in a base model."""
         super().__init__(file)
         self._turns = {role: id for role, id in turns.items() if isinstance(id, int)}
         self._eos_after_answers = eos_after_answers
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._encode_pieces(text)  # nothing is added, and special tokens are not read from a text
+        return self._encode_pieces(text)  # adds no tokens and recognises no special tokens
 
     @cached_property
     def _control_names(self) -> Mapping[str, bool]:
         return dict.fromkeys(self._user_defined, False)
 
     def _encode_content(self, text: str) -> list[int]:
-        """Return the token ids of a message. The pieces that open turns are user-defined ones, which a message must not become."""
+        """Return the token ids of a message. Text must not become the user-defined pieces that open turns."""
         names = "|".join(re.escape(self._pieces.id_to_piece(id)) for id in self._turns.values())
         return self._encode_parts(re.split(f"({names})", text))
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         if len(self._turns) < 2:
-            return Tokenizer._own_format(self, messages)  # raises: there is none
+            return Tokenizer._own_format(self, messages)  # raises: there is no format
         ids: list[int] = []
         for i, message in enumerate(messages):
             if message["role"] == "system" and i == 0 and not self._eos_after_answers:
@@ -256,7 +262,10 @@ class BaichuanTokenizer(SentencePieceTokenizer):
 
 
 class ChatGLM2Tokenizer(SentencePieceTokenizer):
-    """ChatGLM2 and ChatGLM3: [gMASK] sop before a text; special tokens follow the pieces and are not read from a text."""
+    """ChatGLM2 and ChatGLM3: [gMASK] sop before a text.
+
+    Special tokens follow the pieces and are not recognised in a text.
+    """
 
     chat_template = None
     _reads_added = False
@@ -300,7 +309,7 @@ class ChatGLM2Tokenizer(SentencePieceTokenizer):
 
 
 class ChatGLMTokenizer(SentencePieceTokenizer):
-    """ChatGLM-6B: [gMASK] <sop> after a text; line breaks, tabs and runs of spaces are pieces of their own."""
+    """ChatGLM-6B: [gMASK] <sop> after a text. Line breaks, tabs and runs of spaces are separate pieces."""
 
     chat_template = None
     _reads_added = False
@@ -346,7 +355,9 @@ def _special(text: str) -> AddedToken:
 
 
 def rounds(messages: list[Message], first: int, gap: str) -> str:
-    """Return ChatGLM's conversation as text: questions and answers in turn, numbered from `first`, the last question unanswered."""
+    """Return ChatGLM's conversation as text: rounds of question and answer, numbered from `first`; the last has no
+    answer.
+    """
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise UserError(

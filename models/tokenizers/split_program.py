@@ -1,14 +1,15 @@
-"""Compile the regular expressions by which tokenizers cut texts, for a program that has neither their libraries nor tables of Unicode.
+"""Compile the split patterns of tokenizers for a program without regular expressions and without Unicode tables.
 
-A class such as `\\p{L}` becomes the code points that the library itself matches, so that its version of Unicode holds. A program is a list
-of instructions, whose targets are later ones:
+A class such as `\\p{L}` becomes the code points that the tokenizer's library matches, so its Unicode version applies. A
+program is a list of instructions. Jump targets are always later instructions:
 
-["set", S]                          one character of set S
-["run", S, least, most, mode]       characters of set S, at most `most` (-1: any number), as many or as few as `mode` wants
-["fork", A, B]                      go on at instruction A; where that fails, at B
-["jump", A]                         go on at instruction A
-["ahead", wanted, A]                whether the instructions after this one, up to their ["match"], match here is `wanted`; then go on at A
-["match"]                           the pattern matches up to here
+    ["set", S]                      one character of set S
+    ["run", S, least, most, mode]   `least` to `most` (-1: unlimited) characters of set S; `mode`: as many or as few as possible
+    ["fork", A, B]                  continue at instruction A; if that fails, at B
+    ["jump", A]                     continue at instruction A
+    ["ahead", wanted, A]            test whether the next instructions, up to their ["match"], match here;
+                                    if the result is `wanted`, continue at A
+    ["match"]                       the pattern matches up to here
 """
 
 import re
@@ -21,9 +22,9 @@ from tokenizers import Regex, pre_tokenizers
 from conf.errors import UserError
 
 Ranges = tuple[int, ...]
-"""Code points: the first and the last of each range, in order."""
+"""Code points: first and last of each range, in order."""
 TESTED = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
-"""Code points of which Unicode's versions say something; all ranges between, and after them, are alike: unassigned, or of private use."""
+"""Code points that Unicode versions define. The ranges between and after them are uniform: unassigned or private use."""
 ALIKE = {0x40000: 0xDFFFF, 0xE1000: 0xEFFFF, 0xF0000: 0x10FFFF}
 GREEDY, LAZY, POSSESSIVE = "greedy", "lazy", "possessive"
 MODES = {"": GREEDY, "?": LAZY, "+": POSSESSIVE}
@@ -32,14 +33,14 @@ QUANTIFIER = re.compile(r"(?:([?*+])([?+]?)|\{(\d+)(,(\d*))?\}(\??))")
 COUNTS = {"?": (0, 1), "*": (0, -1), "+": (1, -1)}
 ESCAPED_CLASS = re.compile(r"\\(?:[pP]\{[^{}]*\}|[sSdDwW])")
 ESCAPED_CODE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2}))")
-MOST_COPIES = 16  # of a group that a count repeats
+MOST_COPIES = 16  # of a group with a count
 
 
 class Sets:
-    """The sets of a tokenizer's programs, each once."""
+    """The character sets of a tokenizer's programs, without duplicates."""
 
     def __init__(self, members: Callable[..., Ranges]) -> None:
-        """members: as the function of this name, for the library that reads the patterns."""
+        """`members`: the function `members` for the library that reads the patterns."""
         self.ranges: list[Ranges] = []
         self._members = members
 
@@ -58,12 +59,14 @@ class Sets:
 
 
 def compile_text(text: str, sets: Sets) -> list[list[Any]]:
-    """Return the program that matches this text."""
     return [*(["set", sets.number((ord(letter), ord(letter)))] for letter in text), ["match"]]
 
 
 def compile_pattern(pattern: str, sets: Sets) -> list[list[Any]]:
-    """Return the program of a regular expression. Raises UserError for what programs do not have, and where it matches nothing at all."""
+    """Return the program of a regular expression.
+
+    Raises UserError for unsupported syntax, and if it can match an empty text.
+    """
     reader = _Reader(pattern, sets)
     code, is_empty = reader.alternatives(ignores_case=False)
     if reader.rest:
@@ -74,11 +77,11 @@ def compile_pattern(pattern: str, sets: Sets) -> list[list[Any]]:
 
 
 Code = list[tuple[Any, ...]]
-"""Instructions whose targets are counted from their own place."""
+"""Instructions with targets relative to their own position."""
 
 
 class _Reader:
-    """Reads Oniguruma's notation from left to right. Each method returns code, and whether it may match no characters."""
+    """Parses Oniguruma syntax from left to right. Each method returns code, and whether it may match no characters."""
 
     def __init__(self, pattern: str, sets: Sets) -> None:
         self.rest = self._pattern = pattern
@@ -114,7 +117,7 @@ class _Reader:
         elif found := self._match(r"\(\?[=!]"):
             inner, _ = self.alternatives(ignores_case)
             code, is_empty = [("ahead", found == "(?=", len(inner) + 2), *inner, ("match",)], True
-        elif self._take("$"):  # the end of a line or of the text
+        elif self._take("$"):  # end of a line or of the text
             return [("ahead", False, 3), ("set", self._sets.of_pattern(r"[^\n]")), ("match",)], True
         else:
             return [("set", self._set(ignores_case))], False
@@ -163,7 +166,6 @@ class _Reader:
         return self._sets.of_pattern(f"(?i:{text})" if ignores_case else text)
 
     def _class_text(self) -> str:
-        """Return a class in brackets, which may have others inside."""
         depth = 0
         for found in re.finditer(r"\\.|[\[\]]", self.rest, re.DOTALL):
             depth += {"[": 1, "]": -1}.get(found[0], 0)
@@ -184,7 +186,7 @@ class _Reader:
 
 
 def _placed(code: Code) -> list[list[Any]]:
-    """Return code whose targets are places in it."""
+    """Return code with absolute targets."""
     targets = {"fork": (1, 2), "jump": (1,), "ahead": (2,)}
     return [
         [value + at if i in targets.get(each[0], ()) else value for i, value in enumerate(each)]
@@ -196,31 +198,29 @@ def _placed(code: Code) -> list[list[Any]]:
 def members(pattern: str, tested: str | None = None) -> Ranges:
     """Return the code points that `tokenizers` (Oniguruma) matches with a pattern of one character.
 
-    tested: letters that may be among them; None: any.
+    `tested`: candidate characters; None: all.
     """
     cut = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
     return ranges_of("".join(pieces_of(cut, all_tested() if tested is None else tested)))
 
 
 def pieces_of(cut: Any, text: str) -> list[str]:
-    """Return the pieces that a pre-tokenizer makes of a text."""
     return [piece for piece, _ in cut.pre_tokenize_str(text)]
 
 
 @cache
 def all_tested() -> str:
-    """Return the code points of which the others follow, in order."""
+    """Return the code points that represent all others, in order."""
     return "".join(map(chr, [*TESTED, *ALIKE]))
 
 
 @cache
 def _cased() -> str:
-    """Return the letters that have another case."""
     return "".join(letter for letter in all_tested() if {letter} != {letter.lower(), letter.upper(), letter.casefold()})
 
 
 def ranges_of(letters: str) -> Ranges:
-    """Return the ranges of code points in a text of tested ones."""
+    """Return the ranges of all code points that the tested `letters` represent."""
     found: list[list[int]] = []
     for code in sorted({*map(ord, letters)}):
         last = ALIKE.get(code, code)

@@ -1,4 +1,7 @@
-"""Mistral's tekken.json: special tokens, byte pairs by rank after them, and how texts are cut. Mistral Small 3.2 has no other file."""
+"""Read Mistral's tekken.json: special tokens, then BPE ranks, and the split pattern.
+
+Mistral Small 3.2 has no other file.
+"""
 
 import base64
 from pathlib import Path
@@ -16,12 +19,11 @@ TEKKEN = "tekken.json"
 
 class TekkenTokenizer(TiktokenTokenizer):
     def __init__(self, file: Path) -> None:
-        """Raises UserError for ids with gaps and a vocabulary that lacks a byte. Other damage raises what its reading raises."""
         content = read_json(file)
         count, size = (content["config"][f"default_{name}"] for name in ("num_special_tokens", "vocab_size"))
         named = {each["rank"]: each["token_str"] for each in content["special_tokens"]}
         names = tuple(named.get(id, f"<SPECIAL_{id}>") for id in range(count))
-        tokens: list[dict[str, Any]] = content["vocab"][: size - count]  # the others pad the list
+        tokens: list[dict[str, Any]] = content["vocab"][: size - count]  # the remaining ones are padding
         if [each["rank"] for each in tokens] != [*range(size - count)] or len({*names}) < count or max(named) >= count:
             raise UserError(f"its ranks are not {count} special tokens and {size - count} others, each once")
         ranks = {base64.b64decode(each["token_bytes"]): count + each["rank"] for each in tokens}

@@ -1,4 +1,7 @@
-"""Find the chat templates of a folder, and read a file with one. Source: transformers' `PreTrainedTokenizerBase.from_pretrained`."""
+"""Find the chat templates of a folder, and read a template file.
+
+Source: transformers' `PreTrainedTokenizerBase.from_pretrained`.
+"""
 
 import json
 from pathlib import Path
@@ -7,12 +10,15 @@ from typing import Any
 from conf.errors import UserError
 from models.config import read_json
 
-OTHERS = "additional_chat_templates"  # a folder with a template in each file, which has its name
+OTHERS = "additional_chat_templates"  # folder with one template per file, named as the file
 OF_PROCESSOR = "chat_template.json"  # of older multimodal checkpoints
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
-    """Return the folder's chat templates by name: of files of their own, else of the tokenizer's settings, else of the processor's."""
+    """Return the folder's chat templates by name.
+
+    Template files have precedence over the tokenizer's settings, which have precedence over the processor's file.
+    """
     own = folder / "chat_template.jinja"
     files = {"default": own} if own.is_file() else {}
     files |= {file.stem: file for file in sorted((folder / OTHERS).glob("*.jinja"))}
@@ -24,7 +30,10 @@ def chat_templates(folder: Path) -> dict[str, str]:
 
 
 def read_template(file: Path) -> str:
-    """Return the Jinja source in a file, which may be a processor's chat_template.json. Raises OSError, UnicodeDecodeError, UserError."""
+    """Return the Jinja source in a file, which may be a processor's chat_template.json.
+
+    Raises OSError, UnicodeDecodeError, UserError.
+    """
     text = file.read_text(encoding="utf-8-sig")
     if file.suffix != ".json":
         return text

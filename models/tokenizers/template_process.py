@@ -1,4 +1,4 @@
-"""Render chat templates in a process of their own, with limits of time and memory, which a sandbox alone does not have."""
+"""Render chat templates in a separate process with limits of time and memory, which a sandbox does not provide."""
 
 import json
 import signal
@@ -15,14 +15,17 @@ from typing import Any
 from conf.errors import UserError
 
 PROGRAM = Path(__file__).with_name("templates.py")
-CPU_S = 2.0  # seconds of CPU time for one conversation; those of real models take less than a thousandth of it
+CPU_S = 2.0  # seconds of CPU time per conversation; real models need less than a thousandth
 MEMORY = 2**30  # bytes of address space; an idle process has 60 MB
-MAX_CHARACTERS = 2**20  # of the text beyond four times the request, so that the tokenizer does not read gigabytes
+MAX_CHARACTERS = 2**20  # of the text, in addition to four times the request; protects the tokenizer from gigabytes
 REMEDY = "give predict.chat_template=PATH, or prompts instead of messages"
 
 
 class TemplateProcess:
-    """A process that renders the conversations of one tokenizer, one after the other. It starts with the first."""
+    """A process that renders the conversations of one tokenizer one at a time.
+
+    It starts with the first conversation.
+    """
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -38,23 +41,23 @@ class TemplateProcess:
         tools: list[dict[str, Any]] | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return the conversation as text. Raises UserError for a template that fails or goes beyond its limits.
+        """Return the conversation as text. Raises UserError if the template fails or exceeds the limits.
 
-        arguments: values by the names that the template reads besides.
+        `arguments`: values of other template variables.
         """
         given = {**special_tokens, **arguments, "add_generation_prompt": add_generation_prompt, "tools": tools}
         return str(self._answer("text", template, messages, given))
 
     def names(self, template: str) -> frozenset[str]:
-        """Return the names that a template reads and does not set itself. Raises UserError as `render` does."""
+        """Return the variables that a template reads and does not set. Raises UserError as `render` does."""
         if template not in self._names:
             self._names = {
                 template: frozenset(self._answer("names", template))
-            }  # of the last one: there rarely is another
+            }  # caches only the last template: others are rare
         return self._names[template]
 
     def _answer(self, wanted: str, *request: Any) -> Any:
-        # JSON alone: an object of a Python caller becomes the name of its type.
+        # Only JSON: any other object of a Python caller becomes the name of its type.
         line = json.dumps([wanted, *request], default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"
         with self._turn:
             answer = self._ask(line)
@@ -73,24 +76,25 @@ class TemplateProcess:
                 process.stdin.flush()
                 line = process.stdout.readline()
         finally:
-            # The process has ended, or an interrupt came first: the next conversation gets another one.
+            # The process has ended, or an interrupt came first: the next conversation starts a new process.
             if not line.endswith(b"\n"):
                 self._process = None
                 self._end()
         if line.endswith(b"\n"):
             return dict(json.loads(line))
-        if process.returncode == -signal.SIGKILL:  # killed from outside, so not the template's fault
+        if process.returncode == -signal.SIGKILL:  # killed from outside: not the template's fault
             raise OSError("the process that renders chat templates was killed: is the memory full?")
         slow = process.returncode == -signal.SIGPROF
         reason = f"it takes more than {CPU_S:g} s" if slow else f"its process ended with {process.returncode}"
         raise UserError(f"the chat template was stopped, because {reason}: {REMEDY}")
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # -P: no module of that folder replaces a package.
+        # -P: no module in the program's folder can replace a package.
         command = [sys.executable, "-P", str(PROGRAM), str(CPU_S), str(MEMORY), str(MAX_CHARACTERS)]
-        # A session of its own: a signal to the whole job, as from Ctrl-C, does not reach this process, and its owner ends it.
+        # A separate session: a signal to the whole job, for example Ctrl-C, does not reach this process. Its owner ends
+        # it.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._end = weakref.finalize(self, _end, process)  # also where this object is forgotten, and at exit
+        self._end = weakref.finalize(self, _end, process)  # also when this object is freed, and at exit
         return process
 
 

@@ -1,6 +1,6 @@
-"""Render a checkpoint's chat template, untrusted Jinja, in a sandbox with the names that transformers gives it.
+"""Render a checkpoint's chat template, untrusted Jinja, in a sandbox with the names that transformers provides.
 
-`template_process.py` runs this file as a program, so it imports nothing of ours.
+`template_process.py` runs this file as a program, so it imports none of our modules.
 """
 
 import json
@@ -25,9 +25,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def render(template: str, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
-    """Return the conversation as text. Raises whatever a faulty or hostile template raises.
+    """Return the conversation as text. Raises any exception of a faulty or hostile template.
 
-    given: the names that the template may read besides, such as tools, bos_token and add_generation_prompt.
+    `given`: other template variables, such as tools, bos_token and add_generation_prompt.
     """
     present = [
         _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
@@ -36,7 +36,7 @@ def render(template: str, messages: list[dict[str, Any]], given: Mapping[str, An
 
 
 def names(template: str) -> list[str]:
-    """Return the names that a template reads and does not set itself."""
+    """Return the variables that a template reads and does not set."""
     return sorted(meta.find_undeclared_variables(_environment().parse(template)))
 
 
@@ -66,7 +66,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks the assistant's words for training. Renders its content."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's text for training. Renders its content."""
 
     tags = {"generation"}
 
@@ -86,9 +86,11 @@ class _Dictionaries:
 
 
 class _Namespace(Namespace):
-    """`namespace` that refuses the attributes by which Python describes objects."""
+    """`namespace` that rejects names with a leading underscore, because Python's introspection attributes have such
+    names.
+    """
 
-    def __init__(*arguments: Any, **named: Any) -> None:  # as in Jinja, so that a template may name an attribute self
+    def __init__(*arguments: Any, **named: Any) -> None:  # as in Jinja, so that an attribute may be called self
         self, *rest = arguments
         attributes = dict(*rest, **named)
         for name in attributes:
@@ -116,12 +118,12 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON. Jinja's own filter would escape characters of HTML."""
+    """Return a value as JSON. Jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def serve(cpu_s: float, memory: int, max_characters: int) -> None:
-    """Read lines of JSON, a function's name and arguments, from standard input, and answer each with what it returns or an error.
+    """Read JSON lines with a function name and arguments from standard input. Answer each with its result or an error.
 
     SIGPROF ends the process when a line takes more than `cpu_s` seconds of CPU time.
     """
@@ -144,7 +146,7 @@ def _answer(request: list[Any], max_characters: int) -> bytes:
         if len(text) > max_characters:
             raise ValueError(f"it writes {len(text)} characters, more than {max_characters}")
         return json.dumps({"text": text}, ensure_ascii=False).encode()
-    except Exception as error:  # the template's own raise_exception, or any fault of its Jinja
+    except Exception as error:  # the template's raise_exception, or any error of its Jinja
         return json.dumps({"error": " ".join(str(error).split()) or type(error).__name__}).encode()
 
 

@@ -1,4 +1,4 @@
-"""Read byte-pair ranks in tiktoken's format, a line of base64 and a rank for each token: Qwen v1, Llama 3, Kimi (`kimi.py`)."""
+"""Read BPE ranks in tiktoken's format, one line of base64 and rank per token: Qwen v1, Llama 3, Kimi (`kimi.py`)."""
 
 import base64
 import unicodedata
@@ -17,7 +17,7 @@ from models.tokenizers.control_tokens import joined_runs
 from models.tokenizers.runner_form import form_of_ranks
 from models.tokenizers.split_program import Ranges, Sets, all_tested, ranges_of
 
-# How a text is split before pairs are merged, from the families' own tokenizers. Qwen splits digits one by one, Llama 3 by three.
+# Split patterns from the families' own tokenizers. Qwen splits off each digit, Llama 3 groups of up to three.
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -51,11 +51,12 @@ class TiktokenTokenizer(Tokenizer):
         texts: frozenset[str] = frozenset(),
         first_special: int | None = None,
     ) -> None:
-        """`ranks`: the ids of `file`'s tokens. `texts`: those of `specials` that belong to an answer's text, such as <think>.
+        """`ranks`: ids of the tokens in `file`. `texts`: names in `specials` that are part of an answer's text, such as
+        <think>.
 
-        `first_special`: the id of the first of `specials`; None: they come after the others.
+        `first_special`: id of the first name in `specials`; None: they follow the ranks.
         """
-        import tiktoken  # here, because other tokenizers do without it
+        import tiktoken  # imported here: other tokenizers do not need it
 
         self.source = file.parent
         self.ranks = ranks
@@ -69,7 +70,7 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text. Special tokens that it names are read as such."""
+        """Return the token ids of a text. Recognises special tokens in the text."""
         begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         return begin + self._ids(text, allowed_special="all")
 
@@ -110,11 +111,10 @@ class TiktokenTokenizer(Tokenizer):
         return [run] if isinstance(run, int) else self._plain(run)
 
     def _plain(self, text: str) -> list[int]:
-        """Return the token ids of what a user wrote. Special tokens in it stay text."""
+        """Return the token ids of a user's text. Special tokens in it stay text."""
         return self._ids(text, disallowed_special=())
 
     def _ids(self, text: str, **options: Any) -> list[int]:
-        """Return the token ids of a text by tiktoken's options."""
         ids: list[int] = self._encoding.encode(text, **options)
         return ids
 
@@ -123,8 +123,8 @@ class QwenTokenizer(TiktokenTokenizer):
     """Qwen v1's tokenizer: texts in NFC, conversations in ChatML."""
 
     is_nfc = True
-    _runner_form = Tokenizer._runner_form  # a text is in NFC before special tokens are found
-    SYSTEM = "You are a helpful assistant."  # where a conversation does not begin with its own
+    _runner_form = Tokenizer._runner_form  # NFC applies before special tokens are found
+    SYSTEM = "You are a helpful assistant."  # for conversations without a system message
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, read_ranks(file), QWEN_PATTERN, QWEN_SPECIALS)
@@ -154,7 +154,7 @@ class QwenTokenizer(TiktokenTokenizer):
 
 
 class Llama3Tokenizer(TiktokenTokenizer):
-    """Llama 3's tokenizer as Meta ships it: `tokenizer.model` holds ranks."""
+    """Llama 3's tokenizer in Meta's form: `tokenizer.model` holds ranks."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, read_ranks(file), LLAMA3_PATTERN, LLAMA3_SPECIALS)
@@ -179,7 +179,9 @@ def special_token(name: str, is_special: bool = True) -> AddedToken:
 
 @lru_cache(maxsize=64)
 def members(pattern: str, tested: str | None = None) -> Ranges:
-    """Return the code points that tiktoken matches with a pattern of one character, as `split_program.members` does for its library."""
+    """Return the code points that tiktoken matches with a pattern of one character, as `split_program.members` does for
+    tokenizers.
+    """
     import tiktoken
 
     encoding = tiktoken.Encoding(
@@ -194,7 +196,7 @@ def members(pattern: str, tested: str | None = None) -> Ranges:
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Return the ranks of all tokens by their bytes.
 
-    Raises UserError if the file cannot be read, if its ranks are not 0, 1, 2 ..., and where a byte is no token.
+    Raises UserError if the file cannot be read, if its ranks are not 0, 1, 2 ..., or if a byte has no token.
     """
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]

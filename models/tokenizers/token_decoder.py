@@ -1,4 +1,4 @@
-"""The bytes of single tokens by the decoder of a tokenizer.json, whose steps are made for whole texts."""
+"""Compute the bytes of single tokens with the decoder of a tokenizer.json, whose steps are made for whole texts."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +11,10 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def token_decoder(decoder: dict[str, Any], source: Path) -> Callable[[str], bytes]:
-    """Return the function from a token of the vocabulary to its bytes inside a text.
+    """Return the function from a vocabulary token to its bytes inside a text.
 
-    decoder: as tokenizer.json has it. Raises UserError for steps that give a token other bytes beside other tokens.
+    `decoder`: in the form of tokenizer.json. Raises UserError for steps with which a token's bytes depend on other
+    tokens.
     """
     has_fallback, spaces = False, []
     for step in steps(decoder):
@@ -26,7 +27,7 @@ def token_decoder(decoder: dict[str, Any], source: Path) -> Callable[[str], byte
                 spaces.append((old, new))
             case {"type": "Metaspace", "replacement": old}:
                 spaces.append((old, " "))
-            case {"type": "Fuse" | "Strip"}:  # joins the tokens, and trims the text's ends
+            case {"type": "Fuse" | "Strip"}:  # joins tokens, and trims the text's ends
                 pass
             case _:
                 kind = step.get("type")
@@ -46,7 +47,7 @@ def token_decoder(decoder: dict[str, Any], source: Path) -> Callable[[str], byte
 
 
 def steps(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps of a part of a tokenizer.json, those of sequences one by one."""
+    """Return the steps of a part of a tokenizer.json; flattens sequences."""
     if part.get("type") != "Sequence":
         return [part]
     (inner,) = (value for value in part.values() if isinstance(value, list))
@@ -54,7 +55,7 @@ def steps(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the bytes by the letters that GPT-2 writes them with (`bytes_to_unicode` of its encoder.py)."""
+    """Return the byte of each letter of GPT-2's byte alphabet (`bytes_to_unicode` of its encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -65,7 +66,6 @@ BYTE_LETTERS = {byte: letter for letter, byte in LETTERS.items()}
 
 
 def _of_letters(token: str) -> bytes:
-    """Return the bytes of a token in GPT-2's letters; a token with another letter stands for itself."""
     if all(letter in LETTERS for letter in token):
         return bytes(LETTERS[letter] for letter in token)
     return token.encode()

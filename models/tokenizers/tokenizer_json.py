@@ -1,7 +1,7 @@
-"""Read tokenizer.json and the files beside it as transformers 5 does, without its two seconds of import.
+"""Read tokenizer.json and the files next to it as transformers 5 does, without its two seconds of import.
 
-transformers takes the file as it stands, or builds a tokenizer of one of its classes from the file's vocabulary. CLASSES has the classes of
-the families here, FAMILIES the class of each family.
+transformers uses the file unchanged, or builds a tokenizer of one of its classes from the file's vocabulary. CLASSES
+lists the classes of the families here, FAMILIES the class of each family.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """The steps that a class of transformers puts around a vocabulary, whatever tokenizer.json says."""
+    """The steps that a transformers class adds to a vocabulary; they override tokenizer.json."""
 
     set_steps: Callable[[Tokenizer, Settings], None]
     special_tokens: dict[str, str]
-    """Special tokens by name, for settings that do not name them."""
+    """Special tokens by name, for settings without them."""
 
 
 def _set_llama_steps(backend: Tokenizer, settings: Settings) -> None:
@@ -68,7 +68,7 @@ CLASSES = {
     ),
 }
 AS_IT_STANDS = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer")
-"""Classes for which transformers takes the file as it stands."""
+"""Classes for which transformers uses the file unchanged."""
 FAMILIES = {
     **dict.fromkeys("gpt2 opt phi starcoder2".split(), "GPT2Tokenizer"),
     **dict.fromkeys(
@@ -83,16 +83,16 @@ FAMILIES = {
         "",
     ),
 }
-"""Class of transformers by `model_type`; "" where it takes the file as it stands, whatever the settings say."""
+"""transformers class by `model_type`; "": transformers uses the file unchanged, and ignores the settings."""
 OWN_CLASS_WINS = ("qwen2", "phi3")  # over the settings, which are wrong on the hub
 UNREAD = ("auto_map", "fast_tokenizer_files", "split_special_tokens")
-"""Settings that only transformers understands."""
+"""Settings that only transformers supports."""
 
 
 def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None:
-    """Return the folder's tokenizer and its special tokens by name (bos_token and so on); None where only transformers can read it.
+    """Return the folder's tokenizer and its special tokens by name (bos_token and so on).
 
-    Raises whatever the library raises for a damaged file.
+    Returns None if only transformers can read it. Raises the library's exception for a damaged file.
     """
     settings, added = read_settings(folder)
     if not (folder / FILE).is_file() or any(settings.get(name) for name in UNREAD):
@@ -110,7 +110,7 @@ def read_tokenizer_json(folder: Path) -> tuple[Tokenizer, dict[str, str]] | None
 
 
 def read_settings(folder: Path) -> tuple[Settings, dict[str, int]]:
-    """Return what the files beside a vocabulary say of the tokenizer, and the ids of added_tokens.json, which older folders have."""
+    """Return the settings in the files next to the vocabulary, and the ids in added_tokens.json of older folders."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings, {}
@@ -118,18 +118,18 @@ def read_settings(folder: Path) -> tuple[Settings, dict[str, int]]:
 
 
 def _class_name(config: dict[str, Any], settings: Settings, is_byte_level: bool) -> str:
-    """Return the class by which transformers reads the file, without the ending Fast."""
+    """Return the class that transformers uses for the file, without the suffix Fast."""
     family = config.get("model_type")
     declared = str(settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
     if declared == "LlamaTokenizer" and is_byte_level and family not in OWN_CLASS_WINS:
-        return ""  # Llama 3 and DeepSeek say this class, whose steps are Llama 2's
+        return ""  # Llama 3 and DeepSeek declare this class, but its steps are Llama 2's
     if family in FAMILIES and (not declared or not FAMILIES[family] or family in OWN_CLASS_WINS):
         return FAMILIES[family]
     return declared
 
 
 def named_tokens(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
-    """Yield the names and tokens of settings such as `"bos_token": "<s>"`, whose value is a text or an object."""
+    """Yield names and tokens of settings such as `"bos_token": "<s>"`. A value is a text or an object."""
     extra = settings.get("extra_special_tokens")
     for name, value in (settings | (extra if isinstance(extra, dict) else {})).items():
         is_named = name.endswith("_token") or (isinstance(extra, dict) and name in extra)
@@ -138,7 +138,7 @@ def named_tokens(settings: Settings) -> Iterator[tuple[str, AddedToken]]:
 
 
 def special_tokens(settings: Settings) -> dict[str, AddedToken]:
-    """Return the tokens that settings name, and those that they list as special, by their texts."""
+    """Return the named tokens of settings, and the tokens that they list as special, by text."""
     unnamed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     tokens = [token for _, token in named_tokens(settings)]
     tokens += map(_token, [] if isinstance(unnamed, dict) else unnamed)
@@ -146,7 +146,7 @@ def special_tokens(settings: Settings) -> dict[str, AddedToken]:
 
 
 def _additions(backend: Tokenizer, settings: Settings, added: dict[str, int]) -> Iterator[AddedToken]:
-    """Yield the tokens that the files beside tokenizer.json add to it or change."""
+    """Yield the tokens that the files next to tokenizer.json add or change."""
     specials = special_tokens(settings)
     present = backend.get_added_tokens_decoder()
     by_id = {int(id): AddedToken(**token) for id, token in settings.get("added_tokens_decoder", {}).items()}
@@ -160,7 +160,7 @@ def _additions(backend: Tokenizer, settings: Settings, added: dict[str, int]) ->
     for content, token in specials.items():
         if content not in listed:
             yield token
-        elif not listed[content].special:  # a token with a name is special, whatever the list says
+        elif not listed[content].special:  # a named token is always special
             listed[content].special = True
             yield listed[content]
 

@@ -1,4 +1,4 @@
-"""Read calls of tools from what models write: JSON, and keyword arguments of Python for ChatGLM3. Nothing is evaluated."""
+"""Parse tool calls in a model's text: JSON, and Python keyword arguments for ChatGLM3. Nothing is evaluated."""
 
 import ast
 import json
@@ -18,27 +18,29 @@ FENCE = "```"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the model calls."""
+    """A tool call of the model."""
 
     name: str
     arguments: str
     """A JSON object, as text."""
     id: str | None = None
-    """What the model calls it, in formats where it does, and where templates repeat that."""
+    """The model's id of the call, in formats that have one and whose templates repeat it."""
 
 
 def read_json_call(text: str) -> list[ToolCall] | None:
-    """Return the call of `{"name": ..., "arguments": {...}}`, None for anything else."""
+    """Return the call in `{"name": ..., "arguments": {...}}`, None for anything else."""
     return _calls([_json(text)])
 
 
 def read_json_calls(text: str) -> list[ToolCall] | None:
-    """Return calls, one object after the other, as Llama 3 writes them: with "parameters", and semicolons between."""
+    """Return consecutive call objects in Llama 3's format: with "parameters", and semicolons between them."""
     return _calls(list(_objects(text)))
 
 
 def read_mistral_calls(text: str) -> list[ToolCall] | None:
-    """Return calls in Mistral's formats: a list of objects, or `NAME[ARGS]{...}`, with [TOOL_CALLS] before each but the first."""
+    """Return calls in Mistral's formats: a list of objects, or `NAME[ARGS]{...}` with [TOOL_CALLS] before each except
+    the first.
+    """
     if text.lstrip().startswith("["):
         listed = _json(text)
         return _calls(listed) if isinstance(listed, list) else None
@@ -50,7 +52,10 @@ def read_mistral_calls(text: str) -> list[ToolCall] | None:
 
 
 def read_deepseek_calls(text: str) -> list[ToolCall] | None:
-    """Return calls in the formats of DeepSeek-V3 and R1, `function<sep>NAME` and fenced JSON, and of V3.1, `NAME<sep>JSON`."""
+    """Return calls in DeepSeek's formats.
+
+    DeepSeek-V3 and R1 write `function<sep>NAME` and fenced JSON, V3.1 writes `NAME<sep>JSON`.
+    """
     begin, end = DEEPSEEK_CALL
     calls = []
     for call in text.split(begin)[1:]:
@@ -64,7 +69,7 @@ def read_deepseek_calls(text: str) -> list[ToolCall] | None:
 
 
 def read_kimi_calls(text: str) -> list[ToolCall] | None:
-    """Return calls in Kimi's format, `functions.NAME:NUMBER` and JSON, whose first part is the id of the call."""
+    """Return calls in Kimi's format: `functions.NAME:NUMBER`, which is the call's id, and JSON."""
     begin, end = KIMI_CALL
     ids, values = [], []
     for call in text.split(begin)[1:]:
@@ -77,13 +82,13 @@ def read_kimi_calls(text: str) -> list[ToolCall] | None:
 
 
 def read_named_json_call(text: str) -> list[ToolCall] | None:
-    """Return the call of GLM-4, a name and a line below it a JSON object."""
+    """Return the call in GLM-4's format: a name, and a JSON object on the next line."""
     name, _, arguments = text.strip().partition("\n")
     return _calls([{"name": name.strip(), "arguments": _json(arguments)}])
 
 
 def read_named_python_call(text: str) -> list[ToolCall] | None:
-    """Return the call of ChatGLM3, a name and below it, fenced, `tool_call(argument=literal, ...)`."""
+    """Return the call in ChatGLM3's format: a name, and below it a fenced `tool_call(argument=literal, ...)`."""
     name, _, fenced = text.strip().partition("\n")
     code = fenced.strip().removeprefix(f"{FENCE}python").removesuffix(FENCE)
     with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -98,7 +103,7 @@ def read_named_python_call(text: str) -> list[ToolCall] | None:
 
 
 def _calls(values: list[Any]) -> list[ToolCall] | None:
-    """Return the calls that JSON values are; None where one of them is none."""
+    """Return the calls in JSON values; None if any value is not a call."""
     calls = []
     for value in values:
         if not isinstance(value, dict):
@@ -109,21 +114,20 @@ def _calls(values: list[Any]) -> list[ToolCall] | None:
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             (name + text).encode()
-        except (TypeError, ValueError, RecursionError):  # no JSON, half a surrogate pair
+        except (TypeError, ValueError, RecursionError):  # not JSON, half a surrogate pair
             return None
         calls.append(ToolCall(name, text))
     return calls or None
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text, None where it is none."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return None
 
 
 def _objects(text: str) -> Iterator[Any]:
-    """Yield the values of JSON texts one after the other; None for what is none."""
+    """Yield the values of consecutive JSON texts; None for invalid text."""
     text = text.strip().rstrip(";")
     while text:
         try:

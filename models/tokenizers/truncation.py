@@ -1,4 +1,6 @@
-"""Cut a text to a number of tokens as transformers does: its first or last ones are left out, and the special tokens around it stay."""
+"""Truncate a text to a number of tokens as transformers does: drop its first or last tokens, keep the special tokens
+around it.
+"""
 
 from models.tokenizers.base import Tokenizer
 
@@ -6,7 +8,10 @@ from models.tokenizers.base import Tokenizer
 def truncated(
     tokenizer: Tokenizer, text: str, token_ids: list[int], most: int | None, from_left: bool = False
 ) -> tuple[list[int], int]:
-    """Return at most `most` tokens of a text, and how many were left out. token_ids: the text's with the special tokens around it."""
+    """Return at most `most` tokens of a text, and the number of dropped tokens.
+
+    `token_ids`: tokens of the text with the special tokens around it.
+    """
     num_cut = 0 if most is None else max(0, len(token_ids) - most)
     if num_cut == 0:
         return token_ids, 0

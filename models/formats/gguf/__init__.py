@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's format (docs/gguf.md in ggml): read a file's header, weights and tokenizer, and write such files."""
+"""GGUF, llama.cpp's format (ggml's docs/gguf.md): read a file's header, weights and tokenizer, and write such files."""

@@ -56,7 +56,6 @@ class Mixture:
     """The types of a file's matrices, without regard to row length."""
 
     def __init__(self, most: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-        """`most`: the type of most matrices."""
         self._most = most
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
@@ -92,11 +91,9 @@ class Mixture:
 
 
 def _fitting(kind: T, row: int) -> T:
-    """Return the type, or a replacement if its block size does not divide the row length."""
     fitting = kind if row % _block(kind) == 0 else SHORTER_BLOCKS.get(kind, T.F16)
     return fitting if row % _block(fitting) == 0 else T.F16
 
 
 def _block(kind: T) -> int:
-    """Return the number of values in a block."""
     return GGML_QUANT_SIZES[kind][0]

@@ -230,7 +230,6 @@ class _HeaderParser:
         return struct.unpack(format, self._take(struct.calcsize(format), what))[0]
 
     def _count(self, what: str, shortest: int) -> int:
-        """Read a count of items. Raises UserError if `count` items of `shortest` bytes exceed the rest of the file."""
         count: int = self._number("<Q", f"the number of {what}")
         if count * shortest > self._size - self._at:
             raise self._error(f"{count} {what} are announced, but only {self._size - self._at} bytes are left")

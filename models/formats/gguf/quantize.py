@@ -1,7 +1,12 @@
 """Quantise rows to llama.cpp's block types without an importance matrix, bit-exactly as llama-quantize does.
 
 The gguf package quantises to blocks of 32. This module adds the super-block types Q4_K, Q5_K and Q6_K. A super-block
-has
+has 256 values in groups. The scale of a group is an integer multiple of one float16 step. It is found by search: each
+candidate rounds the values to codes, and least squares fit the scale (and the minimum, if the type has one) to the
+codes. Candidates, weights and the order of float32 operations are from ggml-quants.c.
+
+B super-blocks with G groups of N values each. Values are [N, G, B], so that a sum over N adds values one by one, as
+ggml does.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +80,7 @@ class AffineSuperBlock:
     largest: np.float32
     """Largest code; the smallest is 0."""
     first: np.float32
-    """Added to `largest` for the number of codes of the first candidate."""
+    """The first candidate divides the value range into `largest + first` steps."""
     num_candidates: int
 
     def quantize(self, rows: Floats) -> Bytes:

@@ -88,7 +88,6 @@ class SpecialTokens:
 
     @cached_property
     def types(self) -> list[int]:
-        """Return the type of each token."""
         types = list(map(int, self.header.numbers("tokenizer.ggml.token_type", "i", len(self.texts))))
         if wrong := set(types) - set(TokenType):
             raise UserError(

@@ -86,7 +86,7 @@ def _sentencepiece_model(header: GGUFHeader, special: SpecialTokens) -> bytes:
     scores = header.numbers("tokenizer.ggml.scores", "f", len(tokens))
     if not all(map(math.isfinite, scores)):
         raise UserError(f"{header.path}: tokenizer.ggml.scores holds a number that is not finite")
-    if tokens:  # sentencepiece needs exactly one unknown token. Phi-3 marks its own as control, and 53 padding tokens as unknown
+    if tokens:  # sentencepiece needs one unknown token; Phi-3's own is control, and its 53 padding tokens are unknown
         unknown = special.id("unknown")
         types = [TokenType.UNUSED if kind == TokenType.UNKNOWN else kind for kind in types]
         first = special.types.index(TokenType.UNKNOWN) if TokenType.UNKNOWN in special.types else 0
@@ -134,7 +134,6 @@ def _byte_pairs(header: GGUFHeader, special: SpecialTokens, pre: PreTokenizer, a
 
 
 def _flags(token: AddedToken) -> dict[str, Any]:
-    """Return an added token in the form of tokenizer_config.json."""
     names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     return {name: getattr(token, name) for name in names}
 

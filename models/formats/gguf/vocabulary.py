@@ -117,7 +117,6 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
 
 
 def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
-    """Return the header of a file with only this vocabulary."""
     scalars = {
         "model": vocabulary.model,
         "pre": vocabulary.pre,
@@ -273,7 +272,6 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
 
 
 def _pre(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
-    """Return llama.cpp's name of this tokenizer's split patterns. Raises UserError if there is none."""
     steps = backend["pre_tokenizer"] or {}
     cuts: list[str] = []
     for step in steps.get("pretokenizers", [steps]):

@@ -103,7 +103,6 @@ class _StoredTensor:
         return int(np.prod(self.shape, dtype=np.int64)) // block * block_bytes
 
     def read(self) -> NDArray[np.uint8]:
-        """Return the tensor's bytes in the file."""
         stored = np.empty((len(self.sources), self.num_bytes // len(self.sources)), np.uint8)
         for row, (file, name) in zip(stored, self.sources, strict=True):
             tensor = next(iter(file.read([name])))[1]
@@ -145,7 +144,6 @@ def by_part(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
-    """Return the frequency divisors that the file holds as tensors, by name."""
     if isinstance(shape, Phi3Config):
         factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
         is_scaled = {1.0} != {factor for each in factors.values() for factor in each}
