@@ -1,6 +1,4 @@
-"""A checkpoint of any layout, in Hugging Face's terms: config.json keys, and weights with Hugging Face's names and
-shapes.
-"""
+"""A checkpoint of any layout in Hugging Face's terms: config.json keys, and its weight names and shapes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

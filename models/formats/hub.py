@@ -25,9 +25,7 @@ CONNECT_S = 6.0  # for DNS and connection: a resolver tries its second server af
 class Client(NamedTuple):
     hub: str
     download: Callable[..., str]
-    """The client's `snapshot_download(id, *, revision, allow_patterns, local_files_only)`. It returns the download
-    folder.
-    """
+    """The client's `snapshot_download(id, *, revision, allow_patterns, local_files_only)`; returns a folder."""
     offline: str | None
     """A short reason why the hub cannot be reached; None if it can be."""
 
@@ -72,8 +70,7 @@ def find_checkpoint(
 
 
 def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
-    """Return the folder or file of `model.tokenizer`, or the local cache folder of a hub id. Downloads the id if
-    necessary.
+    """Return the path of `model.tokenizer`, or the local cache folder of a hub id, which is downloaded if necessary.
 
     Returns any other text as a path. Raises UserError for an id that cannot be downloaded.
     """

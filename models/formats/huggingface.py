@@ -87,7 +87,7 @@ class SafetensorsFile:
     def read_whole(self) -> tuple[dict[str, Tensor], bytes]:
         """Return copies of all tensors of a small file, and the file's bytes.
 
-        Raises UserError if the file has changed since.
+        Raises UserError if the file has changed since it was opened.
         """
         try:
             content = self.path.read_bytes()

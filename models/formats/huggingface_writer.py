@@ -17,10 +17,10 @@ from models.tokenizers import TOKENIZER_FILES
 def write_huggingface(
     files: list[WeightFile], folder: Path, max_shard_bytes: int, on_bytes: Callable[[int, int], None]
 ) -> dict[str, str]:
-    """Write model.safetensors, or shards of at most `max_shard_bytes` and their index. Return the sha256 of each weight
-    file.
+    """Write model.safetensors, or shards of at most `max_shard_bytes` and their index.
 
-    A shard with a single tensor may be larger. Calls `on_bytes(done, total)` after every tensor.
+    Returns the sha256 of each weight file. A shard with a single tensor may be larger. Calls `on_bytes(done, total)`
+    after every tensor.
     """
     shards = _shards(entries_of(files), max_shard_bytes)
     total, done = sum(entry.nbytes for shard in shards for entry in shard), 0

@@ -1,7 +1,7 @@
-"""Read Meta's layout of Llama checkpoints: params.json, and consolidated.00.pth, .01.pth, ... with one slice per
-matrix.
+"""Read Meta's layout of Llama checkpoints: params.json, and slices of matrices in consolidated.00.pth, .01.pth, ...
 
-The result is in Hugging Face's terms: config.json keys, and whole weights with its names, shapes and row order.
+Each file has one slice of every matrix. The result is in Hugging Face's terms: config.json keys, and whole weights with
+its names, shapes and row order.
 """
 
 from collections.abc import Iterable, Iterator

@@ -13,8 +13,8 @@ MOST_POINTER_BYTES = 1024
 
 
 def refuse_mistaken(folder: Path) -> None:
-    """Raise UserError for a folder that is not a checkpoint: Git LFS pointers, adapters, hub caches, layouts of other
-    tools.
+    """Raise UserError for a folder that is not a checkpoint: Git LFS pointers, adapters, hub caches, other tools'
+    files.
     """
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.stat().st_size <= MOST_POINTER_BYTES and file.read_bytes().startswith(POINTER):

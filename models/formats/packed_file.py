@@ -1,7 +1,6 @@
-"""A loaded model in one file, in the kernels' layout. The next start maps it instead of reading and packing a
-checkpoint.
+"""A loaded model in one file, in the kernels' layout. The next start maps it and need not read or pack a checkpoint.
 
-It is a safetensors file of all parameters and buffers. The values are checked when the file is made. Values that
+It is a safetensors file of all parameters and buffers. Their values are checked when the file is made. Values that
 kernels use as indices are checked again at every start.
 """
 

@@ -44,8 +44,8 @@ KNOWN = {
 }
 LONGEST_TEXT = 512  # bytes, of a name
 MOST_DIMS = 8
-# An array takes about thirty. An opcode can take 200 bytes of memory; without a limit, a file of opcodes alone could
-# use all memory.
+# An array takes about thirty opcodes. An opcode can take 200 bytes of memory; without a limit, a file of opcodes alone
+# could use all memory.
 MOST_OPCODES = 2**23
 MARK = object()
 

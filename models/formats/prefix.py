@@ -37,7 +37,7 @@ class Prefix:
     layers: list[tuple[Tensor, Tensor]]
     """Keys and values [P, G, D] of each layer, without rotary embedding, as attention reads them.
 
-    For a sharded model, they are of all layers and heads.
+    If the model is sharded, these are still all layers and heads.
     """
     embeddings: Tensor | None = None
     """Input embeddings [P, E] of the virtual tokens, at positions from 0."""

@@ -1,6 +1,6 @@
 """Join the slices of tensors that several ranks hold, one tensor at a time, while they are read.
 
-A rank holds the tensors of its pipeline stage. It holds one of these of each tensor:
+A rank holds the tensors of its pipeline stage. For each tensor, it holds one of:
     a slice: tensor parallelism shards a matrix's rows or columns (arXiv 1909.08053)
     all of it
     the same slice as other ranks: fewer key/value heads than ranks, or data parallelism

@@ -54,7 +54,7 @@ def sliced_files(
     """Return the files from which a rank's `model` loads; `files` are the whole model's.
 
     If files have the same parallel layout, the rank reads only its own. `matched`: the model's names by the
-    checkpoint's names, from `match_tensors` of the whole model. `shards`: from `divide`.
+    checkpoint's names, from `match_tensors` of the whole model. `shards`: from `shard_model`.
     """
     wanted = expected_shapes(model).keys()
     needed = {found: name for found, name in matched.items() if name in wanted}

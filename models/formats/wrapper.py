@@ -1,4 +1,4 @@
-"""Load the text model of a multimodal checkpoint as a separate checkpoint, without the other towers."""
+"""Load the text model of a multimodal checkpoint as a separate checkpoint, without vision tower and projector."""
 
 import logging
 from typing import Any
@@ -109,9 +109,9 @@ def text_name(name: str) -> str:
 
 
 def text_files(files: list[WeightFile]) -> list[WeightFile]:
-    """Return the files without the tensors of other towers, and log one line about these. Unknown tensors stay.
+    """Return the files without the tensors of vision tower and projector, and log one line about these.
 
-    Raises UserError if two tensors would have the same name.
+    Unknown tensors stay. Raises UserError if two tensors would have the same name.
     """
     texts, left_out = list[WeightFile](), list[str]()
     for file in files:

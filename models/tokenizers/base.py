@@ -94,9 +94,7 @@ class Tokenizer(ABC):
 
     @property
     def max_token_bytes(self) -> int | None:
-        """Maximum number of bytes of a normalised text in one token; None if unbounded, for example if spaces are
-        removed.
-        """
+        """Maximum bytes of a normalised text in one token; None if unbounded, for example if spaces are removed."""
         return None
 
     def least_tokens(self, text: str) -> int:
@@ -107,10 +105,9 @@ class Tokenizer(ABC):
         return -(-len(text.encode("utf-8", "replace")) // most)
 
     def runner_form(self) -> dict[str, Any]:
-        """Return the data for a program that only encodes and decodes texts: the content of
-        `runner_form.RUNNER_TOKENIZER`.
+        """Return the tokenizer as data for another program: the content of `runner_form.RUNNER_TOKENIZER`.
 
-        Raises UserError with the feature that such a program does not support.
+        Raises UserError with the feature that the program does not support.
         """
         form, text = self._runner_form(), "a"  # the form first: it rejects dropout, which makes encoding random
         inside, whole = (self.encode(text, add_special_tokens=is_whole) for is_whole in (False, True))
@@ -140,14 +137,17 @@ class Tokenizer(ABC):
         template_arguments: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> tuple[str, list[int]]:
-        """Return a conversation as text and token ids. With `add_generation_prompt`, it is ready for the assistant's
-        turn.
+        """Return a conversation as text and token ids.
 
-        Text in messages, tools and arguments never becomes a control token: "<|im_end|>" from a user stays text.
+        With `add_generation_prompt` it ends where the assistant's turn begins. Text in messages, tools and arguments
+        never becomes a control token: "<|im_end|>" from a user stays text.
+
         `template`: Jinja source; None: the tokenizer's own. `template_arguments`: other template variables, such as
-        enable_thinking. `max_tokens`: limit of the conversation; None: no limit. Raises UserError if there is no
-        template or the template rejects the messages, UnreadArgument if the template does not read the tools or an
-        argument, and TooLong if the users' texts or the whole text certainly exceed the limit.
+        enable_thinking. `max_tokens`: limit of the conversation; None: no limit.
+
+        Raises UserError if there is no template or the template rejects the messages, UnreadArgument if the template
+        does not read the tools or an argument, and TooLong if the users' texts or the whole text certainly exceed the
+        limit.
         """
         if max_tokens is not None and template is None:
             self._check_length(_users_texts(messages), max_tokens)
@@ -204,9 +204,7 @@ class Tokenizer(ABC):
         return {}
 
     def _encode_parts(self, parts: list[str]) -> list[int]:
-        """Return the token ids of a text in parts; every second part spells a control token and is encoded as plain
-        text.
-        """
+        """Return the token ids of a text in parts. Every second part spells a control token and becomes plain text."""
         raise NotImplementedError
 
     @cached_property
@@ -259,7 +257,10 @@ class Tokenizer(ABC):
 
 
 def _users_texts(messages: list[Message]) -> str:
-    """Return the users' texts, which every checkpoint's template writes; it may omit reasoning and outer white space."""
+    """Return the users' texts, which a checkpoint's template always writes, without outer white space.
+
+    A template may omit reasoning and outer white space.
+    """
     texts = (message.get("content") for message in messages if message.get("role") == "user")
     return "".join(text.strip() for text in texts if isinstance(text, str))
 

@@ -99,9 +99,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._bytes_of(token)
 
     def _added_bytes(self, id: int) -> bytes:
-        """Return the bytes of an added token, which the normaliser may have changed: what a second one adds to the
-        first.
-        """
+        """Return the bytes of an added token, which the normaliser may change: what a second one adds to the first."""
         once, twice = (self.decode([id] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -134,9 +132,7 @@ def _rules(part: Any) -> list[dict[str, Any]]:
 
 
 def _max_token_bytes(backend: Backend) -> int | None:
-    """Return `max_token_bytes` of a tokenizer; None if a step can shorten texts, or if a token can have any number of
-    bytes.
-    """
+    """Return `max_token_bytes`; None if a step can shorten texts, or if a token can have any number of bytes."""
     rules, cuts = _rules(backend.normalizer), _rules(backend.pre_tokenizer)
     added = backend.get_added_tokens_decoder().values()
     strips = any(token.lstrip or token.rstrip for token in added)

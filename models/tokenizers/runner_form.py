@@ -1,13 +1,13 @@
 """A tokenizer as data for a program without its libraries: the file `runner_tokenizer.json` of an export.
 
     tokens              texts of the vocabulary by id, null for missing ids
-    added               added tokens, each {id, text, lstrip, rstrip, is_normalized}, found in a text as `AddedTokens` finds
-                        them; normalized ones are found in the text after `normalizer`
+    added               added tokens, each {id, text, lstrip, rstrip, is_normalized}, found in a text as `AddedTokens`
+                        finds them; normalized ones are found in the text after `normalizer`
     special             ids that decoding skips
     begin, end          ids around each prompt
     bos                 id of a prompt without tokens, or null
-    normalizer          steps on a text
-    splitter            steps on the texts between added tokens
+    normalizer          steps on the texts between added tokens that are not normalized
+    splitter            steps on the texts between all added tokens
     merges              numbers: left id, right id, merged id and rank of each merge; the lowest rank is merged first,
                         of equal ranks the leftmost
     unknown             id of letters without a token; null: they are skipped
@@ -16,8 +16,8 @@
                         byte token; [] without byte fallback
     whole_words_first   whether a piece that is in the vocabulary becomes one token without merges
     decoder             steps on the texts of tokens
-    pieces              null, or how sentencepiece joins pieces instead of `decoder`: whether the first piece of a text loses
-                        a space, and whether the first piece after an added token does
+    pieces              null, or how sentencepiece joins pieces instead of `decoder`: whether the first piece of a text
+                        loses a space, and whether the first piece after an added token does
     sets                sets of code points: first and last of each range
     white_space         number of the set that `lstrip` and `rstrip` strip
 

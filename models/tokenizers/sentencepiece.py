@@ -63,8 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._added.by_id
 
     def read_settings(self, settings: Settings, added: Mapping[str, int], is_llama: bool) -> None:
-        """Apply the settings of the files next to tokenizer.model, from
-        `models.tokenizers.tokenizer_json.read_settings`.
+        """Apply the settings of the files next to tokenizer.model, which `tokenizer_json.read_settings` returns.
 
         `is_llama`: whether it is transformers' LlamaTokenizer, which adds no space after an added token. Meta's code
         does add one; its vocabulary has only the pieces.
@@ -176,7 +175,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _spelled(self) -> Any:
-        """The vocabulary for such text without user-defined pieces."""
+        """The vocabulary for text inside another text, without user-defined pieces."""
         from sentencepiece import SentencePieceProcessor
 
         model = self._model
@@ -355,8 +354,9 @@ def _special(text: str) -> AddedToken:
 
 
 def rounds(messages: list[Message], first: int, gap: str) -> str:
-    """Return ChatGLM's conversation as text: rounds of question and answer, numbered from `first`; the last has no
-    answer.
+    """Return ChatGLM's conversation as text.
+
+    It has rounds of question and answer, numbered from `first`; the last round has no answer.
     """
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:

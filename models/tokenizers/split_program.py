@@ -4,7 +4,8 @@ A class such as `\\p{L}` becomes the code points that the tokenizer's library ma
 program is a list of instructions. Jump targets are always later instructions:
 
     ["set", S]                      one character of set S
-    ["run", S, least, most, mode]   `least` to `most` (-1: unlimited) characters of set S; `mode`: as many or as few as possible
+    ["run", S, least, most, mode]   `least` to `most` (-1: unlimited) characters of set S;
+                                    `mode`: as many or as few as possible
     ["fork", A, B]                  continue at instruction A; if that fails, at B
     ["jump", A]                     continue at instruction A
     ["ahead", wanted, A]            test whether the next instructions, up to their ["match"], match here;
@@ -24,7 +25,7 @@ from conf.errors import UserError
 Ranges = tuple[int, ...]
 """Code points: first and last of each range, in order."""
 TESTED = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE1000)]
-"""Code points that Unicode versions define. The ranges between and after them are uniform: unassigned or private use."""
+"""Code points that Unicode versions define. The ranges between and after them are unassigned or private use."""
 ALIKE = {0x40000: 0xDFFFF, 0xE1000: 0xEFFFF, 0xF0000: 0x10FFFF}
 GREEDY, LAZY, POSSESSIVE = "greedy", "lazy", "possessive"
 MODES = {"": GREEDY, "?": LAZY, "+": POSSESSIVE}
@@ -210,7 +211,7 @@ def pieces_of(cut: Any, text: str) -> list[str]:
 
 @cache
 def all_tested() -> str:
-    """Return the code points that represent all others, in order."""
+    """Return TESTED and one code point of each range in ALIKE, in order."""
     return "".join(map(chr, [*TESTED, *ALIKE]))
 
 

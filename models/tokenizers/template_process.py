@@ -53,7 +53,7 @@ class TemplateProcess:
         if template not in self._names:
             self._names = {
                 template: frozenset(self._answer("names", template))
-            }  # caches only the last template: others are rare
+            }  # caches only the last template: a second one is rare
         return self._names[template]
 
     def _answer(self, wanted: str, *request: Any) -> Any:

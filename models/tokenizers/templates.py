@@ -86,9 +86,7 @@ class _Dictionaries:
 
 
 class _Namespace(Namespace):
-    """`namespace` that rejects names with a leading underscore, because Python's introspection attributes have such
-    names.
-    """
+    """`namespace` that rejects names with a leading underscore, such as Python's introspection attributes."""
 
     def __init__(*arguments: Any, **named: Any) -> None:  # as in Jinja, so that an attribute may be called self
         self, *rest = arguments

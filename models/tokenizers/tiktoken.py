@@ -179,9 +179,7 @@ def special_token(name: str, is_special: bool = True) -> AddedToken:
 
 @lru_cache(maxsize=64)
 def members(pattern: str, tested: str | None = None) -> Ranges:
-    """Return the code points that tiktoken matches with a pattern of one character, as `split_program.members` does for
-    tokenizers.
-    """
+    """Return the code points that tiktoken matches with a pattern of one character (see `split_program.members`)."""
     import tiktoken
 
     encoding = tiktoken.Encoding(

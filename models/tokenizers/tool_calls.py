@@ -38,8 +38,9 @@ def read_json_calls(text: str) -> list[ToolCall] | None:
 
 
 def read_mistral_calls(text: str) -> list[ToolCall] | None:
-    """Return calls in Mistral's formats: a list of objects, or `NAME[ARGS]{...}` with [TOOL_CALLS] before each except
-    the first.
+    """Return calls in Mistral's formats: a list of objects, or `NAME[ARGS]{...}`.
+
+    In the second format [TOOL_CALLS] is before each call except the first.
     """
     if text.lstrip().startswith("["):
         listed = _json(text)

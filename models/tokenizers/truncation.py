@@ -1,5 +1,6 @@
-"""Truncate a text to a number of tokens as transformers does: drop its first or last tokens, keep the special tokens
-around it.
+"""Truncate a text to a number of tokens as transformers does.
+
+Its first or last tokens are dropped; the special tokens around it stay.
 """
 
 from models.tokenizers.base import Tokenizer

@@ -77,7 +77,7 @@ def _special_tokens(read: ConfigReader) -> dict[str, Any]:
 
 
 def _dtype(tensors: list[TensorInfo], architecture: str) -> str:
-    """Return the dtype of most stored bytes: float16 for quantised tensors. Gemma gets bfloat16 instead of float16.
+    """Return the dtype of most stored bytes: float16 for quantised tensors. For Gemma, bfloat16 replaces float16.
 
     A dequantised value is a float16 scale times a small integer. float16 rounds it by 2^-12, bfloat16 by 2^-9, which is
     half a step of Q8_0.
@@ -144,7 +144,7 @@ def _llama(file: GGUFMetadata) -> dict[str, Any]:
 def _qwen(file: GGUFMetadata) -> dict[str, Any]:
     """Return the keys of the first Qwen (2023).
 
-    Its inner size counts both matrices. llama.cpp supports none of its two scalings for long texts.
+    Its inner size counts both matrices. llama.cpp supports neither of its two scalings for long texts.
     """
     shape = _decoder(file)
     length = shape["max_position_embeddings"]

@@ -1,5 +1,4 @@
-"""Parse the header of a GGUF file, with metadata and tensor positions. The parser is strict: the file is untrusted
-input.
+"""Parse a GGUF header: metadata and tensor positions. The parser is strict, because the file is untrusted input.
 
 Layout (ggml's docs/gguf.md): magic, version, counts, key-value pairs, tensor infos, padding, tensor data; all numbers
 are little-endian. Every count is checked against the remaining bytes before anything is read or allocated for it.

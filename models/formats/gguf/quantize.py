@@ -84,8 +84,10 @@ class AffineSuperBlock:
     num_candidates: int
 
     def quantize(self, rows: Floats) -> Bytes:
-        """Return the blocks [B, bytes]: steps of scales and minima, packed scales and minima, fifth bits of codes if
-        any, low four bits.
+        """Return the blocks [B, bytes].
+
+        A block has the steps of scales and minima, packed scales and minima, fifth bits of codes if any, and low four
+        bits.
         """
         x = _by_value(rows, 32)
         scales, minima, codes = self._search(x)
