@@ -1,4 +1,7 @@
-"""Layouts of quantised checkpoints, chosen by `quant_method` in the `quantization_config` of config.json, or by the types of GGUF."""
+"""Layouts of quantised checkpoints.
+
+`quant_method` in the `quantization_config` of config.json selects the layout. In GGUF files the tensor types select it.
+"""
 
 from collections.abc import Callable
 
@@ -24,9 +27,10 @@ READERS: dict[str, Callable[[ConfigReader], StoredQuantization]] = {
 def read_quantization(
     config: ConfigReader, files: list[WeightFile], device: torch.device = CPU
 ) -> StoredQuantization | None:
-    """Return what the config says of its `files`, or the types of GGUF files that stay packed on a device; None for a float checkpoint.
+    """Return the quantisation of a checkpoint; None for a float checkpoint.
 
-    A warning says that pruned weights are multiplied with their zeros. Raises UserError for methods and settings that are not implemented.
+    For GGUF `files` it names the modules that stay packed on `device`. Logs a warning if weights are pruned, because
+    zeros are multiplied too. Raises UserError for methods and settings that are not implemented.
     """
     section = config.section("quantization_config")
     if section is None:

@@ -1,6 +1,7 @@
-"""AutoAWQ's GEMM layout, 4-bit weights with eight output channels in a word: reads and writes its `quantization_config` and tensors.
+"""Read and write AutoAWQ's GEMM layout: 4-bit weights with eight output channels in an int32 word.
 
-O output channels, I input channels, G groups of input channels. Source: AutoAWQ 0.2, utils/packing_utils.py, modules/linear/gemm.py.
+O output channels, I input channels, G groups of input channels. Source: AutoAWQ 0.2, utils/packing_utils.py,
+modules/linear/gemm.py.
 """
 
 from collections.abc import Mapping
@@ -22,9 +23,10 @@ from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "awq"
-# The channel, of eight, in each four bits of a word, lowest bits first.
+# The output channel, of eight, in each 4 bits of a word. The lowest bits come first.
 ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-# Keys that are not needed: which layers stayed floats is seen from the tensors; the others are about calibration and kernels.
+# Keys that are read and ignored. The tensors show which layers are floats; the other keys are about calibration and
+# kernels.
 NO_EFFECT = """
     quant_method modules_to_not_convert do_fuse fuse_max_seq_len modules_to_fuse exllama_config backend meta method lm_head sym desc_act
 """.split()
@@ -32,7 +34,7 @@ NO_EFFECT = """
 
 @dataclass(frozen=True)
 class Awq:
-    """The quantization_config of an AWQ checkpoint."""
+    """The `quantization_config` of an AWQ checkpoint."""
 
     format: WeightFormat
 
@@ -44,7 +46,10 @@ class Awq:
 
 
 def read_awq(config: ConfigReader) -> Awq:
-    """Raises UserError for the layouts of other kernels (gemv, gemv_fast, marlin ...) and other numbers of bits."""
+    """Read the `quantization_config`.
+
+    Raises UserError for layouts of other kernels (gemv, gemv_fast, marlin ...) and for other bit widths.
+    """
     version = config.get("version", str, "gemm").lower()
     if version != "gemm":
         raise UserError(f"quantization_config: version={version!r} of AWQ is not supported: only 'gemm'")
@@ -62,9 +67,10 @@ def read_awq(config: ConfigReader) -> Awq:
 
 
 def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str, Any]:
-    """Return the quantization_config for `schemes` by layer name; `kept` are the linear layers that stay floats.
+    """Return the `quantization_config` for `schemes`, which maps layer names to schemes.
 
-    Raises UserError for what the layout does not have: other weights than int4, activations, several schemes, a quantised head.
+    `kept` are the linear layers that stay floats. Raises UserError for weights other than int4, quantised activations,
+    several schemes and a quantised head: the layout has none of them.
     """
     if len(set(schemes.values())) > 1:
         named = ", ".join(sorted(set(map(str, schemes.values()))))
@@ -122,7 +128,11 @@ class AwqWeight:
         return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Raises UserError for a wrong dtype, scales that are not finite, and zero points that contradict the config."""
+        """Return the weight.
+
+        Raises UserError for a wrong dtype, for scales that are not finite, and for zero points that contradict the
+        config.
+        """
         scales = finite(tensors["scales"], "scales").T.contiguous()  # [O, G]
         codes = _unpack(of_type(tensors, "qweight", torch.int32))
         zero_points = _unpack(of_type(tensors, "qzeros", torch.int32)) if self.has_zero_points else None
@@ -134,9 +144,9 @@ class AwqWeight:
         return StoredWeight(QuantizedWeight(codes, scales))
 
     def write(self, stored: StoredWeight) -> dict[str, Tensor]:
-        """Return the tensors, with zero points for symmetric codes too, because some tools always read them.
+        """Return the tensors. Symmetric weights get zero points too, because some tools always read them.
 
-        Raises UserError for float32 scales.
+        Raises UserError for scales that float16 cannot hold, and for a permuted weight.
         """
         weight = stored.weight
         if weight.permutation is not None:
@@ -153,12 +163,11 @@ class AwqWeight:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Pack codes int8 [O, C] from -8 to 7 into int32 [C, O / 8]."""
+    """Pack codes int8 [O, C] in -8..7 into int32 [C, O / 8]."""
     return pack(codes.T.unflatten(1, (-1, len(ORDER)))[:, :, ORDER].flatten(1), 4)
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """Return the codes int8 [O, C] that `_pack` packed into int32 [C, O / 8]."""
     codes = unpack(words, 4, words.shape[1] * len(ORDER)).unflatten(1, (-1, len(ORDER)))
     in_order: Tensor = codes[:, :, ORDER.argsort()].flatten(1)  # [C, O]
     return in_order.T.contiguous()

@@ -1,4 +1,4 @@
-"""How a checkpoint's files hold quantised weights: which layers, and the names, shapes and packing of their tensors."""
+"""How checkpoint files store quantised weights: which layers, and the names, shapes and packing of their tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,35 +15,35 @@ from quantization.weight_format import QuantizedWeight
 class StoredWeight:
     weight: QuantizedWeight
     input_scale: Tensor | None = None
-    """Static scale of the activations, a float32 scalar. None where each token has its own scale, or activations are floats."""
+    """Static scale of the activations, a float32 scalar. None for float activations and for a scale per token."""
 
 
 class OutputAxis(NamedTuple):
-    """Tells along which axis of a tensor the outputs of its weight lie."""
+    """The axis of a tensor that holds the output channels of its weight."""
 
     axis: int
     per_index: int = 1
-    """How many outputs share an index: those in a word, or in a block with one scale."""
+    """Output channels per index: 8 for 4-bit codes in an int32 word, or the rows of a block with one scale."""
 
 
 class WeightLayout(Protocol):
-    """How a file holds one weight."""
+    """How a file stores one weight."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """[O, I]"""
 
     def output_axes(self) -> dict[str, OutputAxis]:
-        """Return where the outputs lie in the tensors that have an axis of them.
+        """Return the output axis of each tensor that has one, by tensor name.
 
-        Empty if each output depends on all: then the weight is read whole.
+        Empty if the codes of an output depend on all outputs (a scale per tensor). The weight is then read whole.
         """
 
     def of_outputs(self, num_outputs: int) -> "WeightLayout":
-        """Return the layout of so many neighbouring outputs, from a multiple of every `per_index` on."""
+        """Return the layout of `num_outputs` consecutive outputs. The first one is a multiple of every `per_index`."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the names, within the layer, and shapes of the tensors that hold the weight; not of the bias."""
+        """Return the names, relative to the layer, and the shapes of the weight's tensors. The bias is not included."""
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
         """Return the weight that these tensors hold. Raises UserError for impossible values."""
@@ -51,27 +51,30 @@ class WeightLayout(Protocol):
 
 class WritableLayout(WeightLayout, Protocol):
     def write(self, stored: StoredWeight) -> dict[str, Tensor]:
-        """Return the tensors that hold the weight, by their names within the layer."""
+        """Return the tensors that hold the weight, by their names relative to the layer."""
 
 
 class StoredQuantization(Protocol):
-    """The `quantization_config` of a checkpoint: which layers are quantised, and how files hold them."""
+    """The `quantization_config` of a checkpoint: which layers are quantised, and how files store them."""
 
     def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
-        """Return the layer's scheme, or None for one stored in floats. found: shapes of the tensors in the file under the layer's name."""
+        """Return the layer's scheme, or None for a layer that is stored in floats.
+
+        found: shapes of the file's tensors of this layer, by their names relative to the layer.
+        """
 
     def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         """Return the layout of a layer that has a scheme."""
 
 
 def may_be_permuted(layout: WeightLayout) -> bool:
-    """Return whether a file says of which group each input is."""
+    """Whether the file stores the group of each input channel."""
     return any(name.endswith("g_idx") for name in layout.tensors())
 
 
 def holds_codes(found: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether the file has more tensors for a layer than a float layer needs.
+    """Whether the file has more tensors for a layer than a float layer needs.
 
-    For formats whose tools do not list the layers that they left out, or list them in patterns that each tool matches differently.
+    For formats whose tools do not list the float layers, or list them in patterns that each tool matches differently.
     """
     return bool(found.keys() - {"weight", "bias"})

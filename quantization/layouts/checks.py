@@ -1,4 +1,4 @@
-"""Checks of the tensors that layouts read and write. All raise UserError."""
+"""Checks of the tensors that layouts read and write. All checks raise UserError."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,15 @@ from torch import Tensor
 from conf.errors import UserError
 from models.config import ConfigReader
 
-# How AutoRound tuned a weight, and who says so (`SerializedCompressorConfig` of auto_round/compressors/base.py).
+# Keys about AutoRound's tuning and version, without effect here (`SerializedCompressorConfig` of
+# auto_round/compressors/base.py).
 TUNING = """
     amp autoround_version batch_size dataset enable_alg_ext enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
     gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage lr minmax_lr not_use_best_mse nsamples provider quant_block_list
     scale_dtype seqlen supported_types to_quant_block_names train_bs act_data_type act_dynamic act_group_size act_sym
     static_attention_granularity static_kv_granularity packing_format
 """.split()
-# What would change a weight's meaning, and the values with which it does not.
+# AutoRound's keys that can change the meaning of a weight, with the values that do not change it.
 MEANINGS: dict[str, tuple[Any, ...]] = {
     "act_bits": (None, 16, 32),
     "data_type": (None, "int", "int_sym", "int_asym"),
@@ -30,7 +31,10 @@ MEANINGS: dict[str, tuple[Any, ...]] = {
 
 
 def check_autoround(config: ConfigReader) -> None:
-    """Read the keys that AutoRound adds to the quantization_config of GPTQ and AWQ. Raises UserError where one changes the weights."""
+    """Read the keys that AutoRound adds to the `quantization_config` of GPTQ and AWQ.
+
+    Raises UserError if a key changes the weights.
+    """
     for key in TUNING:
         config.raw(key)
     for key, values in MEANINGS.items():
@@ -44,7 +48,10 @@ def of_type(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Ten
 
 
 def finite(scales: Tensor, name: str) -> Tensor:
-    """Return scales of weights as float32: AutoRound writes negative ones, and others 0 for a group of zeros."""
+    """Return weight scales as float32.
+
+    Negative scales are valid (AutoRound writes them), and so is 0 (some tools write it for a group of zeros).
+    """
     values = scales.float()
     if not values.isfinite().all():
         raise UserError(f"{name} has values that are not finite: the file is damaged, quantise again")
@@ -52,7 +59,7 @@ def finite(scales: Tensor, name: str) -> Tensor:
 
 
 def positive(scales: Tensor, name: str) -> Tensor:
-    """Return scales of activations, by which these are divided, as float32."""
+    """Return activation scales as float32. Activations are divided by them, so they must be positive."""
     values = scales.float()
     if not (values.isfinite() & (values > 0)).all():
         raise UserError(f"{name} has values that are not finite numbers above 0: the file is damaged, quantise again")
@@ -65,7 +72,10 @@ def scalar_shape(found: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, 
 
 
 def channel_order(group_index: Tensor, group_size: int | None, name: str) -> Tensor | None:
-    """Return the input channels [I] int64 sorted by group, or None where they are sorted. group_index: the group of each channel [I]."""
+    """Return the input channels [I] int64 sorted by group, or None if they are sorted already.
+
+    group_index: the group of each input channel [I].
+    """
     groups = group_index.long()
     order = groups.argsort(stable=True)
     size = group_size or len(order)

@@ -1,4 +1,4 @@
-"""The compressed-tensors layout, which vLLM and transformers load: reads and writes its `quantization_config` and tensors.
+"""Read and write the compressed-tensors layout, which vLLM and transformers load.
 
 O output channels, I input channels, G groups of input channels. Source: the package compressed-tensors, 0.20.
 """
@@ -25,14 +25,14 @@ from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-DENSE = "dense"  # no weight is quantised, or zeros are stored
-HEAD = "lm_head"  # is named beside "Linear", which to vLLM it is not
+DENSE = "dense"  # no weight is quantised; in a sparsity_config: zeros are stored
+HEAD = "lm_head"  # vLLM does not count the head as "Linear", so a target must name it
 FORMATS = (PACKED, INTEGERS, FLOATS, "naive-quantized")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """An entry of config_groups: the layers that it targets, and their scheme."""
+    """An entry of `config_groups`: the layers that it targets, and their scheme."""
 
     targets: tuple[str, ...]
     scheme: LinearScheme
@@ -41,7 +41,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """The quantization_config of a compressed-tensors checkpoint."""
+    """The `quantization_config` of a compressed-tensors checkpoint."""
 
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
@@ -56,7 +56,7 @@ class CompressedTensors:
         return CompressedWeight(layer.shape, group.scheme, group.is_packed, found)
 
     def _group(self, name: str) -> _Group | None:
-        """Return the layer's group, or None. A target that names the layer wins over one that names its class."""
+        """Return the layer's group, or None. A target with the layer's name has priority over a target with its class."""
         if any(_matches(target, name) for target in self.ignore):
             return None
         named = [group for group in self.groups if any(_matches(target, name) for target in group.targets)]
@@ -64,21 +64,22 @@ class CompressedTensors:
 
 
 def _matches(target: str, name: str) -> bool:
-    """Return whether a target means this layer: its name or, after `re:`, a regular expression that matches the name's beginning."""
+    """Whether a target means this layer. After `re:` a target is a regular expression for the start of the name."""
     if not target.startswith("re:"):
         return name == target or name.endswith("." + target)
     return compile_pattern(target[3:]).match(name) is not None
 
 
 def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:
-    """Read the quantization_config. Raises UserError for other formats and strategies, and for transforms."""
+    """Read the `quantization_config`. Raises UserError for other formats and strategies, and for transforms."""
     general = config.expect("format", (*FORMATS, MIXED, DENSE), PACKED)
     for key in ("transform_config", "moe_sparsity_config"):
         config.expect(key, (None, {}), None)
     for key in ("quantization_status", "global_compression_ratio", "version", "quant_method"):
         config.raw(key)
     groups = config.section("config_groups")
-    others = [config.raw(key) for key in ("kv_cache_scheme", "sparsity_config")]  # which files of their names read
+    # `kv_cache` and `sparsity` read the contents of these two sections.
+    others = [config.raw(key) for key in ("kv_cache_scheme", "sparsity_config")]
     if groups is None and not any(others):
         raise UserError("quantization_config: config_groups is empty")
     names = groups.values if groups else {}
@@ -123,7 +124,10 @@ def _read_activations(config: ConfigReader | None, kind: CodeKind, name: str) ->
 
 
 def _refuse_unknown(config: ConfigReader, name: str) -> None:
-    """Raises UserError for unread keys, except those about how scales were found, and those that are null or 0."""
+    """Raises UserError for unread keys.
+
+    Keys about calibration are ignored, and so are keys that are null or 0.
+    """
     for key in ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype", "group_size", "block_structure"):
         config.raw(key)
     if unread := config.unread():
@@ -139,10 +143,11 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
 def write_config(
     schemes: dict[str, LinearScheme], kept: list[str], permuted: bool, kv_cache: KVCacheFormat | None = None
 ) -> dict[str, Any]:
-    """Return the quantization_config for `schemes` by layer name; `kept` are the linear layers that stay floats.
+    """Return the `quantization_config` for `schemes`, which maps layer names to schemes.
 
-    kv_cache: the format of a cache with static scales. permuted: whether groups are not neighbouring channels; the config then says so,
-    because a reader that ignores it computes something else.
+    `kept` are the linear layers that stay floats. kv_cache: the format of a KV cache with static scales. permuted:
+    whether the groups are not consecutive channels. The config records it, because a reader that ignores it computes
+    wrong results.
     """
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
@@ -170,9 +175,9 @@ def write_config(
 
 
 def write_sparsity_config(pattern: SparsityPattern, kept: list[str], share: float) -> dict[str, Any]:
-    """Return the sparsity_config of weights that are stored with their zeros, as the package after 0.14 does.
+    """Return the `sparsity_config` of weights that are stored with their zeros (compressed-tensors after 0.14).
 
-    `kept` are the linear layers that are not pruned. share: the zeros of the pruned layers, of all weights of the model.
+    `kept` are the linear layers that are not pruned. share: the zeros of the pruned layers / all weights of the model.
     """
     return {
         "format": DENSE,
@@ -222,14 +227,14 @@ def _write_activations(scheme: LinearScheme) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """The tensors of one weight. Which optional ones exist, and in which of two shapes, is taken from `found`."""
+    """The tensors of one weight. `found` tells which optional tensors exist, and their shapes."""
 
     shape: tuple[int, int]
     scheme: LinearScheme
     is_packed: bool
     found: Mapping[str, tuple[int, ...]]
     stored_shape: tuple[int, int] | None = None
-    """What `weight_shape` says, where this is a part of a weight."""
+    """The shape in `weight_shape`, if this is a shard of the stored weight."""
 
     def __post_init__(self) -> None:
         divided(self.shape, self.scheme.weights.group_size)
@@ -279,7 +284,7 @@ class CompressedWeight:
         zero_points = self._zero_points(tensors)
         if format.per_tensor:
             scales = scales.reshape(1, 1)
-            if format.kind is CodeKind.INT:  # whose products have a scale for each output
+            if format.kind is CodeKind.INT:  # integer kernels need a scale per output
                 scales = scales.repeat(outputs, 1)
         permutation = None
         if "weight_g_idx" in tensors:
@@ -287,7 +292,7 @@ class CompressedWeight:
         if permutation is not None:
             codes = codes[:, permutation]
         if format.bits == 4 and not format.symmetric:
-            codes = codes + 8  # from -8..7 to 0..15, as the zero points
+            codes = codes + 8  # from -8..7 to 0..15, like the zero points
         static = self.scheme.activations is Activations.static
         input_scale = positive(tensors["input_scale"], "input_scale").reshape(()) if static else None
         return StoredWeight(QuantizedWeight(codes, scales, zero_points, permutation), input_scale)

@@ -11,7 +11,7 @@ from quantization.weight_format import WeightFormat, quantize
 
 @dataclass(frozen=True)
 class FloatLayout:
-    """One tensor, weight [O, I], or [I, O] where it is transposed (Conv1D)."""
+    """One tensor: weight [O, I], or [I, O] if it is transposed (Conv1D)."""
 
     shape: tuple[int, int]
     """[O, I]"""

@@ -1,7 +1,7 @@
-"""The fp8 (e4m3) layout of DeepSeek, Qwen and vLLM, with a scale for each block of a weight or one for all: read, not written.
+"""Read the fp8 (e4m3) layout of DeepSeek, Qwen and vLLM, with a scale per block of a weight or per tensor.
 
-O output channels, I input channels, B and C rows and columns of a block. Source: DeepSeek-V3, inference/kernel.py; transformers 5,
-integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
+O output channels, I input channels, B rows and C columns per block. Source: DeepSeek-V3, inference/kernel.py;
+transformers 5, integrations/finegrained_fp8.py; vLLM, quantization/fp8.py.
 """
 
 import math
@@ -22,13 +22,14 @@ from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat
 
 METHOD = "fp8"
-# Keys that are not needed: which layers stayed floats is seen from the tensors; the others are about training and loading.
+# Keys that are read and ignored. The tensors show which layers are floats; the other keys are about training and
+# loading.
 NO_EFFECT = ("quant_method", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """The quantization_config of an fp8 checkpoint. `block` is (B, C), or None where a weight has one scale."""
+    """The `quantization_config` of an fp8 checkpoint. `block` is (B, C), or None for a scale per tensor."""
 
     block: tuple[int, int] | None
     activations: Activations
@@ -43,7 +44,10 @@ class Fp8:
 
 
 def read_fp8(config: ConfigReader) -> Fp8:
-    """Read the quantization_config. Raises UserError for other number formats, and for static activations with blocks."""
+    """Read the `quantization_config`.
+
+    Raises UserError for other number formats, and for static activations with blocks.
+    """
     config.expect("fmt", (None, "e4m3", "float8_e4m3fn"), None)
     config.expect("scale_fmt", (None, "float"), None)
     config.expect("expert_dtype", (None, "fp8"), None)
@@ -63,9 +67,10 @@ def read_fp8(config: ConfigReader) -> Fp8:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """One weight: weight float8_e4m3fn [O, I], its scales [ceil(O / B), ceil(I / C)] or one, and the scale of static activations.
+    """One weight: codes float8_e4m3fn [O, I], and scales [ceil(O / B), ceil(I / C)] or a scalar.
 
-    Tools name the scales `weight_scale_inv` or `weight_scale`, and `input_scale` or `activation_scale`; a value is always code * scale.
+    With static activations there is also their scale, a scalar. Tools name the scales `weight_scale_inv` or
+    `weight_scale`, and `input_scale` or `activation_scale`. A weight is always code * scale.
     """
 
     shape: tuple[int, int]
@@ -98,15 +103,17 @@ class Fp8Weight:
         return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight, with a block's scale repeated for each of its rows.
+        """Return the weight. The scale of a block is repeated for each of its rows.
 
-        Raises UserError for a wrong dtype, for scales that are not finite and, of activations, not positive.
+        Raises UserError for a wrong dtype, for weight scales that are not finite, and for activation scales that are
+        not positive.
         """
         codes = of_type(tensors, "weight", torch.float8_e4m3fn)
         scales = finite(tensors[self._scale_name], self._scale_name)
         if self.block:
             rows, columns = min(self.block[0], self.shape[0]), min(self.block[1], self.shape[1])
-            width = math.gcd(columns, self.shape[1])  # one group size also where a row ends within a block
+            # All groups of a row must have one size, also if the row ends within a block.
+            width = math.gcd(columns, self.shape[1])
             scales = scales.repeat_interleave(rows, 0)[: self.shape[0]]
             scales = scales.repeat_interleave(columns // width, 1)[:, : self.shape[1] // width]
         else:

@@ -1,4 +1,6 @@
-"""Weights of a GGUF file that keep their codes. A tensor's own type takes the place of a `quantization_config`.
+"""GGUF weights that keep their codes.
+
+The type of a tensor selects its format, because GGUF has no `quantization_config`.
 
 O output channels, I input channels, G = I / 32 groups of input channels.
 """
@@ -26,12 +28,15 @@ NOT_FINITE = "its scales have values that are not finite: the file is damaged"
 FORMATS = {f"Q{bits}_0": WeightFormat(bits, group_size=CODE_GROUP) for bits in (8, 4)} | {
     name: of_blocks(name) for name in KINDS
 }
-"""The formats of ggml's types that stay packed on a CPU. The others are unpacked to floats, as blocks are for a GPU."""
+"""Formats of the ggml types that stay packed on a CPU.
+
+All other types become floats. On a GPU the KINDS become floats too.
+"""
 
 
 @dataclass(frozen=True)
 class GGUFQuantization:
-    """The modules whose weights stay packed, with ggml's names of their types."""
+    """The modules whose weights stay packed, with the names of their ggml types."""
 
     types: dict[str, str]
 
@@ -45,7 +50,10 @@ class GGUFQuantization:
 
 
 def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) -> GGUFQuantization | None:
-    """Return the modules of GGUF files that stay packed on a device; None for another format, and for files without such weights."""
+    """Return the modules of GGUF files that stay packed on `device`.
+
+    None for another file format, and for files without packed weights.
+    """
     kept = {
         module: kind
         for module, kind in _types(files).items()
@@ -55,7 +63,7 @@ def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) 
 
 
 def warn_of_unpacked(files: list[WeightFile], stored: GGUFQuantization | None) -> None:
-    """Say in one line which types of weights are unpacked to floats."""
+    """Log in one line which weight types are unpacked to floats."""
     kept = {} if stored is None else stored.types
     if unpacked := Counter(kind for module, kind in _types(files).items() if module not in kept):
         counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(unpacked.items()))
@@ -69,7 +77,7 @@ def _types(files: list[WeightFile]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GGUFWeight:
-    """One weight: codes int8 [O, I] and scales float16 [O, G], as CodedWeights gives them."""
+    """One weight: codes int8 [O, I] and scales float16 [O, G], as CodedWeights returns them."""
 
     shape: tuple[int, int]
 
@@ -84,7 +92,10 @@ class GGUFWeight:
         return GGUFWeight((num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight. Raises UserError for scales that are not finite; groups of zeros have 0, and Q4_0 has negative ones."""
+        """Return the weight.
+
+        Raises UserError for scales that are not finite. A group of zeros has scale 0, and Q4_0 has negative scales.
+        """
         scales = tensors["scales"].float()
         if not scales.isfinite().all():
             raise UserError(NOT_FINITE)
@@ -93,7 +104,7 @@ class GGUFWeight:
 
 @dataclass(frozen=True)
 class GGUFBlocks:
-    """One weight in blocks of a type that KINDS names: blocks uint8 [O, bytes], as CodedWeights gives them."""
+    """One weight in blocks of a ggml type of KINDS: blocks uint8 [O, bytes], as CodedWeights returns them."""
 
     kind: str
     shape: tuple[int, int]
@@ -109,7 +120,7 @@ class GGUFBlocks:
         return GGUFBlocks(self.kind, (num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight. Raises UserError for factors that are not finite."""
+        """Return the weight. Raises UserError for block factors (scales, minimums) that are not finite."""
         blocks = tensors["blocks"]
         if not read_factors(self.kind, blocks).isfinite().all():
             raise UserError(NOT_FINITE)

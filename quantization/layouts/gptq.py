@@ -1,7 +1,7 @@
-"""GPTQ's layout, of AutoGPTQ (v1) and GPTQModel (v1 and v2): reads and writes its `quantization_config` and tensors.
+"""Read and write the GPTQ layout of AutoGPTQ (v1) and GPTQModel (v1 and v2).
 
-O output channels, I input channels, G groups of input channels. Source: GPTQModel 2, gptqmodel/nn_modules/qlinear/torch.py,
-quantization/config.py, utils/model.py.
+O output channels, I input channels, G groups of input channels. Source: GPTQModel 2,
+gptqmodel/nn_modules/qlinear/torch.py, quantization/config.py, utils/model.py.
 """
 
 import re
@@ -27,7 +27,8 @@ from quantization.weight_format import QuantizedWeight, WeightFormat
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
 ONES = {4: 0x11111111, 8: 0x01010101}  # a word of codes that are all 1
-# Keys that are not needed: which layers stayed floats is seen from the tensors; the others are about calibration and kernels.
+# Keys that are read and ignored. The tensors show which layers are floats; the other keys are about calibration and
+# kernels.
 NO_EFFECT = """
     quant_method damp_percent damp_auto_increment static_groups true_sequential mse act_group_aware model_name_or_path
     model_file_base_name meta lm_head modules_in_block_to_quantize block_name_to_quantize module_name_preceding_first_block
@@ -38,7 +39,10 @@ NO_EFFECT = """
 
 @dataclass(frozen=True)
 class Gptq:
-    """The quantization_config of a GPTQ checkpoint. `rules`: regular expressions for the beginning of layer names, and their formats."""
+    """The `quantization_config` of a GPTQ checkpoint.
+
+    `rules` are regular expressions for the start of layer names, each with its format. None leaves a layer in floats.
+    """
 
     format: WeightFormat
     rules: tuple[tuple[re.Pattern[str], WeightFormat | None], ...]
@@ -60,9 +64,10 @@ class Gptq:
 
 
 def read_gptq(config: ConfigReader) -> Gptq:
-    """Read the quantization_config.
+    """Read the `quantization_config`.
 
-    Raises UserError for other numbers of bits, layouts of other kernels, and rules that change more than bits, groups and symmetry.
+    Raises UserError for other bit widths, for layouts of other kernels, and for rules that change more than bits, group
+    size and symmetry.
     """
     key = "checkpoint_format" if config.raw("checkpoint_format") is not None else "format"
     version = config.expect(key, (V1, V2), V1)
@@ -82,7 +87,7 @@ def read_gptq(config: ConfigReader) -> Gptq:
 
 
 def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightFormat:
-    """Read the format of a config, or of a rule, which changes the `usual` one."""
+    """Read the format of a config, or of a rule. A rule inherits the values of `usual` that it does not set."""
     bits = config.expect("bits", (4, 8), usual.bits if usual else None)
     symmetric = config.get("sym", bool, usual.symmetric if usual else True)
     if bits == 8 and not symmetric:
@@ -93,7 +98,10 @@ def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightForm
 
 
 def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.Pattern[str], WeightFormat | None]:
-    """Read a rule: `-:` leaves layers out (None), `+:` or no prefix changes them. The first rule that matches counts."""
+    """Read a rule.
+
+    `-:` leaves matching layers in floats (None); `+:` or no prefix changes them. The first match counts.
+    """
     pattern = compile_pattern(text.removeprefix("+:").removeprefix("-:"))
     if text.startswith("-:"):
         return pattern, None
@@ -101,17 +109,18 @@ def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.
     if rule is None:
         return pattern, usual
     format = _read_format(rule, usual)
-    rule.raw("desc_act")  # the group of each channel is in the file
+    rule.raw("desc_act")  # ignored: the file stores the group of each channel
     if unread := rule.unread():
         raise UserError(f"quantization_config: dynamic: {text!r} has settings that are not known: {', '.join(unread)}")
     return pattern, format
 
 
 def write_config(schemes: dict[str, LinearScheme], kept: list[str], act_order: bool) -> dict[str, Any]:
-    """Return the quantization_config for `schemes` by layer name; `kept` are the linear layers that stay floats.
+    """Return the `quantization_config` for `schemes`, which maps layer names to schemes.
 
-    act_order: whether any weight has a permutation. Asymmetric weights need v2, because v1 has no zero point of 0.
-    Raises UserError for what the layout does not have: fp8, activations.
+    `kept` are the linear layers that stay floats. act_order: whether any weight has a permutation. Asymmetric weights
+    need v2, because v1 cannot store a zero point of 0. Raises UserError for fp8 and for quantised activations: the
+    layout has none of them.
     """
     for scheme in schemes.values():
         if scheme.weights.kind is not CodeKind.INT or scheme.activations is not Activations.none:
@@ -135,10 +144,11 @@ def _written(format: WeightFormat) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GptqWeight:
-    """One weight: qweight int32 [I * bits / 32, O], qzeros int32 [G, O * bits / 32], scales float16 [G, O], g_idx int32 [I].
+    """One weight: qweight int32 [I * bits / 32, O], qzeros int32 [G, O * bits / 32], scales float16 [G, O].
 
-    g_idx is the group of each input channel. All codes have zero points; those of symmetric codes are 8 or 128. v1 stores zero points
-    minus 1. As in GPTQModel, 1 is added to the whole word, which restores a zero point of 0 (AutoGPTQ's files have none).
+    g_idx int32 [I], which some files lack, is the group of each input channel. All weights have zero points; symmetric
+    codes have 8 (4 bits) or 128 (8 bits). v1 stores zero points minus 1. As in GPTQModel, 1 is added to the packed
+    word, which restores a zero point of 0. AutoGPTQ's files have no zero point of 0.
     """
 
     shape: tuple[int, int]
@@ -146,7 +156,7 @@ class GptqWeight:
     is_v1: bool
     has_group_index: bool = True
     has_unused_bias: bool = False
-    """Whether the file has a bias of 0 for a layer without bias, as early AutoGPTQ wrote it."""
+    """Whether the file has an all-zero bias for a layer without bias, as early AutoGPTQ wrote it."""
 
     def __post_init__(self) -> None:
         divided(self.shape, self.format.group_size)
@@ -170,7 +180,10 @@ class GptqWeight:
         return replace(self, shape=(num_outputs, self.shape[1]))
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight. Raises UserError for a wrong dtype, scales that are not finite, and impossible groups or zero points."""
+        """Return the weight.
+
+        Raises UserError for a wrong dtype, for scales that are not finite, and for impossible groups or zero points.
+        """
         (outputs, inputs), bits = self.shape, self.format.bits
         scales = finite(tensors["scales"], "scales").T.contiguous()  # [O, G]
         codes = unpack(of_type(tensors, "qweight", torch.int32).T, bits, inputs)  # [O, I]

@@ -16,13 +16,13 @@ class KVCacheScheme:
 
     format: KVCacheFormat
     per_head: bool
-    """Whether each head has its own scales; otherwise a layer has one for its keys and one for its values."""
+    """Whether each head has its own scales. Otherwise a layer has one scale for its keys and one for its values."""
 
 
 def read_kv_cache_scheme(config: ConfigReader) -> KVCacheScheme | None:
-    """Return the scheme in a checkpoint's config.json; None where keys and values are not quantised.
+    """Return the scheme in config.json, or None if the KV cache is not quantised.
 
-    Raises UserError for what is not implemented.
+    Raises UserError for a scheme that is not implemented.
     """
     quantization = config.section("quantization_config")
     method = quantization.raw("quant_method") if quantization else None
@@ -35,7 +35,7 @@ def read_kv_cache_scheme(config: ConfigReader) -> KVCacheScheme | None:
     scheme.expect("symmetric", (True,), True)
     scheme.expect("dynamic", (False,), False)
     strategy = scheme.expect("strategy", ("tensor", "attn_head"), "tensor")
-    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):  # how scales were found
+    for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):  # how the scales were calibrated
         scheme.raw(key)
     for key in ("group_size", "block_structure", "actorder"):
         scheme.expect(key, (None,), None)
@@ -45,6 +45,6 @@ def read_kv_cache_scheme(config: ConfigReader) -> KVCacheScheme | None:
 
 
 def write_kv_cache_scheme(format: KVCacheFormat) -> dict[str, Any]:
-    """Return the `kv_cache_scheme` of a cache with scales for each head."""
+    """Return the `kv_cache_scheme` of a KV cache with scales per head."""
     (type, bits) = next(number for number, named in TYPES.items() if named is format)
     return {"num_bits": bits, "type": type, "symmetric": True, "strategy": "attn_head", "dynamic": False}

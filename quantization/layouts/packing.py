@@ -1,6 +1,6 @@
-"""Pack small codes into int32 words, as compressed-tensors, GPTQ and AWQ do: lowest bits first, no negative codes.
+"""Pack small codes into int32 words as compressed-tensors, GPTQ and AWQ do: lowest bits first, unsigned.
 
-R rows, C codes in a row.
+R rows, C codes per row.
 """
 
 import torch
@@ -14,7 +14,7 @@ def num_words(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack signed codes int8 [R, C] into int32 [R, ceil(C * bits / 32)], after adding 2^(bits-1) to each."""
+    """Pack signed codes int8 [R, C] into int32 [R, ceil(C * bits / 32)]. 2^(bits-1) is added to each code first."""
     per_word = WORD // bits
     unsigned = codes.int() + 2 ** (bits - 1)
     padded = torch.nn.functional.pad(unsigned, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))

@@ -1,4 +1,8 @@
-"""Compile regular expressions from a checkpoint. They are untrusted, and Python's matcher tries all ways to match before it fails."""
+"""Compile regular expressions from a checkpoint.
+
+They are untrusted. Python's matcher tries all ways to match before it fails, so an expression with too many ways is
+refused.
+"""
 
 import re
 from functools import cache
@@ -9,13 +13,14 @@ from typing import Any
 from conf.errors import UserError
 
 MAX_LENGTH = 1000  # characters
-NAME_LENGTH = 64  # about the longest name of a layer
-MAX_WAYS = NAME_LENGTH**4 * 4  # the slowest found within it takes 31 ms for a name; real ones have up to three `.*`
+NAME_LENGTH = 64  # about the longest layer name
+# The slowest expression measured within this limit takes 31 ms per name; real ones have up to three `.*`.
+MAX_WAYS = NAME_LENGTH**4 * 4
 
 
 @cache
 def compile_pattern(text: str) -> re.Pattern[str]:
-    """Compile an expression. Raises UserError for an invalid one, and for one that could take for ever."""
+    """Compile a regular expression. Raises UserError if it is invalid, or if matching could take too long."""
     short = repr(text if len(text) <= 60 else text[:60] + "...")
     try:
         ways = _ways(_parser.parse(text)) if len(text) <= MAX_LENGTH else MAX_WAYS + 1
@@ -28,7 +33,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 
 
 def _ways(tree: Any) -> float:
-    """Return an upper bound on the ways to match the beginning of a name; infinite where it is not easily computed."""
+    """Return an upper bound on the number of ways to match the start of a name; infinite if it is not easily computed."""
     return prod((_ways_of_part(str(kind), value) for kind, value in tree), start=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Some outputs, or some inputs, of a weight that a checkpoint holds whole, in any layout.
+"""A shard of a weight that a checkpoint stores whole, in any layout: some of its outputs, or some of its inputs.
 
 O output channels, I input channels.
 """
@@ -16,7 +16,10 @@ from quantization.layouts.base import OutputAxis, StoredWeight, WeightLayout
 
 @dataclass(frozen=True)
 class ShardedLayout:
-    """A rank's outputs of a weight. Of each tensor the words or blocks are read that hold them; what they hold beside is dropped."""
+    """A rank's outputs of a weight.
+
+    Only the words or blocks that contain these outputs are read. The other outputs in them are dropped.
+    """
 
     whole: WeightLayout
     outputs: tuple[range, ...]
@@ -26,7 +29,7 @@ class ShardedLayout:
         return count(self.outputs), self.whole.shape[1]
 
     def shards(self) -> dict[str, Shard]:
-        """Return how the tensors are cut, by name. Those that are not named are read whole."""
+        """Return the shard of each tensor, by name. Tensors without a shard are read whole."""
         axes = self.whole.output_axes().items()
         return {name: Shard(axis, tuple(_indices(each, per) for each in self.outputs)) for name, (axis, per) in axes}
 
@@ -54,13 +57,16 @@ class ShardedLayout:
         return _of_rows(self.whole.of_outputs(count(covered)).read(parts), list(_within(self.outputs, covered)))
 
     def _covered(self, axes: dict[str, OutputAxis]) -> tuple[range, ...]:
-        """Return for each range of outputs one around it that neither begins nor ends within a word or a block."""
+        """Extend each range of outputs so that it neither starts nor ends within a word or a block."""
         size, num_outputs = math.lcm(*(axis.per_index for axis in axes.values())), self.whole.shape[0]
         spans = (_indices(each, size) for each in self.outputs)
         return tuple(range(span.start * size, min(span.stop * size, num_outputs)) for span in spans)
 
     def _places(self, covered: Sequence[range], per_index: int) -> Iterator[int]:
-        """Return for each index of a tensor over all covered outputs its place in the part that was read; the nearest if it was not."""
+        """Yield, for each index of a tensor over all covered outputs, its position in the part that was read.
+
+        An index that was not read gets the nearest position; `read` drops its outputs afterwards.
+        """
         before = 0
         for own, around in zip(self.outputs, covered, strict=True):
             read = _indices(own, per_index)
@@ -72,7 +78,10 @@ class ShardedLayout:
 
 @dataclass(frozen=True)
 class InputsLayout:
-    """A rank's inputs of a weight whose groups they do not divide. The whole is read: scales may be chosen by all inputs of an output."""
+    """A rank's inputs of a weight whose groups the shards do not split.
+
+    The whole weight is read, because the scale of an output may depend on all of its inputs.
+    """
 
     whole: WeightLayout
     inputs: range
@@ -100,7 +109,10 @@ class InputsLayout:
         return replace(stored, weight=replace(weight, codes=codes, scales=scales, zero_points=zero_points))
 
     def _columns(self, tensor: Tensor) -> Tensor:
-        """Return what is of these inputs, [O, *], of a column for each input or group. One for all inputs stays."""
+        """Return the columns of these inputs of a tensor [O, inputs or groups].
+
+        A single column serves all inputs and stays.
+        """
         if tensor.shape[1] == 1:
             return tensor
         inputs_each = self.whole.shape[1] // tensor.shape[1]
@@ -113,7 +125,7 @@ def _indices(outputs: range, per_index: int) -> range:
 
 
 def _within(outputs: Sequence[range], covered: Sequence[range]) -> Iterator[int]:
-    """Return the outputs' places in the ranges around them."""
+    """Yield the positions of `outputs` within the `covered` ranges, counted over all of these."""
     before = 0
     for own, around in zip(outputs, covered, strict=True):
         yield from range(before + own.start - around.start, before + own.stop - around.start)
@@ -121,7 +133,7 @@ def _within(outputs: Sequence[range], covered: Sequence[range]) -> Iterator[int]
 
 
 def _of_rows(stored: StoredWeight, rows: list[int]) -> StoredWeight:
-    """Return some rows of a weight. A scale that is for all of them stays."""
+    """Return some rows of a weight. A scale per tensor stays."""
     weight = stored.weight
     scales = _take(weight.scales, 0, rows) if len(weight.scales) == len(weight.codes) else weight.scales
     zero_points = None if weight.zero_points is None else _take(weight.zero_points, 0, rows)
@@ -130,7 +142,6 @@ def _of_rows(stored: StoredWeight, rows: list[int]) -> StoredWeight:
 
 
 def _take(tensor: Tensor, axis: int, places: list[int]) -> Tensor:
-    """Return a tensor's slices at these places of an axis, or the tensor itself where that is all of them in order."""
     if places == list(range(tensor.shape[axis])):
         return tensor
     return tensor.index_select(axis, torch.tensor(places))

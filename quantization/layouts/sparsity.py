@@ -11,7 +11,7 @@ FORMATS = ("dense", *bitmask.FORMATS)
 
 @dataclass(frozen=True)
 class StoredSparsity:
-    """Weights of which many are 0."""
+    """How the weights of a checkpoint are pruned."""
 
     structure: str
     """`unstructured`, `2:4` or another pattern."""
@@ -20,9 +20,9 @@ class StoredSparsity:
 
 
 def read_sparsity(config: ConfigReader) -> StoredSparsity | None:
-    """Return what a checkpoint's config.json says of pruned weights; None where it says nothing.
+    """Return the sparsity in config.json, or None if it has no `sparsity_config`.
 
-    Raises UserError for a format and for settings that are not known.
+    Raises UserError for an unknown format or setting.
     """
     quantization = config.section("quantization_config")
     is_of_package = quantization is not None and quantization.raw("quant_method") == "compressed-tensors"
@@ -32,7 +32,7 @@ def read_sparsity(config: ConfigReader) -> StoredSparsity | None:
     sparsity.expect("format", FORMATS, "dense")
     structure = sparsity.get("sparsity_structure", str, "unstructured")
     for key in ("global_sparsity", "targets", "ignore", "registry_requires_subclass"):
-        sparsity.raw(key)  # the tensors tell where zeros are
+        sparsity.raw(key)  # ignored: the tensors hold the zeros
     if unread := sparsity.unread():
         raise UserError(f"sparsity_config has settings that are not known: {', '.join(unread)}")
     return StoredSparsity(structure, not any(quantization.raw(key) for key in ("config_groups", "kv_cache_scheme")))
