@@ -1,1 +1,1 @@
-"""Floor 3, quantisation: formats of weights and activations, algorithms that choose codes, calibration, and layouts of files."""
+"""Floor 3, quantisation: formats of weights and activations, algorithms that choose codes, calibration, file layouts."""

@@ -1,7 +1,7 @@
-"""Ranges of activations over a calibration run, and rounding of activations to codes.
+"""Ranges of activations over a calibration run, and quantisation of activations.
 
-T tokens, I channels. An activation's codes are int8 from -128 to 127 or float8_e4m3fn; its scale is absmax / 127 or absmax / 448, or
-less where it is static.
+T tokens, I channels. Activation codes are int8 from -128 to 127 or float8_e4m3fn. A scale is absmax / 127 or absmax /
+448; a static scale may be smaller.
 """
 
 import torch
@@ -13,11 +13,11 @@ from kernels.threads import threads
 from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
 HIGHEST = {CodeKind.INT: 127, CodeKind.FP8: FLOAT8_MAX}
-NUM_SHARES = 8  # of the largest value: 1, 9/10 .. 3/10
+NUM_SHARES = 8  # shares of absmax that are tried: 1, 9/10 .. 3/10
 
 
 def check_activations(num_tokens: int, *values: Tensor) -> None:
-    """Raises UserError where calibration gave a layer no activations, or where `values` computed from them are not all finite."""
+    """Raises UserError if no activation reached a layer, or if `values` computed from activations are not finite."""
     if num_tokens == 0:
         raise UserError("no activations reached this layer: give more calibration data, or skip this layer")
     if not all(value.isfinite().all() for value in values):
@@ -25,7 +25,7 @@ def check_activations(num_tokens: int, *values: Tensor) -> None:
 
 
 class ActivationRange:
-    """Minimum and maximum of each channel over all activations that were added."""
+    """Minimum and maximum of each channel over all added activations."""
 
     def __init__(self, num_channels: int, device: torch.device | str = "cpu") -> None:
         self._minimum = torch.full((num_channels,), float("inf"), device=device)
@@ -33,7 +33,7 @@ class ActivationRange:
         self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Add activations x [T, I] of any float dtype. The result does not depend on how they are split into calls."""
+        """Add activations x [T, I] of any float dtype. The split into calls does not change the result."""
         if len(x):
             self._minimum = torch.minimum(self._minimum, x.amin(0).float())
             self._maximum = torch.maximum(self._maximum, x.amax(0).float())
@@ -51,9 +51,12 @@ def static_scale(absmax: Tensor, kind: CodeKind) -> Tensor:
 
 
 def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
-    """Return the static_scale [] float32 of absmax [I]; for int8 that of the share of it with the least squared error on x [T, I].
+    """Return the static scale [] float32 for absmax [I].
 
-    A few large values may saturate, so that the many others get finer steps. The steps of fp8 are shares of a value, whatever the scale.
+    For int8 it is the share of that scale with the least squared error on x.
+
+    x: [T, I]. A few large values may saturate, so that all other values get finer steps. fp8 needs no search: its steps
+    are relative to the value.
     """
     whole = static_scale(absmax, kind)
     if kind is CodeKind.FP8:
@@ -64,18 +67,21 @@ def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Return the sum of the squares of x []. One thread adds, because the last bits of torch's sum depend on the number of threads."""
+    """Return the sum of the squares of x, [].
+
+    One thread adds, because the last bits of torch's sum depend on the thread count.
+    """
     with threads(None):
         return x.square().sum()
 
 
 def quantize_static(x: Tensor, scale: Tensor, kind: CodeKind) -> Tensor:
-    """Return the codes of x, in its shape, under a given scale. Values outside its range saturate."""
+    """Return the codes of x, in its shape, for a given scale. Values outside the range saturate."""
     ratio = x.float() / scale
     return to_int8(ratio) if kind is CodeKind.INT else to_fp8(ratio)
 
 
 def quantize_per_token(x: Tensor, kind: CodeKind) -> tuple[Tensor, Tensor]:
-    """Return codes [T, I] of x [T, I], and scales [T, 1] float32 from each token's largest magnitude."""
+    """Return codes [T, I] of x [T, I], and scales [T, 1] float32 from the largest magnitude of each token."""
     scales = scale_of(x.abs().amax(1, keepdim=True), HIGHEST[kind])
     return quantize_static(x, scales, kind), scales

@@ -1,6 +1,6 @@
-"""AWQ (arXiv 2306.00978): scales up the input channels that matter before a weight is rounded, and clips weights where that helps.
+"""AWQ (arXiv 2306.00978): scale up salient input channels before rounding, and clip weights if that reduces the error.
 
-T tokens, O output channels, I input channels of one or several linear layers that share their input.
+T tokens, O output channels, I input channels of linear layers that share their input.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,17 @@ from quantization.weight_format import WeightFormat, choose_scales, quantize
 
 NUM_RATIOS = 20  # exponents 0, 1/20 .. 19/20
 NUM_CLIPS = 10  # ranges shrunk by 0, 1/20 .. 9/20
-LEAST_MEAN = 1e-4  # of the largest: a channel that calibration hardly activated keeps some of its precision
+LEAST_MEAN = 1e-4  # share of the largest mean; keeps some precision for channels that calibration hardly activates
 
 
 def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) -> Tensor:
-    """Return scales [I] float32: the input is divided by them and the weights' columns multiplied, before these are quantised.
+    """Return scales [I] float32.
 
-    weights: [O, I] of each layer that shares the input. x: a sample of that input [T, I]. The scales are mean(abs(x)) ** ratio, normalised
-    by sqrt(max * min), with the ratio of least squared error over all outputs; ratio 0 means no scaling.
-    Raises UserError as choose_scales and check_activations do.
+    The input is divided by them, and the weights' columns are multiplied, before quantisation.
+
+    weights: [O, I] of each layer that shares the input. x: a sample of that input [T, I]. The scales are mean(abs(x))
+    ** ratio, normalised by sqrt(max * min). The ratio has the least squared error over all outputs; ratio 0 means no
+    scaling. Raises UserError as choose_scales and check_activations do.
     """
     check_activations(len(x), x)
     wide = [weight.float() for weight in weights]
@@ -44,14 +46,16 @@ def search_scales(weights: Sequence[Tensor], x: Tensor, format: WeightFormat) ->
 
 
 def search_clip(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
-    """Return weight [O, I] with each group (or row) clamped to the share of its absmax, 1 to 11/20, of least squared output error.
+    """Return weight [O, I] with each group (or row) clipped to a share of its absmax, 1 to 11/20.
 
-    x: a sample of the layer's input [T, I]. A group's error is that of its own part of the output.
-    Raises UserError for a scale per tensor, and as choose_scales and check_activations do.
+    The share has the least squared output error. x: a sample of the layer's input [T, I]. The error of a group counts
+    only the group's own part of the output. Raises UserError for a scale per tensor, and as choose_scales and
+    check_activations do.
     """
     check(not format.per_tensor, "auto_clip", True, "false where scales are per tensor")
     check_activations(len(x), x)
-    choose_scales(weight, format)  # refuses what a single group could not name as well
+    # Check the whole weight: for a single group, the error could not name the layer's shape.
+    choose_scales(weight, format)
     size = format.group_size or weight.shape[1]
     row = replace(format, group_size=None)
     parts = zip(weight.split(size, 1), x.split(size, 1), strict=True)
@@ -59,7 +63,6 @@ def search_clip(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
 
 
 def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
-    """Clip rows [O, I] that have one scale each, as search_clip does."""
     absmax = weight.abs().amax(1, keepdim=True)
     best = weight
     least = torch.full_like(absmax, float("inf"), dtype=torch.float32)  # [O, 1]
@@ -73,5 +76,4 @@ def _clip_rows(weight: Tensor, x: Tensor, format: WeightFormat) -> Tensor:
 
 
 def _errors(weight: Tensor, quantized: Tensor, x: Tensor) -> Tensor:
-    """Return the error [T, O] of each token's outputs."""
     return x.float() @ (weight.float() - quantized).T

@@ -1,6 +1,6 @@
 """Run a model layer by layer over calibration batches and observe the inputs of its linear layers.
 
-One layer's activations are in memory at a time.
+Only one layer's activations are in memory at a time.
 
 T tokens of a batch, E hidden channels, I input channels of a linear layer, G key/value heads.
 """
@@ -26,18 +26,18 @@ from quantization.activations import ActivationRange, best_static_scale
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian
 
-PROBE_TOKENS = 16  # a fold that changes what a layer computes changes it for every token
-NUM_SAMPLES = 512  # rows of activations that searches and reports work on
+PROBE_TOKENS = 16  # enough, because a fold that changes a layer's output changes it for every token
+NUM_SAMPLES = 512  # activation rows for scale searches and reports
 
 
 class ActivationStats:
-    """Statistics of the input of one or more linear layers that share it, as it is after all folds of scales and shifts."""
+    """Statistics of the input of one or more linear layers that share it, after all folded scales and shifts."""
 
     def __init__(self, linears: list[str], norm: str | None, x: Tensor, with_hessian: bool) -> None:
         self.linears = linears
         """Their names."""
         self.norm = norm
-        """The name of the norm whose output the input is."""
+        """The norm whose output is this input, or None."""
         self.hessian = Hessian(x.shape[1], x.device) if with_hessian else None
         self._range = ActivationRange(x.shape[1], x.device)
         self._squares = torch.zeros(x.shape[1], device=x.device)
@@ -47,7 +47,7 @@ class ActivationStats:
         self._static_scales: dict[CodeKind, Tensor] = {}
 
     def add(self, x: Tensor, num_samples: int) -> None:
-        """Count x [T, I], and keep about `num_samples` of its rows."""
+        """Update the statistics with x [T, I], and keep about `num_samples` of its rows."""
         self._range.add(x)
         self._squares += torch.linalg.vector_norm(x, dim=0, dtype=torch.float32).square()
         self._samples.append(x[:: max(1, -(-len(x) // num_samples))].clone())
@@ -62,22 +62,22 @@ class ActivationStats:
 
     @property
     def absmax(self) -> Tensor:
-        """Return the largest magnitude of each channel [I] float32."""
+        """Return the largest magnitude of each channel, [I] float32."""
         low, high = self.bounds
         return torch.maximum(low.abs(), high.abs())
 
     @property
     def norms(self) -> Tensor:
-        """Return the L2 norm of each channel [I] float32, before all folds."""
+        """Return the L2 norm of each channel, [I] float32, without any folds."""
         return self._squares.sqrt()
 
     @property
     def sample(self) -> Tensor:
-        """Return about NUM_SAMPLES rows [.., I] float32."""
+        """Return about NUM_SAMPLES rows, [.., I] float32."""
         return (torch.cat(self._samples).float() - self._shift) / self._scales
 
     def static_scale(self, kind: CodeKind) -> Tensor:
-        """Return the scale [] float32 that quantises the input as it is now."""
+        """Return the static scale [] float32 for the current input."""
         if kind not in self._static_scales:
             self._static_scales[kind] = best_static_scale(self.absmax, self.sample, kind)
         return self._static_scales[kind]
@@ -95,21 +95,24 @@ class ActivationStats:
 
 @dataclass
 class _Passage:
-    """A batch on its way through the layers."""
+    """A batch and its hidden states before the next layer."""
 
     batch: Batch
     stream: Stream
-    """Before the next layer."""
 
 
 class SequentialCalibrator:
-    """Runs all batches through a model, one layer after the other. Holds their streams before the next layer.
+    """Run all batches through a model, one layer after the other.
 
-    A layer's inputs are what the float layers before it give, so that one pass observes a layer and goes on to the next. With `sequential`
-    they are what the quantised layers before it give: a second pass, through the quantised layer, goes on.
+    Holds their streams (hidden states) before the next layer.
 
-    The ranks of a stage run their parts of its layers together, each with a calibrator of its own. Inputs that come in pieces are joined,
-    so that the first rank, which `collects`, sees what one process does. The streams come from the stage before.
+    With `sequential`, the inputs of a layer come from the quantised layers before it: one pass observes the layer, and
+    a second pass runs the batches through the quantised layer. Otherwise they come from the float layers, and one pass
+    does both.
+
+    Each rank of a pipeline stage has its own calibrator and runs its shards of the layers. Sharded inputs are gathered
+    on the stage's first rank, which `collects`, so that it observes the same inputs as a single process. The previous
+    stage sends the streams.
     """
 
     def __init__(
@@ -123,11 +126,12 @@ class SequentialCalibrator:
         collects: bool = True,
         whole: tuple[CausalLM, KVCache] | None = None,
     ) -> None:
-        """`probe` is a short batch of its own, whose output tells whether a change of a layer changes what it computes.
+        """Prepare calibration; a first pipeline stage embeds the batches.
 
-        `cache` of one layer, which is not quantised, has room for a batch, which is computed in one step. `with_cache`: observe what is
-        written into it, too. `collects`: keep statistics of inputs; without it they are only joined, for the rank that does.
-        `whole`: the undivided model, where `model` is a rank's part, and a cache of one layer with room for the probe.
+        probe: a short extra batch. Its output shows whether a fold changes what a layer computes. cache: an unquantised
+        KV cache of one layer with room for a batch, which is one step. with_cache: also observe the keys and values
+        written into it. collects: keep statistics of inputs; a rank without it only takes part in the gathers. whole:
+        the unsharded model, if `model` is a rank's shard, and a KV cache of one layer with room for the probe.
         """
         self._model, self._cache, self._sequential, self._with_cache = model, cache, sequential, with_cache
         self._collects = collects
@@ -135,16 +139,16 @@ class SequentialCalibrator:
         self._batches = [probe, *batches]
         self._next = model.own_layers.start
         self._passages: list[_Passage] = []
-        """The probe's, then those of the batches."""
+        """First the probe's, then one per batch."""
         self._samples_per_batch = -(-NUM_SAMPLES // len(batches))
         self.batch_seconds = 0.0
-        """Time that the batches took so far to go through layers and to be observed, which grows with their tokens."""
-        self._absmax: list[Tensor] = []  # [2, G] of each batch's keys and values in the pass that goes on
+        """Seconds spent so far in layers and in observation of batches; grows with the number of tokens."""
+        self._absmax: list[Tensor] = []  # per batch: [2, G] of keys and values in the current pass
         if model.before is None:
             self._enter(model.embed)
 
     def receive(self) -> None:
-        """Take the streams that the stage before sends, before this stage's first layer."""
+        """Receive the streams from the previous stage, before this stage's first layer."""
         before, dtype = self._model.before, self._cache.dtype
         assert before is not None
         self._enter(
@@ -157,16 +161,16 @@ class SequentialCalibrator:
 
     @torch.inference_mode()
     def send(self) -> None:
-        """Give the streams after this stage's last layer to the stage after."""
+        """Send the streams to the next stage, after this stage's last layer."""
         assert self._model.after is not None
         for passage in self._passages:
             self._model.after.send(_total(passage.stream))
         self._passages.clear()
 
     def observe(self, linears: Sequence[str] = (), with_hessian: bool = False) -> list[ActivationStats]:
-        """Return the statistics of inputs of the next layer's linear layers, given by their names in it.
+        """Return the input statistics of the next layer's linear layers. `linears` are their names within the layer.
 
-        Layers with the same input are in one group; those that no token reaches are in none.
+        Linear layers with the same input share one group. Linear layers that no token reaches are in no group.
         """
         if self._sequential and not linears:
             return []
@@ -177,13 +181,14 @@ class SequentialCalibrator:
         return list(observing.groups.values())
 
     def output(self) -> Tensor:
-        """Return the probe's hidden states [T, E] after the next layer, as the whole layer is now."""
+        """Return the probe's hidden states [T, E] after the next layer, with the layer's current weights."""
         return _total(self._through_layer(self._passages[0], *self._whole))
 
     def advance(self) -> tuple[Tensor, Tensor] | None:
-        """Go on to the layer after the next one. If not `sequential`, `observe` must have been called for the next one.
+        """Advance by one layer. Without `sequential`, `observe` must have been called for the next layer.
 
-        Returns the largest magnitudes of its keys and of its values, of each head, [G] float32, or None without `with_cache`.
+        Returns the largest magnitudes of its keys and of its values per head, [G] float32 each, or None without
+        `with_cache`.
         """
         if self._sequential:
             self._pass(goes_on=True)
@@ -195,7 +200,7 @@ class SequentialCalibrator:
         return keys, values
 
     def _pass(self, goes_on: bool, after_batch: Callable[[], None] = lambda: None) -> None:
-        """Run all batches through the next layer; if it `goes_on`, their streams become its outputs."""
+        """Run all batches through the next layer. With `goes_on`, their streams become the layer's outputs."""
         caches, start = self._cache.layers[0], perf_counter()
         self._absmax.clear()
         for passage in self._passages[1:]:
@@ -213,7 +218,6 @@ class SequentialCalibrator:
 
     @contextmanager
     def _multiplying_fast(self) -> Iterator[None]:
-        """Let the next layer's linear layers multiply many rows fast meanwhile."""
         layers = [module for module in self._model.layers[self._next].modules() if isinstance(module, Linear)]
         floats = [layer.method for layer in layers]
         for layer in layers:
@@ -238,12 +242,11 @@ class SequentialCalibrator:
 
 
 def _total(stream: Stream) -> Tensor:
-    """Return the hidden states [T, E] of a stream."""
     return stream.total() if isinstance(stream, ResidualStream) else stream
 
 
 def fast_method(layer: Linear) -> LinearMethod:
-    """Return a method that multiplies many rows as a float layer's own does, but faster where the CPU's kernels are."""
+    """Return a faster method for many rows if the CPU has a kernel for this layer, else the float layer's method."""
     weight = layer.weight.detach()
     packed = packed_method(layer, weight.dtype, weight.device)
     if packed is None:
@@ -253,27 +256,30 @@ def fast_method(layer: Linear) -> LinearMethod:
 
 
 def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
-    """Return the largest magnitude of each head [G] float32 in these slots of an unquantised cache; 0 where vectors have no channels."""
+    """Return the largest magnitude per head, [G] float32, in these slots of an unquantised KV cache.
+
+    It is 0 if the cached vectors have no channels.
+    """
     vectors = cache.tensors[0].flatten(0, 1)[slots]  # [T, G, D]
     return vectors.abs().amax((0, 2)).float() if vectors.shape[2] else vectors.new_zeros(vectors.shape[1]).float()
 
 
 class _Observing:
-    """Hooks that put linear layers with the same input tensor into one group, named by its first layer."""
+    """Hooks that group linear layers by their input tensor. A group is named after its first layer."""
 
     def __init__(self, samples_per_batch: int, with_hessian: bool, collects: bool) -> None:
-        """`collects`: as for `SequentialCalibrator`; without it there are no groups."""
         self.groups: dict[str, ActivationStats] = {}
         self._collects = collects
         self._num_samples = samples_per_batch
         self._with_hessian = with_hessian
-        # By tensor: the group's first layer, or the norm that made it. The tensors stay alive meanwhile.
+        # By id of the tensor: the group's first layer, or the norm that made it. The tensors are kept alive so that ids
+        # stay unique.
         self._leaders: dict[int, tuple[str, Tensor]] = {}
         self._norms: dict[int, tuple[str, Tensor]] = {}
 
     @contextmanager
     def hooked(self, layer: nn.Module, linears: Sequence[str], norms: Sequence[str]) -> Iterator[None]:
-        """Observe these linear layers of a decoder layer meanwhile, and which of its norms they read, where it has them."""
+        """Observe these linear layers of a decoder layer, and its `norms` (if it has them), within the context."""
         modules = dict(layer.named_modules())
         hooks = [modules[name].register_forward_pre_hook(self.input_of(name)) for name in linears]
         hooks += [modules[name].register_forward_hook(self.output_of(name)) for name in norms if name in modules]
@@ -300,7 +306,8 @@ class _Observing:
             if id(x) not in self._leaders:
                 self._leaders[id(x)] = name, x
                 pieces = module.pieces
-                assert not isinstance(pieces, RowParallelReduce)  # whose sums no other division gives
+                # RowParallelReduce is never calibrated, because its sums depend on the number of ranks.
+                assert not isinstance(pieces, RowParallelReduce)
                 whole = x if pieces is None else pieces.observed(x)
                 if not self._collects:
                     return

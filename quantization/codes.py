@@ -1,4 +1,4 @@
-"""Round numbers to codes, for weights and activations alike. Rounding saturates, and ties go to the even code."""
+"""Round numbers to codes, for weights and activations. Rounding saturates, and ties go to the even code."""
 
 from enum import Enum
 
@@ -12,7 +12,7 @@ from kernels.linear.block_weight import KINDS
 class CodeKind(Enum):
     INT = "int"
     FP8 = "fp8"  # e4m3
-    Q5_0 = "q5_0"  # this and those below: ggml's blocks
+    Q5_0 = "q5_0"  # this and the following members: ggml's block types
     Q4_K = "q4_k"
     Q5_K = "q5_k"
     Q6_K = "q6_k"
@@ -28,14 +28,14 @@ def to_int8(ratio: Tensor, lowest: float = -128, highest: float = 127) -> Tensor
 
 
 def to_fp8(ratio: Tensor) -> Tensor:
-    """Return float8_e4m3fn codes, without rounding to whole numbers first: below 8 the format has steps finer than 1."""
+    """Return float8_e4m3fn codes. No rounding to whole numbers comes first: below 8 the format has steps finer than 1."""
     return ratio.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
 
 
 def scale_of(largest: Tensor, highest_code: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return scales [...] float32, largest / highest_code, rounded to values of `dtype`. largest: [...], not negative.
 
-    A scale is 1 where the quotient vanishes in `dtype`: all codes of that group are then 0, and nothing is divided by 0.
+    A scale is 1 if the quotient underflows in `dtype`. All codes of that group are then 0, and no division by 0 occurs.
     """
     scale = (largest.float() / highest_code).clamp(max=torch.finfo(dtype).max).to(dtype).float()
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)

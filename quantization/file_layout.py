@@ -1,4 +1,4 @@
-"""Lay out the files of a quantised model as `quantize.format` names."""
+"""Choose the schemes, the layout and the `quantization_config` of a quantised model's files, by `quantize.format`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,22 +18,25 @@ from quantization.layouts.base import WritableLayout
 from quantization.plan import plan, plan_pruning
 from quantization.scheme import LinearScheme
 
-VLLM_CPU_BLOCK = 32  # input channels that its int4 product takes at once
+VLLM_CPU_BLOCK = 32  # input channels per block of vLLM's int4 CPU kernel
 
 
 @dataclass(frozen=True)
 class FileLayout:
     schemes: dict[str, LinearScheme]
-    """By layer, with scales of the dtype that the files hold."""
+    """By layer name, with scales of the dtype that the files hold."""
     pruned: list[str]
     """The layers that are pruned before they are quantised."""
     config: dict[str, Any]
-    """The quantization_config."""
+    """The `quantization_config`."""
     layout_of: LayoutOf
 
 
 def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) -> FileLayout:
-    """Return the layout for a model in floats. Raises UserError as `plan` does, and for what the format cannot hold."""
+    """Return the layout for a float model.
+
+    Raises UserError as `plan` does, and for schemes that the format cannot hold.
+    """
     schemes, pruned = plan(model, quant), plan_pruning(model, quant)
     kept = _others(model, schemes)
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
@@ -56,7 +59,8 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
         if is_permuted:
             raise UserError("vLLM on a CPU has input channels in their own order: give quant.gptq.static_groups=true")
         return FileLayout(schemes, [], compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
-    schemes = {  # these files have float16 scales: codes are chosen for what they are there
+    # These files have float16 scales, so codes are chosen for scales that are rounded to float16.
+    schemes = {
         name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
         for name, scheme in schemes.items()
     }
@@ -72,9 +76,9 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
 
 
 def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collection[str], share: float) -> dict[str, Any]:
-    """Return what the quantization_config of a pruned model holds besides, by its key; nothing without `pruned` layers.
+    """Return the additional entry of a pruned model's `quantization_config`; empty without `pruned` layers.
 
-    share: the zeros of the pruned layers, of all weights of the model.
+    share: the zeros of the pruned layers / all weights of the model.
     """
     if not pruned:
         return {}
@@ -84,15 +88,16 @@ def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collectio
 
 
 def _others(model: CausalLM, chosen: Collection[str]) -> list[str]:
-    """Return the names of the linear layers that are not among the chosen, but for those of class Conv1D, which no target means."""
+    """Return the linear layers that are not in `chosen`. Conv1D layers are left out, because no target means them."""
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
     return [name for name, layer in linears if not layer.is_transposed and name not in chosen]
 
 
 def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:
-    """Return the scheme of the same weight that vLLM, as of 0.32, computes on a CPU. Raises UserError where it has none.
+    """Return the scheme that vLLM, as of 0.32, computes on a CPU for the same weight. Raises UserError if it has none.
 
-    It multiplies int4 weights with floats, and int8 and fp8 ones with codes alone. A CPU without AMX cannot make static fp8 codes.
+    It multiplies int4 weights with float activations, and int8 and fp8 weights only with quantised activations. It
+    cannot make static fp8 activation codes on a CPU without AMX.
     """
     weights, activations = scheme.weights, scheme.activations
     if weights.kind is CodeKind.FP8 and (weights.per_tensor or activations is not Activations.dynamic):

@@ -1,7 +1,7 @@
-"""Fold scales and shifts of an activation's channels into the weights before and after it: the float model's output stays the same.
+"""Fold scales and shifts of activation channels into adjacent weights. The float model's output stays the same.
 
-O output channels, I input channels, D channels of a norm. Arithmetic is float32, results have the dtype of what they replace: pass float32
-for a weight that is quantised next.
+O output channels, I input channels, D channels of a norm. Arithmetic is float32. A result has the dtype of the tensor
+that it replaces: pass float32 for a weight that is quantised next.
 """
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 def divide_norm(
     weight: Tensor, bias: Tensor | None, scales: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias [D] that divide a norm's output by scales [D]. Gemma's norms multiply by 1 + weight: their offset is 1."""
+    """Return weight and bias [D] that divide a norm's output by scales [D].
+
+    offset: 1 for Gemma's norms, which multiply by 1 + weight.
+    """
     divided = ((weight.float() + offset) / scales - offset).to(weight.dtype)
     return divided, None if bias is None else (bias.float() / scales).to(bias.dtype)
 
@@ -28,16 +31,22 @@ def multiply_inputs(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def shift_norm(bias: Tensor | None, shift: Tensor) -> Tensor:
-    """Return the bias [D] that subtracts shift [D] from a norm's output. A norm without a bias gets one, of shift's dtype."""
+    """Return the bias [D] that subtracts shift [D] from a norm's output.
+
+    A norm without a bias gets one, of shift's dtype.
+    """
     return -shift if bias is None else (bias.float() - shift).to(bias.dtype)
 
 
 def shift_inputs(weight: Tensor, bias: Tensor | None, shift: Tensor) -> Tensor:
-    """Return the bias [O] of a linear layer, weight [O, I], from whose input shift [I] was subtracted. A new one has weight's dtype."""
+    """Return the bias [O] of a linear layer after shift [I] was subtracted from its input. weight: [O, I].
+
+    A layer without a bias gets one, of weight's dtype.
+    """
     added = weight.float() @ shift.float()
     return added.to(weight.dtype) if bias is None else (bias.float() + added).to(bias.dtype)
 
 
 def midpoint(minimum: Tensor, maximum: Tensor) -> Tensor:
-    """Return the shift that centres channels of these bounds, (min + max) / 2 (Outlier Suppression+, arXiv 2304.09145)."""
+    """Return the shift (min + max) / 2 that centres channels (Outlier Suppression+, arXiv 2304.09145)."""
     return torch.lerp(minimum, maximum, 0.5)

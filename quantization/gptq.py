@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323): rounds one input channel after the other, and corrects the channels that follow for each error.
+"""GPTQ (arXiv 2210.17323): round one input channel after the other, and correct the remaining channels for each error.
 
 T tokens, O output channels, I input channels, G groups of input channels, B channels of a block.
 """
@@ -14,18 +14,21 @@ from kernels.threads import threads
 from quantization.activations import check_activations
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, encode
 
-BLOCK_SIZE = 128  # channels after which the rest of the matrix is corrected, in one product
+BLOCK_SIZE = 128  # channels per block; after a block the rest of the matrix is corrected in one product
 
 
 class Hessian:
-    """Mean of x^T x [I, I] float32 over a linear layer's inputs: the Hessian of its squared output error, up to a factor."""
+    """Mean of x^T x, [I, I] float32, over a linear layer's inputs.
+
+    It is the Hessian of the layer's squared output error, up to a factor.
+    """
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(num_inputs, num_inputs, device=device)
         self._num_tokens = 0
 
     def add(self, x: Tensor) -> None:
-        """Add activations x [T, I] of any float dtype. Except for rounding, the result does not depend on how they are split into calls."""
+        """Add activations x [T, I] of any float dtype. The split into calls changes the result only by rounding errors."""
         wide = x.float()
         self._sum.addmm_(wide.T, wide)
         self._num_tokens += x.shape[0]
@@ -48,29 +51,31 @@ def gptq(
     """Return codes of weight [O, I] that nearly keep the layer's output, and the damping that was needed.
 
     hessian: `Hessian.mean()`, [I, I] float32.
-    damping: a share of the Hessian's mean diagonal, which is added to it; it grows tenfold until the Hessian can be inverted.
+    damping: a share of the Hessian's mean diagonal, which is added to the diagonal. It grows tenfold until the Hessian
+    can be inverted.
     act_order: round the channels with the largest activations first.
-    static_groups: a group is a run of neighbouring channels, and its scale is chosen before anything is rounded. Otherwise it is a run in
-    the order of rounding, its scale is chosen when its turn comes, and `permutation` holds that order.
-    kept: where the weight is not pruned, [O, I] bool; None: everywhere. Pruned weights are 0 and stay 0, so that the kept ones alone make
-    up for errors, as in SparseGPT (arXiv 2301.00774).
+    static_groups: a group is a run of consecutive channels, and its scale is chosen before any rounding. Otherwise a
+    group is a run in the rounding order, its scale is chosen when rounding reaches it, and `permutation` holds that
+    order.
+    kept: [O, I] bool, False for pruned weights; None keeps all. Pruned weights are 0 and stay 0, so that only the kept
+    weights compensate for errors, as in SparseGPT (arXiv 2301.00774).
     A channel that is never active is rounded to nearest. Raises UserError as choose_scales does.
     """
     check(damping > 0, "damping", damping, "a positive number")
     scales, zero_points = choose_scales(weight, format)
-    codes = encode(weight, scales, zero_points, format)  # each column is overwritten in its turn
+    codes = encode(weight, scales, zero_points, format)  # initial codes; each column is overwritten when it is rounded
     done = QuantizedWeight(codes, scales, zero_points)
     order = torch.arange(weight.shape[1], device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor, damping = _inverse_factor(hessian, order, damping)
-    rest = weight.float().T[order]  # [I, O]: a channel's weights lie side by side
+    rest = weight.float().T[order]  # [I, O]: the weights of a channel are contiguous
     dynamic = format.group_size is not None and not static_groups
     mask = torch.ones_like(rest, dtype=torch.bool) if kept is None else kept.T[order]  # [I, O]
     _round(rest, mask, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
     if not (dynamic and act_order):
         return done, damping
-    # Within a group channels keep their original order, because a file names only the group of each channel.
+    # Within a group, channels keep their original order, because a file stores only the group of each channel.
     order, within = order.unflatten(0, (done.scales.shape[1], -1)).sort(1)  # [G, I / G]
     codes = codes.unflatten(1, within.shape).gather(2, within.expand(len(codes), -1, -1))  # [O, G, I / G]
     return replace(done, codes=codes.flatten(1), permutation=order.flatten()), damping
@@ -85,18 +90,19 @@ def _round(
     columns: Sequence[int],
     dynamic: bool,
 ) -> None:
-    """Write the codes of rest [I, O] into `done`: channel i at columns[i], with the scale of that column's group. Overwrites `rest`.
+    """Write the codes of rest [I, O] into `done`: channel i at columns[i], with the scale of that column's group.
 
-    mask: [I, O] bool, False where the code is that of 0. factor: from _inverse_factor. dynamic: choose and write a group's scales when its
-    first channel is reached.
+    Overwrites `rest`. mask: [I, O] bool, False for pruned weights, whose code is that of 0. factor: from
+    _inverse_factor. dynamic: choose and write the scale of a group when its first channel is reached.
     """
     num_inputs, size = rest.shape[0], format.group_size or rest.shape[0]
-    # Channels are up to date within a block alone, so a group whose scale is chosen here lies whole in one block.
+    # Corrections reach later channels only within a block until the block ends. A group whose scale is chosen here must
+    # therefore fit in one block.
     step = size * max(1, BLOCK_SIZE // size) if dynamic else BLOCK_SIZE
     for start in range(0, num_inputs, step):
         end = min(start + step, num_inputs)
         errors = torch.empty_like(rest[start:end])  # [B, O]
-        with threads(None):  # the last bits of torch's addr_ depend on their number
+        with threads(None):  # the last bits of torch's addr_ depend on the thread count
             for i in range(start, end):
                 group = slice(columns[i] // size, columns[i] // size + 1)
                 if dynamic and i % size == 0:
@@ -112,7 +118,6 @@ def _round(
 
 
 def _choose_group(weight: Tensor, format: WeightFormat, done: QuantizedWeight, group: slice) -> None:
-    """Write into `done` the scales and zero points of one group, weight [O, I / G]."""
     scales, zero_points = choose_scales(weight, format)
     done.scales[:, group] = scales
     if done.zero_points is not None and zero_points is not None:
@@ -120,21 +125,24 @@ def _choose_group(weight: Tensor, format: WeightFormat, done: QuantizedWeight, g
 
 
 def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Return the upper triangular U [I, I] and the damping: U^T U is the inverse of the damped Hessian in `order`, up to a factor.
+    """Return the upper triangular U [I, I] and the damping.
 
-    U is computed without that inverse: H = R R^T with R upper is a Cholesky factorisation from the last row up, and U = R^-1.
+    U^T U is, up to a factor, the inverse of the damped Hessian in `order`.
+
+    The inverse itself is not computed. H = R R^T, with R upper triangular, is a Cholesky factorisation from the last
+    row up, and U = R^-1.
     """
-    assert hessian.isfinite().all()  # Hessian.mean sees to it; no damping would help
+    assert hessian.isfinite().all()  # Hessian.mean raises otherwise; no damping would help
     reverse = order.flip(0)
     damped = hessian[reverse][:, reverse]
     diagonal = damped.diagonal().clone()
     if not diagonal.any():
         return torch.eye(len(order), device=hessian.device), damping
-    damped /= diagonal.max()  # now damping can overflow nothing
+    damped /= diagonal.max()  # avoids overflow when damping is added
     diagonal /= diagonal.max()
     while True:
         damped.diagonal().copy_(diagonal + damping * diagonal.mean())
-        with threads(None):  # the last bits of the factor depend on their number
+        with threads(None):  # the last bits of the factor depend on the thread count
             lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             identity = torch.eye(len(order), device=hessian.device)

@@ -1,4 +1,7 @@
-"""A quantised part of a model as tensors: by their names in the files, whole, to be written, sent to ranks, and put into a float model."""
+"""The tensors of a quantised part of a model, whole and by their names in the files.
+
+They are written to files, sent to ranks, and placed into a float model.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from quantization.quantizer import LinearReport, QuantizedLayer
 from quantization.scheme import LinearScheme
 
 LayoutOf = Callable[[LinearSpec, LinearScheme, Mapping[str, tuple[int, ...]]], WritableLayout]
-"""The layout of a layer's weight in the files. The shapes are of what is there, when it is read."""
+"""The layout of a layer's weight in the files, from its scheme and, for reading, the shapes of the stored tensors."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,16 @@ class KeptPart:
     """By their names in the files: codes and scales of its linear layers, and its other parameters."""
     reports: list[LinearReport]
     folds: dict[str, Tensor] | None = None
-    """What was folded into it, by the names of `smoothing_record`. None: nothing that scales tell of, or it is in its file already."""
+    """The folds of this part, in the form of `smoothing_record.fold_tensors`.
+
+    None if the method records no folds, or if the folds are in the file already.
+    """
 
 
 def part_tensors(
     part: QuantizedLayer, model: CausalLM, stored: Mapping[str, StoredWeight], layout_of: LayoutOf
 ) -> dict[str, Tensor]:
-    """Return the tensors of a part whose weights are chosen, in a model that has floats there."""
+    """Return the tensors of a part whose codes are chosen. The model still has floats there."""
     coded = tuple(f"{name}." for name in part.schemes)
     tensors = {
         name: parameter.data
@@ -56,7 +62,9 @@ def place_part(
     shards: Mapping[str, Shard],
     layout_of: LayoutOf,
 ) -> None:
-    """Put a part, whole, into a model that has floats there. A rank's model takes its own outputs; `shards`: as `divide` returns them.
+    """Place a whole part into a model that has floats there.
+
+    A rank's model takes its own shard; `shards` as `divide` returns them.
 
     Raises UserError for impossible values.
     """

@@ -1,4 +1,4 @@
-"""Static scales of the KV cache, one for each head: parameters of attention modules, named as in compressed-tensors.
+"""Static scales of the KV cache, one per head: parameters of attention modules, named as in compressed-tensors.
 
 G key/value heads. Source: the package compressed-tensors, 0.20 (strategy `attn_head`: [G, 1, 1]; `tensor`: one number).
 """
@@ -18,14 +18,14 @@ from quantization.codes import scale_of
 from quantization.layouts.checks import positive
 
 KEY, VALUE = "k_scale", "v_scale"
-ZERO_POINTS = (".k_zero_point", ".v_zero_point")  # which some tools write beside symmetric scales, and nobody reads
+ZERO_POINTS = (".k_zero_point", ".v_zero_point")  # some tools write them next to symmetric scales; they are not read
 LARGEST_CODES = {KVCacheFormat.int8: INT8_MAX, KVCacheFormat.fp8: FLOAT8_MAX}
 
 
 def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Give every attention module scales: not initialised, on the model's device, and float32 in a model of any dtype.
+    """Register uninitialised float32 scales in every attention module, in a model of any dtype.
 
-    `found` are the shapes of a checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
+    `found` are the shapes of the checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
     """
     device = next(model.parameters()).device
     for name, heads in _scales(model).items():
@@ -41,9 +41,9 @@ def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[i
 def choose_kv_scales(
     model: CausalLM, layer: int, absmax: tuple[Tensor, Tensor], format: KVCacheFormat
 ) -> dict[str, Shard]:
-    """Set a layer's scales to map the largest magnitudes of its keys and of its values, [G] each, to the largest code.
+    """Set a layer's scales, which map the largest magnitudes of keys and values, [G] each, to the largest code.
 
-    Returns by the names of the scales which of the whole layer's they are.
+    Returns, by scale name, the shard of the whole layer's scales that this rank has.
     """
     module, shards = f"{model.layout.layers}.{layer}.{model.layout.attention}", {}
     for own, largest in zip((KEY, VALUE), absmax, strict=True):
@@ -59,7 +59,7 @@ def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFo
     kind, scales = STATIC_FORMATS[format.name], _scales(model)
 
     def format_of(name: str) -> KVFormat:
-        if name not in scales:  # values that are not stored
+        if name not in scales:  # the cache stores no values
             return Unquantised()
         count = scales[name].num_key_value_heads
         return kind(positive(model.get_parameter(name), name).flatten().expand(count).contiguous())
@@ -68,14 +68,15 @@ def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFo
 
 
 def attention_names(model: CausalLM) -> list[str]:
-    """Return the names of the modules that keep keys and values, in the order of the model's own layers."""
+    """Return the names of the attention modules, in the order of the model's own layers."""
     layout = model.layout
     return [f"{layout.layers}.{i}.{layout.attention}" for i in model.own_layers]
 
 
 def _scales(model: CausalLM) -> dict[str, Heads]:
-    """Return the names of all scales with their layer's heads. Values that are not stored have none."""
-    layers = zip(attention_names(model), model.attention_heads, strict=False)  # a layer that drafts has no scales
+    """Return the layer's heads by scale name. A layer whose cache stores no values has no value scale."""
+    # An MTP layer, which only drafts, has no scales.
+    layers = zip(attention_names(model), model.attention_heads, strict=False)
     return {
         f"{name}.{own}": heads for name, heads in layers for own in ((KEY, VALUE) if heads.value_head_dim else (KEY,))
     }

@@ -1,4 +1,4 @@
-"""Linear layers' weights, and where wanted activations, in codes: a method for each number format.
+"""Linear layers with quantised weights, and optionally quantised activations: a method for each number format.
 
 R rows, I input channels, O output channels, G groups of input channels.
 """
@@ -35,18 +35,19 @@ from quantization.layouts.sharded import InputsLayout, ShardedLayout
 from quantization.scheme import LinearScheme
 from quantization.weight_format import QuantizedWeight
 
-# Rows from which activations=auto quantises. One limb is faster than two from 5 rows on with int8 weights and from 3 with int4 (one thread;
-# with more the memory is slower to keep up), 1.4 to 1.9 times with 8.
+# Rows from which activations=auto quantises activations. One int8 limb is faster than two from 5 rows with int8 weights
+# and from 3 rows with int4 (one thread; with more threads memory bandwidth matters more). With 8 rows it is 1.4 to 1.9
+# times as fast.
 MANY_ROWS = 8
 
 CodedWeight: TypeAlias = IntWeight | Float8Weight | BlockWeight | GPUWeight
 
 
 class CodedMethod(LinearMethod):
-    """Codes of any number format, and what activations become before the product."""
+    """A quantised weight of any number format, and how activations are quantised before the product."""
 
     def __init__(self, scheme: LinearScheme, layout: WeightLayout, shape: tuple[int, int]) -> None:
-        """`layout` says how the checkpoint holds the weight; `shape` is [O, I]."""
+        """layout: how the checkpoint stores the weight. shape: [O, I]."""
         self.scheme = scheme
         self.takes_floats = isinstance(layout, FloatLayout)
         self._layout = layout
@@ -55,15 +56,15 @@ class CodedMethod(LinearMethod):
 
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
-        """Return the weight as the kernels of its device read it."""
+        """Return the weight in the form that the kernels of its device read."""
 
     @abstractmethod
     def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:
-        """Take a CPU's weight out of `tensors`. Raises KeyError and ValueError as `restore` does."""
+        """Take a CPU weight out of `tensors`. Raises KeyError and ValueError as `restore` does."""
 
     @abstractmethod
     def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
-        """Return the activation format for `num_rows` rows that `num_weights` weights divide, without static scales; None for floats."""
+        """Return the activation format, without static scales, for rows that are shared among weights; None for floats."""
 
     @property
     def weight(self) -> CodedWeight:
@@ -74,7 +75,7 @@ class CodedMethod(LinearMethod):
     def held(self) -> dict[str, Tensor]:
         if self._weight is None:
             return {}
-        # the memory that the kernels read, so that it is counted
+        # The memory that the kernels read is registered, so that it is counted.
         parameters = {name: nn.Parameter(part, requires_grad=False) for name, part in self._weight.tensors.items()}
         buffers = {"permutation": self.permutation, "input_scale": self.input_scale}
         return {**parameters, **{name: buffer for name, buffer in buffers.items() if buffer is not None}}
@@ -89,7 +90,7 @@ class CodedMethod(LinearMethod):
         self.hold(self._layout.read(tensors), device)
 
     def hold(self, stored: StoredWeight, device: torch.device) -> None:
-        """Make the weight of one that is quantised already."""
+        """Set a weight that is already quantised."""
         weight, scale = stored.weight, stored.input_scale
         zero_points = None if weight.zero_points is None else weight.zero_points.to(device)
         self.permutation = None if weight.permutation is None else weight.permutation.to(device)
@@ -119,7 +120,7 @@ class CodedMethod(LinearMethod):
         return method, layout.shards()
 
     def shard_inputs(self, ranges: Sequence[range], rank: int) -> "tuple[CodedMethod, dict[str, Shard]] | None":
-        """Return None also where a group, a block or a scale of a row's activations would be cut, and for inputs in another order."""
+        """Return None also for permuted inputs, and if a shard would split a group, a block or a per-token scale."""
         weights, size = self.scheme.weights, self.scheme.weights.group_size or 1
         has_row_scales = self.scheme.activations not in (Activations.none, Activations.static)
         if has_row_scales or weights.kind.is_blocks or may_be_permuted(self._layout):
@@ -135,7 +136,7 @@ class CodedMethod(LinearMethod):
         return matmul(self.quantized(x), self.weight, bias)
 
     def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:
-        """Return None also where activations are permuted first, as no others are."""
+        """Return None also if the weight permutes its input channels, because `quantized` must permute them first."""
         format = self.code_format(num_rows, num_weights)
         return (
             None if format is None or self.permutation is not None else format._replace(static_scales=self.input_scale)
@@ -167,7 +168,7 @@ class CodedMethod(LinearMethod):
 
 
 class IntMethod(CodedMethod):
-    """4- or 8-bit integers; activations floats or 8-bit integers with a scale for each token."""
+    """4- or 8-bit integer weights. Activations are floats, or 8-bit integers with a scale per token."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
         return pack_codes(weight.codes, weight.scales, weight.zero_points, self.scheme.weights.bits)
@@ -185,14 +186,18 @@ class IntMethod(CodedMethod):
 
 
 class Float8Method(CodedMethod):
-    """float8; activations floats or float8, with a scale for each token, or for each group of it where weights have groups."""
+    """float8 weights.
+
+    Activations are floats or float8, with a scale per token, or per group of a token if weights have groups.
+    """
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
         return pack_float8(weight.codes, weight.scales)
 
     def take_weight(self, tensors: dict[str, Tensor]) -> CodedWeight:
         (outputs, inputs), w = self._shape, self.scheme.weights
-        width = math.gcd(min(w.group_size or inputs, inputs), inputs)  # of groups of one size, as a layout makes them
+        # The group size as the layouts produce it: it divides the inputs.
+        width = math.gcd(min(w.group_size or inputs, inputs), inputs)
         return Float8Weight(tensors.pop("packed"), outputs, inputs, width)
 
     def code_format(self, num_rows: int, num_weights: int) -> ActivationFormat | None:
@@ -201,7 +206,7 @@ class Float8Method(CodedMethod):
 
 
 class BlockMethod(CodedMethod):
-    """ggml's blocks, on a CPU; activations floats."""
+    """ggml's blocks, on a CPU. Activations are floats."""
 
     def pack(self, weight: QuantizedWeight) -> CodedWeight:
         return pack_blocks(self.scheme.weights.kind.name, weight.codes)
@@ -214,7 +219,10 @@ class BlockMethod(CodedMethod):
 
 
 def quantized_if_many(x: Tensor, num_weights: int) -> Rows:
-    """Return what a product by `num_weights` weights of integers reads of x [R, I] with `activations=auto`: codes of many rows, else x."""
+    """Return x [R, I] as `activations=auto` passes it to `num_weights` integer weights.
+
+    x is quantised if it has many rows.
+    """
     return QuantizedActivations(*quantize_rows(x), x.dtype) if len(x) >= MANY_ROWS * num_weights else x
 
 
@@ -223,17 +231,16 @@ METHODS: dict[CodeKind, type[CodedMethod]] = {
     CodeKind.FP8: Float8Method,
     **{kind: BlockMethod for kind in CodeKind if kind.is_blocks},
 }
-"""The method of each kind of codes."""
 
 
 def method_of(scheme: LinearScheme, layout: WeightLayout, shape: tuple[int, int]) -> CodedMethod:
-    """Return the method of a scheme for a weight [O, I] that a checkpoint holds as `layout` says."""
+    """Return the method of a scheme for a weight [O, I] that a checkpoint stores in `layout`."""
     return METHODS[scheme.weights.kind](scheme, layout, shape)
 
 
 @dataclass(frozen=True)
 class Dequantized:
-    """A weight that a checkpoint holds in codes, and the model in floats: a `StoredMatrix`."""
+    """A weight that is codes in the checkpoint and floats in the model: a `StoredMatrix`."""
 
     layout: WeightLayout
     shape: tuple[int, int]
@@ -255,7 +262,7 @@ class Dequantized:
 
 @dataclass(frozen=True)
 class DequantizedInputs:
-    """Some columns of such a weight, which is read whole."""
+    """Some input channels of a `Dequantized` weight, which is read whole."""
 
     whole: Dequantized
     inputs: range

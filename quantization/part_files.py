@@ -1,6 +1,7 @@
-"""A quantised checkpoint while it is made: a file for each part, so that a later run continues, and at the end the files beside them.
+"""A quantised checkpoint while it is made: one file per part, so that a later run can continue.
 
-Files appear by rename when they are complete. The parts' reports are in their files' metadata.
+Files appear by rename when they are complete. The metadata of a part's file holds its reports. The remaining files of
+the checkpoint are written at the end.
 """
 
 import json
@@ -35,7 +36,7 @@ class PartFiles:
 
     @classmethod
     def begin(cls, folder: Path, job: dict[str, Any]) -> "PartFiles":
-        """Keep what is in the folder where it is of the same `job`, and remove anything else."""
+        """Keep the contents of the folder if they are of the same `job`, else remove them."""
         try:
             same = json.loads((folder / JOB).read_text(encoding="utf-8")) == job
         except (OSError, ValueError):
@@ -53,18 +54,19 @@ class PartFiles:
         return (self.path_of(part)).is_file()
 
     def write(self, part: QuantizedLayer, kept: KeptPart) -> None:
-        """Keep a part that is quantised."""
+        """Store a quantised part."""
         if kept.folds is not None:
-            add_folds(self.folder, kept.folds)  # first: a part that has its file is complete
+            # Folds come first: a part counts as complete as soon as its file exists.
+            add_folds(self.folder, kept.folds)
         reports = json.dumps([asdict(report) for report in kept.reports])
         save_tensors(self.path_of(part), kept.tensors, {"reports": reports})
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Write what is in no part: embeddings, the last norm, a head that stays as it is."""
+        """Write the tensors that are in no part: embeddings, the final norm, a float head."""
         save_tensors(self.folder / REST, tensors, {})
 
     def read(self, part: QuantizedLayer) -> KeptPart:
-        """Return a part that was kept. Raises UserError if its file is damaged."""
+        """Return a stored part. Raises UserError if its file is damaged."""
         path = self.path_of(part)
         try:
             with safe_open(path, framework="pt") as file:
@@ -74,10 +76,10 @@ class PartFiles:
             raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
 
     def complete(self, source: Checkpoint, is_tied: bool, config: dict[str, Any], dtype: torch.dtype) -> None:
-        """Write what makes a model of the parts: their index, the config, the tokenizer's files and the manifest.
+        """Write the index, the config, the tokenizer's files and the manifest.
 
-        `source`: the float checkpoint, whose files are copied. `is_tied`: whether the head has no tensors of its own. `config`: what
-        config.json has besides. Raises UserError if a part's file is damaged.
+        source: the float checkpoint, whose files are copied. is_tied: whether the head has no tensors of its own.
+        config: additional entries of config.json. Raises UserError if a part's file is damaged.
         """
         changed = dict(config)
         if not is_tied:

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised and how: the layers of a `quant` option, with what it skips and overrides by name."""
+"""Choose the layers that are quantised, and their schemes, from `quant`, `quant.skip` and `quant.overrides`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -20,7 +20,7 @@ from quantization.linear import Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, override_of, scheme_of
 
-HEAD = "lm_head"  # the head's name in skip and overrides, whatever a family calls it
+HEAD = "lm_head"  # name of the head in skip and overrides, for every model family
 NO_FLOATS_BEFORE_INTEGERS = (
     "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: "
     "leave it out, or give a float model with quant=int8 or quant=int4"
@@ -28,9 +28,10 @@ NO_FLOATS_BEFORE_INTEGERS = (
 
 
 def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
-    """Return the scheme of each layer that gets one, by its name; with quant=none there are none.
+    """Return the scheme of each quantised layer, by name; empty with quant=none.
 
-    Raises UserError for a pattern that matches none, for groups that do not divide a layer, and where no layer gets a scheme.
+    Raises UserError for a pattern that matches no layer, for groups that do not divide a layer's input channels, and if
+    no layer gets a scheme.
     """
     if config.scheme is QuantScheme.none:
         return {}
@@ -64,9 +65,10 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
 
 
 def plan_pruning(model: CausalLM, config: QuantConfig) -> list[str]:
-    """Return the names of the layers that `quant.sparsity` prunes: those within decoder layers that are not skipped.
+    """Return the names of the linear layers that `quant.sparsity` prunes, without skipped layers.
 
-    Raises UserError for a pattern that matches none, where nothing is left to prune, and for inputs that groups of four do not divide.
+    They are in decoder layers. Raises UserError for a pattern that matches no layer, if no layer is left to prune, and for input channels that
+    groups of four do not divide.
     """
     if not config.sparsity.prunes:
         return []
@@ -85,18 +87,17 @@ def plan_pruning(model: CausalLM, config: QuantConfig) -> list[str]:
 
 
 def _aliases(model: CausalLM) -> dict[str, tuple[str, ...]]:
-    """Return by a layer's name the names that patterns may mean it by."""
+    """Return, by layer name, the names by which a pattern matches the layer."""
     layers = linear_specs(model)
     aliases: dict[str, tuple[str, ...]] = {
         name: (name, HEAD) if model.get_submodule(name) is model.head else (name,) for name in layers
     }
     if HEAD not in {alias for names in aliases.values() for alias in names}:
-        aliases[HEAD] = (HEAD,)  # a head that is kept anyway may be skipped, too
+        aliases[HEAD] = (HEAD,)  # a pattern may also skip a head that is never quantised
     return aliases
 
 
 def _matched(pattern: str, field: str, aliases: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the layers that a pattern matches. Raises UserError where there is none."""
     matched = [name for name, names in aliases.items() if any(fnmatchcase(own, pattern) for own in names)]
     if not matched:
         raise UserError(
@@ -106,7 +107,6 @@ def _matched(pattern: str, field: str, aliases: Mapping[str, tuple[str, ...]]) -
 
 
 def _tell_of_groups(schemes: Mapping[str, LinearScheme], layers: Collection[str], usual: LinearScheme) -> None:
-    """Say in one line how many layers have smaller groups than usual."""
     counts = Counter(schemes[name].weights.group_size for name in layers if name in schemes and schemes[name] != usual)
     if counts:
         found = " and ".join(f"{count} layers have groups of {size}" for size, count in counts.items())
@@ -114,14 +114,14 @@ def _tell_of_groups(schemes: Mapping[str, LinearScheme], layers: Collection[str]
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    """Return one full name for each last part of a name."""
+    """Return one full name for each distinct last part of a name."""
     return list({name.rpartition(".")[2]: name for name in reversed(list(names))}.values())
 
 
 def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
-    """Let the model's layers, which are on the meta device, quantise their float weights when they are loaded.
+    """Make the model's layers, which are on the meta device, quantise their float weights while they are loaded.
 
-    Returns the schemes by layer. Raises UserError as `plan` does.
+    Returns the schemes by layer name. Raises UserError as `plan` does.
     """
     schemes = plan(model, config)
     for name, scheme in schemes.items():
@@ -134,11 +134,14 @@ def quantize_while_loading(model: CausalLM, config: QuantConfig) -> dict[str, Li
 def place_stored_layers(
     model: CausalLM, stored: StoredQuantization, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, LinearScheme]:
-    """Let the model's layers load what the checkpoint holds quantised. `shapes` are those of its tensors, by name.
+    """Make the model's layers load the quantised tensors of a checkpoint.
 
-    Returns the schemes by layer, without those of layers that stay floats. Raises UserError for tensors that cannot be.
+    `shapes` are the shapes of its tensors, by name.
+
+    Returns the schemes by layer name, without layers that become floats. Raises UserError for tensors that the layout
+    cannot hold.
     """
-    tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module and own name
+    tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module, then by the name within it
     for tensor, shape in shapes.items():
         module, _, own = tensor.rpartition(".")
         tensors.setdefault(module, {})[own] = shape
@@ -146,7 +149,7 @@ def place_stored_layers(
     for name, spec in (linear_specs(model) | linear_specs(model, quantizable=False)).items():
         layer, found = linear_layer(model, name), tensors.get(name, {})
         scheme = stored.scheme(spec, found)
-        # A tied head may be quantised beside its embedding.
+        # A tied head may have its own quantised weight in addition to the embedding.
         is_float = not layer.is_quantizable or layer.embedding is not None
         if scheme is None or is_float and not holds_codes(found):
             continue
@@ -164,23 +167,23 @@ def place_stored_layers(
 
 
 def float_weight(layer: Linear) -> Tensor:
-    """Return the weight [O, I] of a layer that is in floats."""
+    """Return the weight [O, I] of a float layer."""
     weight = layer.method.weight
     assert isinstance(weight, Tensor)
     return weight.detach()
 
 
 def place_quantized(layer: Linear, scheme: LinearScheme, stored: StoredWeight) -> None:
-    """Replace the float weight of a layer by one that is quantised already; the bias stays."""
+    """Replace the float weight of a layer by a quantised weight. The bias stays."""
     method = method_of(scheme, FloatLayout(layer.shape, layer.is_transposed, scheme.weights), layer.shape)
     method.hold(stored, float_weight(layer).device)
     layer.method = method
 
 
 def make_activations_auto(model: CausalLM) -> None:
-    """Let the layers that quantise weights alone quantise activations, too, where a product has many rows.
+    """Switch layers with float activations to activations=auto: products of many rows quantise their activations.
 
-    Raises UserError if there is no such layer.
+    Raises UserError if no layer has integer weights and float activations.
     """
     methods = [module.method for module in model.modules() if isinstance(module, Linear)]
     found = [m for m in methods if isinstance(m, IntMethod) and m.scheme.activations is Activations.none]

@@ -1,4 +1,4 @@
-"""Quantises a model part by part, each on the inputs that a `SequentialCalibrator` observed.
+"""Quantise a model part by part, each on the inputs that a `SequentialCalibrator` observed.
 
 O output channels, I input channels, T tokens.
 """
@@ -29,17 +29,17 @@ from quantization.smoothing_record import SMOOTHING
 from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
 
 FLOAT = "float"  # the scheme of a layer that is not quantised
-REPORTED = 128  # tokens, and outputs of a layer, that the errors of a report are measured on
+REPORTED = 128  # tokens, and outputs of a layer, on which reported errors are measured
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A decoder layer, or the head: what is quantised, stored and read back in one go."""
+    """A decoder layer, or the head: the unit that is quantised, stored and read back."""
 
     index: int
-    """The decoder layer's number; of the head the one after the last."""
+    """The index of the decoder layer; for the head, the number of decoder layers."""
     prefix: str
-    """What the names of all its tensors begin with."""
+    """Prefix of the names of all its tensors."""
     schemes: dict[str, LinearScheme]
     """By the full names of its linear layers."""
     pruned: list[str]
@@ -48,28 +48,30 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class LinearReport:
-    """The outcome for one linear layer. Errors are those of its outputs on calibration data, relative to the float layer's outputs.
+    """The result for one linear layer.
 
-    A pruned layer has the error of pruning, and those of quantisation relative to the pruned layer's outputs.
+    Errors are output errors on calibration data, relative to the float layer's outputs. For a pruned layer,
+    quantisation errors are relative to the pruned layer's outputs.
     """
 
     name: str
     scheme: str
-    """FLOAT for one that is only pruned."""
+    """FLOAT for a layer that is only pruned."""
     rounded_error: float | None
-    """What rounding to nearest gives, without any method; None where no token reached the layer."""
+    """The error of rounding to nearest, without a method; None if no token reached the layer."""
     error: float | None
     note: str = ""
     sparsity: float | None = None
-    """The share of its weights that is 0 after pruning; None where it is not pruned."""
+    """The share of zeros after pruning; None if the layer is not pruned."""
     pruning_error: float | None = None
-    """None also where no token reached the layer."""
+    """The error of pruning; None also if no token reached the layer."""
 
 
 def parts_of(model: CausalLM, schemes: dict[str, LinearScheme], pruned: Sequence[str] = ()) -> list[QuantizedLayer]:
-    """Return every decoder layer, then the head where it has a scheme. Raises UserError for linear layers that are in none of these.
+    """Return every decoder layer, then the head if it has a scheme.
 
-    pruned: names of linear layers within decoder layers; those of further layers than the model has are left out.
+    pruned: names of linear layers within decoder layers; names beyond the model's last layer are ignored. Raises
+    UserError for a linear layer outside the decoder layers that is not the head.
     """
     prefixes = [f"{model.layout.layers}.{i}." for i in range(model.config.num_hidden_layers)]
     parts = [
@@ -88,16 +90,16 @@ def parts_of(model: CausalLM, schemes: dict[str, LinearScheme], pruned: Sequence
 
 
 def num_zeros(model: CausalLM, reports: Iterable[LinearReport]) -> int:
-    """Return the number of weights of the model's pruned layers that are 0 after pruning."""
+    """Return the number of zeros in the model's pruned layers."""
     layers = linear_specs(model)
     return sum(round(report.sparsity * prod(layers[report.name].shape)) for report in reports if report.sparsity)
 
 
 def is_sequential(config: QuantConfig) -> bool:
-    """Return whether a layer's inputs are to be what the quantised layers before it give, and not what float ones do.
+    """Whether the inputs of a layer must come from the quantised layers before it, and not from the float layers.
 
-    GPTQ makes up for the errors of the layers before, searches weigh them, and Wanda measures what pruned layers give. What is folded into
-    a layer changes what its static cache holds, so that it is observed afterwards.
+    GPTQ compensates for the errors of earlier layers, searches weigh these errors, and Wanda measures the outputs of
+    pruned layers. A fold changes the keys and values of a static KV cache, so they are observed after it.
     """
     is_folded = config.method in SMOOTHING
     return (
@@ -110,23 +112,26 @@ def is_sequential(config: QuantConfig) -> bool:
 
 
 class Quantizer:
-    """Takes the parts in their order, on the activations that the calibrator has for them."""
+    """Quantise the parts in order, on the activations that the calibrator observes."""
 
     def __init__(self, model: CausalLM, config: QuantConfig, calibrator: SequentialCalibrator) -> None:
         """`model` has whole layers in floats."""
         self._model, self._config, self._calibrator = model, config, calibrator
 
     def observe_unpruned(self, part: QuantizedLayer) -> list[ActivationStats]:
-        """Return the statistics of the inputs of the part's layers that are going to be pruned, as the calibrator does."""
+        """Return the input statistics of the layers to prune, as `SequentialCalibrator.observe` does."""
         return self._calibrator.observe([name.removeprefix(part.prefix) for name in part.pruned])
 
     def prune(self, part: QuantizedLayer, groups: list[ActivationStats]) -> dict[str, LinearReport]:
-        """Set weights of the part's layers, whose inputs were observed, to 0. Returns reports by full name. Raises UserError."""
+        """Prune the part's layers after `observe_unpruned`. Returns reports by full name.
+
+        Raises UserError as check_activations does.
+        """
         inputs = {part.prefix + name: group for group in groups for name in group.linears}
         return {name: self._prune_layer(name, inputs.get(name)) for name in part.pruned}
 
     def observe(self, part: QuantizedLayer) -> list[ActivationStats]:
-        """Return the statistics of the inputs of the part's linear layers, as the calibrator does."""
+        """Return the input statistics of the part's linear layers, as `SequentialCalibrator.observe` does."""
         with_hessian = self._config.method is QuantMethod.gptq
         names = [name.removeprefix(part.prefix) for name in part.schemes]
         if part.index == len(self._model.layers):
@@ -136,12 +141,13 @@ class Quantizer:
     def quantize(
         self, part: QuantizedLayer, groups: list[ActivationStats], pruned: Mapping[str, LinearReport]
     ) -> tuple[dict[str, StoredWeight], list[LinearReport], dict[str, Fold] | None]:
-        """Choose the codes of the part's linear layers, whose inputs were observed. What is folded is folded into the model.
+        """Choose the codes of the part's linear layers after `observe`. Scales and shifts are folded into the model.
 
-        `pruned`: what `prune` returned, of whose layers the zeros stay.
+        pruned: the result of `prune`; the zeros of these layers stay.
 
-        Returns the weights by their layers' full names, reports, and folds by full name: None with a method that folds nothing, and beside
-        quant.shift, which scales alone do not tell of. Raises UserError, naming the layer, for what cannot be.
+        Returns the weights by full layer name, the reports, and the folds by full layer name. Folds are None for a
+        method that folds nothing, and with quant.shift, which scales alone do not describe. Raises UserError that names
+        the layer.
         """
         schemes = {name.removeprefix(part.prefix): scheme for name, scheme in part.schemes.items()}
         full_names = dict(zip(schemes, part.schemes, strict=True))
@@ -193,7 +199,7 @@ class Quantizer:
     def _choose(
         self, weight: Tensor, group: ActivationStats | None, scheme: LinearScheme, is_pruned: bool
     ) -> tuple[QuantizedWeight, str]:
-        """Return the codes of weight [O, I], and a note. Zeros of a pruned one stay zeros."""
+        """Return the codes of weight [O, I], and a note. The zeros of a pruned weight stay."""
         if group is None:
             return quantize(weight, scheme.weights), "no calibration token came here: rounded to nearest"
         if self._config.method is QuantMethod.gptq:
@@ -208,7 +214,7 @@ class Quantizer:
 
 
 def _input_scale(group: ActivationStats | None, groups: list[ActivationStats], scheme: LinearScheme) -> Tensor | None:
-    """Return the static scale of a layer's input; of one that no token reached the widest of its part."""
+    """Return the static scale of a layer's input. If no token reached the layer, it is the largest scale of its part."""
     if scheme.activations is not Activations.static:
         return None
     reaching = [group] if group else groups
@@ -224,19 +230,16 @@ def _share_of_zeros(weight: Tensor) -> float:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """Return about REPORTED rows of a tensor, evenly taken."""
     return tensor[:: max(1, -(-len(tensor) // REPORTED))]
 
 
 def _sampled_weight(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return the weight of sampled outputs."""
     scales = weight.scales if len(weight.scales) == 1 else _sampled(weight.scales)
     zero_points = None if weight.zero_points is None else _sampled(weight.zero_points)
     return QuantizedWeight(_sampled(weight.codes), scales, zero_points, weight.permutation)
 
 
 def _rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats) -> float:
-    """Return the error of rounding weight [O, I] to nearest."""
     rows, format = _sampled(weight), scheme.weights
     scales, zero_points = choose_scales(weight if format.per_tensor else rows, format)
     return _error(
@@ -245,7 +248,10 @@ def _rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats)
 
 
 def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group: ActivationStats) -> float:
-    """Return the relative error of x W^T that quantised weights and activations cause, on a sample of tokens and outputs. weight [O, I]"""
+    """Return the relative error of x W^T from quantised weights and activations, on a sample of tokens and outputs.
+
+    weight: [O, I]. sampled: its quantised sampled outputs.
+    """
     x, kind = _sampled(group.sample), scheme.weights.kind
     outputs = x @ _sampled(weight).T
     if scheme.activations is Activations.static:
@@ -263,7 +269,7 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Let a UserError inside begin with the name."""
+    """Prefix the message of a UserError in the context with the name."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The scheme of a layer: the format of its weight, and what its activations become."""
+"""The scheme of a layer: the format of its weight, and how its activations are quantised."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ class LinearScheme:
 def scheme_of(config: QuantConfig) -> LinearScheme:
     """Return the scheme that `config` gives to every layer without an override. Not for quant=none.
 
-    Where `quant.group_size` is null, it has the largest groups, and `fitted` chooses those of a layer.
+    If `quant.group_size` is null, the scheme has the largest groups; `fitted` then adapts them to a layer.
     """
     group_size = (
         max(GROUP_SIZES) if config.group_size is None else None if config.group_size == -1 else config.group_size
@@ -44,13 +44,13 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
 
 
 def fitted(scheme: LinearScheme, num_inputs: int) -> LinearScheme:
-    """Return the scheme with the largest groups that divide a layer's input channels; as it is where none does."""
+    """Return the scheme with the largest groups that divide a layer's input channels; unchanged if none does."""
     sizes = [size for size in GROUP_SIZES if size > 0 and num_inputs % size == 0]
     return replace(scheme, weights=replace(scheme.weights, group_size=max(sizes))) if sizes else scheme
 
 
 def override_of(pattern: str, text: str) -> LinearScheme | None:
-    """Parse an override: `int8`, `int4`, `int4/32` (with groups), or `none`, which returns None."""
+    """Parse an override: `int8`, `int4`, `int4/32` (with groups), or `none`, for which it returns None."""
     sizes = {"": None} | {f"/{size}": size for size in GROUP_SIZES if size > 0}
     schemes: dict[str, LinearScheme | None] = {"none": None}
     schemes |= {

@@ -1,7 +1,8 @@
-"""Scales and shifts that make a layer's activations or weights easier to quantise, folded into what stands before its linear layers.
+"""Scales and shifts that make a layer easier to quantise, folded into the modules before its linear layers.
 
-An architecture's layout names the candidates. Whether a fold is possible, because nothing else reads what is scaled, is tried: the float
-layer's output must stay what it was. I input channels of linear layers, D channels of a norm, T tokens.
+The architecture's layout names the candidates. A fold is impossible if another module reads the scaled output, so each
+fold is tested: the float layer's output must stay the same. I input channels of linear layers, D channels of a norm, T
+tokens.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from quantization.fold import divide_norm, divide_outputs, midpoint, multiply_in
 from quantization.smoothquant import search_smooth_scales, smooth_scales
 from quantization.weight_format import WeightFormat
 
-NUM_GROUPS = 3  # of channels that have an alpha of their own in a piecewise search
-# By how much a layer's output may differ after a fold, relatively: what two or three roundings in the dtype explain.
+NUM_GROUPS = 3  # of channels in a piecewise search, each with its own alpha
+# The relative change of a layer's output that a fold may cause: about two or three roundings in the dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 Weights = dict[str, Tensor]
-"""By a linear layer's name in its decoder layer the weight [O, I] in float32, as it is going to be quantised."""
+"""By linear layer, named within its decoder layer: the float32 weight [O, I] that is quantised next."""
 
 
 class Smoother:
@@ -34,18 +35,20 @@ class Smoother:
     def __init__(
         self, layer: nn.Module, layout: ModelLayout, weights: Weights, config: QuantConfig, run: Callable[[], Tensor]
     ) -> None:
-        """`run` returns the layer's output on some data. `weights` and the layer's parameters are changed."""
+        """`run` returns the layer's output on a probe. `weights` and the layer's parameters are modified."""
         self._layer, self._layout, self._weights, self._config, self._run = layer, layout, weights, config, run
         self._expected = run()
 
     def smooth(
         self, groups: list[ActivationStats], formats: dict[str, WeightFormat]
     ) -> tuple[dict[str, str], dict[str, Fold]]:
-        """Scale every group whose producer is found; `groups` then tell of scaled inputs. Returns notes and folds by linear layer.
+        """Scale every group whose producer exists, and update `groups` to the scaled inputs.
 
-        All folds are checked at once; where one of them changes the output, they are made again and checked one after the other.
+        Returns notes and folds by linear layer.
+
+        All folds are tested together. If the output changes, they are undone, repeated and tested one by one.
         """
-        # a norm's linear layers may be producers themselves
+        # Groups without a norm come first, because the linear layers after a norm may be their producers.
         ordered = sorted(groups, key=lambda group: group.norm is not None)
         before = self._state()
         folded = [] if self._config.shift else [self._fold(group, formats) for group in ordered]
@@ -66,7 +69,7 @@ class Smoother:
         return notes, {name: Fold(inputs.get(name), outputs.get(name)) for name in inputs | outputs}
 
     def _checked_fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
-        """Fold as `_fold` does; undo it, and return None, if it changes the layer's output."""
+        """Fold as `_fold` does. Undo the fold and return None if it changes the layer's output."""
         if self._config.shift and group.norm is not None:
             self._shift(group)
         before = self._state()
@@ -77,7 +80,7 @@ class Smoother:
         return None
 
     def _state(self) -> tuple[dict[str, Tensor], Weights]:
-        """Return what folds replace, and do not write into."""
+        """Return the parameters and weights. A shallow copy is enough: folds replace tensors and never modify them."""
         return {name: parameter.data for name, parameter in self._layer.named_parameters()}, dict(self._weights)
 
     def _restore(self, state: tuple[dict[str, Tensor], Weights]) -> None:
@@ -95,7 +98,10 @@ class Smoother:
         return smooth_scales(group.absmax, weights, self._config.smooth.alpha)
 
     def _fold(self, group: ActivationStats, formats: dict[str, WeightFormat]) -> Tensor | None:
-        """Divide the group's input by scales [I] and multiply its weights' columns. Returns the scales, or None: no producer."""
+        """Divide the group's input by scales [I] and multiply its weights' columns.
+
+        Returns the scales; None without a producer.
+        """
         scales = self._find_scales(group, formats[group.linears[0]])
         if group.norm is not None:
             scales = self._divide_norm(group.norm, scales)
@@ -108,7 +114,10 @@ class Smoother:
         return scales
 
     def _divide_norm(self, name: str, scales: Tensor) -> Tensor:
-        """Divide a norm's output by scales [I]. Returns the scales that its rounded weight stands for, for its readers to multiply by."""
+        """Divide a norm's output by scales [I].
+
+        Returns the exact scales after the norm's weight is rounded to its dtype.
+        """
         weight, bias = self._parameters(name)
         offset = self._layout.norm_weight_offset
         divided, divided_bias = divide_norm(weight.data, None if bias is None else bias.data, scales, offset)
@@ -119,13 +128,12 @@ class Smoother:
         return torch.where(exact.isfinite() & (exact > 0), exact, scales)
 
     def _producer(self, consumer: str, scales: Tensor) -> str | None:
-        """Return the name of the layer whose output channels are the consumer's inputs, as many as scales [I]; None where there is none."""
+        """Return the layer whose output channels [I] are the consumer's inputs; None if there is none."""
         parent, _, own = consumer.rpartition(".")
         producer = f"{parent}.{self._layout.scale_fold_targets.get(own)}".strip(".")
         return producer if producer in self._weights and self._weights[producer].shape[0] == len(scales) else None
 
     def _divide_outputs(self, producer: str, scales: Tensor) -> None:
-        """Divide the outputs of a linear layer by scales [O]."""
         _, bias = self._parameters(producer)
         divided, divided_bias = divide_outputs(self._weights[producer], None if bias is None else bias.data, scales)
         self._set_weight(producer, divided)
@@ -133,7 +141,7 @@ class Smoother:
             bias.data = divided_bias
 
     def _shift(self, group: ActivationStats) -> None:
-        """Raises UserError for a layer without the biases that a shift goes into."""
+        """Centre the output of the group's norm. Raises UserError for a layer without the biases that take the shift."""
         assert group.norm is not None
         shift = midpoint(*group.bounds)
         biases = {name: self._parameters(name)[1] for name in (group.norm, *group.linears)}
@@ -148,12 +156,10 @@ class Smoother:
         group.shift_by(shift)
 
     def _parameters(self, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Return a module's weight and bias."""
         module = self._layer.get_submodule(name)
         return self._layer.get_parameter(f"{name}.weight"), getattr(module, "bias", None)
 
     def _set_weight(self, name: str, weight: Tensor) -> None:
-        """Set a linear layer's weight [O, I] float32."""
         self._weights[name] = weight
         parameter, _ = self._parameters(name)
         is_transposed = linear_layer(self._layer, name).is_transposed

@@ -1,7 +1,7 @@
-"""What the folder of a model tells of scales that were folded into its weights: that there are any, and in ours their numbers.
+"""The record of scales that were folded into a checkpoint's weights.
 
-config.json names the method, `smoothing.safetensors` holds the vectors: float32 `LAYER.input_scales` [I], by which the layer's inputs are
-divided, and `LAYER.output_scales` [O], by which its outputs are. No index lists that file, so that other tools do not read it.
+config.json names the method. `smoothing.safetensors` holds float32 vectors: `LAYER.input_scales` [I] divide the layer's
+inputs, `LAYER.output_scales` [O] divide its outputs. No index lists this file, so that other tools do not read it.
 I input channels, O output channels of a linear layer.
 """
 
@@ -27,20 +27,20 @@ SMOOTHED_BY = "smoothed_by"
 SMOOTHING = (QuantMethod.awq, QuantMethod.smoothquant)
 FOLDS = "smoothing.safetensors"
 INPUTS, OUTPUTS = "input_scales", "output_scales"
-RECIPE = "recipe.yaml"  # of llm-compressor, beside the model
+RECIPE = "recipe.yaml"  # written by llm-compressor into the model's folder
 MODIFIERS = ("AWQModifier", "SmoothQuantModifier")
 
 
 def mark_smoothing(quant: QuantConfig) -> dict[str, Any]:
-    """Return what config.json holds besides where the method folds scales into weights."""
+    """Return the additional entry of config.json for a method that folds scales into weights; else empty."""
     name = f"{quant.method.name} with quant.shift" if quant.shift else quant.method.name
     return {SMOOTHED_BY: name} if quant.method in SMOOTHING else {}
 
 
 def smoothed_by(config: ConfigReader, folder: Path) -> str | None:
-    """Return the name of the method whose scales are folded into the weights of a checkpoint; None where no sign of one is found.
+    """Return the method whose scales are folded into a checkpoint's weights; None if the checkpoint does not show one.
 
-    Files of AutoAWQ and the recipes of llm-compressor tell, too.
+    AutoAWQ's config and llm-compressor's recipe show it, too.
     """
     if (method := config.raw(SMOOTHED_BY)) is not None:
         return str(method)
@@ -55,7 +55,7 @@ def smoothed_by(config: ConfigReader, folder: Path) -> str | None:
 
 
 def fold_tensors(folds: Mapping[str, Fold]) -> dict[str, Tensor]:
-    """Return the tensors of the file that hold the folds, by the layer's full name."""
+    """Return the tensors that record the folds. `folds` are by full layer name."""
     tensors: dict[str, Tensor] = {}
     for layer, fold in folds.items():
         own = {INPUTS: fold.input_scales, OUTPUTS: fold.output_scales}
@@ -64,14 +64,17 @@ def fold_tensors(folds: Mapping[str, Fold]) -> dict[str, Tensor]:
 
 
 def add_folds(folder: Path, folds: Mapping[str, Tensor]) -> None:
-    """Write what `fold_tensors` gives of further layers into a folder's file of them. Raises UserError where that is damaged."""
+    """Add the result of `fold_tensors` to the folder's file of folds. Raises UserError if that file is damaged."""
     path = folder / FOLDS
     tensors = SafetensorsFile(path).read_whole()[0] if path.is_file() else {}
     save_tensors(path, tensors | dict(folds), {})
 
 
 def copy_folds(folder: Path, to: Path, model: CausalLM) -> None:
-    """Copy what a checkpoint's folder tells, of the layers that rows can adapt, into that of its exported model. Raises as `read_folds`."""
+    """Copy the record of a checkpoint's folder into the folder of its exported model, for layers that take adapters.
+
+    Raises UserError as `read_folds` does.
+    """
     if (folds := read_folds(folder, model)) is not None:
         layers = adaptable_layers(model)
         add_folds(to, fold_tensors({name: fold for name, fold in folds.items() if name in layers}))
@@ -80,9 +83,9 @@ def copy_folds(folder: Path, to: Path, model: CausalLM) -> None:
 
 
 def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
-    """Return the folds that a checkpoint's folder holds, by the linear layer's name in `model`; None where it tells of none.
+    """Return the folds in a checkpoint's folder, by linear layer name; None if it has no such file.
 
-    Raises UserError for a damaged file, and for one of another model.
+    Raises UserError for a damaged file, and for a file of another model.
     """
     path = folder / FOLDS
     if not path.is_file():

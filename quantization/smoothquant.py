@@ -1,6 +1,6 @@
-"""SmoothQuant (arXiv 2211.10438): input channels are scaled down, and the weights' columns up, until both suit eight bits.
+"""SmoothQuant (arXiv 2211.10438): scale input channels down and the weights' columns up, until both suit eight bits.
 
-T tokens, O output channels, I input channels of one or several linear layers that share their input, K groups of channels.
+T tokens, O output channels, I input channels of linear layers that share their input, K groups of channels.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,16 @@ from quantization.weight_format import WeightFormat, quantize
 
 ALPHAS = tuple(step / 20 for step in range(4, 17))  # 0.2 to 0.8
 LEAST_SCALE = 1e-5
-NUM_ROUNDS = 20  # of k-means; in one dimension it is done long before
+NUM_ROUNDS = 20  # of k-means; in one dimension it converges much earlier
 
 
 def smooth_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float | Tensor = 0.5) -> Tensor:
-    """Return scales [I] float32, absmax ** alpha / wmax ** (1 - alpha): the input is divided by them, the weights' columns multiplied.
+    """Return scales [I] float32, absmax ** alpha / wmax ** (1 - alpha).
 
-    absmax: [I] of the input. weights: [O, I] of each layer that shares it. alpha: from 0 to 1, one number or one per channel [I].
-    A scale is 1 where the channel, or all of its weights, are 0.
+    They divide the input and multiply the weights' columns.
+
+    absmax: [I] of the input. weights: [O, I] of each layer that shares it. alpha: from 0 to 1, one number or one per
+    channel [I]. A scale is 1 if the channel or all of its weights are 0.
     """
     wmax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     scales = (absmax.float() ** alpha / wmax ** (1 - alpha)).clamp_min(LEAST_SCALE)
@@ -31,10 +33,10 @@ def smooth_scales(absmax: Tensor, weights: Sequence[Tensor], alpha: float | Tens
 
 
 def search_smooth_scales(x: Tensor, weights: Sequence[Tensor], num_groups: int) -> Tensor:
-    """Return smooth_scales [I] float32 with an alpha for each group of channels, the one of least `int8_output_error`.
+    """Return smooth_scales [I] float32 with an alpha per group of channels, chosen for the least `int8_output_error`.
 
-    x: a sample of the input [T, I]. Channels of similar absmax make a group. Groups are searched one after the other and begin at alpha
-    0.5, so the result is never worse than that. Raises UserError as check_activations does.
+    x: a sample of the input [T, I]. Channels of similar absmax form a group. Groups are searched one after the other,
+    starting from alpha 0.5, so the result is never worse than alpha 0.5. Raises UserError as check_activations does.
     """
     check(num_groups > 0, "num_groups", num_groups, "a positive number")
     check_activations(len(x), x)
@@ -52,7 +54,10 @@ def search_smooth_scales(x: Tensor, weights: Sequence[Tensor], num_groups: int) 
 
 
 def group_channels(absmax: Tensor, num_groups: int) -> Tensor:
-    """Return the group 0 .. K - 1 of each channel, [I] int64, by k-means of absmax [I] from its quantiles. A group may be empty."""
+    """Return the group 0 .. K - 1 of each channel, [I] int64, by k-means on absmax [I] from its quantiles.
+
+    A group may be empty.
+    """
     centres = absmax.quantile((torch.arange(num_groups, device=absmax.device) + 0.5) / num_groups)
     for _ in range(NUM_ROUNDS):
         groups = (absmax.unsqueeze(1) - centres).abs().argmin(1)
@@ -63,7 +68,10 @@ def group_channels(absmax: Tensor, num_groups: int) -> Tensor:
 
 
 def int8_output_error(x: Tensor, weights: Sequence[Tensor], scales: Tensor) -> float:
-    """Return the squared error of the layers' outputs with x [T, I] / scales [I] as int8 per tensor, weights [O, I] per output channel."""
+    """Return the squared output error of the layers with int8 inputs (per tensor) and int8 weights (per channel).
+
+    x: [T, I], which is divided by scales [I]. weights: [O, I].
+    """
     smooth = x.float() / scales
     scale = static_scale(smooth.abs().amax(0), CodeKind.INT)
     rounded = quantize_static(smooth, scale, CodeKind.INT).float() * scale

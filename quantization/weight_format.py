@@ -1,6 +1,6 @@
-"""Quantised weights: the format of their codes, the choice of scales, rounding, and the way back to floats.
+"""Quantised weights: format of the codes, choice of scales, rounding, and dequantisation.
 
-O output channels, I input channels, G groups of input channels that share a scale (1 where a whole row does).
+O output channels, I input channels, G groups of input channels that share a scale (1 for a whole row).
 """
 
 from dataclasses import dataclass
@@ -15,24 +15,28 @@ from kernels.linear.block_weight import KINDS, read_blocks
 from kernels.linear.float_weight import TILE
 from quantization.codes import CodeKind, scale_of, to_fp8, to_int8
 
-# Numbers quantised at once: 1 MB in float32. A block of 4 MB gets new memory each time and takes 4.8 ns a number instead of 2.3 for int8,
-# 13.0 instead of 6.5 for int4 (one thread of a busy machine). In smaller blocks torch's threads wait for each other more often.
+# Numbers quantised at once: 1 MB in float32. A block of 4 MB allocates new memory each time and takes 4.8 ns instead of
+# 2.3 ns per number for int8, and 13.0 ns instead of 6.5 ns for int4 (one thread of a busy machine). With smaller blocks
+# torch's threads synchronise more often.
 BLOCK = 2**18
 
-# A smaller scale that is tried for symmetric 4-bit codes, as a share of the one with which none saturates: its steps are finer. One share
-# brings most of what a search over many does, and each costs a pass over the weight. Normal weights in groups of 32 have a squared error of
-# 8.4 thousandths of their own squares without it, 7.7 with it, 7.5 with 9 shares (absmax / 7: 9.4).
+# A smaller scale that is tried for symmetric 4-bit codes, as a share of the smallest scale without saturation: its
+# steps are finer. One share gives most of the benefit of a search over many shares, and each share costs a pass over
+# the weight. Normally distributed weights in groups of 32 have a squared error of 8.4 thousandths of their own squares
+# without it, 7.7 with it and 7.5 with 9 shares (9.4 for absmax / 7).
 FINER = 0.92
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of a weight's codes. `group_size` counts the input channels that share a scale; None means a whole row.
+    """Format of a weight's codes.
 
-    Asymmetric codes are 4-bit: 0 to 15, with a zero point for each group. `scale_dtype` is the dtype in which a file holds the scales:
-    they are rounded to it before codes are chosen, so that the file has exactly the chosen weight.
+    `group_size` is the number of input channels that share a scale; None means a whole row.
 
-    Blocks of ggml's are read and not made: `of_blocks` gives their format.
+    Asymmetric codes are 4-bit: 0 to 15, with a zero point per group. `scale_dtype` is the dtype of the scales in a
+    file. Scales are rounded to it before codes are chosen, so that the file holds exactly the chosen weight.
+
+    ggml's block formats are only read, never produced; `of_blocks` returns their format.
     """
 
     bits: int = 8
@@ -55,7 +59,10 @@ class WeightFormat:
         check(size is None or not self.per_tensor, "group_size", size, "null where scales are per tensor")
 
     def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Return the bytes of a weight's packed codes, zero points and float32 scales (one per output also where one serves for all)."""
+        """Return the bytes of a weight's packed codes, zero points and float32 scales.
+
+        A scale per tensor is counted as one scale per output.
+        """
         if self.kind.is_blocks:
             kind = KINDS[self.kind.name]
             return -(-num_outputs // TILE) * (num_inputs // kind.block_size) * kind.packed_bytes
@@ -71,7 +78,7 @@ class WeightFormat:
 
 
 def of_blocks(name: str) -> WeightFormat:
-    """Return the format of ggml's blocks of a type, a name of KINDS."""
+    """Return the format of a ggml block type, whose name is in KINDS."""
     kind = KINDS[name]
     return WeightFormat(kind.bits, CodeKind[name], symmetric=not kind.has_minimums, group_size=kind.group_size)
 
@@ -80,10 +87,12 @@ def of_blocks(name: str) -> WeightFormat:
 class QuantizedWeight:
     """A weight as codes.
 
-    codes: [O, I] int8 (4-bit ones unpacked) or float8_e4m3fn.
+    codes: [O, I] int8 (4-bit codes unpacked) or float8_e4m3fn.
     scales: [O, G] float32, or [1, 1] per tensor. zero_points: [O, G] int8, or None.
-    permutation: [I] int64 or None, the input channel of each column of `codes`: the columns belong to x[:, permutation].
-    blocks: a name of KINDS if `codes` are ggml's blocks of this type, uint8 [O, bytes], with their scales in them; `scales` is [O, 0].
+    permutation: [I] int64 or None, the input channel of each column of `codes`. x[:, permutation] has the columns'
+    order.
+    blocks: the ggml block type of `codes` (a name of KINDS), or None. With blocks, `codes` is uint8 [O, bytes] and
+    contains the scales, and `scales` is [O, 0].
     """
 
     codes: Tensor
@@ -93,7 +102,7 @@ class QuantizedWeight:
     blocks: str | None = None
 
     def dequantize(self) -> Tensor:
-        """Return (codes - zero_points) * scales [O, I] float32, with the input channels in their original order."""
+        """Return (codes - zero_points) * scales, [O, I] float32, with the input channels in their original order."""
         if self.blocks is not None:
             return read_blocks(self.blocks, self.codes).dequantize()
         codes = self.codes.float().unflatten(1, (self.scales.shape[1], -1))  # [O, G, I / G]
@@ -104,11 +113,12 @@ class QuantizedWeight:
 
 
 def choose_scales(weight: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and zero points (None where symmetric) of weight [O, I] of any float dtype, shaped as in QuantizedWeight.
+    """Return the scales and zero points of weight [O, I] of any float dtype, shaped as in QuantizedWeight.
 
-    Symmetric: absmax / 127 for int8, absmax / 448 for fp8; for 4 bits the smallest scale with which no code saturates at -8 or 7, or FINER
-    times that where the squared error is smaller. Asymmetric: the range from minimum to maximum, widened to contain 0, over 15.
-    Raises UserError for a value that is not finite, and for groups that do not divide the input channels.
+    Symmetric: absmax / 127 for int8, absmax / 448 for fp8. For 4 bits it is the smallest scale without saturation at -8
+    and 7, or FINER times that scale if the squared error is smaller. Zero points are None. Asymmetric: the range from
+    minimum to maximum, widened to contain 0, over 15. Raises UserError for a value that is not finite, and for groups
+    that do not divide the input channels.
     """
     num_outputs, num_inputs = weight.shape
     size = format.group_size or num_inputs
@@ -148,26 +158,24 @@ def encode(weight: Tensor, scales: Tensor, zero_points: Tensor | None, format: W
 
 
 def _blocks(weight: Tensor) -> list[slice]:
-    """Return the slices of rows that are computed at once."""
     num_rows = max(1, BLOCK // weight.shape[1])
     return [slice(first, first + num_rows) for first in range(0, len(weight), num_rows)]
 
 
 def _ranges(weight: Tensor, size: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the lowest and the highest number of each group of these rows, [rows, G] float32 each."""
     groups = weight[rows].float().unflatten(1, (-1, size))  # [rows, G, I / G]
     return groups.amin(2), groups.amax(2)
 
 
 def _finer_where_better(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
-    """Return scales [O, G], or [1, 1] per tensor, each multiplied by FINER where that makes the squared error of its weights smaller."""
+    """Return scales [O, G], or [1, 1] per tensor, each multiplied by FINER if that reduces the squared error."""
     finer = scale_of(scales, 1 / FINER, format.scale_dtype)
     is_better = _errors(weight, finer, format) * (finer / scales).square() < _errors(weight, scales, format)
     return torch.where(is_better, finer, scales)
 
 
 def _errors(weight: Tensor, scales: Tensor, format: WeightFormat) -> Tensor:
-    """Return the squared rounding error of each scale's weights, in squares of that scale, shaped as `scales`."""
+    """Return the squared rounding error per scale, in units of that scale squared, shaped as `scales`."""
     rows_scales = scales.expand(len(weight), -1)  # [O, G]
     errors = torch.empty(rows_scales.shape, device=weight.device)
     for rows in _blocks(weight):
@@ -181,7 +189,7 @@ def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, for
     ratio = weight.float().unflatten(1, (scales.shape[1], -1)) / scales.unsqueeze(2)  # [O, G, I / G]
     if format.kind is CodeKind.FP8:
         return to_fp8(ratio).flatten(1)
-    if zero_points is not None:  # rounded before it is added: ties would go by the zero point's parity
+    if zero_points is not None:  # rounded first: a tie must not depend on the parity of the zero point
         ratio = ratio.round() + zero_points.unsqueeze(2)
     return to_int8(ratio, *format.code_range).flatten(1)
 

@@ -120,7 +120,6 @@ class InputsLayout:
 
 
 def _indices(outputs: range, per_index: int) -> range:
-    """Return the indices that hold these outputs."""
     return range(outputs.start // per_index, -(-outputs.stop // per_index))
 
 
