@@ -1,1 +1,1 @@
-"""Floor 0, the configuration: `schema.py` and the files that it imports declare every knob, the folders hold the options of each group."""
+"""Floor 0, configuration. `schema.py` and its imports declare every option; the folders hold the option files."""

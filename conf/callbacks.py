@@ -1,4 +1,4 @@
-"""What Hydra calls when a sweep begins."""
+"""Hydra callback for the start of a sweep."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from omegaconf import DictConfig
 
 
 class KnownSweep(Callback):
-    """Makes a sweep's config known to HydraConfig, where Hydra itself sets a job's, and only where the job runs.
+    """Set a sweep's config in HydraConfig. Hydra sets only a job's config, and only in the process of the job.
 
-    So `run.py` finds the folder of the sweep with any launcher, and also after an interrupt, of which Hydra tells no callback.
+    `run.py` then finds the sweep's folder with any launcher, and also after an interrupt, which Hydra reports to no
+    callback.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""`quintet ...`, which equals `python run.py ...` in any folder."""
+"""The command `quintet ...`, which equals `python run.py ...` in any folder."""
 
 import runpy
 import sys
@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run `run.py` with the arguments of this process. Exits with one line where it was not installed with it."""
+    """Run `run.py` with the arguments of this process.
+
+    Exits with an error message if `run.py` is not installed next to it.
+    """
     script = Path(__file__).resolve().parent.parent / "run.py"
     if not script.is_file():
         sys.exit("error: quintet runs from its own folder: install it there with pip install --editable .")

@@ -1,4 +1,4 @@
-"""Compose YAML files and overrides into a `RunConfig`. Beside this file only `run.py` and `callbacks.py` know Hydra."""
+"""Compose YAML files and overrides into a `RunConfig`. Besides this module, only `run.py` and `callbacks.py` use Hydra."""
 
 import os
 import re
@@ -35,10 +35,10 @@ HYDRAS_OWN = re.compile(  # quoted values and sweep functions
     rf"null|(?:{_QUOTED})(?:\s*,\s*(?:{_QUOTED}|[^\s,'\"]+))*|(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)",
     re.DOTALL,
 )
-# What follows one of these in an error of Hydra's does not help.
+# In a Hydra error, text after one of these patterns does not help the user.
 NOISE = re.compile("full_key:|Config search path:|To append to your config|See https://hydra.cc")
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
-REMEDIES = {  # for errors that only say what is wrong
+REMEDIES = {  # for errors without a remedy of their own
     "is not a ListConfig": "give a list: KEY=[a,b], or KEY=[] for none",
     "Cannot assign .* to Dict": "give names with values: KEY={a:b}",
     "is not Optional": "leave it out for its default",
@@ -47,35 +47,38 @@ REMEDIES = {  # for errors that only say what is wrong
     "is not a subclass of": "a group's options need a config that has the group in its defaults; give KEY.NAME=VALUE",
 }
 QUOTE = """close what is open, or give the value in quotes of its own: 'KEY="VALUE"'"""
-SAVED_DEFAULTS = [  # of the config.yaml that a run leaves
+SAVED_DEFAULTS = [  # of the config.yaml that a run writes
     "schema/run",
     "_self_",
     {"override hydra/job_logging": "none"},
     {"override hydra/hydra_logging": "none"},
 ]
-HUBS = ("huggingface", "modelscope")  # by VLLM_USE_MODELSCOPE, read as vLLM reads it
-UNSAFE = r"[^\w.-]"  # in the name of a folder
+HUBS = ("huggingface", "modelscope")  # selected by VLLM_USE_MODELSCOPE, which is parsed as vLLM parses it
+UNSAFE = r"[^\w.-]"  # in a folder name
 _COMPOSING = threading.Lock()  # Hydra has one state for the whole process
 
 
 def _run_dir(task: Any, option: str, path: str) -> str:
-    """Return outputs/<task>/<model>/<date_time>. A model given by path is named after its folder, not after the default option."""
+    """Return outputs/<task>/<model>/<date_time>.
+
+    If model.path is set, <model> is its folder name, not the default option.
+    """
     file = CONF / "model" / f"{option}.yaml"
     own_path = OmegaConf.select(OmegaConf.load(file), "path") if file.exists() else path
     name = option if path == own_path else Path(path).resolve().name
-    # Microseconds, so that two runs of one second do not share a folder.
+    # Microseconds, so that two runs in one second do not share a folder.
     moment = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     return _outputs(f"{getattr(task, 'name', str(task))}/{re.sub(UNSAFE, '_', name)}/{moment}")
 
 
 def _outputs(path: str) -> str:
-    """Return a path in the folder `outputs` of the working directory."""
     return str(Path.cwd() / "outputs" / path)
 
 
-# Where this file is imported, so that the workers of a launcher have them. Under `schema/`, so that Tab completes real options alone.
+# Registered when this module is imported, so that the workers of a launcher have them too. The group is under
+# `schema/`, so that Tab completes only real options.
 _SCHEMA = OmegaConf.structured(RunConfig)
-OmegaConf.set_struct(_SCHEMA.quant.overrides, False)  # its keys are names of layers
+OmegaConf.set_struct(_SCHEMA.quant.overrides, False)  # its keys are layer names
 _SCHEMA.model.hub = "${hub:}"
 ConfigStore.instance().store(group="schema", name="run", node=_SCHEMA, package="_global_")
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path))
@@ -86,7 +89,6 @@ OmegaConf.register_new_resolver("run_dir", _run_dir, use_cache=True)
 
 
 def options(group: str) -> list[str]:
-    """Return the names of a group's option files."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
@@ -97,16 +99,19 @@ def swept_tasks(arguments: list[str]) -> list[str]:
 
 
 def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> RunConfig:
-    """Return the typed, checked config. Raises UserError for an unknown key, a value of ???, and a value that a check refuses.
+    """Return the typed, checked config.
 
-    swept: the tasks of the sweep that the job is one of, None of a run alone. Settings of tasks that are not this job's are dropped:
-    another job uses them.
+    Raises UserError for an unknown key, a value of ???, and a value that a check rejects.
+
+    swept: the tasks of the sweep that this job belongs to; None for a single run. Settings of tasks other than this
+    job's are dropped, because another job uses them.
     """
-    if missing := OmegaConf.missing_keys(config):  # to_object would take the default instead
+    # to_object would use the default instead.
+    if missing := OmegaConf.missing_keys(config):
         remedy = "give one, or leave it out; a prompt of ??? goes into a row of a .jsonl"
         raise UserError(f"{min(missing)}=??? means that the value is missing: {remedy}")
     try:
-        # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` made.
+        # A plain dictionary, because a typed config accepts keys that `+KEY=VALUE` added.
         plain = cast(dict[str, Any], OmegaConf.to_container(config))
         own = Task[str(getattr(plain["task"], "name", plain["task"]))]
         for task in set(swept or ()) - {own.name}:
@@ -125,36 +130,37 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
 
 
 def from_json(plain: dict[str, Any]) -> RunConfig:
-    """Return the config of which JSON has held this, enums by their names. Raises UserError as `to_run_config` does."""
+    """Rebuild a `RunConfig` from its JSON form, with enums by name. Raises UserError as `to_run_config` does."""
     return to_run_config(OmegaConf.create(_plain(plain)))
 
 
 def _drop_section(config: Any, task: str) -> None:
-    """Remove what is set for a task that the job does not do, but for quantize.format, which every job that calibrates reads."""
+    """Remove the settings of another task. quantize.format stays, because every job that calibrates reads it."""
     section = config.pop(task, {})
     if task == Task.quantize.name and "format" in section:
         config[task] = {"format": section["format"]}
 
 
 def explain(error: Exception) -> str:
-    """Return Hydra's or OmegaConf's error and its cause as one line; for an unknown name with the names that exist."""
+    """Return an error of Hydra or OmegaConf and its cause as one line. For an unknown name, list the existing names."""
     texts = [str(e) for e in (error, error.__cause__) if e is not None]
     if line := _unknown_name("\n".join(texts)):
         return line
     line = " ".join(" ".join(dict.fromkeys(NOISE.split(text)[0] for text in texts)).split())
-    if isinstance(error, UnicodeDecodeError):  # it does not name its file
+    if isinstance(error, UnicodeDecodeError):  # it does not name the file
         begin, end = error.object.rfind(b"\n", 0, error.start) + 1, error.object.find(b"\n", error.start)
         there = error.object[begin : end if end > 0 else None].decode("utf-8", "backslashreplace").strip()
         line = f"a file of the config is not UTF-8, in the line {there!r}: convert it first"
     if isinstance(error, OverrideParseException) and "missing EQUAL" not in line:
         line = f"{shortened(str(error.override))} cannot be read: {_form_that_works(str(error.override))}"
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # here only folders are made
+    # Here the operating system is only called to make folders.
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
         line += ": give a folder that can be written as hydra.run.dir, or with -m as hydra.sweep.dir"
     if remedy := next((text for wrong, text in REMEDIES.items() if re.search(wrong, line)), None):
         line = f"{line.rstrip('.')}: {remedy}"
     ours = vars(pooling) | vars(quantization) | vars(speculation) | vars(schema)
     for key, class_name in re.findall(r"Key '(\w+)' not in '(\w+)'", line):
-        if config := ours.get(class_name):  # Hydra's own are not ours to list
+        if config := ours.get(class_name):  # not for Hydra's own classes
             names = [field.name for field in fields(config)] + ["experiment"] * (config is RunConfig)
             line += f": {list_known_names(names, key)}"
     if choice := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", line):
@@ -163,7 +169,7 @@ def explain(error: Exception) -> str:
 
 
 def _unknown_name(text: str) -> str | None:
-    """Return the whole line for an unknown option of a group or an unknown config file; None for another error of Hydra's."""
+    """Return the error line for an unknown option of a group or an unknown config file; None for other errors of Hydra."""
     if option := re.search(r"Could not find '(.+)/(.+)'\s+Available options in .*:((?:\n\t.*)+)", text):
         group, name, listed = option.groups()
         return f"{group}={name} does not exist: {list_known_names(listed.split(), name)}"
@@ -177,7 +183,7 @@ def _unknown_name(text: str) -> str | None:
 
 
 def _form_that_works(override: str) -> str:
-    """Return the remedy for a value that Hydra's grammar does not take, such as one with Chinese characters outside quotes."""
+    """Return the remedy for a value that Hydra's grammar rejects, such as unquoted Chinese characters."""
     key, _, value = override.partition("=")
     if re.fullmatch(r"""\[[^\[\]'"]+\]""", value):
         texts = ", ".join(f'"{text.strip()}"' for text in value[1:-1].split(","))
@@ -195,7 +201,10 @@ def for_hydra(arguments: list[str]) -> list[str]:
 
 
 def _groups(arguments: list[str]) -> str:
-    """Return a line for each group with its options, those of a `--config-dir` too. Hydra's own list would show the schema's group."""
+    """Return a line per group with its options, including those of a `--config-dir`.
+
+    Hydra's own list would include the schema group.
+    """
     own, _ = _folder_flag(arguments, "-cd", "--config-dir")
     found: dict[str, set[str]] = {}
     for folder in filter(None, (CONF, own)):
@@ -205,14 +214,17 @@ def _groups(arguments: list[str]) -> str:
 
 
 def version() -> str:
-    import tomllib  # here, because nothing else needs it
+    import tomllib  # imported here, because only this function needs it
 
     with open(REPOSITORY / "pyproject.toml", "rb") as file:
         return str(tomllib.load(file)["project"]["version"])
 
 
 def checked(arguments: list[str]) -> list[str]:
-    """Return the arguments. Raises UserError for those of other tools, and for one that removes what a run needs: its folder, or a part."""
+    """Return the arguments.
+
+    Raises UserError for options of other tools, and for an argument that removes a config group or the run's folder.
+    """
     refuse_former(arguments)
     for argument in arguments:
         key, _, value = argument.lstrip("~").partition("=")
@@ -223,14 +235,18 @@ def checked(arguments: list[str]) -> list[str]:
             raise UserError(f"{argument} is no folder: give one, or leave it out")
         if key == "quant.overrides" and value.replace(" ", "") == "{}":
             raise UserError(f"{argument} changes nothing of the option's own: give {{lm_head: none}}, for example")
-    has_gpu = any(argument.startswith(("--config-d", "-cd")) for argument in arguments)  # which may be an option there
+    # A folder of --config-dir may have an option named gpu.
+    has_gpu = any(argument.startswith(("--config-d", "-cd")) for argument in arguments)
     return ["device=cuda" if argument == "device=gpu" and not has_gpu else argument for argument in arguments]
 
 
 def compose_run_config(overrides: list[str], texts: Mapping[str, str] | None = None) -> RunConfig:
-    """Return the config that `python run.py OVERRIDES` composes. `texts`: values by dotted keys, as they are, without Hydra's grammar."""
+    """Return the config that `python run.py OVERRIDES` composes.
+
+    texts: values by dotted key, used literally, without Hydra's grammar.
+    """
     with _COMPOSING:
-        outer = GlobalHydra.instance().hydra  # of a caller that uses Hydra itself
+        outer = GlobalHydra.instance().hydra  # the state of a caller that uses Hydra itself
         GlobalHydra.instance().hydra = None
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -246,7 +262,10 @@ def compose_run_config(overrides: list[str], texts: Mapping[str, str] | None = N
 
 
 def dump(run: RunConfig, output_dir: Path) -> str:
-    """Return the resolved config as YAML. `python run.py --config-path FOLDER` runs it again, in a folder beside `output_dir`."""
+    """Return the resolved config as YAML.
+
+    `python run.py --config-path FOLDER` repeats the run in a folder next to `output_dir`.
+    """
     composed = {
         "defaults": SAVED_DEFAULTS,
         "hydra": {
@@ -263,7 +282,7 @@ def dump(run: RunConfig, output_dir: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with enums as their names, and with texts that look like interpolations escaped."""
+    """Return the value with enums as names, and with escaped texts that look like interpolations."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -274,7 +293,7 @@ def _plain(value: Any) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Return a text escaped so that OmegaConf reads no interpolation in it. A backslash counts only before `${`.
+    """Escape a text so that OmegaConf reads no interpolation in it. A backslash is special only before `${`.
 
     U+0085 becomes an interpolation, because YAML reads it as a line break and folds it into a space.
     """
@@ -282,9 +301,10 @@ def _literal(text: str) -> str:
 
 
 def quote_prompt(arguments: list[str]) -> list[str]:
-    """Quote the values of `predict.data`, `predict.resume` and `model.revision` for Hydra's grammar, so that they are typed as they are.
+    """Quote the values of `predict.data`, `predict.resume` and `model.revision` for Hydra's grammar.
 
-    In a sweep (-m) a comma also separates jobs: there `predict.data` is quoted only if it is one prompt.
+    Users can then type them without quotes of their own. In a sweep (-m) a comma also separates jobs. `predict.data` is
+    then quoted only if it is a single prompt.
     """
     if {"-m", "--multirun"} & set(arguments):
         arguments = [_quote(a) if a.startswith(REVISION) and "," not in a else a for a in arguments]
@@ -293,9 +313,10 @@ def quote_prompt(arguments: list[str]) -> list[str]:
 
 
 def _is_one_prompt(value: str) -> bool:
-    """Return whether a sweep's value is one prompt, commas included. White space makes it one, unless it is Hydra's or names a file.
+    """Whether a sweep's value is a single prompt, with any commas in it.
 
-    Where the commas are ambiguous, print what they were taken for and how to say the other.
+    A value with white space is a single prompt, unless it is Hydra syntax or names a file. For ambiguous commas, print
+    the chosen meaning and how to select the other meaning.
     """
     parts = [os.path.expanduser(part.strip()) for part in value.split(",")]
     if HYDRAS_OWN.fullmatch(value) or (len(parts) > 1 and any(map(os.path.isfile, parts))):
@@ -313,7 +334,7 @@ def _is_one_prompt(value: str) -> bool:
 
 
 def saved_config(arguments: list[str]) -> list[str]:
-    """Add `--config-path FOLDER` to `predict.resume=FOLDER`, if no prompts and no options of groups are given with it."""
+    """Add `--config-path FOLDER` for `predict.resume=FOLDER`, if neither prompts nor group options are given."""
     named = [a for a in arguments if a.startswith(RESUME) and a not in (f"{RESUME}auto", f"{RESUME}none")]
     keys = [argument.partition("=")[0] for argument in arguments]
     if len(named) != 1 or "predict.data" in keys or any("." not in key for key in keys):
@@ -323,9 +344,10 @@ def saved_config(arguments: list[str]) -> list[str]:
 
 
 def options_over_saved(arguments: list[str]) -> list[str]:
-    """Put options over a saved config: keys that options of the group set come from the option, all others from `--config-path FOLDER`.
+    """Apply the options of groups over a saved config, which sets all other keys.
 
-    A relative folder is in the working directory. Raises UserError where the folder does not exist.
+    `--config-path FOLDER` names the folder of the saved config. A relative folder is relative to the working directory.
+    Raises UserError if the folder does not exist.
     """
     folder, others = _folder_flag(arguments, "-cp", "--config-path")
     if folder is None:
@@ -335,20 +357,25 @@ def options_over_saved(arguments: list[str]) -> list[str]:
     file = folder / "config.yaml"
     chosen = {key for argument in others if options(key := argument.partition("=")[0])}
     saved = cast(DictConfig, OmegaConf.load(file)) if chosen and file.is_file() else OmegaConf.create()
-    if OmegaConf.select(saved, "defaults") != SAVED_DEFAULTS:  # nothing to replace, or a config with groups of its own
+    # There is nothing to replace, or the config has groups of its own.
+    if OmegaConf.select(saved, "defaults") != SAVED_DEFAULTS:
         return ["--config-path", str(folder), *others]
     if "experiment" in chosen:
         raise UserError("experiment= does not go with a saved config: give the options and values of the experiment")
-    if f"task={saved.task}" in others:  # with the data of the saved task, not of the option file
+    # Use the data of the saved task, not of the option file.
+    if f"task={saved.task}" in others:
         others.remove(f"task={saved.task}")
         chosen.remove("task")
-    task: list[dict[str, str]] = []  # before _self_, so that the saved section wins over the data of the option file
+    # Before _self_, so that the saved section overrides the data of the option file.
+    task: list[dict[str, str]] = []
     if "task" in chosen:
         chosen.remove("task")
-        if "decode" not in chosen:  # before the task, because task=serve chooses one; the saved values win over it
+        # Before the task, because task=serve chooses a decode option. The saved values override it.
+        if "decode" not in chosen:
             task.append({"decode": options("decode")[0]})
-        task.append({"task": saved.task})  # any option, which the argument replaces
-        for section in options("task"):  # only the saved task's has given values, which its job in a sweep needs
+        task.append({"task": saved.task})  # any option; the argument replaces it
+        # Only the saved task's section has values. A sweep keeps it if one of its jobs is that task.
+        for section in options("task"):
             if section != saved.task or section not in swept_tasks(others):
                 _drop_section(saved, section)
         del saved["task"]
@@ -356,14 +383,15 @@ def options_over_saved(arguments: list[str]) -> list[str]:
         for file in (CONF / group).glob("*.yaml"):
             for name in OmegaConf.load(file):
                 saved[group].pop(name, None)
-    groups = [{group: options(group)[0]} for group in sorted(chosen)]  # any option of each, which the argument replaces
+    # Any option of each group; the argument replaces it.
+    groups = [{group: options(group)[0]} for group in sorted(chosen)]
     saved.defaults = [SAVED_DEFAULTS[0], *task, SAVED_DEFAULTS[1], *groups, *SAVED_DEFAULTS[2:]]
     ConfigStore.instance().store("saved", saved)
     return ["--config-name", "saved", *others]
 
 
 def _folder_flag(arguments: list[str], short: str, flag: str) -> tuple[Path | None, list[str]]:
-    """Return the folder that `flag` names, or None, and the other arguments."""
+    """Return the folder that `flag` names, or None, and the remaining arguments."""
     folder, others, rest = None, [], iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
@@ -378,6 +406,7 @@ def _quote(argument: str) -> str:
     key, value = argument.split("=", 1)
     if value == "null" or re.fullmatch(r"""(['"])((?!\1)[^\\]|\\.)*\1""", value, re.DOTALL):
         return argument
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", _literal(value))  # Hydra also reads a backslash only before a quote
+    # Hydra, too, treats a backslash as special only before a quote.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", _literal(value))
     escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"{key}='{escaped}'"

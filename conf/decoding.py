@@ -1,4 +1,4 @@
-"""The decode group: how tokens are chosen. A part of schema.py, and like it of the standard library alone."""
+"""The decode group: how tokens are chosen. It is a part of schema.py and imports only the standard library."""
 
 import functools
 import logging
@@ -18,43 +18,49 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DecodeConfig:
-    """How tokens are chosen: beams if num_beams > 1, contrastive search if penalty_alpha > 0, samples if temperature > 0, else greedy.
+    """How tokens are chosen.
 
-    Logits are changed in this order: biases, penalties, bans, forced tokens, guide, temperature, top_k, top_p, min_p.
-    A null setting is taken from the checkpoint's generation_config.json, else from NEUTRAL. A setting that another one switches off
-    (USED_WITH) is a warning.
+    Beam search if num_beams > 1, contrastive search if penalty_alpha > 0, sampling if temperature > 0, else greedy.
+    Logits are processed in this order: biases, penalties, bans, forced tokens, guide, temperature, top_k, top_p, min_p.
+    A null setting takes its value from the checkpoint's generation_config.json, else from NEUTRAL. A setting that
+    another setting switches off (USED_WITH) causes a warning.
     """
 
     max_new_tokens: int | str | None = None
-    """Most new tokens; auto: as many as fit into the context after each prompt. With `max_length` too, the smaller wins; with neither,
-    256 or what the context leaves."""
+    """Most new tokens; auto: as many as fit into the context after each prompt.
+
+    If `max_length` is also set, the smaller limit applies; if neither is set, 256 or the rest of the context.
+    """
     min_new_tokens: int | None = None
-    """No stop token, eos or stop string ends a row before this many new tokens."""
+    """Before this many new tokens, no stop token, eos or stop string ends a row."""
     max_length: int | None = None
     """Most prompt + new tokens."""
     min_length: int | None = None
-    """As min_new_tokens, of prompt + new tokens. Where both are given, min_new_tokens counts."""
+    """Like min_new_tokens, for prompt + new tokens. min_new_tokens has priority."""
     temperature: float | None = None
     """0 is greedy."""
     top_k: int | None = None
     """Keep the k most likely tokens; 0 or -1: all. In contrastive search: the number of candidates."""
     top_p: float | None = None
-    """Keep the most likely tokens up to and including the one that reaches this probability."""
+    """Keep the most likely tokens up to and including the token whose cumulative probability reaches top_p."""
     min_p: float | None = None
-    """Keep tokens whose probability is at least this share of the most likely one's."""
+    """Keep tokens whose probability is at least this share of the highest probability."""
     n: int = 1
-    """Samples of each prompt. The prompt is computed once."""
+    """Samples per prompt. The prompt is computed once."""
     num_beams: int | None = None
     length_penalty: float | None = None
     """Beam scores are divided by length ** length_penalty: above 0 favours long continuations, below 0 short ones."""
     early_stopping: bool | str | None = None
-    """When a search with num_beams finished beams ends: true: at once; false: when a better one is unlikely; never: when impossible."""
+    """When beam search with num_beams finished beams ends.
+
+    true: at once; false: when a better beam is unlikely; never: when a better beam is impossible.
+    """
     num_return_sequences: int | None = None
     """Number of beams returned, best first."""
     penalty_alpha: float | None = None
     """Contrastive search: weight of the similarity to earlier tokens against the probability (arXiv 2202.06417)."""
     repetition_penalty: float | None = None
-    """Divides the logits of tokens in prompt or output, or multiplies negative ones (arXiv 1909.05858)."""
+    """Divides positive logits of tokens in prompt or output, and multiplies negative logits (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = 0.0
@@ -64,42 +70,50 @@ class DecodeConfig:
     logit_bias: Any = None
     """Added to the logits of these token ids: {ID: BIAS, ...}."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that are never written with the tokens that the tokenizer has for them, at the start of a word or not."""
+    """Texts that are never generated as the tokenizer encodes them, at the start of a word or within a word."""
     bad_words_ids: Any = None
-    """Sequences of token ids that are never written: [[ID, ...], ...]. The model's eos alone is none."""
+    """Token id sequences that are never generated: [[ID, ...], ...]. A sequence of only the model's eos is ignored."""
     suppress_tokens: Any = None
     """Token ids that are never chosen."""
     sequence_bias: Any = None
-    """Added to the logit of the last token of a sequence whose other tokens were just written: [[[ID, ...], BIAS], ...]."""
+    """Added to the logit of a sequence's last token after its other tokens: [[[ID, ...], BIAS], ...]."""
     forced_bos_token_id: Any = None
     """The first token after a prompt of one token; []: any."""
     forced_eos_token_id: Any = None
-    """The token, or one of a list of tokens, that ends a text of the maximal length; []: any. Not with a guide."""
+    """The token, or one of a list of tokens, that ends a text of the maximum length; []: any. Not with a guide."""
     allowed_token_ids: list[int] = field(default_factory=list)
     """The only tokens that may be chosen; empty: all."""
     guide: Any = None
-    """The grammar that a text is written in: {json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or
-    {lark: TEXT}. Not with beams or contrastive search."""
+    """The grammar that constrains the text. Not with beam or contrastive search.
+
+    {json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or {lark: TEXT}.
+    """
     stop: list[str] = field(default_factory=list)
-    """Texts that end a row, at most 16384 characters in all; the text before is kept. In a shell a line break is $'decode.stop=["\\n"]'."""
+    """Texts that end a row, at most 16384 characters in total; the text before is kept.
+
+    In a shell a line break is $'decode.stop=["\\n"]'.
+    """
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end a row, besides the model's eos."""
+    """Tokens that end a row, in addition to the model's eos."""
     include_stop: bool = False
     """Keep the stop string, or the text of the token that ended the row."""
     ignore_eos: bool = False
     seed: int | None = None
-    """Seed of every row that names no other. A row gives the same tokens whatever else is in the batch. null: the run draws one."""
+    """Seed of every row without its own seed; null: the run draws a seed. A row has the same tokens in any batch."""
     logprobs: int | None = None
-    """Log probabilities of this many most likely tokens, from the unmodified distribution, besides the chosen one's."""
+    """Log probabilities of this many most likely tokens and of the chosen token, from the unmodified distribution."""
     prompt_logprobs: int | None = None
-    """Log probabilities, as by logprobs, for every token of the prompt but the first, which nothing predicts."""
+    """Log probabilities, as for logprobs, of every prompt token except the first, which has none."""
     skip_special_tokens: bool = True
     prefix_cache: bool = True
-    """Take keys and values of a prompt's beginning from an earlier row that began the same way."""
+    """Reuse the KV cache of earlier rows with the same prefix."""
     cache_salt: str | None = None
-    """Share beginnings only with rows of the same salt, so that nobody learns from timing what others asked."""
+    """Share prefixes only with rows of the same salt, so that timing does not reveal the prompts of other users."""
     speculate: Speculate = Speculate.none
-    """Who drafts next tokens, of which a step computes several: none, ngram, model or mtp. No token depends on it."""
+    """The proposer of draft tokens, several of which a step verifies: none, ngram, model or mtp.
+
+    With acceptance=exact it changes no token on a CPU.
+    """
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
@@ -160,13 +174,13 @@ class DecodeConfig:
         check(self.n == 1, "decode.n", self.n, f"1 with decode.{name}={value}, which does not sample")
 
     def warn_of_escapes(self) -> None:
-        """Log a warning of stop texts with a backslash and a letter, which Hydra's grammar leaves as they are."""
+        """Log a warning for stop texts with a backslash and a letter, which Hydra's grammar does not unescape."""
         if escaped := next((text for text in self.stop if re.search(r"\\[nrt]", text)), None):
             remedy = "in a shell a line break is $'decode.stop=[\"\\n\"]'"
             log.warning("decode.stop has the characters %s, a backslash and a letter: %s", escaped, remedy)
 
     def check_unset(self, where: str, remedy: str) -> None:
-        """Raises UserError for a setting that is neither the default nor NEUTRAL, because nothing would use it."""
+        """Raises UserError for a setting that is neither the default nor NEUTRAL, because it would have no effect."""
         for name, default in vars(DecodeConfig()).items():
             if (value := getattr(self, name)) not in (default, NEUTRAL.get(name)):
                 if isinstance(value, SpeculationConfig):
@@ -175,12 +189,13 @@ class DecodeConfig:
                 raise UserError(f"decode.{name}={shown} is not used {where}: {remedy}")
 
     def resolved(self, defaults: dict[str, Any]) -> "DecodeConfig":
-        """Return a copy without open settings: null becomes the value of `defaults`, else of NEUTRAL, but stays null where it is not used.
+        """Return a copy without open settings: null becomes the value in `defaults`, else in NEUTRAL.
 
-        A setting that is given and not used stays, because a row may use it. It is a warning and no error: who compares temperatures, 0
-        among them, leaves top_p as it is. Raises UserError for num_return_sequences without beams.
+        An unused null setting stays null. A setting that is given and not used stays, because a row may use it. It
+        causes a warning and not an error, so that a comparison of temperatures, including 0, can leave top_p set.
+        Raises UserError for num_return_sequences without beams.
 
-        defaults: what a checkpoint suggests. Its lengths count only where neither length is set here.
+        defaults: the checkpoint's suggestions. Its lengths apply only if neither length is set here.
         """
         values = {**NEUTRAL, **defaults}
         for lengths in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
@@ -191,7 +206,7 @@ class DecodeConfig:
         for name in sorted(unused - filled.keys()):
             off = " and ".join(f"decode.{user}={(vars(self) | filled)[user]}" for user in USED_WITH[name])
             text = f"decode.{name}={getattr(self, name)} is not used with {off}"
-            if name == "num_return_sequences":  # fewer texts than were asked for
+            if name == "num_return_sequences":  # fewer texts than requested
                 raise UserError(f"{text}: leave it out, or give more num_beams, or decode.n samples")
             warn_once(text)
         resolved = replace(self, **filled | dict.fromkeys(unused & filled.keys()))
@@ -213,7 +228,10 @@ class DecodeConfig:
             warn_once(text)
 
     def replaced(self, values: dict[str, Any]) -> "DecodeConfig":
-        """Return a copy with the values of a row or of a call of the pipeline. Raises UserError for unknown names and wrong types."""
+        """Return a copy with the values of a row or of a pipeline call.
+
+        Raises UserError for unknown names and wrong types.
+        """
         hints = get_type_hints(DecodeConfig)
         given = dict(values)
         for name, value in values.items():
@@ -221,7 +239,7 @@ class DecodeConfig:
                 raise UserError(f"decode.{shortened(name)} does not exist: {list_known_names(list(hints), name)}")
             if name in ("stop", "bad_words") and isinstance(value, str):
                 given[name] = value = [value]
-            if name == "logit_bias" and isinstance(value, dict):  # JSON has no other keys than texts
+            if name == "logit_bias" and isinstance(value, dict):  # JSON keys are always strings
                 given[name] = value = {_token_id(key): bias for key, bias in value.items()}
             if name == "speculate":
                 given[name] = value = speculate_named(value)
@@ -234,23 +252,27 @@ class DecodeConfig:
 
 
 def _token_id(key: object) -> object:
-    """Return the number that a JSON key stands for. Longer ones are no token's id, and Python refuses to read 4,300 digits."""
+    """Return a JSON key as a token id. Longer keys are invalid ids, and Python refuses to parse 4,300 digits."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= MAX_DIGITS else key
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which no tokenizer reads or writes."""
+    """Whether a text has no unpaired surrogate, which tokenizers cannot encode."""
     return text == text.encode("utf-8", "ignore").decode()
 
 
-@functools.lru_cache(1024)  # rows name numbers of their own
+# Bounded, because rows contain arbitrary values.
+@functools.lru_cache(1024)
 def warn_once(text: str) -> None:
-    """Log a warning once, and not for each row of a job."""
+    """Log a warning once per text, and not for each row."""
     log.warning(text)
 
 
 def unused_settings(values: dict[str, Any]) -> set[str]:
-    """Return the settings in `values` without effect, because all their users are neutral. The checkpoint may still set a null user."""
+    """Return the settings in `values` without effect, because all their users are neutral.
+
+    The checkpoint may still set a user that is null.
+    """
     return {
         name
         for name, users in USED_WITH.items()
@@ -280,13 +302,13 @@ def _is_biased_sequence(value: object) -> bool:
 def _is_of(value: object, hint: Any) -> bool:
     if get_origin(hint) is list:
         return isinstance(value, list) and all(_is_of(item, get_args(hint)[0]) for item in value)
-    if hint is Any:  # checked by its meaning
+    if hint is Any:  # checked elsewhere
         return True
     if get_args(hint):  # X | None
         return any(_is_of(value, option) for option in get_args(hint))
     if isinstance(value, bool):
         return hint is bool
-    if hint is float:  # a whole number will do, but not one that no float can hold
+    if hint is float:  # an integer is accepted if a float holds it exactly
         return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**53)
     return isinstance(value, hint)
 
@@ -311,7 +333,7 @@ NEUTRAL: dict[str, Any] = {
     "forced_bos_token_id": [],
     "forced_eos_token_id": [],
 }
-"""The values with which the settings that may be null change nothing."""
+"""The neutral values of settings that may be null."""
 
 USED_WITH = {
     "top_k": ("temperature", "penalty_alpha"),
@@ -321,9 +343,9 @@ USED_WITH = {
     "early_stopping": ("num_beams",),
     "num_return_sequences": ("num_beams",),
 }
-"""Settings that do nothing where each of these other settings is neutral."""
+"""Settings that have no effect while all of the listed settings are neutral."""
 
-MAX_SEQUENCES = 256  # of one request: samples, beams or candidates
+MAX_SEQUENCES = 256  # per request: samples, beams or candidates
 MAX_LIST = 1024  # entries of a list in a request
 MAX_STOP = 16384  # characters of all stop strings: each is a state of an automaton
 MAX_NGRAM = 1024  # tokens: longer sequences do not repeat by chance

@@ -1,4 +1,4 @@
-"""Flags of the command line: what goes with -m, and flags that Hydra takes only before or after the overrides."""
+"""Command line flags: checks for -m, and the position of flags that Hydra's parser needs."""
 
 import os
 import re
@@ -11,7 +11,7 @@ HOME = re.compile(r"(?<=[=,])~(?=/)")
 LAUNCHER = "hydra/launcher="
 SLURM = f"{LAUNCHER}submitit_slurm"
 NO_SWEEP = "task=serve runs until it is ended, so it is no job of a sweep: leave out -m"
-INFO = ("--info", "-i")  # whose value may be left out
+INFO = ("--info", "-i")  # the value is optional
 FLAGS_WITH_VALUE = (
     "--cfg",
     "-c",
@@ -27,7 +27,10 @@ FLAGS_WITH_VALUE = (
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """Move the flags, with their values, to the front. Hydra takes them before or after the overrides, but not between them."""
+    """Move the flags, with their values, to the front.
+
+    Hydra accepts them before or after the overrides, but not between.
+    """
     flags, overrides, rest = list[str](), list[str](), list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -44,12 +47,12 @@ def flags_first(arguments: list[str]) -> list[str]:
 
 
 def with_home(arguments: list[str]) -> list[str]:
-    """Put the home folder in the place of `~/` where a value begins: no shell does after KEY=, and Hydra's grammar has no `~` there."""
+    """Expand `~/` at the start of a value: shells do not after KEY=, and Hydra's grammar does not allow `~` there."""
     return [a if a.startswith(DATA) or set(a) & set("'\"") else HOME.sub(os.path.expanduser("~"), a) for a in arguments]
 
 
 def check_sweep(arguments: list[str]) -> None:
-    """Raise UserError for what no sweep takes, for what only a sweep takes, and for Slurm's launcher where there is no Slurm."""
+    """Raise UserError for arguments that do not fit a sweep or need a sweep, and for Slurm's launcher without Slurm."""
     is_sweep = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments))
     if is_sweep and any(re.fullmatch(r"task=(.*,)?serve(,.*)?", a) for a in arguments):
         raise UserError(NO_SWEEP)

@@ -1,4 +1,4 @@
-"""Options of the tools that people come from, and what to give here: hints of the command line, and the tables of MIGRATION.md.
+"""Options of other tools and their replacements here: hints of the command line, and the tables of MIGRATION.md.
 
 `python -m conf.former` writes the page.
 """
@@ -18,9 +18,9 @@ class Former(NamedTuple):
     theirs: str
     """As it is typed: a flag, a key, or a key with its value."""
     ours: str
-    """Arguments of run.py; "" where nothing is to be given."""
+    """Arguments of run.py; "" if no argument is needed."""
     why: str = ""
-    """What differs; the reason where nothing is to be given."""
+    """The difference, or the reason why no argument is needed."""
 
 
 CUT = "predict.truncate=left predict.max_prompt_tokens=1024"
@@ -230,9 +230,9 @@ INTRODUCTIONS = {
 
 
 def refuse_former(arguments: list[str]) -> None:
-    """Raise UserError for an option of another tool, with what to give here.
+    """Raise UserError for an option of another tool, with its replacement.
 
-    A folder of --config-dir may have options of such names, and -p is a flag of Hydra with --cfg.
+    A folder of --config-dir may have options with the same names, and -p is a Hydra flag with --cfg.
     """
     if any(argument.startswith(("--config-d", "-cd", "--cfg", "-c")) for argument in arguments):
         return
@@ -242,7 +242,10 @@ def refuse_former(arguments: list[str]) -> None:
 
 
 def _refuse(argument: str, with_value: str) -> None:
-    """Raise UserError if the argument is one of another tool's. with_value: with what may be its value."""
+    """Raise UserError if the argument is an option of another tool.
+
+    with_value: the argument joined with its possible value.
+    """
     for typed in (with_value, argument, argument.partition("=")[0]):
         for tool, rows in SECTIONS.items():
             for row in rows:
@@ -269,7 +272,7 @@ def page() -> str:
 
 
 def _flag(name: str) -> str:
-    """Return the name of a flag without dashes before and within it."""
+    """Return the name of a flag without leading dashes, with underscores for inner dashes."""
     return name.lstrip("-").replace("-", "_")
 
 

@@ -1,4 +1,4 @@
-"""Guides: the grammars that texts are written in, as settings name them. Of the standard library alone."""
+"""Guides: grammars for structured output, as settings name them. Imports only the standard library."""
 
 import json
 import re
@@ -10,13 +10,14 @@ from conf.json_schemas import prepared
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 MAX_BYTES = 256 * 1024  # of a guide as JSON
 MAX_CHOICES = 1024
-CALL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models were trained
-"""The only x-guidance that a Lark grammar may have: that of calls of tools. Others can let keywords of schemas be ignored."""
-MAX_LARK_RULES = 500  # lines with a colon: a grammar of r rules takes r**3 to compile, 0.3 s of them
+# The spacing that models were trained on.
+CALL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""The only x-guidance that a Lark grammar may have; tool calls use it. Other options could disable schema keywords."""
+MAX_LARK_RULES = 500  # lines with a colon; a grammar of r rules takes r**3 time to compile, 0.3 s for 500
 
 
 def check_guide(guide: Any) -> None:
-    """Raise UserError for what is no guide: a mapping of just one of KINDS to a value of its type, of at most MAX_BYTES."""
+    """Raise UserError unless the guide is a mapping of exactly one of KINDS to a valid value, of at most MAX_BYTES."""
     if not isinstance(guide, dict) or len(guide) != 1 or next(iter(guide)) not in KINDS:
         allowed = "{json_schema: {...}}, {json_object: true}, {regex: TEXT}, {choice: [TEXT, ...]} or {lark: TEXT}"
         raise UserError(f"decode.guide={shortened(repr(guide))} is not allowed: give one of {allowed}, or null")
@@ -25,7 +26,8 @@ def check_guide(guide: Any) -> None:
         raise UserError(f"decode.guide.{kind}={shortened(repr(value))} is not allowed: give {wanted}")
     try:
         size = len(guide_text(guide).encode())
-    except (TypeError, ValueError, RecursionError) as error:  # half a surrogate pair is a ValueError
+    # An unpaired surrogate raises a ValueError.
+    except (TypeError, ValueError, RecursionError) as error:
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"decode.guide.{kind} is no JSON: {reason}: give what JSON can hold") from error
     if size > MAX_BYTES:
@@ -39,12 +41,12 @@ def check_guide(guide: Any) -> None:
 
 
 def guide_text(guide: dict[str, Any]) -> str:
-    """Return a guide as JSON, in the order of its keys, in which an object's properties are written."""
+    """Return a guide as JSON, with its keys in the given order: object properties are generated in this order."""
     return json.dumps(guide, ensure_ascii=False, allow_nan=False)
 
 
 def _wanted(kind: str, value: Any) -> str | None:
-    """Return what a kind of guide may be, None where the value is that."""
+    """Return the allowed values of a kind of guide; None if the value is allowed."""
     match kind:
         case "json_schema":
             holds = isinstance(value, dict) and "x-guidance" not in value
@@ -65,6 +67,6 @@ def _wanted(kind: str, value: Any) -> str | None:
 
 
 def _has_options(lark: str) -> bool:
-    """Return whether a grammar has an x-guidance besides CALL_SPACING, also one that is spelled with JSON's escapes."""
+    """Whether a grammar has an x-guidance other than CALL_SPACING, also if it is spelled with JSON escapes."""
     rest = lark.replace(f'"x-guidance": {json.dumps(CALL_SPACING)}', "")
     return "x-guidance" in re.sub(r"\\u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), rest)

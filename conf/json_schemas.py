@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them. Of the standard library alone."""
+"""Prepare JSON schemas for llguidance. Imports only the standard library."""
 
 import math
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from conf.errors import UserError, shortened
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Those that llguidance writes. JSON Schema lets a reader pass over others."""
+"""The formats that llguidance supports. JSON Schema allows a reader to ignore all other formats."""
 DATA = ("default", "examples", "example")
-"""Keywords whose values are no schemas and change no text."""
+"""Keywords whose values are not schemas and do not change the text."""
 LITERALS = ("const", "enum")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are schemas by names, which are no keywords."""
+"""Keywords whose values map names to schemas. The names are not keywords."""
 NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedItems": (True, {}),
@@ -22,13 +22,14 @@ NO_LIMITS: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Values that allow everything, of keywords that llguidance refuses."""
+"""Values that allow everything, by keyword; llguidance rejects these keywords."""
 
 
 def prepared(schema: Any) -> Any:
-    """Return a schema that allows the same texts, without keywords that limit nothing and that llguidance refuses.
+    """Return an equivalent schema without keywords that restrict nothing and that llguidance rejects.
 
-    llguidance reads numbers as floats. A bound that no float holds becomes a little narrower. Raises UserError for another such number.
+    llguidance reads numbers as floats. A bound that is not exact as a float becomes slightly narrower. Raises UserError
+    for any other number that is not exact.
     """
     if isinstance(schema, list):
         return [prepared(each) for each in schema]
@@ -53,7 +54,7 @@ def prepared(schema: Any) -> Any:
 
 
 def _check_exact(keyword: str, value: Any) -> None:
-    """Raise UserError for a whole number that is not exact as a 64-bit float and integer, at any depth."""
+    """Raise UserError for an integer, at any depth, that is not exact as a 64-bit float and as a 64-bit integer."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_exact(keyword, each)
@@ -65,7 +66,7 @@ def _check_exact(keyword: str, value: Any) -> None:
 
 
 def _rounded_inward(keyword: str, value: Any) -> Any:
-    """Return a bound as a number that a float holds, on the side of it that is allowed."""
+    """Return the bound, or the nearest float within the allowed range."""
     if not isinstance(value, int) or abs(value) > 2**64 or int(float(value)) == value:
         return value
     inward = math.inf if "inimum" in keyword else -math.inf

@@ -1,4 +1,4 @@
-"""Settings of the tasks that give a vector or scores for each row instead of a continuation."""
+"""Settings of the tasks that return a vector or scores per row instead of generated text."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,30 +7,32 @@ from conf.errors import check
 
 
 class PoolingMode(Enum):
-    auto = "auto"  # what the checkpoint's modules.json says, else last
-    mean = "mean"  # of the hidden states of all tokens
+    auto = "auto"  # as in the checkpoint's modules.json, else last
+    mean = "mean"  # mean of the hidden states of all tokens
     last = "last"  # the last token's hidden state
-    cls = "cls"  # the first token's
+    cls = "cls"  # the first token's hidden state
 
 
 @dataclass
 class EmbedConfig:
-    """A vector for each row. The rows and how they run are settings of `predict`."""
+    """A vector per row. The settings of `predict` define the rows and how they run."""
 
     pooling: PoolingMode = PoolingMode.auto
     normalize: bool | None = None
-    """Give vectors the length 1; null: what the checkpoint's modules.json says, else not."""
+    """Scale vectors to length 1; null: as in the checkpoint's modules.json, else false."""
     instruction: str | None = None
-    """What stands before each prompt: a text, or the name of one in config_sentence_transformers.json, such as `query`; empty: nothing;
-    null: the checkpoint's default, mostly nothing."""
+    """Text before each prompt, or the name of a prompt in config_sentence_transformers.json, such as `query`.
+
+    Empty: none; null: the checkpoint's default, usually none.
+    """
 
 
 @dataclass
 class ScoreConfig:
-    """Scores for each row. The rows and how they run are settings of `predict`."""
+    """Scores per row. The settings of `predict` define the rows and how they run."""
 
     instruction: str = "Given a web search query, retrieve relevant passages that answer the query"
-    """What a reranker is told to judge `query` and `document` by."""
+    """The instruction by which a reranker judges `query` and `document`."""
 
     def __post_init__(self) -> None:
         check(bool(self.instruction), "score.instruction", repr(self.instruction), "a text")

@@ -1,4 +1,4 @@
-"""The quant group, and the settings of calibration. A part of schema.py, and like it of the standard library alone."""
+"""The quant group, and the settings of calibration. It is a part of schema.py and imports only the standard library."""
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -9,7 +9,7 @@ from conf.errors import UserError, check
 
 class QuantScheme(Enum):
     none = "none"
-    int8 = "int8"  # weights; activations stay as they are
+    int8 = "int8"  # only weights
     int4 = "int4"
     a8w8 = "a8w8"  # int8 weights and activations
     fp8 = "fp8"  # e4m3 weights and activations
@@ -24,40 +24,40 @@ class QuantMethod(Enum):
 
 class Activations(Enum):
     none = "none"
-    dynamic = "dynamic"  # a scale for each token, from its own values
-    static = "static"  # a scale for each layer, from calibration
-    auto = "auto"  # dynamic for products of many rows, else none; for int8 and int4 weights, a choice of each run
+    dynamic = "dynamic"  # a scale per token, from its own values
+    static = "static"  # a scale per layer, from calibration
+    auto = "auto"  # dynamic for products of many rows, else none; for int8 and int4 weights; set per run
 
     @property
     def of_model(self) -> "Activations":
-        """Return what a model's files say: auto is a choice of the run."""
+        """Return the value in a model's files, which never store auto."""
         return Activations.none if self is Activations.auto else self
 
 
 class KVCacheFormat(Enum):
-    none = "none"  # model.dtype
+    none = "none"  # as model.dtype
     int8 = "int8"
     fp8 = "fp8"  # e4m3
     int4 = "int4"
 
 
 class KVCacheScales(Enum):
-    dynamic = "dynamic"  # a scale for each token and head, from its own values
-    static = "static"  # a scale for each head, from calibration
+    dynamic = "dynamic"  # a scale per token and head, from its own values
+    static = "static"  # a scale per head, from calibration
 
 
 class SparsityMethod(Enum):
     none = "none"
-    magnitude = "magnitude"  # the smallest weights of a layer
+    magnitude = "magnitude"  # the smallest weights of a layer become 0
     wanda = "wanda"  # arXiv 2306.11695
 
 
 SparsityPattern = Enum("SparsityPattern", {"unstructured": "unstructured", "2:4": "2:4"})
-"""Where a layer's zeros are: anywhere, or two among each four neighbouring input channels."""
+"""Position of the zeros: anywhere in a layer, or two in each group of four consecutive input channels."""
 
 
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
-GROUP_SIZES = (32, 64, 128, -1)  # those that kernels and other tools support
+GROUP_SIZES = (32, 64, 128, -1)  # supported by the kernels and by other tools
 METHODS = {
     QuantScheme.none: (QuantMethod.rtn,),
     QuantScheme.int8: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
@@ -69,12 +69,12 @@ METHODS = {
 
 @dataclass
 class SmoothConfig:
-    """How SmoothQuant divides large values between activations and weights."""
+    """How SmoothQuant distributes large values between activations and weights."""
 
     alpha: float = 0.5
-    """Share that goes to the weights; 0: all stays with the activations."""
+    """Share of the scale that moves to the weights; 0: none."""
     piecewise: bool = False
-    """Search an alpha for each group of channels instead, on the calibration data."""
+    """Search an alpha per group of channels on the calibration data instead."""
 
     def __post_init__(self) -> None:
         check(0 <= self.alpha <= 1, "quant.smooth.alpha", self.alpha, "a number from 0 to 1")
@@ -89,11 +89,11 @@ class SmoothConfig:
 @dataclass
 class GptqConfig:
     damping: float = 0.01
-    """Share of the Hessian's mean diagonal that is added to it; raised until the Hessian can be inverted."""
+    """Share of the Hessian's mean diagonal that is added to the diagonal; raised until the Hessian can be inverted."""
     act_order: bool = True
     """Quantise the input channels with the largest activations first."""
     static_groups: bool = True
-    """Choose the scales of all groups before rounding, so that groups are neighbouring channels also with act_order."""
+    """Choose the scales of all groups before rounding, so that groups are consecutive channels also with act_order."""
 
     def __post_init__(self) -> None:
         check(self.damping > 0, "quant.gptq.damping", self.damping, "a number above 0")
@@ -101,11 +101,11 @@ class GptqConfig:
 
 @dataclass
 class SparsityConfig:
-    """Which weights task=quantize sets to 0 before it quantises: of all linear layers but the head, routers and those in `quant.skip`."""
+    """Pruning by task=quantize before it quantises: of all linear layers except the head, routers and `quant.skip`."""
 
     method: SparsityMethod = SparsityMethod.none
     ratio: float = 0.5
-    """Share of a layer's weights that become 0: of the whole layer by magnitude, of each output channel by wanda."""
+    """Share of weights that become 0: of the whole layer for magnitude, of each output channel for wanda."""
     pattern: SparsityPattern = SparsityPattern.unstructured
 
     def __post_init__(self) -> None:
@@ -133,27 +133,27 @@ class QuantConfig:
     scheme: QuantScheme = QuantScheme.none
     method: QuantMethod = QuantMethod.rtn
     group_size: int | None = -1
-    """Number of input channels that share a scale; -1: all; null: the largest of 128, 64 and 32 that divides a layer's."""
+    """Input channels that share a scale; -1: all; null: the largest of 128, 64 and 32 that divides a layer's number."""
     symmetric: bool = True
-    """4-bit codes around 0; otherwise from 0 to 15 with a zero point for each group."""
+    """4-bit codes centred at 0; false: codes from 0 to 15 with a zero point per group."""
     per_tensor: bool = False
-    """One scale for a whole weight instead of one for each output channel (fp8)."""
+    """One scale per weight instead of one per output channel (fp8)."""
     activations: Activations = Activations.none
     smooth: SmoothConfig = field(default_factory=SmoothConfig)
     shift: bool = False
-    """Centre each channel's range of activations at 0 first (Outlier Suppression+, arXiv 2304.09145)."""
+    """Centre the range of each activation channel at 0 first (Outlier Suppression+, arXiv 2304.09145)."""
     auto_clip: bool = False
-    """Search the range of each group with the smallest output error on the calibration data."""
+    """Search, on the calibration data, the range of each group with the smallest output error."""
     gptq: GptqConfig = field(default_factory=GptqConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     skip: list[str] = field(default_factory=list)
-    """Layers that stay as they are: names or globs. `lm_head` is every model's head."""
+    """Layers that stay floats: names or globs. `lm_head` is the head of every model."""
     overrides: dict[str, str] = field(default_factory=dict)
-    """Schemes of other layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
+    """Schemes of individual layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
     kv_cache: KVCacheFormat = KVCacheFormat.none
-    """How keys and values are stored. Goes with every scheme."""
+    """Storage format of keys and values, for every scheme."""
     kv_cache_scales: KVCacheScales = KVCacheScales.dynamic
-    """Where the scales are from; static: from calibration, saved with the model. Goes with kv_cache=int8|fp8."""
+    """static: scales from calibration, saved with the model; for kv_cache=int8|fp8."""
 
     def __post_init__(self) -> None:
         scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
@@ -171,7 +171,7 @@ class QuantConfig:
         has_scheme = self.scheme is not QuantScheme.none
         self._only(has_scheme or self.sparsity.prunes, "skip")
         self._only(has_scheme, "overrides")
-        floats = weight_only or scheme == "none"  # with none the checkpoint may be quantised
+        floats = weight_only or scheme == "none"  # with none, the checkpoint may have quantised weights
         wanted = (Activations.none, Activations.auto) if floats else (Activations.dynamic, Activations.static)
         names = " or ".join(kind.name for kind in wanted)
         check(self.activations in wanted, "quant.activations", self.activations.name, f"{names} with quant={scheme}")
@@ -193,9 +193,10 @@ class QuantConfig:
 
     @property
     def finds_smoothing_alone(self) -> bool:
-        """Return whether calibration needs only the largest magnitude of each channel, which few tokens show.
+        """Whether calibration needs only the largest magnitude of each channel, for which few tokens are enough.
 
-        `smooth.piecewise` compares output errors, `shift` needs the minimum and maximum of each channel, and pruning their norms.
+        `smooth.piecewise` compares output errors, `shift` needs the minimum and maximum of each channel, and pruning
+        needs the norm of each channel.
         """
         is_dynamic = self.activations is Activations.dynamic and not self.has_static_kv_cache
         only_magnitudes = not self.smooth.piecewise and not self.shift and not self.sparsity.prunes
@@ -211,16 +212,19 @@ class QuantConfig:
 
 @dataclass
 class CalibrateConfig:
-    """The texts that calibration runs on."""
+    """The texts for calibration."""
 
     data: str | None = None
     """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
     num_samples: int | None = None
-    """Number of samples; null: 4 where calibration only smooths (dynamic activations, no piecewise, shift or sparsity), else 128."""
+    """Number of samples; null: 4 if calibration only smooths, else 128.
+
+    It only smooths with dynamic activations and without piecewise, shift and sparsity.
+    """
     sequence_length: int | None = None
-    """Most tokens of a sample; null: 64 where calibration only smooths, else 512."""
+    """Most tokens of a sample; null: 64 if calibration only smooths, else 512."""
     seed: int = 0
-    """Seed of the choice of samples."""
+    """Seed for the choice of samples."""
 
     def __post_init__(self) -> None:
         for name, least, allowed in (("num_samples", 1, "above 0"), ("sequence_length", 2, "above 1")):
@@ -229,13 +233,13 @@ class CalibrateConfig:
         check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
 
     def resolved(self, quant: QuantConfig) -> "CalibrateConfig":
-        """Return these settings with the numbers that `quant` needs where null was given."""
+        """Return a copy in which null numbers are replaced by the defaults for `quant`."""
         samples, length = (4, 64) if quant.finds_smoothing_alone else (128, 512)
         return replace(self, num_samples=self.num_samples or samples, sequence_length=self.sequence_length or length)
 
     @property
     def num_tokens(self) -> int:
-        """Return the most tokens of all samples together. Only for `resolved` settings."""
+        """Return the maximum number of tokens of all samples. Only for `resolved` settings."""
         assert self.num_samples is not None
         assert self.sequence_length is not None
         return self.num_samples * self.sequence_length
@@ -243,20 +247,20 @@ class CalibrateConfig:
 
 class QuantizedFormat(Enum):
     compressed_tensors = "compressed_tensors"  # all schemes; vLLM and transformers load it
-    awq = "awq"  # AutoAWQ's GEMM, int4 in groups
+    awq = "awq"  # AutoAWQ's GEMM layout, int4 in groups
     gptq = "gptq"  # GPTQ's first version, int4 in groups
-    vllm_cpu = "vllm_cpu"  # compressed_tensors of what vLLM computes on a CPU: int8 weights get dynamic activations
+    vllm_cpu = "vllm_cpu"  # compressed_tensors limited to vLLM's CPU kernels; int8 weights get dynamic activations
 
 
 @dataclass
 class QuantizeConfig:
-    """A quantised model, made of `model.path` by `quant`."""
+    """Make a quantised model from `model.path` and `quant`."""
 
     output: str | None = None
-    """Folder to make, which appears when it is complete; null: a folder in outputs/quantized."""
+    """Folder to create; it appears when it is complete. null: a folder in outputs/quantized."""
     format: QuantizedFormat = QuantizedFormat.compressed_tensors
-    """Layout of the files, also of a model that another task calibrates."""
+    """File layout, also of a model that another task calibrates."""
     overwrite: bool = False
     """Replace the model in `output`."""
     dry_run: bool = False
-    """Only say what would be quantised, and estimate memory and time."""
+    """Only report what would be quantised, with estimates of memory and time."""

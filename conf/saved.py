@@ -1,4 +1,4 @@
-"""The run as its config.yaml keeps it: to be run again alone and from any folder."""
+"""The config of a run in its config.yaml, which can be run again alone and from any folder."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,10 @@ from conf.tasks import SweepConfig
 
 
 def as_saved(run: RunConfig) -> RunConfig:
-    """Return the run with absolute paths and with nothing resumed. Hub ids and prompts stay as they are."""
+    """Return the run with absolute paths, without a folder to resume and without sweep settings.
+
+    Hub ids and prompts stay unchanged.
+    """
     model, predict, prefix = run.model, run.predict, run.prefix
     files: dict[str, Any] = {key: _existing(getattr(model, key)) for key in ("path", "tokenizer")}
     for key in ("prefixes", "adapters"):
@@ -47,17 +50,17 @@ def _absolute(path: str) -> str:
 
 
 def _given(path: str | None) -> str | None:
-    """Return the absolute path, also of what does not exist yet."""
+    """Return the absolute path, also if it does not exist yet."""
     return path and _absolute(path)
 
 
 def _existing(path: str | None) -> str | None:
-    """Return the absolute path of what exists; a hub id, none and null stay as they are."""
+    """Return the absolute path if it exists. A hub id, none and null stay unchanged."""
     return _absolute(path) if path and path != "none" and os.path.exists(os.path.expanduser(path)) else path
 
 
 def _data(data: str | None) -> str | None:
-    """Return the absolute path of a file; a prompt and - stay as they are."""
+    """Return the absolute path of a file. A prompt and - stay unchanged."""
     return _absolute(data) if data and data != "-" and os.path.isfile(os.path.expanduser(data)) else data
 
 

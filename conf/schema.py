@@ -1,7 +1,8 @@
-"""Every knob of a run, typed. `RunConfig` is what `run.py` composes from YAML and overrides and hands to the pipelines.
+"""Every option of a run, typed. `run.py` composes a `RunConfig` and passes it to the pipelines.
 
-This file imports the standard library alone, so that everything may import it. Checks are in `__post_init__`; errors name the dotted key.
-The classes are mutable because Hydra merges overrides into them. After composition nobody changes them.
+This module and its imports use only the standard library, so that every module can import it. Checks are in
+`__post_init__`; errors name the dotted key. The classes are mutable because Hydra merges overrides into them. They must
+not change after composition.
 """
 
 from dataclasses import dataclass, field
@@ -42,12 +43,12 @@ class Task(Enum):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it reads the rows of `predict.data`, by the settings of `predict`."""
+        """Whether the task reads the rows of `predict.data` with the settings of `predict`."""
         return self in (Task.predict, Task.embed, Task.score)
 
 
 class DType(Enum):
-    auto = "auto"  # what the checkpoint says
+    auto = "auto"  # as in the checkpoint
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -65,11 +66,11 @@ class Hub(Enum):
 
 class ParallelMode(Enum):
     single = "single"
-    tp = "tp"  # every layer is divided among ranks
-    pp = "pp"  # the layers are divided among ranks, each of which is a stage
-    tp_pp = "tp_pp"  # every stage's layers are divided among ranks
-    ray = "ray"  # several engines on the machines of a Ray, which share the rows of a job
-    auto = "auto"  # the division that is reckoned to be the fastest
+    tp = "tp"  # tensor parallel: every layer is sharded
+    pp = "pp"  # pipeline parallel: each rank is a stage with some of the layers
+    tp_pp = "tp_pp"  # pipeline parallel with tensor parallel stages
+    ray = "ray"  # several engines on a Ray cluster, which share the rows of a job
+    auto = "auto"  # the layout with the fastest estimate
 
     @property
     def divides(self) -> bool:
@@ -78,39 +79,41 @@ class ParallelMode(Enum):
 
 
 class Backend(Enum):
-    auto = "auto"  # on CPUs of one machine shared memory, for stages on several gloo; on GPUs NCCL
+    auto = "auto"  # CPUs: shared memory on one machine, gloo for stages on several machines; GPUs: NCCL
     shared_memory = "shared_memory"  # ranks on CPUs of one machine
     gloo = "gloo"  # over TCP
-    nccl = "nccl"  # between GPUs, one for each rank
+    nccl = "nccl"  # between GPUs, one per rank
 
 
 class Sum(Enum):
-    gather = "gather"  # ranks join the pieces of a layer's inputs, so that each sum is one process's: the same bits
-    reduce = "reduce"  # ranks add what their inputs give: half the exchanges, and bits that depend on tp
+    gather = "gather"  # ranks gather the inputs of a layer, so that each sum has the same bits as in one process
+    reduce = "reduce"  # ranks add partial sums: half the communication, but bits depend on tp
 
 
 class ExpertPlacement(Enum):
-    split = "split"  # each rank has a part of every expert
-    whole = "whole"  # each expert is on one rank
+    split = "split"  # each rank has a shard of every expert
+    whole = "whole"  # expert parallel: each expert is on one rank
 
 
 class DeviceType(Enum):
-    auto = "auto"  # cuda if there is one, else cpu
+    auto = "auto"  # cuda if available, else cpu
     cpu = "cpu"
     cuda = "cuda"
 
 
 @dataclass
 class ModelConfig:
-    """The checkpoint, and how to load it. Its architecture comes from its own config.json."""
+    """The checkpoint, and how to load it. Its config.json defines the architecture."""
 
     path: str = ""
     """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`."""
     hub: Hub = Hub.huggingface
-    """Where ids are downloaded from. On the command line and in Python the default is modelscope where the environment has
-    VLLM_USE_MODELSCOPE=True."""
+    """Hub for downloads.
+
+    On the command line and in Python the default is modelscope if VLLM_USE_MODELSCOPE=True is set.
+    """
     revision: str | None = None
-    """Branch, tag or commit of the id's repository: of its weights, tokenizer and config; null: the default branch."""
+    """Branch, tag or commit of the hub repository, for weights, tokenizer and config; null: the default branch."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
@@ -118,18 +121,24 @@ class ModelConfig:
     max_length: int | None = None
     """Most prompt + new tokens of a sequence; null: the checkpoint's context length."""
     allow_pickle: bool = False
-    """Read `.bin`, `.pt` and `.pth` files too (with `weights_only=True`)."""
+    """Also read `.bin`, `.pt` and `.pth` files (with `weights_only=True`)."""
     verify: bool = False
     """Compare every file with the folder's manifest.json before loading."""
-    prefixes: Any = None  # of no type that Hydra knows: it sets no pair of a typed dict that may be null
-    """Soft prefixes by the names that rows and requests give, {NAME: PATH, ...}: a pre_caches.npy of PaddleNLP or a folder with one, or
-    the folder of a PEFT adapter of prefix_tuning, prompt_tuning or p_tuning."""
+    prefixes: Any = None  # untyped: Hydra cannot set a pair of a typed dict that may be null
+    """Soft prefixes by the names that rows and requests use: {NAME: PATH, ...}.
+
+    A path is a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a PEFT adapter of prefix_tuning,
+    prompt_tuning or p_tuning.
+    """
     keep_packed: bool = False
-    """Keep the model as the CPU kernels read it in outputs/packed, as large as in memory, and map that file at the next start."""
+    """Store the weights in outputs/packed as the CPU kernels read them, and map that file at the next start.
+
+    The file is as large as the weights in memory.
+    """
     adapters: Any = None
     """LoRA adapters in PEFT's layout that rows and requests may name: {NAME: FOLDER, ...}."""
     max_adapters: int = 8
-    """Most adapters that the rows of a step may have. The least recently used one makes room for another."""
+    """Most adapters in one step. The least recently used adapter is evicted."""
 
     def __post_init__(self) -> None:
         check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
@@ -154,26 +163,37 @@ class ModelConfig:
 class ParallelConfig:
     mode: ParallelMode = ParallelMode.single
     replicas: int = 1
-    """Engines that share the rows of a job, each with a model of its own, with mode=ray."""
+    """Engines that share the rows of a job, each with its own model, with mode=ray."""
     tp: int | None = None
-    """Ranks that compute each layer together, every one a process, with mode=tp or tp_pp; null: 2, or with tp as many as torchrun or
-    srun has started. With mode=ray those of each engine; null: one."""
+    """Tensor parallel size, with mode=tp or tp_pp: ranks that compute each layer together, one process each.
+
+    null: 2, or with tp the number of ranks that torchrun or srun started. With mode=ray it is per engine; null: one.
+    """
     pp: int | None = None
-    """Stages, each of which has some of the layers, with mode=pp or tp_pp; null: 2, or with pp as many as torchrun or srun has
-    started. With mode=ray those of each engine; null: one."""
+    """Pipeline parallel size, with mode=pp or tp_pp: stages, each with some of the layers.
+
+    null: 2, or with pp the number of ranks that torchrun or srun started. With mode=ray it is per engine; null: one.
+    """
     backend: Backend = Backend.auto
-    """How ranks exchange numbers. Those that share the layers of a stage and are on several machines do so only with backend=gloo."""
+    """How ranks communicate. Tensor parallel ranks on several machines need backend=gloo."""
     sum: Sum = Sum.gather
-    """How ranks of a layer come to its outputs. reduce: where the inputs of attention's and the feed-forward's last product can be cut;
-    other layers gather, and a warning says how many."""
+    """How tensor parallel ranks compute a layer's outputs.
+
+    reduce applies to the output projections of attention and feed-forward whose inputs can be sharded. Other layers
+    gather, and a warning counts them.
+    """
     experts: ExpertPlacement = ExpertPlacement.split
-    """How ranks of a layer share a mixture's experts."""
+    """How tensor parallel ranks share the experts of a mixture."""
     heartbeat_s: float = 30.0
-    """Seconds that a rank may be silent before the run ends with an error, or with mode=ray its engine is loaded again."""
+    """Seconds without a heartbeat of a rank until the run fails, or, with mode=ray, until its engine is loaded again.
+    """
     dry_run: bool = False
-    """Print what parallel=auto knows of every division, and run nothing."""
+    """Print the estimates of parallel=auto for every layout, and run nothing."""
     topology: str | None = None
-    """YAML file of the machines that parallel=auto is to plan for, such as those in pipelines/topologies; null: this one, measured."""
+    """YAML file of the machines that parallel=auto plans for; null: this machine, measured.
+
+    Examples are in pipelines/topologies.
+    """
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp"):
@@ -213,20 +233,29 @@ class ParallelConfig:
 class DeviceConfig:
     type: DeviceType = DeviceType.auto
     threads: int | None = None
-    """Threads of the CPU operators; null: one for each physical core that the process may use."""
+    """Threads of the CPU operators; null: one per physical core that the process may use."""
     decode_threads: int | None = None
-    """Threads of decode steps, which are limited by memory: fewer cores may use all its bandwidth. null: all threads."""
+    """Threads of decode steps.
+
+    Memory limits these steps, and fewer cores may use its full bandwidth. null: all threads.
+    """
     max_batched_tokens: int = 2048
-    """Most tokens of a step. Longer prompts are computed in chunks, beside the rows that generate."""
+    """Most tokens of a step. Longer prompts are computed in chunks, in steps with the rows that generate."""
     block_size: int | None = None
     """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
     kept_prefixes: list[str] = field(default_factory=list)
-    """Files of task=prefix, whose prompts are in the KV cache from the start: rows that begin with them need not compute them."""
+    """Files of task=prefix.
+
+    Their prompts are in the KV cache from the start, so that rows with these prefixes do not compute them.
+    """
     kv_cache_memory: str = "auto"
-    """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction below 1 of the memory that is free beside the weights.
-    auto: half of that, or what all rows need if that is less. On a GPU `memory_fraction` limits what is free."""
+    """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction below 1 of the available memory.
+
+    Available is the memory that the weights leave free; on a GPU `memory_fraction` limits it. auto: half of it, or less
+    if all rows need less.
+    """
     memory_fraction: float = 0.9
-    """Share of a GPU's memory that the process may take: weights, KV cache, CUDA graphs and the tensors of a step."""
+    """Share of a GPU's memory that the process may use: weights, KV cache, CUDA graphs and the tensors of a step."""
     cuda_graphs: bool = True
     """On a GPU, capture decode steps of up to `batch_size` rows when the model is loaded, and replay them."""
 
@@ -280,7 +309,7 @@ class RunConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        """Raises UserError for settings that this task does not read: those of other tasks' sections, and of calibration."""
+        """Raises UserError for settings that this task does not read: sections of other tasks, and calibration."""
         calibrates = self.task is Task.quantize or self.quant.needs_calibration
         if not calibrates and self.calibrate != CalibrateConfig():
             scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
@@ -327,7 +356,6 @@ class RunConfig:
                     )
 
     def _check_predict(self) -> None:
-        """Raises UserError for settings of `predict` that this run does not use."""
         if self.predict.export and self.parallel.mode is ParallelMode.auto:
             raise UserError("parallel=auto is not used by predict.export=true: leave it out")
         check_adapters(self.model.adapters or {}, self.predict.adapter)
@@ -337,7 +365,7 @@ class RunConfig:
                     raise UserError(f"predict.{name}={typed(value)} is not used by task={self.task.name}: leave it out")
 
     def _check_ranks(self) -> None:
-        """Raises UserError for what several ranks do not do."""
+        """Raises UserError for settings that do not work with several ranks."""
         if self.task in (Task.convert, Task.prefix):
             mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
             ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"

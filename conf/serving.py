@@ -1,4 +1,4 @@
-"""Settings of the server and of the conversations with one. A part of schema.py."""
+"""Settings of the server and of chats. A part of schema.py."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,51 +12,54 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass
 class ServeConfig:
-    """An HTTP server of OpenAI's API."""
+    """An HTTP server with OpenAI's API."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any but the loopback's needs keys."""
+    """Address to listen on. Addresses other than loopback need API keys."""
     port: int = 8000
-    """0: a free one, which the first line of the output names."""
+    """0: a free port, which the first line of the output names."""
     model_name: str | None = None
     """Name that requests give as `model`; null: the name of the model's folder or file."""
     api_keys: str | None = None
-    """File with a name and a key in each line; null: the lines of the environment's QUINTET_API_KEYS, or no keys."""
+    """File with a name and a key per line; null: the lines of the environment's QUINTET_API_KEYS, or no keys."""
     allowed_hosts: list[str] = field(default_factory=list)
-    """Names that the header Host may have besides `host` and the loopback's."""
+    """Names that the Host header may have in addition to `host` and the loopback names."""
     allowed_origins: list[str] = field(default_factory=list)
     """Origins of web pages that may call the server (CORS); empty: none."""
     batch_size: int = 64
     """Most requests that run at once, with all their samples."""
     max_waiting: int = 64
-    """Most sequences that wait besides; a request beyond them is answered with 429."""
+    """Most sequences in the waiting queue. A request beyond the limit gets status 429."""
     max_waiting_tokens: int = 131072
-    """Most tokens of prompts that wait."""
+    """Most prompt tokens in the waiting queue."""
     max_step_ms: float = 200.0
-    """Time that a step should take at most: longer prompts are computed in parts, so that they stall nobody."""
+    """Target for the longest step: longer prompts are computed in chunks, so that they do not stall other requests."""
     request_timeout_s: float = 600.0
-    """A request that takes longer is ended with 504."""
+    """A request that takes longer ends with status 504."""
     send_timeout_s: float = 60.0
-    """A client that reads nothing for so long is left."""
+    """A connection is closed if its client reads nothing for this time."""
     keep_alive_s: float = 60.0
-    """A connection that asks nothing more for so long is closed."""
+    """An idle connection is closed after this time."""
     drain_s: float = 30.0
-    """Time that accepted requests have to end after SIGTERM."""
+    """Time that accepted requests have to finish after SIGTERM."""
     stall_s: float = 120.0
-    """A step that takes longer has hung: the engine is started again."""
+    """A step that takes longer counts as hung, and the engine is restarted."""
     max_body: str = "4MB"
     """Most bytes of a request."""
     max_connections: int = 1000
     chat_template: str = "auto"
     """As in predict."""
     response_template: str = "auto"
-    """How answers write reasoning and tool calls: auto: as the model's family does; none: they are content; or a format by its name."""
+    """How responses mark reasoning and tool calls.
+
+    auto: by the model's family; none: all text is content; or the name of a format.
+    """
     batches: str | None = None
-    """Folder of /v1/files and /v1/batches, which go on there after a restart; null: these are not served."""
+    """Folder of /v1/files and /v1/batches; batches continue after a restart. null: these routes are disabled."""
     max_upload: str = "200MB"
     """Most bytes of a file of /v1/files."""
     replicas: int = 1
-    """Engines that share the requests, on Ray where there are more than one."""
+    """Engines that share the requests; more than one run on Ray."""
 
     def __post_init__(self) -> None:
         check(bool(self.host), "serve.host", repr(self.host), "an address, such as 127.0.0.1")
@@ -84,23 +87,28 @@ class ServeConfig:
 
 @dataclass
 class ChatConfig:
-    """A conversation in the terminal: with the run's model, or with a server's."""
+    """A chat in the terminal, with the run's model or with a server."""
 
     url: str | None = None
-    """Address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1, instead of the run's own model. The environment's
-    OPENAI_API_KEY is its key."""
+    """Address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1, instead of the run's own model.
+
+    The environment's OPENAI_API_KEY is the key for it.
+    """
     model: str | None = None
-    """The server's model; null: the first one that it lists."""
+    """The server's model; null: the first model that the server lists."""
     system: str | None = None
-    """What the model is told before the conversation begins."""
+    """The system message."""
     chat_template: str = "auto"
     """As in predict, for the run's own model."""
     web: bool = False
-    """Show a web page at chat.host and chat.port instead."""
+    """Serve a web page at chat.host and chat.port instead."""
     host: str = "127.0.0.1"
-    """Address of the page. Whoever reaches it talks with the run's model, or with the server by the key of this process."""
+    """Address of the page.
+
+    Every client that reaches it can use the run's model, or the server with the key of this process.
+    """
     port: int = 7860
-    """Port of the page; 0: a free one."""
+    """Port of the page; 0: a free port."""
 
     def __post_init__(self) -> None:
         is_address = self.url is None or self.url.startswith(("http://", "https://"))

@@ -1,4 +1,7 @@
-"""Signals while a command starts (`pipelines/interrupt.py` has those of a running job), and readers that close the output early."""
+"""Signals during the start of a command, and readers that close the output early.
+
+`pipelines/interrupt.py` handles signals of a running job.
+"""
 
 import os
 import signal
@@ -9,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_waiting() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM while torch is imported: an exception within its C++ aborts the process or is lost."""
+    """Block SIGINT and SIGTERM while torch is imported: an exception within its C++ code aborts the process or is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -19,12 +22,13 @@ def interrupts_waiting() -> Iterator[None]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Let a reader of standard output, such as `head`, close it early without an error: what counts is in the files."""
+    """Let a reader of standard output, such as `head`, close it early without an error: the results are in files."""
     try:
         yield
     except BrokenPipeError:
         _discard_output()
-    finally:  # what was printed may not be written yet, and Python reports a closed pipe at exit
+    # Buffered output may not be written yet, and Python reports a closed pipe at exit.
+    finally:
         try:
             if sys.stdout:
                 sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Sizes of memory as settings give them."""
+"""Parse memory sizes in settings."""
 
 import re
 
@@ -6,7 +6,10 @@ SIZE = re.compile(r"(\d{0,18}\.?\d{1,18}) ?([KMGT]?)(i?)(B?)", re.IGNORECASE)
 
 
 def num_bytes(text: str, whole: int = 0) -> int:
-    """Return the bytes of a size: 500MB (1000s), 2GiB (1024s), 4096, or below 1 a fraction of `whole`. Returns 0 for anything else."""
+    """Return the bytes of a size: 500MB (powers of 1000), 2GiB (powers of 1024) or 4096; 0 for an invalid size.
+
+    A number below 1 is a fraction of `whole`.
+    """
     match = SIZE.fullmatch(text)
     if match is None:
         return 0

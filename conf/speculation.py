@@ -1,4 +1,4 @@
-"""How tokens are drafted: a part of the decode group, and like it of the standard library alone."""
+"""Settings of speculative decoding: a part of the decode group. Imports only the standard library."""
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -8,22 +8,22 @@ from conf.errors import UserError, check, list_known_names, shortened
 
 
 class Speculate(Enum):
-    """Who guesses the next tokens, which a step then computes together and keeps as far as they are right."""
+    """The proposer of draft tokens. A step verifies several draft tokens together and keeps the correct ones."""
 
     none = "none"
-    ngram = "ngram"  # what followed the last tokens before, in the row, in its prediction, or in earlier rows
+    ngram = "ngram"  # continuations of the last tokens earlier in the prompt, in the output, or in earlier rows
     model = "model"  # a smaller model with the same tokenizer
-    mtp = "mtp"  # the checkpoint's own layers for it
+    mtp = "mtp"  # multi-token prediction layers of the checkpoint
 
 
 class DraftOrder(Enum):
-    longest = "longest"  # the longest n-gram, its latest place
-    paddle = "paddle"  # PaddleNLP's: the longest n-gram, its first place in the prompt, then in the output
+    longest = "longest"  # the longest n-gram, at its latest position
+    paddle = "paddle"  # PaddleNLP's: the longest n-gram, at its first position in the prompt, else in the output
 
 
 class Acceptance(Enum):
-    exact = "exact"  # a draft stays if it is the token that is chosen without drafts
-    top_p_window = "top_p_window"  # PaddleNLP's: a draft may stay that is likely enough, which changes tokens
+    exact = "exact"  # accept a draft token if it equals the token chosen without drafts
+    top_p_window = "top_p_window"  # PaddleNLP's: also accept likely draft tokens, which changes the output
 
 
 MAX_DRAFT_TOKENS = 15
@@ -35,26 +35,26 @@ BESIDE_AUTO = (
 
 @dataclass
 class SpeculationConfig:
-    """Settings of `decode.speculate`. With acceptance=exact none of them changes a token on a CPU."""
+    """Settings of `decode.speculate`. With acceptance=exact no setting changes a token on a CPU."""
 
     num_tokens: int = 7
-    """Most tokens drafted for a row in a step."""
+    """Most draft tokens of a row in a step."""
     min_ngram: int = 2
-    """Fewest last tokens by which ngram looks for a place to copy from."""
+    """Fewest last tokens that the n-gram proposer matches."""
     max_ngram: int = 5
-    """Most of them."""
+    """Most last tokens that the n-gram proposer matches."""
     order: DraftOrder = DraftOrder.longest
     shared: bool = True
-    """Let ngram copy from finished rows of the same cache_salt, too."""
+    """The n-gram proposer also copies from finished rows of the same cache_salt."""
     adaptive: bool = True
-    """Draft no more than pays, by the measured time of steps and the share of drafts that stayed."""
+    """Limit drafts to the number that pays off, by measured step times and acceptance rates."""
     acceptance: Acceptance = Acceptance.exact
     verify_window: int = 2
-    """top_p_window: a second-best draft stays if so many drafts after it are the most likely tokens."""
+    """top_p_window: accept a second-best draft token if this many draft tokens after it are the most likely tokens."""
     max_candidates: int = 5
-    """top_p_window: the most candidates for a draft."""
+    """top_p_window: most candidates for a draft token."""
     model_path: str | None = None
-    """speculate=model: the drafting model's folder, GGUF file or hub id."""
+    """speculate=model: folder, GGUF file or hub id of the draft model."""
 
     def __post_init__(self) -> None:
         name = "decode.speculation"
@@ -67,12 +67,12 @@ class SpeculationConfig:
         check(1 <= self.max_candidates <= 64, f"{name}.max_candidates", self.max_candidates, "a number from 1 to 64")
 
     def changed(self) -> dict[str, Any]:
-        """Return the settings that are not the defaults, choices by their names."""
+        """Return the settings that differ from the defaults, with enums by name."""
         pairs = ((name, value) for name, value in vars(self).items() if value != getattr(SpeculationConfig(), name))
         return {name: value.name if isinstance(value, Enum) else value for name, value in pairs}
 
     def unused(self, speculate: Speculate) -> list[str]:
-        """Return a line for each setting that is not the default, and that nothing reads."""
+        """Return a line per setting that differs from the default and has no effect."""
         by = {"speculate": speculate, "speculation.order": self.order, "speculation.acceptance": self.acceptance}
         lines = []
         for name, value in self.changed().items():
@@ -98,17 +98,20 @@ _READ_WITH: dict[str, dict[str, tuple[Enum, ...]]] = {
     "max_candidates": {"speculation.acceptance": (Acceptance.top_p_window,)},
     "model_path": {"speculate": (Speculate.model,)},
 }
-"""Settings that are read only where each of these others is one of these."""
+"""Settings that are read only while each listed setting has one of these values."""
 
 
 def speculate_named(value: object) -> Speculate:
-    """Return the member of a row's or a caller's `speculate`. Raises UserError for another value."""
+    """Return the member for the `speculate` of a row or a caller. Raises UserError for another value."""
     member: Speculate = _member(Speculate, "decode.speculate", value)
     return member
 
 
 def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig:
-    """Return the settings with those of a row's or a caller's `speculation`. Raises UserError for unknown names and wrong values."""
+    """Return the settings updated by the `speculation` of a row or a caller.
+
+    Raises UserError for unknown names and wrong values.
+    """
     if isinstance(value, SpeculationConfig):
         return value
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Settings of the tasks that generate, measure, convert and keep prefixes, and of sweeps. A part of schema.py."""
+"""Settings of the tasks predict, bench, evaluate, convert, export and prefix, and of sweeps. A part of schema.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +13,8 @@ class ConvertDType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
-    # llama.cpp's types (format=gguf): blocks of 32, of one scale and for _1 one minimum, and mixtures of blocks of 256
+    # llama.cpp's types (format=gguf). q4_0 to q8_0 have blocks of 32 weights with one scale, and for _1 one minimum.
+    # The types with _k are mixtures of types with blocks of 256.
     q4_0 = "q4_0"
     q4_1 = "q4_1"
     q5_0 = "q5_0"
@@ -29,20 +30,20 @@ class ConvertDType(Enum):
 
 
 class Truncation(Enum):
-    none = "none"  # a prompt that is too long for the context is an error of its row
-    left = "left"  # the first tokens are left out
-    right = "right"  # the last tokens are left out
+    none = "none"  # a prompt that exceeds the context is an error of its row
+    left = "left"  # drop the first tokens
+    right = "right"  # drop the last tokens
 
 
 class OutputForm(Enum):
     predictions = "predictions"  # rows as in predictions.jsonl
-    paddlenlp = "paddlenlp"  # rows of src, tgt and output, as PaddleNLP's predictor writes
+    paddlenlp = "paddlenlp"  # rows of src, tgt and output, as PaddleNLP's predictor writes them
 
 
 class CheckpointFormat(Enum):
-    hf = "hf"  # Hugging Face's: config.json and safetensors
-    sharded = "sharded"  # our own: a file for each rank, and layout.json
-    gguf = "gguf"  # llama.cpp's: one file with the tokenizer in it
+    hf = "hf"  # Hugging Face: config.json and safetensors
+    sharded = "sharded"  # Quintet's own: a file per rank, and layout.json
+    gguf = "gguf"  # llama.cpp: one file that includes the tokenizer
 
 
 @dataclass
@@ -50,30 +51,45 @@ class PredictConfig:
     data: str | None = None
     """A prompt, a file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these), or `-` for standard input."""
     batch_size: int = 16
-    """Most rows running at once, with all their beams or samples."""
+    """Most rows that run at once, with all their beams or samples."""
     add_special_tokens: bool = True
-    """Whether text prompts get the tokenizer's BOS and the like; prompts from a chat template never do."""
+    """Whether text prompts get special tokens of the tokenizer, such as BOS. Prompts from a chat template never do."""
     chat_template: str = "auto"
-    """auto: `messages` rows use the tokenizer's template, text prompts none; none: no template at all;
-    a path: a Jinja file, used for `messages` rows and for text prompts (as one user message)."""
+    """Template of prompts.
+
+    auto: `messages` rows use the tokenizer's template, text prompts none; none: no template; a path: a Jinja file, for
+    `messages` rows and for text prompts (as one user message).
+    """
     prefix: str | None = None
-    """Name of the prefix in `model.prefixes` that stands before every prompt; a row's own `prefix` beats it. null: none."""
+    """Name of the prefix in `model.prefixes` before every prompt; null: none. A row's own `prefix` has priority."""
     adapter: str | None = None
-    """Which of `model.adapters` the rows have that name none; null: none."""
+    """Name in `model.adapters` for rows without an adapter of their own; null: none."""
     resume: str = "auto"
-    """auto: go on with an unfinished job of the same input, model and decode settings, in the run's own folder or beside it;
-    none: begin anew; a folder: go on with the job in it, which must be the same. From standard input only in a folder named."""
+    """Whether to continue an unfinished job.
+
+    auto: a job with the same input, model and decode settings, in the run's own folder or next to it; none: start
+    again; a folder: the job in it, which must be the same. A job from standard input continues only in a named folder.
+    """
     max_errors: int | None = None
-    """Most rows that may fail before the job ends early, counted anew when it is resumed; null: any number."""
+    """Most failed rows before the job ends early; a resumed job counts from 0. null: no limit."""
     truncate: Truncation = Truncation.none
-    """Where a prompt of more than `max_prompt_tokens` loses tokens. Its row gives their number as `num_truncated_tokens`."""
+    """The side on which a prompt loses tokens beyond `max_prompt_tokens`.
+
+    Its row returns the number as `num_truncated_tokens`.
+    """
     max_prompt_tokens: int | None = None
-    """Most tokens of a prompt with `truncate`, those that the tokenizer puts around a text among them; null without."""
+    """Most tokens of a prompt with `truncate`, including special tokens of the tokenizer; null without `truncate`."""
     output_file: str | None = None
-    """A file that also gets the results, as JSON lines in `output_form`, when the job is done; an existing one is replaced. null: none."""
+    """A file that also gets the results, as JSON lines in `output_form`, when the job is done.
+
+    An existing file is replaced. null: none.
+    """
     output_form: OutputForm = OutputForm.predictions
     export: bool = False
-    """Export the model first, as task=export does, to the folder `export` of the run's own, and predict with what was exported."""
+    """Export the model first, as task=export does, and predict with the export.
+
+    Its folder is `export` in the run's folder.
+    """
 
     def __post_init__(self) -> None:
         check(bool(self.resume), "predict.resume", repr(self.resume), "auto, none or the folder of an unfinished job")
@@ -112,7 +128,10 @@ class BenchConfig:
     """A batch of random prompts of exact lengths, or the prompts of a file."""
 
     data: str | None = None
-    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these. Its prompts, or first turns, replace the random ones of `prompt_tokens`."""
+    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these.
+
+    Its prompts, or first turns, replace random prompts of `prompt_tokens`.
+    """
     prompt_tokens: int = 512
     new_tokens: int = 64
     batch_size: int = 1
@@ -133,23 +152,30 @@ class EvaluateConfig:
     """The data that a model is measured on: a text, questions, or both."""
 
     data: str | None = None
-    """A `.txt`, one text, or a `.jsonl`, `.csv` or `.json` with `text` or `prompt` in each row, or `.gz` of these: gives perplexity."""
+    """A file with text, for perplexity.
+
+    A `.txt` (one text), or a `.jsonl`, `.csv` or `.json` with `text` or `prompt` in each row, or `.gz` of these.
+    """
     window: int | None = None
-    """Most tokens that the model sees at once; null: 512, or the context where that is shorter."""
+    """Most tokens that the model sees at once; null: 512, or the context length if that is shorter."""
     stride: int | None = None
-    """Tokens between the beginnings of two windows; null: the window, so that windows do not overlap."""
+    """Tokens between the starts of two windows; null: the window, so that windows do not overlap."""
     questions: str | None = None
-    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, with rows as in predict and an `answer` in each: gives the accuracy."""
+    """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, with rows as in predict and an `answer` in each: for accuracy.
+    """
     tasks: list[str] = field(default_factory=list)
-    """Tasks of lm-evaluation-harness (extra `eval`), by name: each gives its own metrics."""
+    """Names of lm-evaluation-harness tasks (extra `eval`). Each returns its own metrics."""
     tasks_folder: str | None = None
-    """Folder with the YAML files of further tasks."""
+    """Folder with YAML files of additional tasks."""
     num_fewshot: int | None = None
-    """Examples before each question of `tasks`; null: as many as the task says."""
+    """Examples before each question of `tasks`; null: the task's default."""
     limit: int | None = None
     """Most questions of each of `tasks`; null: all."""
     reference: str = "none"
-    """Folder or hub id of the float model that this one was made of: gives KL divergence and agreement on `data`. none: neither."""
+    """Folder or hub id of the float model of a quantised model, or none.
+
+    Gives KL divergence and agreement on `data`.
+    """
 
     def __post_init__(self) -> None:
         for name, least in (("window", 2), ("stride", 1)):
@@ -172,22 +198,25 @@ class EvaluateConfig:
 
 @dataclass
 class ConvertConfig:
-    """The checkpoint of `model.path`, written in another layout, division or dtype."""
+    """Write the checkpoint of `model.path` in another layout, sharding or dtype."""
 
     output: str | None = None
-    """Folder to make, which appears when it is complete."""
+    """Folder to create; it appears when it is complete."""
     format: CheckpointFormat = CheckpointFormat.hf
     tp: int = 1
-    """Ranks that share every matrix (format=sharded)."""
+    """Tensor parallel ranks (format=sharded)."""
     pp: int = 1
-    """Stages that share the layers (format=sharded)."""
+    """Pipeline parallel stages (format=sharded)."""
     dtype: ConvertDType = ConvertDType.auto
-    """Dtype of the tensors that are written; auto: each one's own, in GGUF that of most. q4_0 and the like: a type of GGUF files, of most
-    matrices; llama-quantize's rules say which have more bits."""
+    """Dtype of the written tensors; auto: unchanged, and in GGUF the dtype of most tensors.
+
+    A GGUF type such as q4_0 is the type of most matrices. llama-quantize's rules select the matrices with more bits.
+    """
     lora: str | None = None
     """Folder of a LoRA adapter in PEFT's layout to merge into the weights."""
     max_shard_size: str = "5GB"
-    """Most bytes of a weight file (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s)."""
+    """Most bytes of a weight file (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s).
+    """
     overwrite: bool = False
     """Replace the model in `output`."""
 
@@ -221,14 +250,14 @@ class ConvertConfig:
 
 @dataclass
 class ExportConfig:
-    """The model as its graph and its packed weights, which run without its code and its checkpoint."""
+    """The model as a graph with packed weights, which runs without the model's code and checkpoint."""
 
     output: str | None = None
-    """Folder to make, which appears when it is complete and proved."""
+    """Folder to create; it appears when it is complete and verified."""
     tp: int = 1
-    """Ranks that compute each layer together."""
+    """Tensor parallel ranks."""
     pp: int = 1
-    """Stages, each of which has some of the layers."""
+    """Pipeline parallel stages."""
     overwrite: bool = False
     """Replace the model in `output`."""
 
@@ -240,12 +269,12 @@ class ExportConfig:
 
 @dataclass
 class PrefixConfig:
-    """Prompts whose keys and values are kept in a file, for rows that begin with them."""
+    """Store the KV cache of prompts in a file, for rows that have these prefixes."""
 
     data: str | None = None
     """A prompt, a file or `-`, with rows as in predict."""
     output: str | None = None
-    """File to make, which appears when it is complete."""
+    """File to create; it appears when it is complete."""
     add_special_tokens: bool = True
     """As in predict."""
     chat_template: str = "auto"
@@ -262,8 +291,10 @@ class SweepConfig:
     """Settings of a sweep (-m)."""
 
     objective: Any = None
-    """What each job hands to a sweeper that searches, such as Optuna's: the key of a number in its metrics.json, as
-    decode_tokens_per_s or time_to_first_token_s.p50, or a list of such; null: nothing."""
+    """Result that each job returns to an optimising sweeper, such as Optuna's; null: nothing.
+
+    The key of a number in metrics.json, such as decode_tokens_per_s or time_to_first_token_s.p50, or a list of keys.
+    """
 
     def __post_init__(self) -> None:
         names = self.objective if isinstance(self.objective, list) else [self.objective]

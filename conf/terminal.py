@@ -1,19 +1,22 @@
-"""Make text from outside safe to print. A terminal obeys control characters: they move its cursor, set its title, hide text."""
+"""Make untrusted text safe to print.
+
+A terminal obeys control characters, which move the cursor, set the title or hide text.
+"""
 
 import logging
 import re
 
-# C0 without tab and newline, delete, C1, and the characters that turn the direction of writing.
+# C0 without tab and newline, delete, C1, and characters that change the writing direction.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def escape_control_chars(text: str) -> str:
-    r"""Return the text with control characters as their escapes, as in `\x1b[31m`."""
+    r"""Replace control characters by escapes, as in `\x1b[31m`."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def escape_line(text: str) -> str:
-    """Return the text as `escape_control_chars` does, with line breaks as escapes too, for a place within one line."""
+    """Replace control characters as `escape_control_chars` does, and line breaks too, for text within one line."""
     return escape_control_chars(text).replace("\n", "\\n")
 
 
@@ -25,7 +28,7 @@ class EscapingFormatter(logging.Formatter):
 
 
 def log_warnings() -> None:
-    """Print the warnings of this process on standard error, unless somebody has chosen what becomes of them."""
+    """Print this process's warnings on standard error, unless logging is configured already."""
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)

@@ -67,8 +67,8 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
 def plan_pruning(model: CausalLM, config: QuantConfig) -> list[str]:
     """Return the names of the linear layers that `quant.sparsity` prunes, without skipped layers.
 
-    They are in decoder layers. Raises UserError for a pattern that matches no layer, if no layer is left to prune, and for input channels that
-    groups of four do not divide.
+    They are in decoder layers. Raises UserError for a pattern that matches no layer, if no layer is left to prune, and
+    for input channels that groups of four do not divide.
     """
     if not config.sparsity.prunes:
         return []
