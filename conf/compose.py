@@ -391,7 +391,6 @@ def options_over_saved(arguments: list[str]) -> list[str]:
 
 
 def _folder_flag(arguments: list[str], short: str, flag: str) -> tuple[Path | None, list[str]]:
-    """Return the folder that `flag` names, or None, and the remaining arguments."""
     folder, others, rest = None, [], iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")

@@ -70,7 +70,7 @@ class DecodeConfig:
     logit_bias: Any = None
     """Added to the logits of these token ids: {ID: BIAS, ...}."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that are never generated as the tokenizer encodes them, at the start of a word or within a word."""
+    """Texts whose token sequences are never generated. Each text is encoded with and without a leading space."""
     bad_words_ids: Any = None
     """Token id sequences that are never generated: [[ID, ...], ...]. A sequence of only the model's eos is ignored."""
     suppress_tokens: Any = None

@@ -87,7 +87,7 @@ class Backend(Enum):
 
 class Sum(Enum):
     gather = "gather"  # ranks gather the inputs of a layer, so that each sum has the same bits as in one process
-    reduce = "reduce"  # ranks add partial sums: half the communication, but bits depend on tp
+    reduce = "reduce"  # ranks add partial sums: half as many exchanges, but bits depend on tp
 
 
 class ExpertPlacement(Enum):
@@ -175,7 +175,7 @@ class ParallelConfig:
     null: 2, or with pp the number of ranks that torchrun or srun started. With mode=ray it is per engine; null: one.
     """
     backend: Backend = Backend.auto
-    """How ranks communicate. Tensor parallel ranks on several machines need backend=gloo."""
+    """How ranks communicate. Tensor parallel ranks on several machines need a named backend: gloo, or nccl on GPUs."""
     sum: Sum = Sum.gather
     """How tensor parallel ranks compute a layer's outputs.
 
@@ -365,7 +365,6 @@ class RunConfig:
                     raise UserError(f"predict.{name}={typed(value)} is not used by task={self.task.name}: leave it out")
 
     def _check_ranks(self) -> None:
-        """Raises UserError for settings that do not work with several ranks."""
         if self.task in (Task.convert, Task.prefix):
             mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
             ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"

@@ -62,11 +62,9 @@ def place_part(
     shards: Mapping[str, Shard],
     layout_of: LayoutOf,
 ) -> None:
-    """Place a whole part into a model that has floats there.
+    """Place a whole part into a model that has floats there. Raises UserError for impossible values.
 
-    A rank's model takes its own shard; `shards` as `divide` returns them.
-
-    Raises UserError for impossible values.
+    A rank's model takes its own shards; `shards` as `shard_model` returns them.
     """
     device, rest = next(model.parameters()).device, dict(tensors)
     for name, scheme in part.schemes.items():

@@ -54,7 +54,6 @@ class PartFiles:
         return (self.path_of(part)).is_file()
 
     def write(self, part: QuantizedLayer, kept: KeptPart) -> None:
-        """Store a quantised part."""
         if kept.folds is not None:
             # Folds come first: a part counts as complete as soon as its file exists.
             add_folds(self.folder, kept.folds)

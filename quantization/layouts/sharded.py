@@ -46,7 +46,6 @@ class ShardedLayout:
         raise ValueError("a layout is shared once")
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight of these outputs. Raises UserError as the whole layout does."""
         axes = self.whole.output_axes()
         if not axes:
             return _of_rows(self.whole.read(tensors), [output for each in self.outputs for output in each])
@@ -100,7 +99,6 @@ class InputsLayout:
         raise ValueError("a layout is shared once")
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        """Return the weight of these inputs. Raises UserError as the whole layout does."""
         stored = self.whole.read(tensors)
         weight = stored.weight
         assert weight.permutation is None
