@@ -44,9 +44,8 @@ class Smoother:
     ) -> tuple[dict[str, str], dict[str, Fold]]:
         """Scale every group whose producer exists, and update `groups` to the scaled inputs.
 
-        Returns notes and folds by linear layer.
-
-        All folds are tested together. If the output changes, they are undone, repeated and tested one by one.
+        Returns notes and folds by linear layer. All folds are tested together. If the output changes, they are undone,
+        repeated and tested one by one. With quant.shift they are tested one by one from the start.
         """
         # Groups without a norm come first, because the linear layers after a norm may be their producers.
         ordered = sorted(groups, key=lambda group: group.norm is not None)
@@ -116,7 +115,7 @@ class Smoother:
     def _divide_norm(self, name: str, scales: Tensor) -> Tensor:
         """Divide a norm's output by scales [I].
 
-        Returns the exact scales after the norm's weight is rounded to its dtype.
+        Returns the scales that the norm applies after its weight is rounded to its dtype.
         """
         weight, bias = self._parameters(name)
         offset = self._layout.norm_weight_offset
