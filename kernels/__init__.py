@@ -1,4 +1,5 @@
-"""Floor 1, the operators: one folder each. `reference.py` is the specification in plain PyTorch; faster versions stand beside it.
+"""The operators, one folder each. `reference.py` is the specification in plain PyTorch; `cpu.cpp` and `triton.py` are
+faster versions.
 
-transformers looks for a package of this name: keep this file light and without a version.
+transformers looks for a package named `kernels`: keep this file light and without a version.
 """

@@ -1,4 +1,5 @@
-"""Compiles the C++ kernels, once for each instruction set and compiler, and loads them. Needs no package but the standard library.
+"""Compiles the C++ kernels, once for each instruction set and compiler, and loads them. Needs only the standard
+library.
 
 `python -m kernels.build` compiles for this CPU.
 """
@@ -24,25 +25,27 @@ log = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).resolve().parent
 
-# Levels of the x86-64 ABI and not `native`: one cache serves every machine of a cluster, and a CPU's odd features change no result.
-# No fast-math, and no contraction of a * b + c into one rounding: where the compiler does that depends on how it unrolled a loop, so an
-# element's bits would depend on its place. Kernels that want a fused multiply-add say so.
-# Hidden symbols: else the second library that a process loads would use the first one's list of functions.
+# Levels of the x86-64 ABI instead of `native`: one cache serves every machine of a cluster, and unusual features of a
+# CPU change no result.
+# No fast-math, and no contraction of a * b + c into one rounding: the compiler contracts or not depending on how it
+# unrolled a loop, so the bits of an element would depend on its index. Kernels that want a fused multiply-add request
+# it explicitly.
+# Hidden symbols: otherwise a second library in the same process would use the function list of the first.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-pthread")
 AVX2, AVX2_FLAGS = {"avx2", "fma", "f16c"}, ("-march=x86-64-v3",)
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "fma", "f16c"}
 AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 AMX = {"amx_tile", "amx_int8", "amx_bf16"}
-INSTRUCTION_SETS = {  # name, best first -> what /proc/cpuinfo must list, what the compiler is told
+INSTRUCTION_SETS = {  # name, best first -> flags required in /proc/cpuinfo, compiler flags
     "amx": (AVX512 | AMX, (*AVX512_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")),
     "avx512": (AVX512, AVX512_FLAGS),
     "avx2": (AVX2, AVX2_FLAGS),
     "amx_emulated": (
         AVX2,
         (*AVX2_FLAGS, "-DTILES_IN_CPP"),
-    ),  # kernels/tiles.h in plain C++: for tests, for no CPU has it as its best
+    ),  # kernels/tiles.h in plain C++, for tests; never selected, because avx2 precedes it
 }
-TYPES: dict[str, Any] = {  # by the letters of kernels/operator.h
+TYPES: dict[str, Any] = {  # by the type letters of kernels/operator.h
     "v": None,
     "P": ctypes.c_void_p,
     "q": ctypes.c_int64,
@@ -53,11 +56,11 @@ TYPES: dict[str, Any] = {  # by the letters of kernels/operator.h
 
 
 class NotBuilt(Exception):
-    """Why there are no fast kernels, and what to do about it."""
+    """The C++ kernels are not available. The message gives the reason and a remedy."""
 
 
 class Exported(ctypes.Structure):
-    """`struct Exported` in kernels/operator.h: one function, and a pointer to the next."""
+    """`struct Exported` in kernels/operator.h: a node of the linked list of functions."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -68,7 +71,8 @@ class Exported(ctypes.Structure):
 
 
 class Library:
-    """The C++ functions of one instruction set, each an attribute that takes the arguments of its declaration."""
+    """The C++ functions of one instruction set. Each function is an attribute that takes the arguments of its C++
+    declaration."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -86,7 +90,8 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """Return the kernels for this CPU; None, after one warning, where they cannot be had: then the operators run in plain torch."""
+    """Return the kernels for this CPU, or None after one warning if they are not available. Operators then run in plain
+    torch."""
     try:
         return load(instruction_set())
     except NotBuilt as error:
@@ -95,7 +100,7 @@ def library() -> Library | None:
 
 
 def instruction_set() -> str:
-    """Return the name of the best instruction set that this CPU has. Raises NotBuilt if it has none."""
+    """Return the name of the best instruction set of this CPU. Raises NotBuilt if the CPU supports none of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -108,33 +113,35 @@ def instruction_set() -> str:
 
 
 def _may_use_tiles() -> bool:
-    """Ask Linux for the use of AMX's tiles, for all threads of this process and its children: it refuses under gVisor, or if it is old."""
+    """Request permission to use AMX tiles for all threads of this process and its children. gVisor and old kernels
+    refuse."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # Linux, Documentation/arch/x86/xstate.rst
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 @functools.cache
 def load(name: str) -> Library:
-    """Return the kernels for the instruction set `name`, compiled if the cache does not hold them.
+    """Return the kernels for the instruction set `name`. Compiles them if they are not in the cache.
 
-    Raises NotBuilt where they cannot be compiled or kept, and UserError where another user could have put them there: a slower run would
-    hide that.
+    Raises NotBuilt if they cannot be compiled or stored. Raises UserError if another user could have written the
+    library: falling back to torch would only hide that.
     """
     try:
         return Library(compiled(name))
-    except (OSError, RuntimeError) as error:  # RuntimeError: of a user who has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise NotBuilt(
             f"{error}; make the folder writable, or name another in the environment variable XDG_CACHE_HOME"
         ) from error
 
 
 def compiled(name: str) -> Path:
-    """Return the file of the library that `load` loads. Raises NotBuilt, UserError, and OSError where the cache cannot be written."""
+    """Return the path of the library that `load` loads. Raises NotBuilt, UserError, and OSError if the cache is not
+    writable."""
     path = cache_folder() / f"kernels-{name}-{fingerprint(compiler(), name)}.so"
     if not path.exists():
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():  # another process may have built it meanwhile
+            if not path.exists():  # another process may have compiled it while this one waited
                 remove_abandoned(path.parent)
                 _compile(compiler(), name, path)
     refuse_foreign(path)
@@ -142,7 +149,7 @@ def compiled(name: str) -> Path:
 
 
 def compiler() -> str:
-    """Return the path of the C++ compiler. Raises NotBuilt where there is none."""
+    """Return the path of the C++ compiler. Raises NotBuilt if there is none."""
     found = shutil.which(os.environ.get("CXX", "c++"))
     if found is None:
         raise NotBuilt("there is no C++ compiler; install g++ 11 or later, or name one in the environment variable CXX")
@@ -154,7 +161,7 @@ def sources() -> list[Path]:
 
 
 def fingerprint(compiler: str, name: str) -> str:
-    """Return a digest of what the library is built from: sources, flags, and the compiler with its version."""
+    """Return a digest of the sources, the flags, and the compiler with its version."""
     version = subprocess.run([compiler, "--version"], capture_output=True).stdout
     parts = [version, repr((FLAGS, INSTRUCTION_SETS[name][1])).encode()]
     parts += [file.read_bytes() for file in [*sources(), *sorted(KERNELS.glob("**/*.h"))]]
@@ -162,22 +169,22 @@ def fingerprint(compiler: str, name: str) -> str:
 
 
 def _compile(compiler: str, name: str, path: Path) -> None:
-    """Write the library to `path`, all of it or nothing."""
+    """Write the library to `path` atomically."""
     print(f"compiling the kernels for {name}, once: a minute or two", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [compiler, *FLAGS, *INSTRUCTION_SETS[name][1]]
         objects = [f"{folder}/{number}.o" for number in range(len(sources()))]
         commands = [[*flags, "-c", str(file), "-o", made] for file, made in zip(sources(), objects, strict=True)]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # which wait for as many compilers
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each thread waits for a compiler process
             list(pool.map(run, commands))
         made = Path(folder) / path.name
         run([*flags, "-shared", *objects, "-o", str(made)])
-        made.chmod(0o755)  # whatever the umask: what others can write is refused later
+        made.chmod(0o755)  # independent of the umask: `refuse_foreign` rejects files that others can write
         made.replace(path)
 
 
 def run(command: list[str]) -> None:
-    """Run the compiler. Raises NotBuilt with what it says where it fails."""
+    """Run the compiler. Raises NotBuilt with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         said = done.stderr.strip()[:2000]
@@ -187,5 +194,5 @@ def run(command: list[str]) -> None:
 if __name__ == "__main__":
     try:
         compiled(instruction_set())
-    except (NotBuilt, OSError, UserError) as error:  # the run says what it does without them
+    except (NotBuilt, OSError, UserError) as error:  # a run without the kernels prints the same warning
         print(error, file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The folder of compiled kernels. Their code runs as the user, so nobody else but root may own or change what is in it."""
+"""The folder of compiled kernels. Their code runs as the user, so only the user and root may own or change its
+contents."""
 
 import grp
 import os
@@ -10,20 +11,22 @@ from pathlib import Path
 
 from conf.errors import UserError
 
-ABANDONED_AFTER_S = 24 * 60 * 60  # a compilation takes a minute or two
+ABANDONED_AFTER_S = 24 * 60 * 60  # a compilation takes one to two minutes
 
 
 def cache_folder() -> Path:
-    """Return the folder, without symbolic links in its path, made where it is missing.
+    """Return the cache folder with symbolic links resolved. Creates it if it is missing.
 
-    Raises UserError where another user could replace it: each folder of its path, up to the home folder, is looked at. Raises OSError where
-    it cannot be made.
+    Raises UserError if another user could replace it: every folder of its path, up to the home folder, is checked.
+    Raises OSError if it cannot be created.
     """
     given = os.environ.get("XDG_CACHE_HOME")
     folder = ((Path(given) if given else Path.home() / ".cache") / "quintet").resolve()
     for each in reversed((folder, *folder.parents)):
         if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)  # whatever the umask: what this makes, it does not refuse later
+            each.mkdir(
+                mode=0o700, exist_ok=True
+            )  # independent of the umask: this function does not reject its own folders later
     home = Path(os.path.expanduser("~")).resolve()
     refuse_foreign(folder)
     for parent in folder.parents:
@@ -34,22 +37,23 @@ def cache_folder() -> Path:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises UserError unless `path` is the user's own or root's, and nobody else can write to it."""
+    """Raise UserError unless `path` belongs to the user or root, and no other user can write to it."""
     _refuse(path, "remove it, and it is made anew", is_above=False)
 
 
 def is_private(group: int) -> bool:
-    """Return whether nobody but the user is in a group: one of the user's own name, or in a container root's."""
+    """Return whether the user is the only member of a group: the group of the user's own name, or root's group in a
+    container."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except KeyError:  # a user by number alone, as in a container
+    except KeyError:  # a user without an entry, as in a container
         return group == 0
     return entry.gr_name == user.pw_name != "root" and set(entry.gr_mem) <= {user.pw_name}
 
 
 def _refuse(path: Path, remedy: str, is_above: bool) -> None:
-    """`is_above`: a folder of the path, which a group of the user alone may write to. In one like /tmp everybody may, but nobody may
-    move or remove what is another's."""
+    """`is_above`: `path` is a parent folder. A group with no other members may write to it. A parent with the sticky
+    bit, such as /tmp, may be writable by all users, because they cannot move or remove the files of other users there."""
     found = path.stat()
     writers = stat.S_IWOTH if is_above and is_private(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
     is_open = found.st_mode & writers and not (is_above and found.st_mode & stat.S_ISVTX)
@@ -63,7 +67,7 @@ def _refuse(path: Path, remedy: str, is_above: bool) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what compilations that were killed left in the cache `folder`, once it is too old to be another process's."""
+    """Remove what killed compilations left in `folder`, once it is too old to belong to a running process."""
     for left in folder.glob("tmp*"):
         try:
             if time.time() - left.stat().st_mtime > ABANDONED_AFTER_S:

@@ -1,7 +1,8 @@
-"""Record a computation on a CPU and repeat it on what its inputs hold by then, as a CUDA graph does on a GPU.
+"""Records a computation on a CPU and replays it on the current contents of its inputs, as a CUDA graph does on a GPU.
 
-A decode step of a small model is 200 short calls, and Python takes longer to make them than they take. Recorded, the library makes its own
-in one; torch's operators between them write into the tensors that they made the first time.
+A decode step of a small model consists of 200 short calls, and Python needs more time to issue them than they take to
+run. In a replay the library runs its own recorded calls in one call. torch's operators between them write into the
+tensors that they created while recording.
 """
 
 import functools
@@ -20,14 +21,14 @@ from kernels.repeating import repeat_in_library
 T = TypeVar("T")
 aten = torch.ops.aten
 
-NO_WORK = (  # memory without contents, and a view that does not say it is one
+NO_WORK = (  # they allocate memory without writing it, or return a view without the view flag
     aten._unsafe_view.default,
     aten.empty.memory_format,
     aten.empty_like.default,
     aten.empty_strided.default,
     aten.new_empty.default,
 )
-REPEATABLE = {  # the shapes of their results do not depend on the numbers in their inputs: each with the form that writes into tensors
+REPEATABLE = {  # their output shapes do not depend on input values; operator -> its out= variant
     aten._softmax.default: aten._softmax.out,
     aten._to_copy.default: aten._to_copy.out,
     aten.add.Tensor: aten.add.out,
@@ -71,7 +72,7 @@ REPEATABLE = {  # the shapes of their results do not depend on the numbers in th
 
 
 class Graph:
-    """The recorded calls of a computation, in order. A replay reads inputs and weights, and writes results, where they were."""
+    """The recorded calls of a computation, in order. A replay uses the same addresses of inputs, weights and results."""
 
     def __init__(self, steps: list[Callable[[], Any]], kept: list[Tensor], read: list[Any]) -> None:
         self._steps = steps
@@ -86,10 +87,10 @@ class Graph:
 
 
 def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
-    """Compute, and record it. Return the graph, and the result, which a replay writes anew.
+    """Run `compute` and record it. Return the graph and the result; a replay overwrites the result.
 
-    No graph where there is no library, or where something is computed that cannot be repeated blindly: by an operator that is not
-    `REPEATABLE`, or to a shape that depends on numbers. Inputs must be kept by the caller, and stay where they are.
+    The graph is None if there is no library, or if an operator cannot be replayed: it is not in `REPEATABLE`, or its
+    output shape depends on values. The caller must keep the inputs alive and at the same addresses.
     """
     library = build.library()
     if library is None:
@@ -105,9 +106,10 @@ def capture(compute: Callable[[], T]) -> tuple[Graph | None, T]:
 
 
 def repeated(call: Callable[[], None]) -> None:
-    """Make a call that neither torch's operators nor the library's show as a whole, and make it again in each replay of what is recorded.
+    """Run an opaque call now and on every replay. Neither torch's operators nor the library's recording cover it as a
+    whole.
 
-    It reads and writes tensors where they are.
+    The call reads and writes tensors at fixed addresses.
     """
     recorder = _get_current_dispatch_mode()
     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -118,11 +120,12 @@ def repeated(call: Callable[[], None]) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees torch's operators, and cuts the recording of the library's calls where there is one to repeat."""
+    """Intercepts torch's operators. Ends the current recording of library calls at each operator that must be replayed."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled by torch; to skip its compiler, torch would import it first, which takes a second."""
+        """Return False: torch compiles nothing here. Returning True would import torch's compiler, which takes a
+        second."""
         return False
 
     def __init__(self, library: build.Library) -> None:
@@ -130,8 +133,8 @@ class _Recorder(TorchDispatchMode):
         self._library = library
         self.steps: list[Callable[[], Any]] = []
         self.kept: list[Tensor] = []
-        self.read: list[Any] = []  # arguments of torch's operators that the library repeats
-        self.obstacle: Any = None  # what cannot be repeated
+        self.read: list[Any] = []  # arguments of torch operators that the library repeats
+        self.obstacle: Any = None  # the operator that cannot be replayed
 
     def begin(self) -> None:
         calls = self._library.begin_recording()
@@ -141,13 +144,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # an operator that is made of others, as contiguous(), shows only then whether it computes
+        with self:  # a composite operator such as contiguous() shows only after decomposition whether it computes
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        if not func.is_view:  # a view is of an input, of a weight, or of what is kept
+        if not func.is_view:  # a view shares memory with an input, a weight or a kept tensor
             self.kept += [each for each in results if isinstance(each, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             if repeat_in_library(self._library, func, args, kwargs, result):
@@ -161,7 +164,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _NumbersRead(TorchFunctionMode):
-    """Sees the ways to read numbers that are no operators of torch's: a replay would not read them again."""
+    """Intercepts reads of values that are not torch operators. A replay would not read them again."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -174,7 +177,8 @@ class _NumbersRead(TorchFunctionMode):
 
 
 def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callable[[], Any]:
-    """Return the call that writes into the results, whose dtypes and devices it takes."""
+    """Return the call that writes into the results. Arguments that the out= variant lacks (dtype, device) come from the
+    results."""
     again = REPEATABLE[func]
     taken = {argument.name for argument in again._schema.arguments}
     names = [argument.name for argument in again._schema.arguments if argument.is_out]
@@ -183,6 +187,6 @@ def _again(func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Callab
 
 
 def _chooses_by_mask(func: Any, args: Any) -> bool:
-    """Return whether an index is a mask, so that the shape of what it chooses depends on numbers."""
+    """Return whether an index is a mask. The output shape then depends on values."""
     masks = torch.bool, torch.uint8
     return func is aten.index.Tensor and any(index is not None and index.dtype in masks for index in args[1])

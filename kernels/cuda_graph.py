@@ -1,4 +1,4 @@
-"""CUDA graphs: a computation recorded once on a GPU, and launched again as a whole on what its inputs hold by then."""
+"""CUDA graphs: a computation is recorded once on a GPU, then launched as a whole on the current contents of its inputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,7 +8,10 @@ import torch
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """A wait for the GPU raises RuntimeError here. While recording it would too, but leave torch's allocator amid a capture."""
+    """Make a synchronisation with the GPU raise RuntimeError.
+
+    It would also raise during the recording, but would leave torch's allocator in the middle of a capture.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -18,18 +21,20 @@ def _no_waits() -> Iterator[None]:
 
 
 class GraphPool:
-    """Memory that graphs share because no two of them run at once. Where the largest is captured first, the others fit into it."""
+    """Memory that graphs share, because they never run at the same time. Capture the largest graph first: the smaller
+    ones then fit into its memory."""
 
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Record a computation, and return what repeats it on what its inputs hold by then.
+        """Record a computation. Return the function that replays it on the current contents of its inputs.
 
-        It is computed once, so that kernels are compiled and libraries have their memory; again with an error for each wait; then recorded.
-        Inputs and outputs are the caller's, and stay where they are. Raises RuntimeError for what a graph cannot hold, such as a wait for
-        the GPU; then nothing is left recording.
+        `compute` runs three times: once to compile kernels and let libraries allocate memory, once with an error for
+        each synchronisation, once recorded. The caller owns inputs and outputs, whose addresses must not change. Raises
+        RuntimeError if a graph cannot hold the computation, for example because it waits for the GPU; no capture is
+        left open then.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -42,7 +47,7 @@ class GraphPool:
             try:
                 compute()
             except BaseException:
-                with suppress(RuntimeError):  # which says only that something was wrong before
+                with suppress(RuntimeError):  # it only repeats that an earlier call failed
                     graph.capture_end()
                 raise
             graph.capture_end()

@@ -1,4 +1,4 @@
-"""The numbers by which C++ knows torch's dtypes."""
+"""The numbers of torch's dtypes in C++."""
 
 import torch
 

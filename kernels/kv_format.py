@@ -1,6 +1,6 @@
-"""How the keys and values of all tokens lie in the paged cache: the layout that kv_store, paged_attention and copy_blocks share.
+"""The layout of keys and values in the paged cache, shared by kv_store, paged_attention and copy_blocks.
 
-A vector is what one token has in one head: N blocks of B slots, G key/value heads, D channels per head.
+A vector is the key or value of one token in one head. N blocks of B slots, G key/value heads, D channels per head.
 """
 
 import ctypes
@@ -23,18 +23,19 @@ REGISTER_BYTES = 64
 
 
 class KVFormat(Protocol):
-    """The encoding of cached vectors of D channels. Each vector is encoded on its own, so nothing depends on a token's company."""
+    """The encoding of cached vectors of D channels. Each vector is encoded on its own, so its codes do not depend on
+    other tokens."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors to store, each [..., G, *] for vectors [..., G, D]."""
+        """Return the tensors to store, each [..., G, *], for vectors [..., G, D]."""
 
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """Vectors from what `encode` gave: [..., G, D], or wider where D was padded."""
+        """Return the vectors that `encode` stored: [..., G, D], or wider if D was padded."""
 
 
 @dataclass(frozen=True)
 class Unquantised:
-    """Vectors as they are."""
+    """Vectors in their own dtype."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         return (vectors,)
@@ -45,7 +46,7 @@ class Unquantised:
 
 @dataclass(frozen=True)
 class Int8:
-    """int8 codes [D] and a float32 scale: x = code * scale, symmetric. An element is off by half a scale at most."""
+    """int8 codes [D] and a float32 scale: x = code * scale, symmetric. The error of an element is at most half a scale."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         vectors = vectors.float()
@@ -59,8 +60,8 @@ class Int8:
 
 @dataclass(frozen=True)
 class Float8:
-    """float8_e4m3fn codes [D] (arXiv 2209.05433) and a float32 scale: x = code * scale. An element is off by 1/16 of itself at most, or
-    by 2^-10 of a scale where that is more."""
+    """float8_e4m3fn codes [D] (arXiv 2209.05433) and a float32 scale: x = code * scale. The error of an element is at
+    most 1/16 of its value, or 2^-10 of a scale if that is more."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         vectors = vectors.float()
@@ -74,8 +75,8 @@ class Float8:
 
 @dataclass(frozen=True, eq=False)
 class StaticInt8:
-    """int8 codes [D] under scales that were chosen before: x = code * scale of its head. An element is off by half a scale at most; beyond
-    127 scales it saturates. What is not finite is the code -128, and NaN when it is read."""
+    """int8 codes [D] with static scales: x = code * scale of its head. The error of an element is at most half a scale;
+    values beyond 127 scales saturate. A value that is not finite has the code -128 and is read as NaN."""
 
     scales: Tensor  # [G] float32
 
@@ -90,8 +91,8 @@ class StaticInt8:
 
 @dataclass(frozen=True, eq=False)
 class StaticFloat8:
-    """float8_e4m3fn codes [D] under scales that were chosen before: x = code * scale of its head. Beyond 448 scales it saturates. What is
-    not finite is NaN when it is read."""
+    """float8_e4m3fn codes [D] with static scales: x = code * scale of its head. Values beyond 448 scales saturate. A
+    value that is not finite is read as NaN."""
 
     scales: Tensor  # [G] float32
 
@@ -106,19 +107,22 @@ class StaticFloat8:
 
 @dataclass(frozen=True)
 class Int4:
-    """Two codes from 0 to 15 in a byte [P/2], channel 2i in its low bits, and for each group of C channels a scale and the lowest value,
-    float16 [P/C, 2]: x = code * scale + lowest. P is D padded to whole groups.
+    """Two codes from 0 to 15 per byte [P/2], channel 2i in the low bits. Each group of C channels has a scale and a
+    minimum, float16 [P/C, 2]: x = code * scale + minimum. P is D padded to whole groups.
 
-    An element is off by half a scale at most, and by the rounding of `lowest`, 2^-11 of it.
+    The error of an element is at most half a scale plus the rounding error of the minimum, 2^-11 of it.
     """
 
     num_groups: int
-    """Of a head of 16 to 128 channels. Wider ones have more groups, of 128 / num_groups channels; narrower ones groups of 4 at least."""
+    """Groups of a head of 16 to 128 channels. Wider heads have more groups, of 128 / num_groups channels; narrower
+    heads have groups of at least 4 channels."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         vectors = vectors.float()
         size = self._group_size(vectors.shape[-1])
-        padding = vectors[..., -1:].expand(*vectors.shape[:-1], -vectors.shape[-1] % size)  # widens no group's range
+        padding = vectors[..., -1:].expand(
+            *vectors.shape[:-1], -vectors.shape[-1] % size
+        )  # does not widen the range of a group
         groups = torch.cat((vectors, padding), dim=-1).unflatten(-1, (-1, size))  # [..., P/C, C]
         lowest, highest = groups.aminmax(dim=-1)
         lowest, scale = lowest.half(), ((highest - lowest) / INT4_MAX).half()
@@ -134,12 +138,13 @@ class Int4:
         return groups.flatten(-2)
 
     def _group_size(self, channels: int) -> int:
-        """C, an even number."""
+        """Return C, an even number."""
         return min(max(4, 2 * math.ceil(channels / (2 * self.num_groups))), 128 // self.num_groups)
 
 
 def _scale(vectors: Tensor, largest_code: float) -> Tensor:
-    """float32, one for each vector; above 0, so that zeros have codes too. NaN and infinite where the vector is."""
+    """Return a float32 scale per vector. It is above 0, so that zeros can be encoded; it is NaN or infinite if the
+    vector is."""
     return (vectors.abs().amax(-1) / largest_code).clamp(min=TINY)
 
 
@@ -150,11 +155,11 @@ FORMATS: dict[str, tuple[KVFormat, KVFormat]] = {
     # Some channels of keys are far larger than the rest: DECISIONS.md (KV cache) has the perplexity by the number of groups.
     "int4": (Int4(4), Int4(1)),
 }
-"""Of keys and of values, by the names of `quant.kv_cache`."""
+"""The formats of keys and of values, by the names of `quant.kv_cache`."""
 STATIC_FORMATS: dict[str, type[StaticInt8] | type[StaticFloat8]] = {"int8": StaticInt8, "fp8": StaticFloat8}
-"""Those with scales that were chosen before."""
+"""The formats with static scales."""
 STATIC_MAX = {StaticInt8: INT8_MAX, StaticFloat8: FLOAT8_MAX}
-"""Codes reach from minus this to this."""
+"""Codes range from minus this value to this value."""
 
 
 _NAMES: dict[KVFormat, str] = {
@@ -164,7 +169,7 @@ _NAMES: dict[KVFormat, str] = {
     Int4(4): "int4, 4 groups",
     Int4(1): "int4, 1 group",
 }
-"""By which a graph knows them; those with static scales by the names above."""
+"""The name of a format in a graph. Formats with static scales use the names in STATIC_FORMATS."""
 
 
 class View(ctypes.Structure):
@@ -186,18 +191,23 @@ class View(ctypes.Structure):
 
 # `enum class KVFormat` in kv_format.h
 NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3, StaticInt8: 1, StaticFloat8: 2}
-CODES = {0: None, 1: torch.int8, 2: torch.float8_e4m3fn, 3: torch.uint8}  # what is stored; None: the vectors' own dtype
-MAX_GROUP = 128  # codes of int4 that share a scale
+CODES = {
+    0: None,
+    1: torch.int8,
+    2: torch.float8_e4m3fn,
+    3: torch.uint8,
+}  # dtype of the stored codes; None: the dtype of the vectors
+MAX_GROUP = 128  # int4 codes that share a scale
 
 
 @dataclass(frozen=True)
 class PagedVectors:
-    """The keys, or the values, of one layer."""
+    """The keys or the values of one layer."""
 
     tensors: tuple[Tensor, ...]  # each [N, B, G, *], as `format` encodes
     format: KVFormat
-    channels: int  # D; of less than what is stored the first ones are meant
-    dtype: torch.dtype  # of the vectors when they are read
+    channels: int  # D; may be less than the stored channels, then only the first D count
+    dtype: torch.dtype  # of the decoded vectors
 
     @property
     def has_static_scales(self) -> bool:
@@ -205,14 +215,14 @@ class PagedVectors:
 
     @property
     def scales(self) -> Tensor | None:
-        """Return the scales of each vector (of int4 with the lowest values) [N, B, G, *], or the static ones of each head [G]."""
+        """Return the scales per vector [N, B, G, *] (int4: with the minimums), or the static scales per head [G]."""
         if isinstance(self.format, StaticInt8 | StaticFloat8):
             return self.format.scales
         return self.tensors[1] if len(self.tensors) == 2 else None
 
     @functools.cached_property
     def view(self) -> View | None:
-        """For the C++ kernels; None where they cannot read it."""
+        """The view for the C++ kernels; None if they do not support these tensors."""
         stored, scales = self.tensors[0], self.scales
         if self.dtype not in DTYPES or type(self.format) not in NUMBERS or not self._holds_channels():
             return None
@@ -232,7 +242,7 @@ class PagedVectors:
         )
 
     def _holds_channels(self) -> bool:
-        """Return whether the tensors have the shapes and dtypes by which C++ finds all channels of a vector, and their scales."""
+        """Return whether shapes and dtypes are the ones from which C++ computes the addresses of channels and scales."""
         stored, scales, is_int4 = self.tensors[0], self.scales, isinstance(self.format, Int4)
         dtype = CODES[NUMBERS[type(self.format)]] or self.dtype
         if stored.ndim != 4 or stored.dtype != dtype or self.channels > stored.shape[3] * (1 + is_int4):
@@ -250,10 +260,10 @@ class PagedVectors:
 def allocate(
     format: KVFormat, size: tuple[int, int, int], channels: int, dtype: torch.dtype, device: torch.device
 ) -> PagedVectors:
-    """A pool of `size` [N, B, G]. Not initialised: nothing is read before it is written, and on a CPU no page is taken before
-    (torch.zeros would take them all). There is memory after it that C++ may read, which takes whole registers, and else copies
-    vectors that do not fill them."""
-    # on the CPU where it can be: arithmetic on the meta device imports torch._dynamo, 2.6 s
+    """Allocate a pool of `size` [N, B, G], not initialised: every slot is written before it is read, and on a CPU the
+    system assigns no page before a write (torch.zeros would touch all pages). REGISTER_BYTES of memory follow, because
+    C++ reads whole registers; without them it copies vectors that do not fill a register."""
+    # On the CPU if possible: arithmetic on the meta device imports torch._dynamo, which takes 2.6 s.
     is_meta = isinstance(format, StaticInt8 | StaticFloat8) and format.scales.is_meta
     token = format.encode(torch.zeros(size[2], channels, dtype=dtype, device="meta" if is_meta else "cpu"))
     shapes = [(*size[:2], *part.shape) for part in token]
@@ -265,13 +275,13 @@ def allocate(
 
 
 def _bytes_behind(tensor: Tensor) -> int:
-    """In a contiguous tensor's own memory."""
+    """Return the bytes of the storage after the end of a contiguous tensor."""
     memory = tensor.untyped_storage()
     return memory.data_ptr() + memory.nbytes() - tensor.data_ptr() - tensor.nbytes
 
 
 def _parts(vectors: PagedVectors) -> tuple[tuple[Tensor, ...], str, Tensor | None, int, torch.dtype]:
-    """A format is known by its name, and by its scales if they are static."""
+    """Flatten the vectors for a graph. The format is represented by its name, and by its scales if they are static."""
     format = vectors.format
     for name, kind in STATIC_FORMATS.items():
         if isinstance(format, kind):

@@ -1,6 +1,6 @@
-"""How a GPU's products are launched where this was measured: `kernels/tuned/<GPU>.json`, which tests/bench/tune_gpu.py writes.
+"""Measured launch parameters of GPU products: `kernels/tuned/<GPU>.json`, written by tests/bench/tune_gpu.py.
 
-Nothing is measured here: a product asks by its shape, and where no file or no entry answers it takes its own constants.
+Nothing is measured at run time. A product looks its shape up, and uses constants if there is no file or no entry.
 """
 
 import json
@@ -18,12 +18,14 @@ from kernels.linear.gpu_weight import GPUWeight
 
 FOLDER = Path(__file__).parent / "tuned"
 ROWS = (1, 16, 32, 64, 256, 4096)
-"""A launch is for at most so many rows and more than the number before; that of the last number is for all above it, too."""
+"""A launch is for at most this number of rows, and more than the number before it. The last one is also for all larger
+numbers."""
 TIMES = ("seconds", "default_seconds")
 
 
 class Launch(NamedTuple):
-    """The outputs and the rows (one for each pair of token and expert) of a program's tile; powers of two, but for the stages."""
+    """The outputs and the rows (one per pair of token and expert) of a program's tile. All fields but `num_stages` are
+    powers of two."""
 
     outputs: int
     rows: int
@@ -32,7 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Return what every product is launched with; what it calls its rows is its own."""
+        """Return the launch options that all products share. Each product has its own name for the rows of a tile."""
         return {"OUTPUTS": self.outputs, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -40,22 +42,23 @@ class Shape(NamedTuple):
     """The problem that a launch was measured for."""
 
     kernel: str
-    """product, gated experts, weighted experts"""
+    """"product", "gated experts" or "weighted experts"."""
     rows: int
     """One of ROWS."""
     outputs: int
     inputs: int
     x_dtype: torch.dtype
-    """As the kernel reads it: of codes, if rows are quantised before."""
+    """As the kernel reads it: the dtype of the codes if activations are quantised."""
     code_dtype: torch.dtype
-    """uint8 if two codes of 4 bits share a byte."""
+    """uint8 if a byte holds two codes of 4 bits."""
     group_size: int | None
-    """Inputs that share a scale; None: all."""
+    """Inputs that share a scale; None: all inputs."""
     has_zero_points: bool
 
 
 def tuned_launch(kernel: str, rows: int, x: Tensor, weight: GPUWeight) -> Launch | None:
-    """Return the launch for `rows` rows like those of `x` on its GPU; None where none was measured. Raises UserError as `read`."""
+    """Return the launch for `rows` rows of `x`'s dtype on its GPU; None if none was measured. Raises UserError as
+    `read` does."""
     launches = _launches_on(x.device)
     return launches.get(shape_of(kernel, rows, x.dtype, weight)) if launches else None
 
@@ -68,7 +71,7 @@ def shape_of(kernel: str, rows: int, x_dtype: torch.dtype, weight: GPUWeight) ->
 
 
 def file_of(gpu: str) -> Path:
-    """Return the file of a GPU, whose name is that of torch.cuda.get_device_name."""
+    """Return the file of a GPU. `gpu` is the name that torch.cuda.get_device_name returns."""
     return FOLDER / f"{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
@@ -78,7 +81,8 @@ def _launches_on(device: torch.device) -> Mapping[Shape, Launch]:
 
 
 def read(gpu: str) -> dict[Shape, Launch]:
-    """Return the launches measured on this GPU; none if it has no file. Raises UserError if that is damaged, or another GPU's."""
+    """Return the launches measured on this GPU; empty if it has no file. Raises UserError if the file is damaged or
+    names another GPU."""
     path = file_of(gpu)
     try:
         content = json.loads(path.read_text())
@@ -107,7 +111,8 @@ def _parse(entry: dict[str, Any]) -> tuple[Shape, Launch]:
 
 
 def entry_of(shape: Shape, launch: Launch, seconds: float, default_seconds: float) -> dict[str, Any]:
-    """Return an entry of the file: what `read` takes back, and the medians of this launch and of the one that it replaces."""
+    """Return an entry of the file: the shape and launch that `read` parses, and the median times of this launch and of
+    the default launch."""
     dtypes = {name: str(getattr(shape, name)).removeprefix("torch.") for name in ("x_dtype", "code_dtype")}
     times = dict(zip(TIMES, (seconds, default_seconds), strict=True))
     return shape._asdict() | dtypes | {"launch": launch._asdict()} | times

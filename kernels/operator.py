@@ -1,4 +1,4 @@
-"""One declaration of an operator: what computes it (the reference, C++ or Triton), and what torch's graphs know of it."""
+"""The declaration of an operator: its implementations (reference, C++, Triton) and its node in torch's graphs."""
 
 import functools
 import importlib
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 
 class UnsupportedArguments(Exception):
-    """Arguments that the C++ kernels do not take, so that the reference computes."""
+    """The C++ kernels do not support these arguments. The reference computes instead."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How an argument that is neither a tensor nor a number stands in a schema, which knows nothing else."""
+    """Flattens an argument type that torch schemas cannot express."""
 
     take: Callable[[Any], tuple[Any, ...]]
     make: Callable[..., Any]
-    """An equal argument out of what `take` gave. Its parameters have the names and annotations of the parts."""
+    """Rebuild the argument from its parts. The parameters have the names and annotations of the parts."""
     of_each: bool = False
-    """Whether the argument is a list of such; then its parts are lists."""
+    """Whether the argument is a list of such objects. Each part is then a list."""
 
     @staticmethod
     def of(record: type) -> "Parts":
-        """Return the parts of a dataclass: its fields."""
+        """Return the Parts of a dataclass: one part per field."""
         names = [field.name for field in fields(record)]
         return Parts(lambda value: tuple(getattr(value, name) for name in names), record)
 
@@ -45,7 +45,7 @@ class Parts:
         return [self.make(*each) for each in zip(*parts, strict=True)] if self.of_each else self.make(*parts)
 
     def parameters(self, name: str) -> list[inspect.Parameter]:
-        """Return a schema's parameters for an argument `name`, which stand side by side, each as `name_part`."""
+        """Return the schema parameters of the argument `name`, one per part, named `name_part`."""
         parts = inspect.signature(self.make).parameters.values()
         types: list[Any] = [Sequence[part.annotation] if self.of_each else part.annotation for part in parts]  # type: ignore[name-defined]
         names = [f"{name}_{part.name}" for part in parts]
@@ -62,17 +62,20 @@ def operator(
     parts: Mapping[str, Parts] | None = None,
     mutates_args: Sequence[str] = (),
 ) -> Callable[[Callable[Concatenate[build.Library, P], T]], Callable[P, T]]:
-    """Declare an operator by the function that calls C++; the result takes the same arguments without the library.
+    """Declare an operator. The decorated function calls C++; the returned function takes the same arguments without the
+    library.
 
-    Eagerly it computes, after `check`, which raises ValueError for what no way computes:
+    In eager mode it first runs `check`, which raises ValueError for arguments that no implementation supports. Then it
+    calls the first implementation that applies:
 
-    - on a GPU by the function of this name in the folder's triton.py, if `has_triton`;
-    - with the C++ kernels by the decorated function, unless it raises UnsupportedArguments;
-    - else by `reference`.
+    - on a GPU, the function of this name in the folder's triton.py, if `has_triton`;
+    - the decorated function with the C++ kernels, unless it raises UnsupportedArguments;
+    - `reference`.
 
-    In a graph it is the node `quintet::<name>`. Its annotations are the schema, with `parts` of the arguments that a schema does not know;
-    these are positional. It writes into no arguments but `mutates_args`, named as in the schema; its results share memory with none.
-    `fake` returns tensors of the results' shapes and dtypes; None: `reference` does.
+    In a graph it is the node `quintet::<name>`. Its annotations are the schema; `parts` flattens the arguments that a
+    schema cannot express, which are positional. It writes only into `mutates_args`, named as in the schema. Its results
+    share no memory with its arguments. `fake` returns tensors of the results' shapes and dtypes; the default is
+    `reference`.
     """
 
     def register(function: Callable[Concatenate[build.Library, P], T]) -> Callable[P, T]:
@@ -99,7 +102,8 @@ def _dispatcher(
     has_triton: bool,
     to_graph: Callable[..., T] | None,
 ) -> Callable[P, T]:
-    """Return what chooses: with `to_graph` for Python's calls, without for torch's, out of a graph. A function between costs 0.2 us."""
+    """Return the function that selects an implementation. `to_graph` is given for calls from Python and None for calls
+    from torch's graphs. One function serves both uses: a further function call costs 0.2 us."""
     name, module = function.__name__, function.__module__
 
     def dispatch(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -123,7 +127,8 @@ def _dispatcher(
 
 @functools.cache
 def _in_triton(module: str, name: str) -> Callable[..., Any]:
-    """Return the function of an operator's triton.py, imported by the first call: a process without a GPU need not load Triton."""
+    """Return the function in an operator's triton.py. It is imported at the first call: a process without a GPU does
+    not load Triton."""
     function: Callable[..., Any] = getattr(importlib.import_module(f"{module}.triton"), name)
     return function
 
@@ -131,7 +136,7 @@ def _in_triton(module: str, name: str) -> Callable[..., Any]:
 def _register(
     name: str, schema: "Schema", compute: Callable[..., Any], fake: Callable[..., Any], mutates_args: Sequence[str]
 ) -> Any:
-    """Make `quintet::<name>` known to torch. Outside of a graph nothing calls it: through torch a call takes 3 us more."""
+    """Register `quintet::<name>` with torch. Eager code does not call it, because a call through torch takes 3 us more."""
 
     def implementation(*flat: Any) -> Any:
         return _contiguous(compute(*schema.unflatten(flat)))
@@ -140,7 +145,7 @@ def _register(
         return _contiguous(fake(*schema.unflatten(flat)))
 
     implementation.__signature__ = schema.signature  # type: ignore[attr-defined]
-    # Not torch.library.custom_op: it adds autograd, which nobody wants, and 1 ms for each operator to every start.
+    # Not torch.library.custom_op: it adds autograd, which is not needed, and 1 ms per operator to every start.
     qualified = f"quintet::{name}"
     torch.library.define(qualified, torch.library.infer_schema(implementation, mutates_args=mutates_args))
     torch.library.impl(qualified, "default", implementation)
@@ -149,7 +154,7 @@ def _register(
 
 
 class Schema:
-    """The arguments of a function, flattened. The last ones may be missing, or have names."""
+    """A function's signature with flattened arguments. Trailing arguments may be omitted or passed by name."""
 
     def __init__(self, signature: inspect.Signature, parts: Mapping[str, Parts]) -> None:
         self._parts = [parts.get(name) for name in signature.parameters]
@@ -163,13 +168,13 @@ class Schema:
 
     @property
     def arguments(self) -> list[tuple[Parts | None, list[str]]]:
-        """Return each argument's parts, None where it is its own, and the names that it has in the schema."""
+        """Return, per argument, its Parts (None if it needs none) and its names in the schema."""
         names = iter(self.signature.parameters)
         return [(own, [*islice(names, count)]) for own, count in zip(self._parts, self._counts, strict=True)]
 
     def flatten(self, args: Sequence[Any]) -> list[Any]:
         flat: list[Any] = []
-        # Parts have no defaults in the schema.
+        # Flattened arguments have no defaults in the schema.
         left = self._defaults[len(args) :] if any(self._parts[len(args) :]) else []
         for own, argument in zip(self._parts, (*args, *left), strict=False):
             flat += [argument] if own is None else own.flatten(argument)
@@ -186,7 +191,7 @@ class Schema:
 
 
 def _contiguous(results: Any) -> Any:
-    """Return contiguous results: what follows in a graph is made for these strides, whether C++, Triton or torch computes."""
+    """Return contiguous results. A graph is traced for these strides, whichever implementation runs."""
     if isinstance(results, Tensor):
         return results.contiguous()
     return results if results is None else type(results)(result.contiguous() for result in results)

@@ -1,4 +1,5 @@
-"""torch's simplest operators as calls of our library, so that a replay makes them without Python, whose calls take longer than they do."""
+"""The simplest torch operators as calls of the C++ library, so that a replay runs them without Python, whose overhead
+exceeds their time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ from kernels.build import Library
 from kernels.dtypes import DTYPES
 
 aten = torch.ops.aten
-MAX_AXES = 4  # of what is copied
+MAX_AXES = 4  # of a copied tensor
 
 
 def repeat_in_library(library: Library, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
-    """Write an operator's result again, to the bit, by a call of the library. Returns False where it takes no such arguments."""
+    """Write an operator's result again with a bit-identical library call. Returns False if the library does not support
+    the arguments."""
     make = CALLS.get(func)
     if make is None or not result.is_cpu or result.numel() == 0:
         return False
@@ -61,7 +63,7 @@ def _join(library: Library, out: Tensor, parts: list[Tensor], dim: int = 0) -> b
 
 
 def _are_alike(out: Tensor, x: Any) -> bool:
-    """Return whether x is a tensor of out's shape and dtype, and both are contiguous on the CPU."""
+    """Return whether x has out's shape and dtype, and both are contiguous on the CPU."""
     is_alike = isinstance(x, Tensor) and x.is_cpu and (x.shape, x.dtype) == (out.shape, out.dtype) and x.dtype in DTYPES
     return is_alike and x.is_contiguous() and out.is_contiguous()
 

@@ -1,4 +1,4 @@
-"""How many threads share the work of a C++ kernel. Results do not depend on it."""
+"""The number of threads of the C++ kernels. Results do not depend on it."""
 
 import functools
 import os
@@ -11,9 +11,11 @@ from kernels import build
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Set the number of threads, the calling one counted; None, as at first: one for each physical core that the process may use.
+    """Set the number of threads, including the calling one. None is the initial value: one per physical core that the
+    process may use.
 
-    Without the C++ kernels this does nothing: torch has its own threads. Raises ValueError for less than 1.
+    Without the C++ kernels this does nothing, because torch has its own threads. Raises ValueError if it is less than
+    1.
     """
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"{num_threads} threads: give at least 1")
@@ -24,7 +26,7 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def use_cores(cpus: Collection[int]) -> None:
-    """Keep the calling thread, and all that compute for it, to these hardware threads; with as many threads as they are cores."""
+    """Pin the calling thread and its worker threads to these hardware threads, with one thread per physical core."""
     os.sched_setaffinity(0, cpus)
     library = build.library()
     if library is not None:
@@ -40,10 +42,11 @@ def _at_first(library: build.Library) -> int:
 
 @contextmanager
 def threads(num_threads: int | None) -> Iterator[None]:
-    """Set the number of threads of a step's kernels; None: as it is. torch's own operators have one thread within.
+    """Set the number of threads of the C++ kernels during a step; None keeps it. torch's own operators use one thread
+    meanwhile.
 
-    More of torch's would stay awake for milliseconds after each operator, on the cores where ours compute. It costs a
-    microsecond: all threads stay, and the others sleep. Without the C++ kernels this does nothing.
+    Further torch threads would spin for milliseconds after each operator on the cores where the C++ kernels run. The
+    change costs a microsecond: no thread ends, and unused threads sleep. Without the C++ kernels this does nothing.
     """
     library = build.library()
     if library is None:

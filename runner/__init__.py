@@ -1,1 +1,1 @@
-"""The C++ program that runs an exported model without Python, and what builds it."""
+"""The C++ program that runs an exported model without Python, and its build script."""

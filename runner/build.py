@@ -1,4 +1,5 @@
-"""Builds the runner: `python -m runner.build FOLDER` writes a program and the library of the kernels, which move together."""
+"""Builds the runner: `python -m runner.build FOLDER` writes the program and the kernel library. Keep both in one
+folder."""
 
 import shutil
 import sys
@@ -10,7 +11,8 @@ PROGRAM, LIBRARY = "quintet-runner", "kernels.so"
 
 
 def build_runner(folder: Path) -> Path:
-    """Return the program for this machine's instruction set, compiled into `folder`. Raises kernels.build.NotBuilt."""
+    """Compile the program for this machine's instruction set into `folder`. Return its path. Raises
+    kernels.build.NotBuilt."""
     name = build.instruction_set()
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(build.compiled(name), folder / LIBRARY)

@@ -1,4 +1,4 @@
-"""Writes new keys and values into the paged cache, as they are or turned by rotary position embedding.
+"""Writes new keys and values into the paged cache, optionally after rotary position embedding.
 
 T tokens, H query heads, G key/value heads, D channels per key head, E per value head.
 """
@@ -24,7 +24,8 @@ WRITTEN = ("key_cache_tensors", "value_cache_tensors")
 def kv_store(
     cpp: Library, key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor
 ) -> None:
-    """Write keys and values to their slots, as `reference.kv_store` does. A token's heads that lie apart are copied first."""
+    """Write keys and values to their slots, as `reference.kv_store` does. Heads of a token that are not contiguous are
+    copied first."""
     keys, values = key_cache.view, value_cache.view
     fit = _fit(key, key_cache, slots) and _fit(value, value_cache, slots)
     if keys is None or values is None or not fit:
@@ -59,7 +60,8 @@ def rope_and_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Turn queries and keys, store keys and values, and return the queries: to the bit `rms_norm`, `rope` and `kv_store` in turn."""
+    """Rotate queries and keys, store keys and values, and return the queries. Bit-identical to `rms_norm`, `rope` and
+    `kv_store` in sequence."""
     norms = query_norm, key_norm
     keys, values = key_cache.view, value_cache.view
     fit = _fit(key, key_cache, slots) and _fit(value, value_cache, slots) and angles_fit(query, cos, sin)
@@ -81,7 +83,7 @@ def rope_and_store(
 
 
 def _fit(vectors: Tensor, cache: PagedVectors, slots: Tensor) -> bool:
-    """Return whether `vectors` and `slots` have the shapes and dtypes that C++ reads."""
+    """Return whether C++ supports the shapes and dtypes of `vectors` and `slots`."""
     heads, stored = cache.tensors[0].shape[2:]
     is_whole = isinstance(cache.format, Int4) or stored == cache.channels
     return is_whole and (vectors.shape, vectors.dtype, slots.dtype) == (

@@ -1,4 +1,5 @@
-"""T tokens, N blocks of B slots, H query heads, G key/value heads, D channels per key head, of which R turn, E per value head."""
+"""T tokens, N blocks of B slots, H query heads, G key/value heads, D channels per key head (R of them rotated), E per
+value head."""
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from kernels.rope.reference import rope
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
     """Write token t's key and value to slot `slots[t]`, which is block * B + offset, in the caches' format. In place.
 
-    key [T, G, D] and value [T, G, E] in the caches' dtype; slots [T] int64, all different.
+    key [T, G, D] and value [T, G, E] have the caches' dtype; slots [T] int64 are distinct.
     """
     for cache, vectors in ((key_cache, key), (value_cache, value)):
         for stored, part in zip(cache.tensors, cache.format.encode(vectors), strict=True):
@@ -31,10 +32,11 @@ def rope_and_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Turn queries and keys, store the keys and the values as `kv_store` does, and return the queries [T, H, D].
+    """Rotate queries and keys, store keys and values as `kv_store` does, and return the queries [T, H, D].
 
-    query [T, H, D]; cos and sin [T, R/2] and `interleaved` as `rope` takes them. With query_norm or key_norm [D], weights of `rms_norm`,
-    every head's query or key is normalised before it turns, as Qwen 3 does (arXiv 2505.09388). All floats have the caches' dtype.
+    query [T, H, D]; cos and sin [T, R/2] and `interleaved` as in `rope`. If query_norm or key_norm [D] is given, every
+    head's query or key is normalised with this `rms_norm` weight before the rotation, as in Qwen 3 (arXiv 2505.09388).
+    All floats have the caches' dtype.
     """
     query = query if query_norm is None else rms_norm(query, query_norm, eps)
     key = key if key_norm is None else rms_norm(key, key_norm, eps)

@@ -1,7 +1,9 @@
-"""One launch for all new vectors of a step. A program has one key or one value, or up to eight queries of a token: it normalises and turns
-them if that is asked, encodes a key or a value in registers as kernels/kv_format.py says, and writes it to its slot.
+"""One launch for all new vectors of a step. A program processes one key, one value, or up to eight queries of a token.
+It optionally normalises and rotates them, encodes a key or a value in registers as in kernels/kv_format.py, and writes
+it to its slot.
 
-T tokens, N blocks of B slots, H query heads, G key/value heads, D channels of a head, C of them in a group of an int4 cache.
+T tokens, N blocks of B slots, H query heads, G key/value heads, D channels of a head, C channels per group of an int4
+cache.
 """
 
 from typing import Any
@@ -18,7 +20,7 @@ NAN_OF_INT8, LEAST_SCALE = tl.constexpr(float(INT8_NAN)), tl.constexpr(TINY)
 
 
 def kv_store(key: Tensor, value: Tensor, key_cache: PagedVectors, value_cache: PagedVectors, slots: Tensor) -> None:
-    """Compute what kernels/kv_store/reference.py defines; a slot below 0 is padding and is not written."""
+    """Compute the same as kernels/kv_store/reference.py. A negative slot marks padding and is not written."""
     _launch(key[:, :0], key, value, None, None, None, key_cache, value_cache, slots, False, None, None, 0.0)
 
 
@@ -36,7 +38,8 @@ def rope_and_store(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Compute what kernels/kv_store/reference.py defines, with `kv_store`'s slots, and turned in float32, rounded once."""
+    """Compute the same as kernels/kv_store/reference.py, with slots as in `kv_store`. The rotation is float32, rounded
+    once."""
     cos, sin = cos.contiguous(), sin.contiguous()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(query, key, value, cos, sin, output, key_cache, value_cache, slots, interleaved, query_norm, key_norm, eps)
@@ -66,7 +69,7 @@ def _launch(
     if not (num_tokens and channels):
         return
     size = triton.next_power_of_2(channels)
-    at_once = min(triton.next_power_of_2(max(heads, 1)), max(1024 // size, 1), 8)  # 32 channels of each thread
+    at_once = min(triton.next_power_of_2(max(heads, 1)), max(1024 // size, 1), 8)  # 32 channels per thread
     programs = triton.cdiv(heads, at_once) + (2 * groups if value_channels else groups)
     _store[(num_tokens, programs)](
         *(query, key, value, cos, sin, query_norm, key_norm, output, slots, eps),
@@ -87,7 +90,7 @@ def _launch(
 
 
 def _layout(name: str, cache: PagedVectors) -> dict[str, Any]:
-    """How a program holds a vector of the cache: its channels in one row, or the bytes of each group of int4 in a row of their own."""
+    """Return how a program holds a vector of the cache: all channels in one row, or one row of bytes per int4 group."""
     assert all(part.is_contiguous() for part in cache.tensors)
     stored, scales = cache.tensors[0], cache.scales
     rows, columns, group_size = 1, stored.shape[-1], 0
@@ -103,7 +106,8 @@ def _layout(name: str, cache: PagedVectors) -> dict[str, Any]:
 
 @triton.jit
 def round_half_even(x):
-    """float32 to the nearest whole number, for |x| below 2^22: beside 1.5 * 2^23 there is no room for a fraction."""
+    """Round float32 to the nearest integer, for |x| below 2^22. At the magnitude of 1.5 * 2^23 float32 has no fraction
+    bits."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -130,7 +134,8 @@ def turned(
     interleaved: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """These channels after norm and turn, in the vectors' dtype. `vectors` points to each row's, [R, 1], or to the one of all rows."""
+    """Return the given channels after norm and rotation, in the vectors' dtype. `vectors` holds the address of each
+    row's vector, [R, 1], or one address for all rows."""
     inverse = 1.0
     if norm is not None:
         every = tl.arange(0, SIZE)[None, :]
@@ -154,7 +159,7 @@ def turned(
 
 @triton.jit
 def store_codes(vector, channel, mask, codes, scales, place, group, channels: tl.constexpr, is_static: tl.constexpr):
-    """A vector [1, COLUMNS]: as it is, or its codes and their scale."""
+    """Store a vector [1, COLUMNS] unquantised, or as codes with their scale."""
     is_int8: tl.constexpr = codes.dtype.element_ty == tl.int8
     largest: tl.constexpr = LARGEST_INT8 if is_int8 else LARGEST_FLOAT8
     if is_static:
@@ -167,7 +172,7 @@ def store_codes(vector, channel, mask, codes, scales, place, group, channels: tl
             vector = tl.where(is_finite, vector, float("nan"))
     elif scales is not None:
         vector = vector.to(tl.float32)
-        # A product with 0 is NaN for what is not finite: `max` would hide it.
+        # If a value is not finite, its product with 0 is NaN, and so is the scale. `max` alone would hide it.
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(vector)), largest), LEAST_SCALE) + tl.sum(vector * 0.0)
         vector = tl.div_rn(vector, scale)
         if is_int8:
@@ -178,11 +183,12 @@ def store_codes(vector, channel, mask, codes, scales, place, group, channels: tl
 
 @triton.jit
 def store_int4(low, high, row, column, codes, ranges, place, num_ranges: tl.constexpr, half: tl.constexpr):
-    """A row [ROWS, COLUMNS] is a group of channels, a column a byte of codes; beyond a group, and beyond the vector, its last channel."""
+    """Store an int4 vector. A row of `low` and `high` [ROWS, COLUMNS] is a group of channels, a column is a byte with
+    two codes. Positions beyond a group or beyond the vector repeat the last channel."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     lowest = tl.min(tl.minimum(low, high), 1, keep_dims=True)
     scale = tl.div_rn(tl.max(tl.maximum(low, high), 1, keep_dims=True) - lowest, LARGEST_INT4).to(tl.float16)
-    # NaN, if one of the channels is not finite
+    # NaN if a channel is not finite
     lowest = (lowest + tl.sum((low + high) * 0.0, 1, keep_dims=True)).to(tl.float16)
     inside = row < num_ranges
     tl.store(ranges + (place * num_ranges + row) * 2, scale, mask=inside)

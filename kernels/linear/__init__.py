@@ -1,7 +1,8 @@
-"""Linear layers' products: rows of activations times a weight that is packed, plain, of float8, or in the form that a GPU reads.
+"""Products of linear layers: rows of activations times a packed weight, a plain weight, a float8 weight, or a weight in
+the GPU's layout.
 
-M rows, K inputs, N outputs. With the C++ kernels a row's result does not depend on the other rows or on the number of threads, to the bit.
-Without them torch multiplies, and the order of its sums may depend on the number of rows.
+M rows, K inputs, N outputs. With the C++ kernels the bits of a row do not depend on the other rows or on the number of
+threads. Without them torch multiplies, and the order of its sums may depend on the number of rows.
 """
 
 from torch import Tensor
@@ -50,40 +51,43 @@ __all__ = [
 def matmul(x: Rows, weight: PackedWeight | GPUWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype.
 
-    Rows of float32, bfloat16 or float16 are multiplied by weights of any format, those of a FloatWeight of its dtype. Sums are float32,
-    rounded once.
+    Rows of float32, bfloat16 or float16 can be multiplied by weights of any format; a FloatWeight requires rows of its
+    dtype. Sums are float32, rounded once.
 
-    - An IntWeight: with the C++ kernels, 128 inputs of a row (or a group, if that is less) share a scale and have 16 bits. Each is off by
-      at most 2^-16 of the largest of them, and everything else is exact up to float32 sums. A row with NaN or infinity gives such.
-    - A BlockWeight: as an IntWeight, with a scale of the row for each group of the weight. There are no products with rows of int8.
-    - A Float8Weight: codes, exact in bfloat16, are multiplied by the inputs. The sum of a group is scaled, then groups are
-      added in their order.
+    - IntWeight: the C++ kernels quantise the row to 16 bits, with a scale per 128 inputs (or per group, if that is
+      smaller). The error of an input is at most 2^-16 of the largest input under the same scale. Everything else is
+      exact up to float32 sums. A row with NaN or infinity gives NaN or infinity.
+    - BlockWeight: like IntWeight, with one scale of the row per group of the weight. Rows of int8 are not supported.
+    - Float8Weight: codes, which are exact in bfloat16, are multiplied by the inputs. The sum of each group is scaled,
+      then the groups are added in order.
 
-    Rows of int8 are multiplied by weights of integers, whose sums of a group are exact, those of float8_e4m3fn by weights of float8. Beside
-    a float8 weight with groups the rows may have groups too, each of one or several whole ones of the weight's.
+    Rows of int8 require an IntWeight; sums within a group are exact. Rows of float8_e4m3fn require a Float8Weight; the
+    rows may be quantised in groups if the weight is, and each of their groups covers one or more whole groups of the
+    weight.
 
-    Raises ValueError if shapes or dtypes do not belong together.
+    Raises ValueError if shapes or dtypes do not match.
     """
     if not isinstance(weight, GPUWeight):
         return matmul_together(x, [weight], [bias])[0]
-    from kernels.linear import triton  # not at the top: a process without a GPU need not load it
+    from kernels.linear import triton  # not at the top: a process without a GPU does not load Triton
 
     y = triton.matmul(x, weight)
     return y if bias is None else y + bias
 
 
 def pack_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> IntWeight | GPUWeight:
-    """Pack int8 codes [N, K] for the kernels of their device, with the arguments and errors of `int_weight.pack`."""
+    """Pack int8 codes [N, K] for the kernels of their device. Arguments and errors are the same as of
+    `int_weight.pack`."""
     if _on_gpu(codes):
         return gpu_weight.pack(codes, scales, zero_points, bits)
     return int_weight.pack(codes, scales, zero_points, bits)
 
 
 def pack_float8(codes: Tensor, scales: Tensor) -> Float8Weight | GPUWeight:
-    """Pack codes float8_e4m3fn [N, K] and scales float32 [N, G], of groups of one size, or [1, 1] for the whole weight.
+    """Pack codes float8_e4m3fn [N, K] and scales float32 [N, G] of equal groups, or [1, 1] for the whole weight.
 
-    A GPU has no kernels for groups of other than 32, 64, 128 or all inputs: there torch multiplies. Raises ValueError for other dtypes or
-    shapes.
+    The GPU kernels support groups of 32, 64, 128 or all inputs; for other sizes torch multiplies. Raises ValueError for
+    other dtypes or shapes.
     """
     if _on_gpu(codes) and known_group_size(codes.shape[1], scales.shape[1]) is not None:
         return gpu_weight.pack(codes, scales, None, 8)

@@ -1,6 +1,6 @@
-"""Weights in the blocks of ggml (llama.cpp): as files hold them, as numbers, and packed for the CPU's kernels.
+"""Weights in ggml's block formats (llama.cpp): as stored in files, as codes and scales, and packed for the CPU kernels.
 
-N outputs, K inputs, G groups of inputs, B blocks of inputs. The types and the order of their bits are those of ggml-quants.c.
+N outputs, K inputs, G groups of inputs, B blocks of inputs. Types and bit order follow ggml-quants.c.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,20 @@ from torch.nn import functional
 from kernels.linear.float_weight import TILE
 from kernels.linear.int_weight import PackedFormat
 
-UNIT = 32  # inputs whose codes lie together
-PACKED_AT_ONCE = 2**22  # codes, so that intermediate results stay small beside a weight
+UNIT = 32  # inputs whose codes are stored together
+PACKED_AT_ONCE = 2**22  # codes; limits intermediate results to a small fraction of a weight
 
 
 class BlockKind(NamedTuple):
-    """A type of ggml's. With minimums a value is scale * code - minimum, else scale * (code - 2^(bits - 1))."""
+    """A ggml type. With minimums a value is scale * code - minimum, else scale * (code - 2^(bits - 1))."""
 
     bits: int
     group_size: int
     block_size: int
     block_bytes: int  # in a file
-    factors_at: tuple[int, ...]  # in a block: float16 for the scales, and for the minimums where there are some
+    factors_at: tuple[
+        int, ...
+    ]  # byte offsets in a block of the float16 factors: of the scales, and of the minimums if there are any
 
     @property
     def has_minimums(self) -> bool:
@@ -33,12 +35,12 @@ class BlockKind(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether the scale of a group is the block's factor times an integer, and not the factor itself."""
+        """Whether the scale of a group is the block's factor times an integer. Otherwise it is the factor itself."""
         return self.block_size > self.group_size
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes of 16 outputs of a block in a packed weight."""
+        """Bytes of one block of 16 outputs in a packed weight."""
         scales = self.block_size // self.group_size if self.has_scales else 0
         return TILE * ((4 + scales) * (1 + self.has_minimums) + self.block_size * self.bits // 8)
 
@@ -53,18 +55,18 @@ KINDS = {
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """The numbers in blocks, of a kind whose name is one of KINDS."""
+    """The codes and scales of a weight in blocks. `kind` is a key of KINDS."""
 
     kind: str
     codes: Tensor
-    """uint8 [N, K]"""
+    """uint8 [N, K]."""
     factors: Tensor
-    """float32 [1 or 2, N, B]: of the scales, and of the minimums where there are some."""
+    """float32 [1 or 2, N, B]: factors of the scales, and of the minimums if there are any."""
     scales: Tensor
-    """int8 [1 or 2, N, G]: what the factors are multiplied by. [1, N, 0] where the factors are the scales."""
+    """int8 [1 or 2, N, G], multiplied by the factors. [1, N, 0] if the factors are the scales."""
 
     def dequantize(self) -> Tensor:
-        """Return the weight float32 [N, K], rounded once, as the subtraction of a minimum is."""
+        """Return the weight float32 [N, K]. The product is rounded once, and the subtraction of a minimum once."""
         kind = KINDS[self.kind]
         of_groups = self.factors.repeat_interleave(kind.block_size // kind.group_size, 2)  # [1 or 2, N, G]
         scales = (of_groups * self.scales if kind.has_scales else of_groups).unsqueeze(3)
@@ -79,7 +81,7 @@ class BlockCodes:
 
 
 def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
-    """Take the blocks of a file apart: uint8 [N, B * block_bytes]."""
+    """Read the codes and scales of a file's blocks, uint8 [N, B * block_bytes]."""
     split, factors = blocks.unflatten(1, (-1, KINDS[kind].block_bytes)), read_factors(kind, blocks)  # [N, B, bytes]
     if kind == "Q5_0":
         _, high, low = split.split((2, 4, 16), 2)
@@ -88,7 +90,7 @@ def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
         return BlockCodes(kind, codes.flatten(1), factors, torch.empty(1, len(blocks), 0, dtype=torch.int8))
     if kind == "Q6_K":
         low, high, scales, _ = split.split((128, 64, 16, 2), 2)
-        # [N, B, 2, 2, 64]: 64 codes of the lower, then of the upper bits
+        # [N, B, 2, 2, 64]: 64 codes of the lower bits, then 64 of the upper bits
         low = low.unflatten(2, (2, 1, 64)) >> _shifts(0, 4)
         high = high.unflatten(2, (2, 1, 32)) >> _shifts(0, 2, 4, 6)  # [N, B, 2, 4, 32]
         codes = (low & 15).flatten(2) | (high & 3).flatten(2) << 4
@@ -113,9 +115,10 @@ def _shifts(*counts: int) -> Tensor:
 
 
 def _six_bits(packed: Tensor) -> Tensor:
-    """Return the scales and the minimums int8 [2, N, 8 * B] that uint8 [N, B, 12] holds in six bits each.
+    """Return the scales and minimums int8 [2, N, 8 * B], stored in uint8 [N, B, 12] with six bits each.
 
-    The first four of each have a byte in the first and in the second four bytes, whose two upper bits are those of the other four.
+    Bytes 0-3 hold scales 0-3 and bytes 4-7 hold minimums 0-3, in the lower six bits. Bytes 8-11 hold the lower four
+    bits of scales 4-7 and minimums 4-7. Their upper two bits are the upper two bits of bytes 0-3 and 4-7.
     """
     first, second, third = packed.split(4, 2)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 2)
@@ -125,14 +128,15 @@ def _six_bits(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight [N, K] in blocks, in the order in which a kernel reads them. K is a multiple of the kind's block size.
+    """A weight [N, K] in blocks, in the order in which a kernel reads it. K is a multiple of the kind's block size.
 
-    `memory` [bytes] uint8, which a file may hold, has for 16 outputs (a tile) and each of their blocks:
+    `memory` uint8 [bytes] may be mapped from a file. For each tile of 16 outputs and each of its blocks it holds:
 
     - factors: float32 [1 or 2, 16]
-    - scales: int8 [1 or 2, groups of a block, 16], if the kind has some
-    - codes: for each 32 inputs, bytes [4, 16, 4] with inputs 0-3 of eight in the lower and inputs 4-7 in the upper four bits; then what of
-      codes is left, [1, 16, 4] of 5 bits, bit s from inputs 4 s to 4 s + 3, or [2, 16, 4] of 6 bits, two bits from four inputs each.
+    - scales: int8 [1 or 2, groups of a block, 16], if the kind has scales
+    - codes, per 32 inputs: the lower four bits as bytes [4, 16, 4], with inputs 0-3 of eight in the lower half and
+      inputs 4-7 in the upper half; then the remaining bits, [1, 16, 4] for 5 bits (bit s belongs to inputs 4 s to 4 s +
+      3) or [2, 16, 4] for 6 bits (two bits from each of four groups of four inputs).
 
     Raises ValueError for memory of another size or dtype.
     """
@@ -159,7 +163,7 @@ class BlockWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of its memory, by name."""
+        """All memory of the weight, by name."""
         return {"packed": self.memory}
 
     @property
@@ -174,7 +178,7 @@ class BlockWeight:
         return self.unpack_tiles(0, self.num_tiles)
 
     def unpack_tiles(self, first: int, last: int) -> BlockCodes:
-        """Unpack outputs 16 * first .. 16 * last - 1 alone."""
+        """Unpack only outputs 16 * first to 16 * last - 1."""
         kind, count = KINDS[self.kind], min(self.num_outputs, last * TILE) - first * TILE
         parts = 1 + kind.has_minimums
         groups = kind.block_size // kind.group_size if kind.has_scales else 0
@@ -191,14 +195,14 @@ class BlockWeight:
         )
 
     def slice_outputs(self, outputs: slice) -> "BlockWeight":
-        """Return the weight of some outputs: a copy."""
+        """Return the weight of the given outputs, copied."""
         first, last, _ = outputs.indices(self.num_outputs)
         memory = _pack_rows(self.unpack().rows(first, last))
         return BlockWeight(memory, last - first, self.num_inputs, self.kind)
 
 
 def pack_blocks(kind: str, blocks: Tensor) -> BlockWeight:
-    """Pack the blocks of a file, uint8 [N, bytes], some outputs at a time."""
+    """Pack a file's blocks uint8 [N, bytes], a part of the outputs at a time."""
     num_outputs, num_inputs = len(blocks), blocks.shape[1] // KINDS[kind].block_bytes * KINDS[kind].block_size
     at_once = max(1, PACKED_AT_ONCE // num_inputs // TILE) * TILE
     memory = torch.cat([_pack_rows(read_blocks(kind, rows)) for rows in blocks.split(at_once)])
@@ -226,7 +230,7 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
 
 
 def _codes_of(units: Tensor, bits: int) -> Tensor:
-    """Return the codes uint8 [N, K] of packed ones, [tiles, B, units, 4 + bits - 4, 16, 4]."""
+    """Return codes uint8 [N, K] from packed codes [tiles, B, units, 4 + bits - 4, 16, 4]."""
     low = units[:, :, :, :4]
     codes = torch.stack((low & 15, low >> 4), 4).flatten(3, 4)  # [tiles, B, units, 8, 16, 4]
     if rest := bits - 4:

@@ -1,15 +1,18 @@
-"""bfloat16 in 12 bits without loss. Of the exponents few occur in a weight (measured in arXiv 2504.11651), so few of the upper bytes do.
+"""Lossless compression of bfloat16 weights to 12 bits per number. Weights use few exponents (measured in arXiv
+2504.11651), and so few upper bytes.
 
-T tiles of S steps, each 16 outputs of 2 inputs; G groups of 4 steps in a tile; X exceptions, whose upper bytes are others.
+T tiles of S steps, each step 16 outputs of 2 inputs; G groups of 4 steps in a tile; X exceptions: numbers whose upper
+byte is not in the table.
 
-A compressed weight is uint8 [bytes], one part after the other:
+A compressed weight is uint8 [bytes], with these parts in order:
 
-- 16 upper bytes: a number's sign and all but the last bit of its exponent; and zeros up to 64 bytes
-- groups [T, G, 192]: the lower bytes of two steps, then of two others, 64 bytes each, then 64 with codes, which upper bytes they have:
-  those of the first two steps in their lower, of the others in their upper halves. Of two steps 8 numbers of the one stand beside 8 of the
-  other, in turn.
-- where each tile's exceptions begin: uint32 [T]
-- exceptions: uint32 [X, 2], the place among the numbers of the tile and the number itself; after each tile's one that is nowhere
+- the table of 16 upper bytes (sign and all but the last bit of the exponent), then zeros up to 64 bytes
+- groups [T, G, 192]: 64 lower bytes of the first two steps, 64 lower bytes of the last two steps, and 64 bytes with two
+  table indices each: the lower half for the first two steps, the upper half for the last two. Within a pair of steps, 8
+  numbers of the first alternate with 8 numbers of the second.
+- the index of each tile's first exception: uint32 [T]
+- exceptions: uint32 [X, 2], the index of the number in the tile and the number itself. An end marker with index NOWHERE
+  follows the exceptions of each tile.
 """
 
 import torch
@@ -23,20 +26,22 @@ HEADER_BYTES = 64
 NUM_UPPER = 16
 NOWHERE = -1  # as int32
 
-MIN_BYTES = 2**20  # smaller weights may come from a cache, and then 12 bits take 1.1 times as long
-# Of all numbers; with so many a row still takes 0.78 of the time. Normally distributed ones have 1 / 13,000.
+MIN_BYTES = 2**20  # smaller weights may be in the CPU's cache, where 12 bits take 1.1 times as long
+# Fraction of all numbers. With this many exceptions a row still takes 0.78 of the time. Normally distributed weights
+# have 1 / 13,000.
 MAX_EXCEPTIONS = 1 / 256
 
 
 def is_gain(num_bytes: int) -> bool:
-    """Return whether a bfloat16 weight of so many bytes takes less time in 12 bits on this machine, if it has few exceptions."""
+    """Return whether 12 bits make products with a bfloat16 weight of this size faster on this machine, if it has few
+    exceptions."""
     return build.library() is not None and build.instruction_set() != "avx2" and num_bytes >= MIN_BYTES
 
 
 def compress(tiles: Tensor) -> Tensor:
-    """Return tiles bfloat16 [T, S, 16, 2] compressed, or as they are where that is no gain.
+    """Return tiles bfloat16 [T, S, 16, 2] compressed, or unchanged if compression does not make products faster.
 
-    With AVX2 it would be none: what reading 12 bits takes is what the memory gives back.
+    With AVX2 it does not: decompression takes as long as the smaller reads save.
     """
     if not is_gain(tiles.nbytes):
         return tiles
@@ -47,7 +52,7 @@ def compress(tiles: Tensor) -> Tensor:
 
 
 def common_upper_bytes(tiles: Tensor) -> tuple[Tensor, int]:
-    """Return the 16 upper bytes that most numbers have, uint8, and how many numbers have none of them."""
+    """Return the 16 most frequent upper bytes, uint8, and the number of exceptions."""
     counts = torch.empty(256, dtype=torch.int64)
     _library().count_upper_bytes(tiles.data_ptr(), tiles.numel(), counts.data_ptr())
     upper_bytes = counts.argsort(descending=True, stable=True)[:NUM_UPPER]
@@ -55,7 +60,7 @@ def common_upper_bytes(tiles: Tensor) -> tuple[Tensor, int]:
 
 
 def compress_with(upper_bytes: Tensor, num_exceptions: int, tiles: Tensor) -> Tensor:
-    """Compress tiles with the upper bytes and the number of exceptions that `common_upper_bytes` returned."""
+    """Compress tiles with the results of `common_upper_bytes`."""
     num_tiles, num_steps = tiles.shape[:2]
     memory = torch.empty(_fixed_bytes(num_tiles, num_steps) + 8 * (num_tiles + num_exceptions), dtype=torch.uint8)
     memory[:HEADER_BYTES] = 0
@@ -65,7 +70,7 @@ def compress_with(upper_bytes: Tensor, num_exceptions: int, tiles: Tensor) -> Te
 
 
 def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
-    """Return the tiles that were compressed, bfloat16 [T, S, 16, 2]."""
+    """Return the original tiles bfloat16 [T, S, 16, 2]."""
     library = build.library()
     if library is None:
         return decompress_portably(memory, num_tiles, num_steps)
@@ -75,21 +80,21 @@ def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
 
 
 def decompress_portably(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
-    """Return what `decompress` does, in plain torch."""
+    """Return the same as `decompress`, computed in plain torch."""
     groups, _, exceptions = _parts(memory, num_tiles, num_steps)
     lower, codes = groups[..., :128].unflatten(-1, (2, 64)), groups[..., None, 128:]  # [T, G, 2, 64], [T, G, 1, 64]
     codes = torch.cat((codes & 15, codes >> 4), dim=2)
     numbers = lower.int() | memory[codes.int()].int() << 8
-    numbers = numbers.unflatten(-1, (4, 2, 8)).transpose(3, 4).reshape(num_tiles, -1)  # by steps again
+    numbers = numbers.unflatten(-1, (4, 2, 8)).transpose(3, 4).reshape(num_tiles, -1)  # in the order of steps
     is_end = exceptions[:, 0] == NOWHERE
-    tile = is_end.cumsum(0) - is_end.int()  # each tile has one end
+    tile = is_end.cumsum(0) - is_end.int()  # each tile has one end marker
     numbers[tile[~is_end], exceptions[~is_end, 0].long()] = exceptions[~is_end, 1]
     tiles: Tensor = numbers[:, : num_steps * STEP].short().view(torch.bfloat16)
     return tiles.view(num_tiles, num_steps, 16, 2)
 
 
 def check_size(memory: Tensor, num_tiles: int, num_steps: int) -> None:
-    """Raise ValueError where a compressed weight of so many tiles and steps cannot have this size."""
+    """Raise ValueError if a compressed weight with this many tiles and steps cannot have this size."""
     least = _fixed_bytes(num_tiles, num_steps) + 8 * num_tiles
     if memory.ndim != 1 or len(memory) < least or (len(memory) - least) % 8 or not memory.is_contiguous():
         raise ValueError(
@@ -98,7 +103,7 @@ def check_size(memory: Tensor, num_tiles: int, num_steps: int) -> None:
 
 
 def check_exceptions(memory: Tensor, num_tiles: int, num_steps: int) -> None:
-    """Raise ValueError where a kernel would read past the last exception."""
+    """Raise ValueError if a kernel would read past the last exception."""
     _, starts, exceptions = _parts(memory, num_tiles, num_steps)
     if int(starts.min()) < 0 or int(starts.max()) >= len(exceptions) or int(exceptions[-1, 0]) != NOWHERE:
         raise ValueError("compressed weights whose exceptions have no end")

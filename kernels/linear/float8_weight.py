@@ -1,4 +1,4 @@
-"""The packed form of a weight of float8. N outputs, K inputs, G groups of inputs."""
+"""The packed form of a float8 weight. N outputs, K inputs, G groups of inputs."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,20 +11,20 @@ from torch.nn import functional
 from kernels.linear.float_weight import TILE
 from kernels.linear.int_weight import PackedFormat
 
-VECTOR_INPUTS = 4  # that a kernel expands at once
+VECTOR_INPUTS = 4  # inputs that a kernel expands at once
 
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """A weight [N, K] of float8 numbers, in the order in which a kernel reads it.
+    """A float8 weight [N, K] in the order in which a kernel reads it.
 
     A value is code[o, i] * scale[o, i // group_size] for output o and input i. K is a multiple of the group size.
 
-    `memory` [bytes] uint8 holds two parts, one after the other; a file may hold it, and it may be mapped from there:
+    `memory` uint8 [bytes] may be mapped from a file. It holds two parts in order:
 
-    - codes float8_e4m3fn: 16 outputs (a tile), then vectors of 4 inputs of a group, which zeros fill up: [tiles, vectors, 64]. Byte
-      16 q + 8 s + 2 r + p of a vector is input 2 s + p of output 4 q + r.
-    - scales: float32 [tiles, G, 16]. That of a group with NaN among its codes is NaN.
+    - codes float8_e4m3fn [tiles, vectors, 64]: a tile is 16 outputs, a vector is 4 inputs of a group, padded with
+      zeros. Byte 16 q + 8 s + 2 r + p of a vector is input 2 s + p of output 4 q + r.
+    - scales: float32 [tiles, G, 16]. The scale of a group with NaN among its codes is NaN.
 
     Raises ValueError for memory of another size or dtype.
     """
@@ -51,7 +51,7 @@ class Float8Weight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of its memory, by name."""
+        """All memory of the weight, by name."""
         return {"packed": self.memory}
 
     @property
@@ -77,13 +77,14 @@ class Float8Weight:
         return plain.contiguous().view(torch.float8_e4m3fn), groups.contiguous()
 
     def slice_outputs(self, outputs: slice) -> "Float8Weight":
-        """Return the weight of some outputs: a copy."""
+        """Return the weight of the given outputs, copied."""
         codes, scales = self.unpack()
         return pack(codes[outputs], scales[outputs])
 
 
 def pack(codes: Tensor, scales: Tensor) -> Float8Weight:
-    """Pack codes float8_e4m3fn [N, K] and scales float32 [N, G], or [1, 1] for the whole weight. Raises ValueError for anything else."""
+    """Pack codes float8_e4m3fn [N, K] and scales float32 [N, G], or [1, 1] for the whole weight. Raises ValueError for
+    other dtypes or shapes."""
     (num_outputs, num_inputs), num_groups = codes.shape, scales.shape[1]
     if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
         raise ValueError(f"codes of {codes.dtype} and scales of {scales.dtype}: they are float8_e4m3fn and float32")

@@ -1,6 +1,7 @@
-"""The form of a quantised weight that the GPU's kernels read.
+"""The layout of a quantised weight for the GPU kernels.
 
-N outputs, K inputs, G groups of inputs that share a scale, C inputs of a chunk: what a program reads of a weight at a time.
+N outputs, K inputs, G groups of inputs that share a scale, C inputs per chunk: the part of a weight that a program
+reads at a time.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,24 +13,27 @@ from torch.nn import functional
 
 from kernels.linear.int_weight import check_codes, find_group_size
 
-BLOCK = 128  # outputs, and inputs, that share a scale in a float8 weight with blocks (arXiv 2412.19437)
+BLOCK = 128  # outputs and inputs that share a scale in a block-quantised float8 weight (arXiv 2412.19437)
 FLOAT_CHUNK_BYTES = 128
 
 
 @dataclass(frozen=True)
 class GPUWeight:
-    """A weight [N, K], in the order in which a program reads it: value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o].
+    """A weight [N, K] in the order in which a program reads it: value[o, i] = (code[o, i] - zero[g, o]) * scale[g, o]
+    with g = i // group_size.
 
-    g is i // group_size. Or the weights of several experts (`stack`), whose number is the first axis of every tensor.
+    With `stack` it holds the weights of several experts: the first axis of every tensor is the expert.
     """
 
     codes: Tensor
-    """int8 or float8_e4m3fn [N, K], K rounded up to whole chunks; or uint8 [N, K/2]: in each chunk, byte j has input j in its lower and
-    input j + C/2 in its upper four bits (plus 8 if symmetric), so that either half of a byte meets inputs that lie beside each other."""
+    """int8 or float8_e4m3fn [N, K], K rounded up to whole chunks; or uint8 [N, K/2]: byte j of a chunk holds input j in
+    the lower and input j + C/2 in the upper four bits (plus 8 if symmetric). Each half of the bytes then meets
+    contiguous inputs."""
     scales: Tensor | None
-    """float32 [G, N], or [G, ceil(N / 128)] of a float8 weight with blocks; None if codes are floats of 16 or 32 bits [N, K]."""
+    """float32 [G, N], or [G, ceil(N / 128)] for a block-quantised float8 weight; None if codes are floats of 16 or 32
+    bits [N, K]."""
     zero_points: Tensor | None
-    """int8 [G, N], or None if symmetric."""
+    """int8 [G, N]; None if symmetric."""
     num_inputs: int
     chunk: int
 
@@ -47,30 +51,31 @@ class GPUWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of its memory, by name."""
+        """All memory of the weight, by name."""
         parts = {"codes": self.codes, "scales": self.scales, "zero_points": self.zero_points}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def format(self) -> Hashable:
-        """Return what weights that one kernel reads have in common."""
+        """Return a key. A kernel can read weights with equal keys."""
         shapes = {name: (part.shape, part.dtype) for name, part in self.tensors.items()}
         return self.num_inputs, self.chunk, frozenset(shapes.items())
 
     @property
     def output_format(self) -> Hashable:
-        """Return what outputs that lie in one weight have in common."""
+        """Return a key. Weights with equal keys can be joined along their outputs."""
         dtypes = {name: part.dtype for name, part in self.tensors.items()}
         return self.num_inputs, self.chunk, self.num_groups, self.has_blocks, frozenset(dtypes.items())
 
     def expert(self, number: int) -> "GPUWeight":
-        """Return the weight of one of several experts: a view."""
+        """Return the weight of one expert, a view."""
         scales = None if self.scales is None else self.scales[number]
         zeros = None if self.zero_points is None else self.zero_points[number]
         return GPUWeight(self.codes[number], scales, zeros, self.num_inputs, self.chunk)
 
     def slice_outputs(self, outputs: slice) -> "GPUWeight":
-        """Return the weight of some outputs, of blocks whole ones: a view, whose groups of scales and zero points lie apart."""
+        """Return the weight of the given outputs (whole blocks, if it has blocks). It is a view; its scales and zero
+        points are not contiguous."""
         of_scales = slice(outputs.start // BLOCK, -(-outputs.stop // BLOCK)) if self.has_blocks else outputs
         scales = None if self.scales is None else self.scales[:, of_scales]
         zeros = None if self.zero_points is None else self.zero_points[:, outputs]
@@ -78,22 +83,20 @@ class GPUWeight:
 
 
 def of_floats(values: Tensor) -> GPUWeight:
-    """Return values [..., N, K] of 16 or 32 bits as a weight, as they are."""
+    """Return a weight of unquantised values [..., N, K] of 16 or 32 bits."""
     return GPUWeight(values, None, None, values.shape[-1], FLOAT_CHUNK_BYTES // values.itemsize)
 
 
 def stack(weights: Sequence[GPUWeight]) -> GPUWeight:
-    """Return weights of one format as those of several experts, in memory of its own."""
+    """Copy weights of one `format` into a weight of several experts."""
     first = weights[0]
     tensors = {name: torch.stack([weight.tensors[name] for weight in weights]) for name in first.tensors}
     return GPUWeight(tensors["codes"], tensors.get("scales"), tensors.get("zero_points"), first.num_inputs, first.chunk)
 
 
 def join(weights: Sequence[GPUWeight]) -> GPUWeight | None:
-    """Return one weight with the outputs of all, one's after the other's, in memory of its own; None where blocks do not end with a weight.
-
-    The weights are of one `output_format`.
-    """
+    """Concatenate the outputs of weights of one `output_format` into a new weight. Returns None if a weight before the
+    last one ends within a block."""
     first = weights[0]
     if first.has_blocks and any(weight.num_outputs % BLOCK for weight in weights[:-1]):
         return None
@@ -103,9 +106,11 @@ def join(weights: Sequence[GPUWeight]) -> GPUWeight | None:
 
 
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> GPUWeight:
-    """Pack codes as `int_weight.pack`, on any device, or float8_e4m3fn [N, K] with scales [N, G], or [1, 1] for the whole weight.
+    """Pack codes as `int_weight.pack` does, on any device, or float8_e4m3fn [N, K] with scales [N, G], or [1, 1] for
+    the whole weight.
 
-    Scales of float8 that 128 outputs from a multiple of 128 on have in common are held once. Raises ValueError as `int_weight.pack` does.
+    If each block of 128 outputs shares its float8 scales, they are stored once per block. Raises ValueError as
+    `int_weight.pack` does.
     """
     num_outputs, num_inputs = codes.shape
     group_size = find_group_size(num_inputs, scales.shape[1])

@@ -1,4 +1,4 @@
-"""The packed form of a weight of integers. N outputs, K inputs, G groups of inputs."""
+"""The packed form of an integer weight. N outputs, K inputs, G groups of inputs."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,26 +14,27 @@ CODES = {  # `enum class Codes` in products.h
     name: number for number, name in enumerate("none int8 int4 float8 q5_0 q4_k q5_k q6_k".split())
 }
 GROUP_SIZES = (128, 64, 32)  # or all inputs
-MAX_INPUTS = 2**17 - 1  # more products of int8 do not fit into 32 bits
+MAX_INPUTS = 2**17 - 1  # the sum of more int8 products does not fit into 32 bits
 
 
 class PackedFormat(NamedTuple):
-    """The properties that weights multiplied together have in common, besides their inputs."""
+    """The properties that weights must share, in addition to their inputs, to be multiplied together."""
 
     group_size: int
-    codes: str  # a name of CODES
+    codes: str  # a key of CODES
     has_zero_points: bool
 
 
 @dataclass(frozen=True)
 class IntWeight:
-    """A weight [N, K] of integers in the order in which a kernel reads it.
+    """An integer weight [N, K] in the order in which a kernel reads it.
 
-    A value is (code[o, i] - zero[o, g]) * scale[o, g] for output o, input i and group g = i // group_size.
-    `memory` [bytes] uint8 holds three parts, one after the other; a file may hold it, and be mapped:
+    A value is (code[o, i] - zero[o, g]) * scale[o, g] for output o, input i and group g = i // group_size. `memory`
+    uint8 [bytes] may be mapped from a file. It holds three parts in order:
 
-    - codes: 16 outputs (a tile), then inputs, then outputs: bytes [tiles, K / 4, 16, 4] of 8 bits (plus 128), or [tiles, K / 8, 16, 4] with
-      inputs 0-3 in the lower and inputs 4-7 in the upper four bits (plus 8 if symmetric). K is rounded up to a multiple of 8, N of 16.
+    - codes: 8 bits: bytes [tiles, K / 4, 16, 4] (plus 128); 4 bits: bytes [tiles, K / 8, 16, 4] with inputs 0-3 in the
+      lower and inputs 4-7 in the upper four bits (plus 8 if symmetric). A tile is 16 outputs. K is rounded up to a
+      multiple of 8, N to a multiple of 16.
     - scales: float32 [tiles, G, 16]
     - zero points, unless symmetric: int8 [tiles, G, 16]
     """
@@ -68,7 +69,7 @@ class IntWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of its memory, by name."""
+        """All memory of the weight, by name."""
         return {"packed": self.memory}
 
     @property
@@ -85,17 +86,17 @@ class IntWeight:
         return codes, 4 * numbers, numbers if self.has_zero_points else 0
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what `pack` was given: codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None."""
+        """Return the arguments of `pack`: codes int8 [N, K], scales float32 [N, G], zero points int8 [N, G] or None."""
         return self.unpack_tiles(0, self.num_tiles)
 
     def slice_outputs(self, outputs: slice) -> "IntWeight":
-        """Return the weight of some outputs: a copy."""
+        """Return the weight of the given outputs, copied."""
         codes, scales, zero_points = self.unpack()
         zero_points = None if zero_points is None else zero_points[outputs]
         return pack(codes[outputs], scales[outputs], zero_points, self.bits)
 
     def unpack_tiles(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Unpack outputs 16 * first .. 16 * last - 1 alone."""
+        """Unpack only outputs 16 * first to 16 * last - 1."""
         codes, scales, zeros = self.memory.split(self._part_sizes())
         words = codes.view(self.num_tiles, -1, TILE, 4)[first:last]
         num_outputs = min(self.num_outputs, last * TILE) - first * TILE
@@ -114,12 +115,12 @@ class IntWeight:
 
 
 def known_group_size(num_inputs: int, num_groups: int) -> int | None:
-    """Return the number of inputs in a group: all, 128, 64 or 32; None if none of them gives `num_groups`."""
+    """Return the group size that gives `num_groups`: all inputs, 128, 64 or 32. None if there is none."""
     return next((size for size in (num_inputs, *GROUP_SIZES) if -(-num_inputs // size) == num_groups), None)
 
 
 def find_group_size(num_inputs: int, num_groups: int) -> int:
-    """Return `known_group_size`. Raises ValueError where there is none."""
+    """Return `known_group_size`. Raises ValueError if it is None."""
     size = known_group_size(num_inputs, num_groups)
     if size is None:
         raise ValueError(
@@ -131,8 +132,8 @@ def find_group_size(num_inputs: int, num_groups: int) -> int:
 def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> IntWeight:
     """Pack codes int8 [N, K], scales float32 [N, G], and zero points int8 [N, G] or None if symmetric.
 
-    `bits` is 8 (symmetric) or 4 (codes -8 .. 7 if symmetric, else 0 .. 15 and zero points -112 .. 127). A group has 32, 64, 128 or all K
-    inputs, the last one what is left. Raises ValueError for anything else.
+    `bits` is 8 (symmetric) or 4 (codes -8 to 7 if symmetric, else codes 0 to 15 and zero points -112 to 127). A group
+    has 32, 64, 128 or all K inputs; the last group may be smaller. Raises ValueError for other arguments.
     """
     num_outputs, num_inputs = codes.shape
     group_size = find_group_size(num_inputs, scales.shape[1])
@@ -153,7 +154,7 @@ def pack(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -
 
 def _in_tiles(codes: Tensor) -> Tensor:
     """Return codes uint8 [N, C] in tiles of 16 outputs and columns of 4 bytes."""
-    words = codes.contiguous().view(torch.int32)  # torch moves them four times as fast as four bytes each
+    words = codes.contiguous().view(torch.int32)  # torch moves words four times as fast as groups of four bytes
     return words.view(len(words) // TILE, TILE, -1).transpose(1, 2).reshape(-1).view(torch.uint8)
 
 
@@ -165,7 +166,7 @@ def _check_bits(bits: int, has_zero_points: bool) -> None:
 
 
 def check_codes(codes: Tensor, scales: Tensor, zero_points: Tensor | None, bits: int) -> None:
-    """Raise ValueError for what no kernel takes."""
+    """Raise ValueError for codes that no kernel supports."""
     _check_bits(bits, zero_points is not None)
     if (
         codes.dtype != torch.int8

@@ -1,4 +1,4 @@
-"""Products with packed weights, of floats, of integers or of ggml's blocks. M rows, K inputs, N outputs."""
+"""Products with packed weights: floating-point, integer, float8 or ggml blocks. M rows, K inputs, N outputs."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_bool, c_void_p
@@ -20,18 +20,18 @@ from kernels.operator import Parts, UnsupportedArguments, operator
 from kernels.quantize_rows import QuantizedActivations, Rows
 from kernels.swiglu import swiglu
 
-MAX_TOGETHER = 3  # weights that one call multiplies: queries, keys and values
+MAX_TOGETHER = 3  # weights that one call can multiply: queries, keys and values
 
 PackedWeight: TypeAlias = FloatWeight | IntWeight | Float8Weight | BlockWeight
 Biases: TypeAlias = Sequence[Tensor | None]
 
 NO_WEIGHTS = [(None, False, None, None, 0) * (MAX_TOGETHER - count) for count in range(MAX_TOGETHER + 1)]
-"""Arguments in the places of missing weights, by the number of those that are there."""
-FLOATS = (0, CODES["none"], False)  # in the place of a weight's group size, codes and zero points
+"""Arguments for the missing weights of a call, indexed by the number of weights present."""
+FLOATS = (0, CODES["none"], False)  # group size, codes and zero points of a floating-point weight
 
 
 class WeightGroup:
-    """Weights of one shape and format, each for rows of its own. Raises ValueError if they are not."""
+    """Weights of one shape and format, each multiplied by its own rows. Raises ValueError if shapes or formats differ."""
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         self.weights = tuple(weights)
@@ -107,7 +107,7 @@ def _empty_product(x: Rows, gate: PackedWeight, *_: Any) -> Tensor:
 
 
 def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
-    """Raise ValueError for what cannot be multiplied."""
+    """Raise ValueError if the arguments cannot be multiplied."""
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
     shape, dtype, format = x.shape, x.dtype, weights[0].format
@@ -166,9 +166,11 @@ def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -
     parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)},
 )
 def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
-    """Return x times each weight transposed, plus its bias [N]: [M, N] each, to the bit what `matmul` gives for it alone.
+    """Return x times each weight transposed, plus its bias [N]: [M, N] each, bit-identical to `matmul` with that
+    weight.
 
-    Raises ValueError if shapes or dtypes do not belong together, for weights of several formats, and for more than MAX_TOGETHER.
+    Raises ValueError if shapes or dtypes do not match, if the weights have different formats, and for more than
+    MAX_TOGETHER weights.
     """
     if not x.is_cpu:
         raise UnsupportedArguments
@@ -208,7 +210,7 @@ def matmul_swiglu(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return silu(x gate^T + gate_bias) * (x up^T + up_bias): [M, N], to the bit what `swiglu` makes of the two products.
+    """Return silu(x gate^T + gate_bias) * (x up^T + up_bias): [M, N], bit-identical to `swiglu` of the two products.
 
     Raises ValueError as `matmul_together` does, and if gate and up have different numbers of outputs.
     """
@@ -261,19 +263,20 @@ def _empty_grouped(x: Rows, weights: WeightGroup, *_: Any) -> Tensor:
 def grouped_matmul(
     cpp: Library, x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None
 ) -> Tensor:
-    """Return x [M, K], whose rows starts[i] to starts[i + 1] - 1 are multiplied by weight number i, transposed: [M, N] in x's dtype.
+    """Return [M, N] in x's dtype: rows starts[i] to starts[i + 1] - 1 of x [M, K] times weight number i transposed.
 
-    Int8 rows have a scale each. With `ups` the weights are gates, as of `matmul_swiglu`. starts int64 [weights + 1], on the CPU, within 0
-    to M; rows of no weight give anything. Bits are those of `matmul` and `matmul_swiglu`; a weight without rows is not read.
+    Int8 rows have one scale each. With `ups` the weights are gates, as in `matmul_swiglu`. starts int64 [weights + 1]
+    is on the CPU, with values from 0 to M. Rows before starts[0] and from starts[-1] on are undefined. The result is
+    bit-identical to `matmul` and `matmul_swiglu`. A weight without rows is not read.
 
-    Raises ValueError as they do.
+    Raises ValueError as `matmul` and `matmul_swiglu` do.
     """
     if not x.is_cpu:
         raise UnsupportedArguments
     first = weights.first
     starts, out = starts.contiguous(), torch.empty(len(x), first.num_outputs, dtype=x.dtype)
     x, rows = _rows(x, first)
-    scales_apart = rows[2] if isinstance(x, Tensor) else x.scales.shape[1]  # also where there is one row
+    scales_apart = rows[2] if isinstance(x, Tensor) else x.scales.shape[1]  # not 0 even if there is only one row
     cpp.grouped_matmul(
         *(*rows[:2], scales_apart, rows[3], first.num_inputs, *_format_numbers(first)),
         *(weights.addresses, weights.are_compressed),
@@ -300,9 +303,10 @@ def _empty_per_head(x: Tensor, weights: WeightGroup) -> Tensor:
 
 @operator(_matmul_per_head, fake=_empty_per_head, check=_check_per_head, parts={"weights": GROUP})
 def matmul_per_head(cpp: Library, x: Tensor, weights: WeightGroup) -> Tensor:
-    """Return every head's x [M, H, K] times its own weight of floats [N, K] transposed: [M, H, N], to the bit what `matmul` gives.
+    """Return every head's x [M, H, K] times its own floating-point weight [N, K] transposed: [M, H, N], bit-identical
+    to `matmul`.
 
-    Raises ValueError as `matmul` does, and for another number of heads.
+    Raises ValueError as `matmul` does, and if the number of heads differs.
     """
     first = weights.first
     if not x.is_cpu or not isinstance(first, FloatWeight):
@@ -317,9 +321,10 @@ def matmul_per_head(cpp: Library, x: Tensor, weights: WeightGroup) -> Tensor:
 
 
 def _rows(x: Rows, weight: PackedWeight) -> tuple[Rows, tuple[int, int | None, int, int]]:
-    """Return contiguous rows, with a scale for each of the weight's groups where they have several, and what C++ is told of them.
+    """Return contiguous rows and their C++ arguments: addresses of rows and scales, stride of the scales, number of the
+    dtype.
 
-    That is their address, the address of their scales, how far these are from row to row, and the number of the dtype.
+    Rows quantised in groups get one scale per group of the weight.
     """
     if not isinstance(x, QuantizedActivations):
         x = x.contiguous()
@@ -334,12 +339,12 @@ def _rows(x: Rows, weight: PackedWeight) -> tuple[Rows, tuple[int, int | None, i
 
 
 def _scales_apart(scales: Tensor) -> int:
-    """Return how far the scales of a row are from those of the next one; 0 where all share one."""
+    """Return the distance between the scales of two rows; 0 if all rows share one scale."""
     return scales.shape[1] if scales.numel() > 1 else 0
 
 
 def _format_numbers(weight: PackedWeight) -> tuple[int, int, bool]:
-    """Return group size, the number of the codes and whether there are zero points."""
+    """Return the group size, the number of the codes, and whether the weight has zero points."""
     if isinstance(weight, FloatWeight):
         return FLOATS
     if isinstance(weight, Float8Weight):

@@ -1,6 +1,8 @@
-"""Products with a weight that is used once, or in other ways too: it stays as it is, and every call packs it part by part.
+"""Products with a weight that is used once, or that other code reads as well. The weight stays unpacked, and every call
+packs it in parts.
 
-M rows, K inputs, N outputs, H heads. With the C++ kernels the bits are those of a product with the packed weight.
+M rows, K inputs, N outputs, H heads. With the C++ kernels the result is bit-identical to a product with the packed
+weight.
 """
 
 from typing import Any
@@ -28,14 +30,15 @@ def linear(cpp: Library, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @operator(reference.linear_per_head, fake=_empty)
 def linear_per_head(cpp: Library, x: Tensor, weight: Tensor) -> Tensor:
-    """Return every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N], each as by `linear`."""
+    """Return every head's x [M, H, K] times its own weight [H, N, K] transposed: [M, H, N], each product as `linear`
+    computes it."""
     if x.ndim != 3 or not _fit(x, weight, None):
         raise UnsupportedArguments
     return _multiply(cpp, x.transpose(0, 1), weight, None).transpose(0, 1)
 
 
 def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether C++ multiplies them. What does not belong together is left to torch, which refuses it."""
+    """Return whether C++ supports the arguments. If shapes or dtypes do not match, torch computes and raises the error."""
     are_cpu = x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu)
     if not are_cpu or x.dtype not in DTYPES:
         return False

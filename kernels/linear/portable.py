@@ -1,4 +1,5 @@
-"""Products with packed weights without the C++ kernels, in torch operators. M rows, K inputs, N outputs, G groups."""
+"""Products with packed weights in torch operators, for machines without the C++ kernels. M rows, K inputs, N outputs, G
+groups."""
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from kernels.linear.int_weight import IntWeight
 from kernels.linear.reference import dequantize, linear
 from kernels.quantize_rows.rows import QuantizedActivations, Rows
 
-BLOCK_BYTES = 2**25  # of dequantised weights at a time: small beside a model, large beside the cost of a call
+BLOCK_BYTES = (
+    2**25
+)  # of dequantised weights at a time: small compared with a model, large compared with the overhead of a call
 
 
 def blocks(weight: IntWeight | BlockWeight) -> list[tuple[int, int]]:
@@ -19,7 +22,8 @@ def blocks(weight: IntWeight | BlockWeight) -> list[tuple[int, int]]:
 
 
 def matmul(x: Rows, weight: FloatWeight | IntWeight | Float8Weight | BlockWeight, bias: Tensor | None) -> Tensor:
-    """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Integers are unpacked a block of outputs at a time."""
+    """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Integer weights are unpacked a block
+    of outputs at a time."""
     if isinstance(weight, FloatWeight):
         assert isinstance(x, Tensor)
         return linear(x, weight.unpack(), bias)
@@ -45,7 +49,7 @@ def _block_matmul(x: Tensor, weight: BlockWeight) -> Tensor:
 
 
 def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
-    """Add exact integers in a group, groups in float32 in their order, and multiply by the scales of x."""
+    """Sum integers exactly within a group, add the groups in float32 in order, and multiply by the scales of x."""
     parts = []
     for block in blocks(weight):
         codes, scales, zeros = weight.unpack_tiles(*block)
@@ -59,7 +63,7 @@ def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
 
 
 def _float8_matmul(x: Rows, weight: Float8Weight) -> Tensor:
-    """Add products of codes and inputs in a group, scale the sum, and add groups in float32 in their order."""
+    """Sum products of codes and inputs within a group, scale the sum, and add the groups in float32 in order."""
     codes, scales = weight.unpack()
     inputs, size = x.codes if isinstance(x, QuantizedActivations) else x, weight.group_size
     total = torch.zeros(len(x), len(codes), device=codes.device)
@@ -72,7 +76,7 @@ def _float8_matmul(x: Rows, weight: Float8Weight) -> Tensor:
 
 
 def _row_scales(x: QuantizedActivations, first_input: int) -> Tensor:
-    """Return the scales [M, 1] or [1, 1] of a group that begins with an input."""
+    """Return the scales [M, 1] or [1, 1] of the group that contains `first_input`."""
     group = first_input // x.group_size if x.scales.shape[1] > 1 and x.group_size else 0
     return x.scales[:, group, None]
 
@@ -80,8 +84,9 @@ def _row_scales(x: QuantizedActivations, first_input: int) -> Tensor:
 def exact_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a int8 [M, K] times b int8 [N, K] transposed: [M, N] integers in float64.
 
-    Not torch._int_mm: on a CPU without VNNI it saturates at 16 bits (huggingface/optimum-quanto#309), and one row or column may
-    come out wrong (pytorch/pytorch#195066). The sum of 1024 products of int8 is exact in float32, in any order.
+    torch._int_mm is not used: on a CPU without VNNI it saturates at 16 bits (huggingface/optimum-quanto#309), and one
+    row or column may be wrong (pytorch/pytorch#195066). The sum of 1024 products of int8 is exact in float32, in any
+    order.
     """
     pieces = zip(a.split(1024, dim=1), b.split(1024, dim=1), strict=True)
     return sum(

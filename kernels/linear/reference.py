@@ -1,6 +1,6 @@
 """M rows, K inputs, N outputs, G groups of inputs, H heads.
 
-Products of floats are torch's, which add up in an order that may depend on M and on the machine.
+torch computes the products of floats. The order of its sums may depend on M and on the machine.
 """
 
 import torch

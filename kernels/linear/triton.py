@@ -1,10 +1,13 @@
-"""Matrix product with a quantised weight on a GPU: 8 or 4 bits with activations of 16, or activations of 8 bits too.
+"""Matrix products with a quantised weight on a GPU: weights of 8 or 4 bits with 16-bit activations, or with 8-bit
+activations.
 
-M rows, K inputs, N outputs, G groups of inputs that share a scale, C inputs of a chunk: what a program reads of a weight at a time.
+M rows, K inputs, N outputs, G groups of inputs that share a scale, C inputs per chunk: the part of a weight that a
+program reads at a time.
 
-One row is a sum of products in registers, and needs all of the GPU only for reading. More rows use matrix units; the weight stands on their
-left, because Hopper's take the left operand from registers, where its codes have just become numbers. A few rows give too few programs:
-then the inputs are split, and `_add` adds the parts (arXiv 2402.00025), in a fixed order, so that a result does not depend on luck.
+The product of one row is a sum in registers, limited by memory bandwidth. More rows use matrix units. The weight is the
+left operand, because Hopper's matrix units read the left operand from registers, where the codes have just been
+converted. A few rows give too few programs: then the inputs are split, and `_add` adds the partial sums (arXiv
+2402.00025) in a fixed order, so that results are deterministic.
 """
 
 import torch
@@ -16,16 +19,17 @@ from kernels.launches import Launch, tuned_launch
 from kernels.linear.gpu_weight import BLOCK, GPUWeight
 from kernels.quantize_rows.rows import QuantizedActivations, Rows
 
-FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
+FULL_GPU = 264  # programs that keep an H200 busy: two per multiprocessor (132)
 EPILOGUE_SIZE = 1024
 
 LAUNCHES = {1: Launch(16, 1, 4, 3), 16: Launch(64, 16, 4, 4), 32: Launch(64, 32, 4, 4), 64: Launch(64, 64, 4, 4)}
-"""By the number of rows that it is for at most, where none was measured on this GPU; more than the last have LARGE."""
+"""The default launches by the largest number of rows they are for. Used if none was measured on this GPU; more rows use
+LARGE."""
 LARGE = Launch(128, 128, 8, 3)
 
 
 def matmul(x: Rows, weight: GPUWeight) -> Tensor:
-    """Compute what the package defines, with float32 sums; those of int8 are exact within a chunk at least."""
+    """Compute the same as `kernels.linear.matmul`, with float32 sums. Sums of int8 are exact at least within a chunk."""
     if isinstance(x, QuantizedActivations):
         return _multiply(x.codes, x.scales, weight, x.dtype, x.group_size)
     return _multiply(x, None, weight, x.dtype)
@@ -48,7 +52,7 @@ def _multiply(
     splits = 1 if rows == 1 else min(triton.cdiv(FULL_GPU, programs), triton.cdiv(chunks, 4))
     parts = output if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     shared = format_of(weight, x_scales, x_group_size) | launch.options
-    # those of a part of a weight (`GPUWeight.cut`) lie apart
+    # Scales and zero points are not contiguous after `GPUWeight.slice_outputs`.
     scales, zeros = (None if part is None else part.contiguous() for part in (weight.scales, weight.zero_points))
     tensors = (x, x_scales, weight.codes, scales, zeros)
     if rows == 1:
@@ -64,7 +68,7 @@ def _multiply(
 
 
 def format_of(weight: GPUWeight, x_scales: Tensor | None, x_group_size: int | None) -> dict[str, int]:
-    """Return what `multiply_row` and `multiply_rows` are compiled for."""
+    """Return the constants that `multiply_row` and `multiply_rows` are compiled for."""
     return {
         "outputs": weight.num_outputs,
         "inputs": weight.num_inputs,
@@ -76,12 +80,12 @@ def format_of(weight: GPUWeight, x_scales: Tensor | None, x_group_size: int | No
 
 
 def chunks_at_once(weight: GPUWeight) -> int:
-    """For `multiply_row`."""
+    """Return CHUNKS of `multiply_row`."""
     return max(1, 1024 // (weight.chunk * weight.codes.itemsize))
 
 
 def _chunks_of_a_scale(x_scales: Tensor | None, x_group_size: int | None, weight: GPUWeight) -> int:
-    """0 where a row has one scale."""
+    """Return the chunks that share a scale of the rows; 0 if a row has one scale."""
     if x_scales is None or x_scales.shape[1] == 1:
         return 0
     size = x_group_size or 0
@@ -115,8 +119,8 @@ def multiply_row(
     X_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Outputs `n` of the row at `x` times the weight of one of several experts, float32: CHUNKS chunks at a time, so that neighbouring
-    threads read a row of the weight side by side."""
+    """Return outputs `n` of the row at `x` times an expert's weight, float32. It reads CHUNKS chunks at a time, so that
+    neighbouring threads read contiguous codes."""
     inside = n < outputs
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
     PAIRED: tl.constexpr = codes.dtype.element_ty == tl.uint8
@@ -184,8 +188,8 @@ def multiply_rows(
     SCALE_OUTPUTS: tl.constexpr,
     X_CHUNKS: tl.constexpr,
 ):
-    """Outputs `n` of the rows that begin at `row` and are `inside`, over chunks `first` to `last` - 1 of an expert's weight: float32
-    [outputs, rows]. `x_scale`: where the rows' scales are."""
+    """Return outputs `n` of the rows at the addresses `row`, masked by `inside`, over chunks `first` to `last` - 1 of
+    an expert's weight: float32 [outputs, rows]. `x_scale`: addresses of the rows' scales."""
     known = n < outputs
     chunks: tl.constexpr = (inputs + CHUNK - 1) // CHUNK
     PAIRED: tl.constexpr = codes.dtype.element_ty == tl.uint8
@@ -200,7 +204,7 @@ def multiply_rows(
         zero_points += expert * groups * outputs
     dtype: tl.constexpr = row.dtype.element_ty
     sums: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
-    # Hopper adds float8 with 14 bits: to float32 after each chunk
+    # Hopper accumulates float8 products with 14 bits. The sum is moved to float32 after each chunk.
     imprecise: tl.constexpr = CHUNK if dtype == tl.float8e4nv else 0
     unit = tl.arange(0, width)
     weight = codes + n.to(tl.int64)[:, None] * stride + unit[None, :]
@@ -264,7 +268,7 @@ def _one_row(
     OUTPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """OUTPUTS outputs of the only row."""
+    """Compute OUTPUTS outputs of the only row."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     result = multiply_row(
         0,
@@ -306,7 +310,8 @@ def _rows(
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """OUTPUTS outputs of ROWS rows, of one part of the inputs. Programs that run together share a weight."""
+    """Compute OUTPUTS outputs of ROWS rows, for one split of the inputs. Programs that run at the same time share a
+    weight tile."""
     row_tiles = tl.cdiv(rows, ROWS)
     m = tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) // row_tiles * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -341,7 +346,7 @@ def _rows(
 
 @triton.jit(do_not_specialize=["splits"])
 def _add(parts, output, size, splits, SIZE: tl.constexpr):
-    """parts [splits, size], float32."""
+    """Add parts [splits, size], float32."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
     for split in range(splits):

@@ -1,4 +1,4 @@
-"""The part of low-rank adapters in a linear layer's outputs, each row with its own adapter or none.
+"""Adds low-rank adapters (LoRA) to the outputs of a linear layer. Each row has its own adapter or none.
 
 T rows, I inputs, O outputs.
 """
@@ -23,9 +23,9 @@ __all__ = ["AdapterTable", "lora_add"]
     mutates_args=("y",),
 )
 def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
-    """Add each row's adapter to y [T, O] for x [T, I], as `reference.lora_add` does. Rows may lie apart.
+    """Add each row's adapter to y [T, O] for x [T, I], as `reference.lora_add` does. Rows need not be contiguous.
 
-    A row's bits depend on the row and its own adapter alone: not on its mates, their ranks, or the slot.
+    The bits of a row depend only on the row and its adapter, not on other rows, their ranks, or the slot.
     """
     dtype = DTYPES.get(y.dtype)
     if dtype is None or not _fit(y, x, table, slots) or y.stride(1) != 1:
@@ -41,7 +41,7 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
 
 
 def _fit(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> bool:
-    """Return whether all shapes, dtypes and devices are those that C++ reads and writes."""
+    """Return whether C++ supports all shapes, dtypes and devices."""
     if not table.is_whole or slots.ndim != 1 or slots.dtype != torch.int64:
         return False
     rows, (inputs, outputs) = len(slots), (table.a.shape[2], table.b.shape[2])

@@ -1,4 +1,4 @@
-"""T rows, I inputs and O outputs of a linear layer, N slots of adapters of rank R at most."""
+"""T rows, I inputs and O outputs of a linear layer, N slots for adapters with a rank of at most R."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from kernels.lora.table import AdapterTable
 
 
 def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
-    """Add scale * B (A x) of each row's own adapter to y [T, O], x [T, I], in place (arXiv 2106.09685).
+    """Add scale * B (A x) of each row's adapter to y [T, O], x [T, I], in place (arXiv 2106.09685).
 
-    slots int64 [T]: the row's adapter in the table, or -1, which leaves the row as it is. A x and the sum are float32, rounded once to
-    y's dtype. An adapter counts up to its own rank; what the table holds after that does not matter.
+    slots int64 [T]: the index of the row's adapter in the table, or -1 for none. A x and the sum are float32, rounded
+    once to y's dtype. Only the first `ranks[slot]` rows of a slot's factors are used.
     """
     rows = x.float()
     for slot in range(table.num_slots):

@@ -9,22 +9,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdapterTable:
-    """Low-rank factors by slot. They are replaced in place, so that recorded steps read the new ones."""
+    """Low-rank factors by slot. They are replaced in place, so that recorded steps read the new factors."""
 
     a: Tensor
-    """[N, R, I], of which the first `ranks[slot]` rows count."""
+    """[N, R, I]; the first `ranks[slot]` rows of a slot are used."""
     b: Tensor
-    """[N, R, O], B transposed, likewise."""
+    """B transposed, [N, R, O]; the first `ranks[slot]` rows of a slot are used."""
     ranks: Tensor
     """int64 [N]; 0: the adapter does not change this layer."""
     scales: Tensor
-    """float32 [N]"""
+    """float32 [N]."""
 
     @staticmethod
     def empty(
         num_slots: int, max_rank: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
     ) -> "AdapterTable":
-        """Return a table whose slots change nothing."""
+        """Return a table without adapters."""
         return AdapterTable(
             torch.zeros(num_slots, max_rank, inputs, dtype=dtype, device=device),
             torch.zeros(num_slots, max_rank, outputs, dtype=dtype, device=device),
@@ -42,7 +42,7 @@ class AdapterTable:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether the parts have the shapes and dtypes of one table, and are contiguous on one device."""
+        """Whether shapes and dtypes of the tensors match, and all are contiguous on one device."""
         parts, size = (self.a, self.b, self.ranks, self.scales), self.a.shape[:1]
         are_alike = (
             self.a.ndim == 3 and self.b.shape[:2] == self.a.shape[:2] and self.ranks.shape == self.scales.shape == size
@@ -54,7 +54,7 @@ class AdapterTable:
         )
 
     def put(self, slot: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Fill a slot with factors A [r, I] and B [O, r], r no more than R."""
+        """Write the factors A [r, I] and B [O, r] into a slot; r is at most R."""
         rank = len(a)
         self.a[slot, :rank].copy_(a)
         self.b[slot, :rank].copy_(b.T)
@@ -62,5 +62,5 @@ class AdapterTable:
         self.scales[slot] = scale
 
     def clear(self, slot: int) -> None:
-        """Let a slot change nothing."""
+        """Remove the adapter of a slot."""
         self.ranks[slot] = 0

@@ -1,5 +1,6 @@
-"""Two launches: A x into float32, then y += scale * B of that. Rows are sorted by slot, and a program takes rows of one adapter, so that a
-factor is read once for all of them. Grids depend on T and the table alone; nothing waits for the GPU.
+"""Two launches: A x into float32, then y += scale * B (A x). Rows are sorted by slot, and a program processes rows of
+one adapter, so that a factor is read once for all of them. Grids depend only on T and the table; there is no
+synchronisation with the GPU.
 
 T rows, I inputs, O outputs, N slots, R the largest rank.
 """
@@ -13,14 +14,15 @@ from kernels.lora.table import AdapterTable
 from kernels.moe.triton import _sort
 from kernels.paged_attention.triton import find_segment
 
-ROWS = 16  # of one adapter in a program: the fewest that a matrix unit takes
-RANKS = tl.constexpr(16)  # at once, whatever the table's largest rank is, so that no sum depends on it
+ROWS = 16  # rows of one adapter per program: the smallest number for a matrix unit
+RANKS = tl.constexpr(16)  # ranks at a time; independent of the table's largest rank, so that sums do not depend on it
 INPUTS, OUTPUTS = 128, 64
 SORTED_AT_ONCE = 1024
 
 
 def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
-    """Compute what kernels/lora/reference.py defines. A row's bits do not depend on the other rows, their ranks or its slot."""
+    """Compute the same as kernels/lora/reference.py. The bits of a row do not depend on other rows, their ranks or its
+    slot."""
     num_rows, num_slots = len(x), table.num_slots
     if not num_rows:
         return
@@ -30,7 +32,7 @@ def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
     _sort[(num_slots + 1,)](slots.contiguous(), order, starts, num_rows, SIZE=SORTED_AT_ONCE)
     parts = triton.cdiv(table.max_rank, RANKS.value)
     hidden = torch.empty(num_rows, parts * RANKS.value, device=x.device)
-    blocks = num_rows // ROWS + num_slots  # at least as many as there are: each adapter rounds up
+    blocks = num_rows // ROWS + num_slots  # upper bound: each adapter rounds up
     shared = {"num_slots": num_slots, "max_rank": table.max_rank, "ROWS": ROWS}
     _shrink[(blocks, parts)](
         *(x, table.a, table.ranks, order, starts, hidden, x.stride(0)), inputs=x.shape[1], INPUTS=INPUTS, **shared
@@ -45,7 +47,8 @@ def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
 
 @triton.jit
 def _rows_of(order, starts, num_slots, ROWS: tl.constexpr):
-    """The slot of this program's block of rows, the rows, and which of them there are. Rows without an adapter come before all slots."""
+    """Return the slot of this program's block, its rows, and the mask of valid rows. Rows without an adapter precede
+    all slots."""
     block = tl.program_id(0)
     slot = find_segment(starts, num_slots, block, ROWS)
     start, end = tl.load(starts + slot), tl.load(starts + slot + 1)
@@ -69,7 +72,7 @@ def _shrink(
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """RANKS numbers of A x for rows of one adapter, zeros after its own rank."""
+    """Compute RANKS elements of A x for rows of one adapter. Elements beyond its rank are 0."""
     slot, row, inside = _rows_of(order, starts, num_slots, ROWS)
     first = tl.program_id(1) * RANKS
     rank = tl.load(ranks + slot)
@@ -107,7 +110,7 @@ def _expand(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """OUTPUTS outputs of rows of one adapter."""
+    """Compute OUTPUTS outputs for rows of one adapter."""
     slot, row, inside = _rows_of(order, starts, num_slots, ROWS)
     rank = tl.load(ranks + slot)
     if (tl.max(inside.to(tl.int32), 0) == 0) | (rank == 0):

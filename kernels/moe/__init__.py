@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to its experts: a choice, rows grouped by expert, the weighted sum; on a GPU the experts too."""
+"""Mixture of experts: routing, grouping rows by expert, and the weighted sum; on a GPU also the experts' products."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def _check_choice(logits: Tensor, num_chosen: int, renormalise: bool) -> None:
 
 @operator(reference.route, check=_check_choice, has_triton=True)
 def route(cpp: Library, logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, as `reference.route` does. Raises ValueError unless 1 <= K <= N."""
+    """Select each token's experts, as `reference.route` does. Raises ValueError unless 1 <= K <= N."""
     dtype = DTYPES.get(logits.dtype)
     if dtype is None or not logits.is_cpu:
         raise UnsupportedArguments
@@ -71,9 +71,10 @@ def route_corrected(
     num_groups: int = 1,
     num_kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, as `reference.route_corrected` does, the lower number of equals first.
+    """Select each token's experts, as `reference.route_corrected` does. Of equal scores the lower expert number is
+    first.
 
-    Raises ValueError for other shapes and dtypes, and for more experts or groups than there are.
+    Raises ValueError for other shapes and dtypes, and for more experts or groups than exist.
     """
     if not (logits.is_cpu and correction.is_cpu):
         raise UnsupportedArguments
@@ -95,7 +96,7 @@ def _empty_groups(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, 
 
 @operator(reference.group_rows, fake=_empty_groups)
 def group_rows(cpp: Library, x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Put every token's row once for each of its experts, in the order of experts, as `reference.group_rows` does."""
+    """Copy every token's row once for each of its experts, ordered by expert, as `reference.group_rows` does."""
     if not x.is_cpu or (x.ndim, chosen.ndim, chosen.dtype) != (2, 2, torch.int64) or len(chosen) != len(x):
         raise UnsupportedArguments
     x, chosen = x.contiguous(), chosen.contiguous()
@@ -138,7 +139,8 @@ def mixture(
     gate_up_rows: ActivationFormat | None = None,
     down_rows: ActivationFormat | None = None,
 ) -> Tensor:
-    """Return what `reference.mixture` does for weights of floats or codes, on a GPU alone, which nothing waits for."""
+    """Compute the same as `reference.mixture` for unquantised or quantised weights. For GPUs only, without
+    synchronisation."""
     from kernels.moe import triton
 
     return triton.mixture(x, gate_up, down, weights, chosen, gate_up_rows, down_rows)

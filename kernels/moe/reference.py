@@ -19,9 +19,10 @@ def mixture(
 ) -> Tensor:
     """Return the weighted sum of each token's experts (arXiv 1701.06538): down(silu(gate(x)) * up(x)).
 
-    x [T, E]; gate_up [2N, F, E], all gates and then what they gate, and down [N, E, F], both in x's dtype; weights float32 and chosen
-    int64, both [T, K], a token's experts all different. With `gate_up_rows` x is quantised before the product, with `down_rows` what
-    comes of it. Returns [T, E] in x's dtype; the sum over experts is float32.
+    x [T, E]; gate_up [2N, F, E], first all gate weights, then all up weights; down [N, E, F]; all in x's dtype. weights
+    float32 and chosen int64, both [T, K]; the experts of a token are distinct. With `gate_up_rows` x is quantised
+    before the first product, with `down_rows` the hidden activations before the second. Returns [T, E] in x's dtype;
+    the sum over experts is float32.
     """
     output, experts = torch.zeros(x.shape, device=x.device), len(down)
     for number in range(experts):
@@ -34,10 +35,11 @@ def mixture(
 
 
 def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Return the K likeliest experts of each token, the lower number of equals first: weights float32 and numbers int64, both [T, K].
+    """Return the K most likely experts of each token: weights float32 and expert numbers int64, both [T, K]. Of equal
+    logits the lower number is first.
 
-    logits [T, N]. The softmax is over all experts; renormalised, the K weights sum to 1 (arXiv 2401.04088), else to less
-    (arXiv 2101.03961).
+    logits [T, N]. The softmax is over all experts. The K weights sum to 1 if `renormalise` (arXiv 2401.04088), else to
+    at most 1 (arXiv 2101.03961).
     """
     chosen = logits.argsort(dim=-1, descending=True, stable=True)[:, :num_chosen]
     weights = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
@@ -53,11 +55,13 @@ def route_corrected(
     num_groups: int = 1,
     num_kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return the K experts of each token whose corrected scores are the highest, and their own scores, as `route` does.
+    """Return the K experts of each token with the highest corrected scores, and their uncorrected scores, as `route`
+    does.
 
-    logits float32 [T, N]; correction float32 [N] balances experts without a loss (arXiv 2408.15664). Scores are sigmoids, or a softmax over
-    all experts. Experts are in groups of one size, of which those are left whose two best have the highest sums (arXiv 2412.19437, section
-    2.1.2). Renormalised, the K weights sum to 1.
+    logits float32 [T, N]; correction float32 [N] balances the load of the experts without an auxiliary loss (arXiv
+    2408.15664). Scores are sigmoids, or a softmax over all experts. Experts are in groups of equal size; only the
+    `num_kept` groups with the highest sum of their two best scores are eligible (arXiv 2412.19437, section 2.1.2). The
+    K weights sum to 1 if `renormalise`.
     """
     scores = logits.softmax(-1) if is_softmax else 1 / (1 + (-logits).exp())
     corrected = scores + correction
@@ -72,10 +76,10 @@ def route_corrected(
 
 
 def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every token's row once for each of its experts, in the order of experts, those of one expert in the order of tokens.
+    """Return every token's row once for each of its experts, ordered by expert, then by token.
 
-    x [T, E], chosen int64 [T, K], a token's experts all different. Returns rows [T * K, E]; starts int64 [N + 1], where each expert's rows
-    begin, and at last where all end; places int64 [T, K], which of the rows is that of a token and its expert.
+    x [T, E], chosen int64 [T, K]; the experts of a token are distinct. Returns rows [T * K, E]; starts int64 [N + 1],
+    the first row of each expert, then the end; places int64 [T, K], the row of each pair of token and expert.
     """
     order = chosen.flatten().argsort(stable=True)
     starts = torch.zeros(num_experts + 1, dtype=torch.int64, device=x.device)
@@ -87,10 +91,10 @@ def group_rows(x: Tensor, chosen: Tensor, num_experts: int) -> tuple[Tensor, Ten
 def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
     """Return each token's weighted sum of its experts' results, [T, E] in the dtype of parts.
 
-    parts [T * K, E], weights float32 [T, K], places [T, K] as of `group_rows`.
+    parts [T * K, E], weights float32 [T, K], places [T, K] as returned by `group_rows`.
 
-    The sum is float32 (float64 of float64) and runs in the order of the experts' numbers, so that a token's bits depend neither on the
-    other tokens nor on the order in which its experts were chosen.
+    The sum is float32 (float64 for parts of float64) and in the order of expert numbers, so that a token's bits depend
+    neither on other tokens nor on the order of its experts in `chosen`.
     """
     places, order = places.sort(-1)
     weights = weights.gather(-1, order)
@@ -103,7 +107,7 @@ def combine_rows(parts: Tensor, weights: Tensor, places: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, rows: ActivationFormat | None, expert: int) -> Tensor:
-    """Return the numbers that quantised rows stand for."""
+    """Return x quantised and dequantised."""
     if rows is None:
         return x
     static = None if rows.static_scales is None else rows.static_scales[expert].expand(len(x))

@@ -1,11 +1,12 @@
-"""A choice of experts, and two products for all of them: gate, up and activation in one launch, down in the other. Weights are floats
-or quantised.
+"""Routing, and two products for all experts: gate, up and activation in one launch, down in another. Weights are
+unquantised or quantised.
 
-Tokens are sorted by expert; a program takes some tokens of one expert, so that what no token chose is not read (arXiv 2211.15841). A single
-token has nothing to sort: each of its experts has one row, which is a sum of products in registers. Grids depend on T alone; nothing
-waits for the GPU.
+Tokens are sorted by expert, and a program processes tokens of one expert, so that experts without tokens are not read
+(arXiv 2211.15841). A single token needs no sorting: each of its experts has one row, whose products are sums in
+registers. Grids depend only on T; there is no synchronisation with the GPU.
 
-T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token; P = T * K pairs of token and expert.
+T tokens, E hidden channels, F channels of an expert, N experts, K experts of each token; P = T * K pairs of token and
+expert.
 """
 
 from typing import NamedTuple
@@ -27,26 +28,29 @@ SORTED_AT_ONCE = 1024
 
 ONE_TOKEN = Launch(16, 1, 4, 3)
 LAUNCHES = {16: Launch(64, 16, 4, 4), 64: Launch(64, 64, 4, 3)}
-"""By the number of pairs of an expert, if all have equally many, that it is for at most, where none was measured on this GPU; more than
-the last have LARGE."""
+"""The default launches by the largest number of pairs per expert, averaged over experts, that they are for. Used if
+none was measured on this GPU; more pairs use LARGE."""
 LARGE = Launch(128, 128, 8, 3)
-LARGE_GROUPS = Launch(128, 64, 8, 3)  # sums of a group lie beside those of all: more of them would be spilled
+LARGE_GROUPS = Launch(
+    128, 64, 8, 3
+)  # sums of a group need registers in addition to the total: a larger tile would spill
 FLOAT32 = Launch(32, 16, 4, 2)
 
 
 class Pairs(NamedTuple):
-    """The pairs of a token and one of its experts. A pair's number is token * K + rank."""
+    """The pairs of a token and one of its experts. The number of a pair is token * K + rank."""
 
     experts: Tensor
-    """int64 [P]"""
+    """int64 [P]: the expert of each pair."""
     order: Tensor | None
-    """int32 [P], the pairs sorted by expert; None for a single token."""
+    """int32 [P]: the pairs sorted by expert; None for a single token."""
     starts: Tensor | None
-    """int32 [N + 1], where each expert's pairs begin in `order`."""
+    """int32 [N + 1]: the start of each expert's pairs in `order`, then the end."""
 
 
 def route(logits: Tensor, num_chosen: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Compute what kernels/moe/reference.py defines; of NaN and infinity, which are chosen first, too, the lower number."""
+    """Compute the same as kernels/moe/reference.py. NaN and infinity are chosen first; of these, too, the lower number
+    is first."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, num_chosen, device=logits.device)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits.device)
@@ -67,7 +71,7 @@ def mixture(
     gate_up_rows: ActivationFormat | None = None,
     down_rows: ActivationFormat | None = None,
 ) -> Tensor:
-    """Compute what kernels/moe/__init__.py defines, with float32 sums."""
+    """Compute the same as kernels/moe/__init__.py, with float32 sums."""
     (tokens, per_token), experts = chosen.shape, len(down.codes)
     hidden = torch.empty(tokens * per_token, gate_up.num_outputs, dtype=x.dtype, device=x.device)
     parts = torch.empty(tokens, per_token, down.num_outputs, dtype=torch.float32, device=x.device)
@@ -91,18 +95,18 @@ def _sorted(chosen: Tensor, num_experts: int) -> Pairs:
 def _multiply(
     x: Tensor, weight: GPUWeight, rows: ActivationFormat | None, pairs: Pairs, weights: Tensor | None, output: Tensor
 ) -> None:
-    """The gated product if `weights` is None, else the weighted one. x has a row for each token, or for each pair."""
+    """Compute the gated product if `weights` is None, else the weighted product. x has one row per token or per pair."""
     num_pairs, experts = len(pairs.experts), len(weight.codes) // (2 if weights is None else 1)
     expected = triton.cdiv(num_pairs, experts)
     default = ONE_TOKEN if pairs.order is None else _default_launch(expected, weight.num_groups > 1, x.dtype)
     x_scales = None
     if rows is not None:
         static_scales = None
-        if rows.static_scales is not None:  # a token has other codes at each of its experts
+        if rows.static_scales is not None:  # a token has different codes for each of its experts
             x, static_scales = x.repeat_interleave(num_pairs // len(x), 0), rows.static_scales[pairs.experts]
         x, x_scales = quantize_rows(x, rows.dtype, rows.group_size, static_scales)
     kernel = "gated experts" if weights is None else "weighted experts"
-    # 1 is of a single token alone, whose kernel is another
+    # 1 is only for a single token, which has its own kernel
     launch = tuned_launch(kernel, 1 if pairs.order is None else max(2, expected), x, weight) or default
     shared = format_of(weight, x_scales, None if rows is None else rows.group_size) | launch.options
     shared |= {
@@ -116,13 +120,13 @@ def _multiply(
         chunks = chunks_at_once(weight)
         _one_token[(num_pairs, tiles)](*tensors, pairs.experts, weights, output, CHUNKS=chunks, **shared)
         return
-    blocks = num_pairs // launch.rows + experts  # at least as many as there are: each expert rounds up
+    blocks = num_pairs // launch.rows + experts  # upper bound: each expert rounds up
     grid = (blocks, tiles)
     _product[grid](*tensors, pairs.order, pairs.starts, weights, output, PAIRS=launch.rows, **shared)
 
 
 def _default_launch(expected: int, has_groups: bool, dtype: torch.dtype) -> Launch:
-    """`expected`: pairs of an expert."""
+    """`expected`: the average number of pairs per expert."""
     if dtype == torch.float32:
         return FLOAT32
     large = LARGE_GROUPS if has_groups else LARGE
@@ -139,7 +143,8 @@ def _route(
     renormalise: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One token's experts, the likeliest that is left at a time: `rank` is the place that each gets, or `num_chosen`."""
+    """Select one token's experts, the most likely remaining expert at a time. `rank` is the position of a chosen
+    expert, or `num_chosen`."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SIZE)
     inside = expert < num_experts
@@ -160,7 +165,8 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _sort(chosen, order, starts, pairs, SIZE: tl.constexpr):
-    """Pairs of one expert, in their order, after those of all lower experts. The last program has no expert, but an end."""
+    """Write the pairs of one expert, in order, after the pairs of all lower experts. The last program only writes the
+    end."""
     expert = tl.program_id(0)
     each = tl.arange(0, SIZE)
     lower = tl.zeros([SIZE], tl.int32)
@@ -198,7 +204,8 @@ def _one_token(
     OUTPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """OUTPUTS outputs of one of the token's experts. Without `weights`: silu(gate) * up. With them: the product, weighted."""
+    """Compute OUTPUTS outputs of one of the token's experts: silu(gate) * up without `weights`, the weighted product
+    with them."""
     pair = tl.program_id(0)
     expert = tl.load(chosen + pair)
     number = pair // PAIRS_OF_A_ROW
@@ -267,7 +274,7 @@ def _product(
     OUTPUTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """OUTPUTS outputs of PAIRS pairs of one expert, as of `_one_token`."""
+    """Compute OUTPUTS outputs for PAIRS pairs of one expert, as in `_one_token`."""
     block = tl.program_id(0)
     expert = find_segment(starts, experts, block, PAIRS)
     start, end = tl.load(starts + expert), tl.load(starts + expert + 1)

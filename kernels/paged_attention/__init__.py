@@ -1,7 +1,8 @@
-"""Causal attention over the paged cache, for prefill and decode alike.
+"""Causal attention over the paged cache, for prefill and decode.
 
-T new tokens of S sequences, H query heads of D channels, E channels per value. In C++ a token's bits depend on its sequence and its
-position alone: not on other sequences, on how its sequence was cut into steps, or on the number of threads.
+T new tokens of S sequences, H query heads of D channels, E channels per value. In C++ the bits of a token depend only
+on its sequence and position: not on other sequences, on how its sequence was split into steps, or on the number of
+threads.
 """
 
 import ctypes
@@ -42,7 +43,8 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Return attention [T, H, E], as `reference.paged_attention` does, but in float32; products of bfloat16 are exact and added there."""
+    """Return attention [T, H, E], as `reference.paged_attention` does, but in float32: products of bfloat16 are exact
+    and summed in float32."""
     keys, values = key_cache.view, value_cache.view
     fit = _fit(query, key_cache, value_cache, block_tables, query_starts, context_lengths, alibi_slopes, prefix_lengths)
     if keys is None or values is None or not fit:
@@ -82,7 +84,7 @@ def _fit(
     alibi_slopes: Tensor | None,
     prefix_lengths: Tensor | None,
 ) -> bool:
-    """Return whether shapes and dtypes are those that C++ reads."""
+    """Return whether C++ supports the shapes and dtypes."""
     numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
     return (
         all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)

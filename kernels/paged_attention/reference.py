@@ -1,5 +1,6 @@
-"""T new tokens of S sequences, M blocks in the longest table, N blocks of B slots in the cache,
-H query heads in G groups (one key/value head each), D channels per key head, E per value head; for one sequence: Q new tokens, L in all."""
+"""T new tokens of S sequences, M blocks in the longest block table, N blocks of B slots in the cache, H query heads in
+G groups (one key/value head each), D channels per key head, E per value head. Of one sequence: Q new tokens, L tokens
+in total."""
 
 import torch
 from torch import Tensor
@@ -20,15 +21,18 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v for every new token over its own sequence, up to and including itself.
+    """Return softmax(scale * q k^T) v of every new token over its sequence, up to and including the token itself.
 
-    query [T, H, D]: sequence s owns rows query_starts[s] to query_starts[s+1], none or the last of its context_lengths[s] tokens,
-    whose keys and values are in the cache already. Caches of [N, B, G, *] with D and E channels; block_tables [S, M] int64, of
-    which sequence s uses the first ceil(L / B); query_starts [S+1], context_lengths [S] int64.
+    query [T, H, D]: rows query_starts[s] to query_starts[s+1] - 1 are the last tokens (possibly none) of the
+    context_lengths[s] tokens of sequence s. Their keys and values are already in the cache. Caches have [N, B, G, *]
+    with D and E channels; block_tables [S, M] int64, of which sequence s uses the first ceil(L / B) entries;
+    query_starts [S+1], context_lengths [S] int64.
 
-    soft_cap c: scores become c * tanh(score / c) (Gemma 2). window w: a token sees itself and the w - 1 before it (arXiv 2310.06825).
-    alibi_slopes [H] float32: slope * (key's position - query's position) is added to the scores (arXiv 2108.12409).
-    prefix_lengths [S] int64: the first so many tokens of a sequence are seen by all of it, also by those before them.
+    - soft_cap c: scores become c * tanh(score / c) (Gemma 2).
+    - window w: a token attends to itself and the w - 1 tokens before it (arXiv 2310.06825).
+    - alibi_slopes [H] float32: slope * (key's position - query's position) is added to the scores (arXiv 2108.12409).
+    - prefix_lengths [S] int64: all tokens of sequence s attend to its first prefix_lengths[s] tokens, including later
+      ones.
 
     Returns [T, H, E] in query's dtype; the softmax is float32.
     """
@@ -46,7 +50,7 @@ def paged_attention(
         if soft_cap is not None:
             scores = soft_cap * (scores / soft_cap).tanh()
         position = torch.arange(length - q.shape[0], length, device=q.device)[:, None]  # [Q, 1]
-        distance = torch.arange(length, device=q.device) - position  # [Q, L], above 0 for what comes later
+        distance = torch.arange(length, device=q.device) - position  # [Q, L], above 0 for later tokens
         if alibi_slopes is not None:
             scores = scores + alibi_slopes.unflatten(0, (groups, -1))[:, :, None, None] * distance
         hidden = distance > 0
@@ -60,7 +64,8 @@ def paged_attention(
 
 
 def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
-    """Return weights [G, H/G, Q, L] times values [G, L, E], without those hidden [Q, L]: [Q, H, E]. 0 times NaN is NaN."""
+    """Return weights [G, H/G, Q, L] times values [G, L, E]: [Q, H, E]. Values at `hidden` [Q, L] are excluded, because
+    0 times NaN is NaN."""
     if values.isfinite().all():
         sums: Tensor = (weights.flatten(1, 2) @ values).unflatten(1, weights.shape[1:3])  # [G, H/G, Q, E]
     else:
@@ -70,6 +75,6 @@ def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _read(cache: PagedVectors, blocks: Tensor, length: int) -> Tensor:
-    """The first so many vectors of a sequence's blocks: [L, G, D] in the cache's dtype."""
+    """Return the first `length` vectors of a sequence's blocks: [L, G, D] in the cache's dtype."""
     stored = tuple(part[blocks].flatten(0, 1)[:length] for part in cache.tensors)
     return cache.format.decode(stored)[..., : cache.channels].to(cache.dtype)

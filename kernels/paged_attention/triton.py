@@ -1,12 +1,13 @@
-"""Attention over the paged cache on a GPU: one kernel for prefill and decode, and one that joins the parts of long sequences.
+"""Attention over the paged cache on a GPU: one kernel for prefill and decode, and one that combines the splits of long
+sequences.
 
-T new tokens of S sequences, M blocks in the longest table, N blocks of B slots, H query heads in G groups, D channels per key head,
-E per value head. In the kernel a tile has R rows, each one query of one head, and L positions.
+T new tokens of S sequences, M blocks in the longest block table, N blocks of B slots, H query heads in G groups, D
+channels per key head, E per value head. A tile of the kernel has R rows, each one query of one head, and L positions.
 
-A program takes the queries of some tokens in the heads of one group, so that a key is read once for all of them and that the product has
-enough rows for matrix units (arXiv 2511.11581). Where this gives too few programs to fill a GPU, the positions are split, and `_join`
-adds what the parts found (arXiv 2311.01282). The grid depends on T, S and M alone, never on lengths: a CUDA graph may hold the launch,
-and nothing waits for the GPU.
+A program processes the queries of some tokens in the heads of one group, so that a key is read once for all of them and
+the product has enough rows for matrix units (arXiv 2511.11581). If this gives too few programs to fill a GPU, the
+positions are split, and `_join` combines the partial results (arXiv 2311.01282). The grid depends only on T, S and M,
+never on lengths: a CUDA graph may hold the launch, and there is no synchronisation with the GPU.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from kernels.kv_format import INT8_NAN, PagedVectors
 
-FULL_GPU = 264  # programs that keep an H200 busy: two for each of its 132 multiprocessors
-SPLIT_POSITIONS = 256  # a part shorter than this costs more to join than it saves
+FULL_GPU = 264  # programs that keep an H200 busy: two per multiprocessor (132)
+SPLIT_POSITIONS = 256  # combining a shorter split costs more than it saves
 MAX_SPLITS = 64
 NAN_CODE = tl.constexpr(INT8_NAN)
-LOG2_E = tl.constexpr(1.4426950408889634)  # to take powers of 2, which are one instruction
-# which vary from step to step: Triton shall not compile anew for 1 or for 16
+LOG2_E = tl.constexpr(1.4426950408889634)  # to use powers of 2, which take one instruction
+# They vary from step to step. Triton must not recompile when one is 1 or divisible by 16.
 COUNTS = ("num_tokens", "num_sequences", "table_stride")
 
 
@@ -50,9 +51,10 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Compute what kernels/paged_attention/reference.py defines, with the softmax and all sums in float32.
+    """Compute the same as kernels/paged_attention/reference.py, with the softmax and all sums in float32.
 
-    Rows of `query` from query_starts[S] on are padding, and so are sequences without new tokens: their results are not written.
+    Rows of `query` from query_starts[S] on are padding, and so are sequences without new tokens: their results are not
+    written.
     """
     query, block_tables = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, block_tables))
     num_tokens, num_heads, _ = query.shape
@@ -65,7 +67,7 @@ def paged_attention(
     launch = choose_launch(num_tokens, num_sequences, heads, max(shapes["key_channels"], value_channels), query.dtype)
     head_block = min(heads, launch.rows)
     token_block = launch.rows // head_block
-    token_blocks = num_tokens // token_block + num_sequences  # at least as many as there are: each sequence rounds up
+    token_blocks = num_tokens // token_block + num_sequences  # upper bound: each sequence rounds up
     head_blocks = groups * triton.cdiv(heads, head_block)
     splits = num_splits(token_blocks * head_blocks, table_width * shapes["block_size"])
     parts, sums = output, None
@@ -89,8 +91,8 @@ def paged_attention(
 
 
 def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int, dtype: torch.dtype) -> Launch:
-    """For `heads` query heads that share a key. Prefill has many rows to share a key among, decode has few; wide heads and float32 need
-    the shared memory for fewer positions. Matrix units of Hopper take 64 rows at least."""
+    """Return the launch for `heads` query heads that share a key. Prefill has many rows per key, decode has few. Wide
+    heads and float32 leave shared memory for fewer positions. Matrix units of Hopper take at least 64 rows."""
     wanted = heads * triton.cdiv(num_tokens, num_sequences)
     if dtype.itemsize == 4:
         return Launch(16 if wanted <= 16 else 32, 32 if channels <= 256 else 16, 8, 2)
@@ -104,20 +106,21 @@ def choose_launch(num_tokens: int, num_sequences: int, heads: int, channels: int
 
 
 def num_splits(programs: int, longest: int) -> int:
-    """Parts of a sequence, a power of 2: enough to fill a GPU, none for less than SPLIT_POSITIONS of the `longest` possible one."""
+    """Return the number of splits of a sequence, a power of 2: enough to fill a GPU, but none shorter than
+    SPLIT_POSITIONS for the `longest` possible sequence."""
     wanted = min(triton.cdiv(FULL_GPU, programs), triton.cdiv(longest, SPLIT_POSITIONS), MAX_SPLITS)
     return int(triton.next_power_of_2(wanted))
 
 
 def _storage(cache: PagedVectors) -> tuple[Tensor, Tensor | None]:
-    """Codes (or the vectors themselves), and their scales (or ranges)."""
-    # the kernel computes addresses from a slot's number alone
+    """Return codes (or unquantised vectors) and their scales (or int4 ranges)."""
+    # the kernel computes addresses from the slot number alone
     assert all(part.is_contiguous() for part in cache.tensors)
     return cache.tensors[0], cache.scales
 
 
 def _group_size(cache: PagedVectors) -> int:
-    """Channels that share a range in an int4 cache; 0 for others."""
+    """Return the channels that share a range in an int4 cache; 0 for other formats."""
     codes, scales = cache.tensors[0], cache.scales
     return 2 * codes.shape[-1] // scales.shape[-2] if scales is not None and codes.dtype == torch.uint8 else 0
 
@@ -125,7 +128,7 @@ def _group_size(cache: PagedVectors) -> int:
 def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -> dict[str, int]:
     """Return the sizes that all launches of a layer share.
 
-    Keys are read in two parts, powers of 2, because 80 is 64 + 16, and 576 512 + 64.
+    Keys are read in two parts whose widths are powers of 2: 80 channels as 64 + 16, 576 as 512 + 64.
     """
     block_size, groups = key_cache.tensors[0].shape[1:3]
     channels = query.shape[-1]
@@ -150,9 +153,10 @@ def _shapes(query: Tensor, key_cache: PagedVectors, value_cache: PagedVectors) -
 
 @triton.jit
 def find_segment(starts, count, block, BLOCK: tl.constexpr):
-    """The segment that owns the `block`-th block, if every segment [starts[s], starts[s+1]) has one block for each BLOCK begun, and one to
-    spare: segment s owns blocks from starts[s] // BLOCK + s on. Returns its number; a block after its end belongs to nobody."""
-    low, high = 0, count  # the last s of [low, high) that begins at or before `block`
+    """Return the segment that owns block number `block`. Segment s is [starts[s], starts[s+1]). It owns the blocks from
+    starts[s] // BLOCK + s on, enough for its length rounded up to whole blocks. A block after the end of its segment is
+    empty."""
+    low, high = 0, count  # the last s in [low, high) that begins at or before `block`
     while high - low > 1:
         middle = (low + high) // 2
         begins = tl.load(starts + middle) // BLOCK + middle
@@ -163,7 +167,7 @@ def find_segment(starts, count, block, BLOCK: tl.constexpr):
 
 @triton.jit
 def _repeat(x, times: tl.constexpr):
-    """[L, C] to [L, C * times], each number so many times."""
+    """Repeat each element of x [L, C] along the channels: [L, C * times]."""
     wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], times])
     return tl.reshape(wide, [x.shape[0], x.shape[1] * times])
 
@@ -182,15 +186,15 @@ def _read(
     dtype: tl.constexpr,
     FIRST: tl.constexpr = 0,
 ):
-    """Channels FIRST to FIRST + SIZE of the vectors with these numbers [L]: [L, SIZE], 0 beyond `channels` and where not valid, because
-    memory that was never written may hold NaN."""
+    """Return channels FIRST to FIRST + SIZE - 1 of the vectors with these numbers [L]: [L, SIZE]. They are 0 beyond
+    `channels` and where `valid` is false, because memory that was never written may hold NaN."""
     channel = FIRST + tl.arange(0, SIZE)
     mask = valid[:, None] & (channel < channels)[None, :]
     if group > 0:  # int4
         byte = FIRST // 2 + tl.arange(0, SIZE // 2)
         inside = valid[:, None] & (byte < width)[None, :]
         pairs = tl.load(codes + vectors[:, None] * width + byte[None, :], mask=inside, other=0)
-        # then a range is loaded once, not for each of its bytes
+        # each range is loaded once, not once per byte
         whole: tl.constexpr = group & (group - 1) == 0 and group <= SIZE
         part = FIRST // group + tl.arange(0, SIZE // group) if whole else 2 * byte // group
         known = valid[:, None] & (part < 2 * width // group)[None, :]
@@ -214,7 +218,7 @@ def _read(
 
 @triton.jit
 def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.constexpr, SPLITS: tl.constexpr):
-    """The first tile of positions of one part, and the first after it."""
+    """Return the first tile of positions of a split, and the end of its tiles."""
     first, last = 0, tl.cdiv(seen_end, POSITIONS)
     if window is not None:
         first = tl.maximum(first_position - window + 1, 0) // POSITIONS
@@ -227,7 +231,7 @@ def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.
 
 @triton.jit
 def _exponents(scores, seen, valid, position, prefix, slope, soft_cap: tl.constexpr, window: tl.constexpr):
-    """log2 of the weights [R, L], up to a number for each row; -inf where a row does not see a position."""
+    """Return log2 of the weights [R, L], up to a constant per row; -inf where a row does not attend to a position."""
     if soft_cap is not None:
         scores = soft_cap * (1 - 2 / (tl.exp(2 / soft_cap * scores) + 1))  # tanh
     distance = seen[None, :] - position[:, None]
@@ -281,14 +285,15 @@ def _attend(
     VALUE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One block of tokens, one group's heads (or HEADS of them), one part of the positions. With several parts, writes the part's own
-    attention [SPLITS, T, H, E] and log2 of its sum of weights [SPLITS, T, H]; else the output [T, H, E]."""
+    """Compute one block of tokens, the heads of one group (or HEADS of them), and one split of the positions. With
+    several splits it writes the split's attention [SPLITS, T, H, E] and log2 of its sum of weights [SPLITS, T, H]; else
+    the output [T, H, E]."""
     token_block, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head_blocks: tl.constexpr = (heads + HEADS - 1) // HEADS
     group, first_head = head_block // head_blocks, head_block % head_blocks * HEADS
     s = find_segment(query_starts, num_sequences, token_block, TOKENS)
     start, end = tl.load(query_starts + s).to(tl.int32), tl.load(query_starts + s + 1).to(tl.int32)
-    first = (token_block - (start // TOKENS + s)) * TOKENS  # of the sequence's new tokens
+    first = (token_block - (start // TOKENS + s)) * TOKENS  # index in the sequence's new tokens
     if first >= end - start:
         return
     length = tl.load(context_lengths + s).to(tl.int32)
@@ -338,7 +343,7 @@ def _attend(
             scores = tl.dot(q_rest, tl.trans(keys), scores, input_precision="ieee")
         scores = _exponents(scores * scale, seen, valid, position, prefix, slope, soft_cap, window)
         higher = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row without visible positions so far
         weights = tl.exp2(scores - base[:, None])
         keep = tl.exp2(highest - base)
         total = total * keep + tl.sum(weights, 1)
@@ -373,7 +378,7 @@ def _join(
     SPLITS: tl.constexpr,
     VALUE: tl.constexpr,
 ):
-    """One token and head: the parts' attention, weighted by their sums of weights."""
+    """Combine the splits of one token and head, weighted by their sums of weights."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if token >= tl.load(query_starts + num_sequences):
         return

@@ -1,4 +1,5 @@
-"""From logits to tokens: the most likely one, or one that is drawn without sorting the vocabulary. R rows, V tokens in the vocabulary."""
+"""From logits to tokens: the most likely token, or one drawn without sorting the vocabulary. R rows, V tokens in the
+vocabulary."""
 
 from typing import Any
 
@@ -19,9 +20,10 @@ def _empty_tokens(logits: Tensor, *_: Any) -> Tensor:
 
 @operator(reference.most_likely)
 def most_likely(cpp: Library, logits: Tensor) -> Tensor:
-    """Return the token int64 [R] of each row's highest logit [R, V], the lowest of equals. None may be NaN.
+    """Return the token id int64 [R] of each row's highest logit [R, V]; of equal logits the lowest id. Logits must not
+    be NaN.
 
-    16 rows of 32,000 bfloat16: 119 us; torch takes 490 for the same.
+    It takes 119 us for 16 rows of 32,000 bfloat16; torch takes 490 us.
     """
     dtype = DTYPES.get(logits.dtype)
     if dtype is None or logits.ndim != 2 or not logits.is_cpu:
@@ -41,13 +43,14 @@ def _check_draw(logits: Tensor, settings: Tensor) -> None:
 
 @operator(reference.draw, fake=_empty_tokens, check=_check_draw, has_triton=True)
 def draw(cpp: Library, logits: Tensor, settings: Tensor) -> Tensor:
-    """Draw a token int64 [R] of each row, on a CPU the one that `reference.draw` draws. Raises ValueError for other shapes and dtypes."""
+    """Draw a token id int64 [R] for each row. On a CPU it is the token of `reference.draw`. Raises ValueError for other
+    shapes and dtypes."""
     if not logits.is_cpu:
         raise UnsupportedArguments
     logits, settings = logits.contiguous(), settings.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64)
     cpp.draw(logits.data_ptr(), settings.data_ptr(), tokens.data_ptr(), *logits.shape)
     undecided = tokens < 0
-    if undecided.any():  # sums in another order cannot tell: next to never
+    if undecided.any():  # very rare: rounding of sums in another order makes the result ambiguous
         tokens[undecided] = reference.draw(logits[undecided], settings[undecided])
     return tokens

@@ -1,8 +1,8 @@
-"""One program for each row finds what top-k and top-p keep without sorting, and draws by inversion, all in one launch.
+"""One program per row applies top-k and top-p without sorting and draws by inversion, all in one launch.
 
-R rows, V tokens in the vocabulary. The last value that is kept is searched among all float32 values in their order: each pass over the row
-takes sums above three values and leaves a quarter of the range, so 16 passes find it exactly, ties included (after arXiv 2602.01518).
-A row of 2^17 tokens stays in the L2 cache meanwhile.
+R rows, V tokens in the vocabulary. The smallest kept value is found by a search over all float32 values in order: each
+pass over the row computes sums above three values and leaves a quarter of the range, so 16 passes find it exactly, ties
+included (after arXiv 2602.01518). A row of 2^17 tokens stays in the L2 cache between passes.
 """
 
 import torch
@@ -14,9 +14,10 @@ TILE, WARPS = 4096, 8
 
 
 def draw(logits: Tensor, settings: Tensor) -> Tensor:
-    """Compute what kernels/sampling/reference.py defines, with weights in float32.
+    """Compute the same as kernels/sampling/reference.py, with weights in float32.
 
-    A token may fall on the other side of top_p, min_p or the uniform number if it is within 1e-6 of it. Nothing waits for the GPU.
+    The results may differ for a token whose cumulative probability or weight is within 1e-6 of top_p, min_p or the
+    uniform number. There is no synchronisation with the GPU.
     """
     logits = logits.contiguous()
     rows, vocab_size = logits.shape
@@ -29,7 +30,7 @@ def draw(logits: Tensor, settings: Tensor) -> Tensor:
 
 @triton.jit
 def _rank(x):
-    """int32 in the order of float32 values, those of 0 and -0 the same."""
+    """Return int32 numbers in the order of the float32 values. 0 and -0 have the same number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -53,7 +54,8 @@ def _sums_above(
     vocab_size: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Over the tokens whose rank is at least `lowest` and above each of three ranks: their number, or sum of exp((x - highest) / T)."""
+    """Return three numbers, one per given rank: the count, or the sum of exp((x - highest) / temperature), of tokens
+    with a rank of at least `lowest` and above the given rank."""
     dtype: tl.constexpr = tl.float64 if WEIGHTED else tl.int32
     above_first = tl.zeros([], dtype)
     above_second = tl.zeros([], dtype)
@@ -73,7 +75,8 @@ def _sums_above(
 def _last_kept(
     row, lowest, limit, highest, temperature, WEIGHTED: tl.constexpr, vocab_size: tl.constexpr, TILE: tl.constexpr
 ):
-    """The lowest rank above which the sum is less than `limit`: that of the last token that is kept. The sum of all is not less."""
+    """Return the lowest rank above which the sum is less than `limit`: the rank of the last kept token. The sum over
+    all tokens is at least `limit`."""
     low, high = lowest - 1, _rank(highest).to(tl.int64)
     while high - low > 1:
         width = high - low
@@ -88,15 +91,16 @@ def _last_kept(
 def _kept_weights(
     row, start, lowest, num_ties, ties, min_p, highest, temperature, vocab_size: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return a tile's tokens, what each weighs (float64, 0 where it is not kept), and how many equal the last kept value.
+    """Return a tile's tokens, their weights (float64, 0 if not kept), and the number of tokens equal to the last kept
+    value.
 
-    `ties`: how many equal it in the tiles before; `num_ties` of all are kept.
+    `ties`: the number of equal tokens in earlier tiles. The first `num_ties` equal tokens are kept.
     """
     token, x = _tile(row, start, vocab_size, TILE)
     rank = _rank(x).to(tl.int64)
     weight = tl.exp((x - highest) / temperature)
     tied = (rank == lowest) & (token < vocab_size)
-    order = ties + tl.cumsum(tied.to(tl.int32), 0)  # from 1, in the order of ids
+    order = ties + tl.cumsum(tied.to(tl.int32), 0)  # from 1, in the order of token ids
     kept = (rank > lowest) | (tied & (order <= num_ties))
     kept &= (token < vocab_size) & (weight >= min_p)
     return token, tl.where(kept, weight, 0.0).to(tl.float64), tl.sum(tied.to(tl.int32), 0)
@@ -117,7 +121,7 @@ def _draw(logits, settings, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr
     lowest = tl.full([], -2139095041, tl.int64)  # the rank of -inf
     if (top_k > 0) & (top_k < vocab_size):
         lowest = _last_kept(row, lowest, top_k, highest, temperature, False, vocab_size, TILE)
-    num_ties = tl.full([], vocab_size, tl.int32)  # of the tokens equal to the last one: how many are kept
+    num_ties = tl.full([], vocab_size, tl.int32)  # the number of kept tokens among those equal to the last kept value
     if top_p < 1:
         everything, _, _ = _sums_above(
             row, lowest, lowest - 1, lowest, lowest, highest, temperature, True, vocab_size, TILE
@@ -152,4 +156,6 @@ def _draw(logits, settings, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr
         likely = tl.maximum(likely, tl.max(tl.where(weight > 0, token, 0), 0))
         below += tl.sum(weight, 0)
         ties += tied
-    tl.store(tokens + r, tl.where(chosen < vocab_size, chosen, likely).to(tl.int64))  # sums may miss the total by a bit
+    tl.store(
+        tokens + r, tl.where(chosen < vocab_size, chosen, likely).to(tl.int64)
+    )  # rounding: sums may stay below the total
