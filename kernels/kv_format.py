@@ -242,7 +242,8 @@ class PagedVectors:
         )
 
     def _holds_channels(self) -> bool:
-        """Return whether shapes and dtypes are the ones from which C++ computes the addresses of channels and scales."""
+        """Return whether the tensors have the shapes and dtypes from which C++ computes the addresses of channels and
+        scales."""
         stored, scales, is_int4 = self.tensors[0], self.scales, isinstance(self.format, Int4)
         dtype = CODES[NUMBERS[type(self.format)]] or self.dtype
         if stored.ndim != 4 or stored.dtype != dtype or self.channels > stored.shape[3] * (1 + is_int4):
@@ -275,7 +276,6 @@ def allocate(
 
 
 def _bytes_behind(tensor: Tensor) -> int:
-    """Return the bytes of the storage after the end of a contiguous tensor."""
     memory = tensor.untyped_storage()
     return memory.data_ptr() + memory.nbytes() - tensor.data_ptr() - tensor.nbytes
 

@@ -1,4 +1,4 @@
-"""Which rows hold finite numbers alone."""
+"""Finds rows that contain only finite numbers."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ __all__ = ["all_finite"]
 
 @operator(reference.all_finite)
 def all_finite(cpp: Library, x: Tensor) -> Tensor:
-    """Return which rows of x [R, C] hold no NaN and no infinity, bool [R]."""
+    """Return whether each row of x [R, C] contains neither NaN nor infinity: bool [R]."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or x.ndim != 2 or not x.is_cpu:
         raise UnsupportedArguments

@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Return whether no number of a row is NaN or infinite: bool [R], from x [R, C] of any floating dtype."""
+    """Return whether each row of x [R, C], of any floating dtype, contains neither NaN nor infinity: bool [R]."""
     return x.isfinite().all(-1)

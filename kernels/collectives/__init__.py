@@ -1,7 +1,8 @@
-"""What the ranks of one stage exchange within a step, so that all of them have the numbers of one process.
+"""Collectives of the ranks of one pipeline stage within a step. All ranks get the numbers that a single process
+computes.
 
-A rank computes some of the outputs of a layer. No numbers are added across ranks: pieces are only put beside each other, so results
-have the bits that one process gives.
+Each rank computes a part of the outputs of a layer. The collectives only concatenate the shards and add no numbers
+across ranks, so results are bit-identical to those of a single process.
 
 T rows, p ranks, E channels.
 """
@@ -17,30 +18,33 @@ R = TypeVar("R")
 
 
 class RankFailed(Exception):
-    """Another rank of the group has failed, so that no result of the step counts."""
+    """Another rank of the group has failed. The results of the step are invalid."""
 
 
 class Group(Protocol):
-    """A rank's side of the collectives of its stage. Every rank calls the same ones in the same order."""
+    """A rank's side of the collectives of its pipeline stage. Every rank calls the same collectives in the same order."""
 
     rank: int
     size: int
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Return the pieces of all ranks beside each other, in their order: [T, sum(widths)]. x [T, widths[rank]], any dtype."""
+        """Return the pieces of all ranks concatenated in the order of ranks: [T, sum(widths)]. x [T, widths[rank]], any
+        dtype."""
 
     def gather_first(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
-        """Return what `gather` does to rank 0, and None to the others."""
+        """Return the result of `gather` on rank 0 and None on other ranks."""
 
     def owned_rows(self, rows: Tensor, owners: Tensor) -> Tensor:
-        """Return [T, E], row t as rank owners[t] has it. rows [T, E] of every rank, owners int64 [T], the same on all ranks."""
+        """Return [T, E]: row t is row t of rank owners[t]. rows [T, E] of every rank; owners int64 [T], equal on all
+        ranks."""
 
     def check(self) -> None:
-        """Raise RankFailed where another rank has failed. Called after a step, whose collectives may have returned anything then."""
+        """Raise RankFailed if another rank has failed. Called after a step; the results of its collectives are
+        undefined then."""
 
 
 class Neighbours(NamedTuple):
-    """The groups of two that join a rank to one of the stage before, and to one of the stage after. Who receives is rank 0."""
+    """Groups of two ranks that connect a rank to the previous and to the next pipeline stage. The receiver is rank 0."""
 
     before: Group | None = None
     after: Group | None = None
@@ -50,26 +54,26 @@ NO_NEIGHBOURS = Neighbours()
 
 
 class Link:
-    """One side of the way from a rank to another."""
+    """One side of the connection from one rank to another."""
 
     def __init__(self, pair: Group, width: int) -> None:
-        """`pair`: both ranks, of which rank 0 receives. `width`: E."""
+        """`pair`: the group of both ranks; rank 0 receives. `width`: E."""
         self.width = width
         self._pair, self._widths = pair, (0, width)
 
     def send(self, x: Tensor) -> None:
-        """Give x [T, E] to the other rank, without waiting until it has it where that is possible."""
+        """Send x [T, E] to the other rank. Does not wait for the receiver if the group supports that."""
         self._pair.gather_first(x, self._widths)
 
     def receive(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what the other rank sends next, [T, E]. Both know its shape and dtype."""
+        """Return the next tensor [T, E] from the other rank. Sender and receiver agree on its shape and dtype."""
         x = self._pair.gather_first(torch.empty(num_rows, 0, dtype=dtype, device=device), self._widths)
         assert x is not None
         return x
 
 
 class Alone:
-    """The group of a rank that has no others: it gives back what it gets, without a copy."""
+    """The group of a single rank. It returns its inputs without a copy."""
 
     rank = 0
     size = 1
@@ -88,14 +92,14 @@ class Alone:
 
 
 class Threads:
-    """A rank that is a thread, beside others in the same process. Slow: it is the reference, and what tests compute with."""
+    """A rank that is a thread of this process. Slow: for tests and as a reference."""
 
     def __init__(self, rank: int, size: int, table: "_Table") -> None:
         self.rank, self.size, self._table = rank, size, table
 
     @staticmethod
     def of(size: int) -> "list[Threads]":
-        """Return the groups of `size` ranks, one for each thread. Collectives raise RankFailed once a rank has failed."""
+        """Return the groups of `size` ranks, one per thread. Collectives raise RankFailed after a rank has failed."""
         table = _Table(size)
         return [Threads(rank, size, table) for rank in range(size)]
 
@@ -116,11 +120,12 @@ class Threads:
             raise RankFailed
 
     def fail(self) -> None:
-        """Tell the other ranks that this one has failed."""
+        """Report the failure of this rank to the other ranks."""
         self._table.barrier.abort()
 
     def _exchange(self, x: Tensor, combine: Callable[[list[Tensor]], R]) -> R:
-        """Return what `combine` makes of all ranks' tensors, while no rank goes on to change its own."""
+        """Return `combine` of the tensors of all ranks. No rank continues, and changes its tensor, before all have
+        finished."""
         table = self._table
         table.pieces[self.rank] = x
         try:
@@ -133,7 +138,7 @@ class Threads:
 
 
 class _Table:
-    """Holds what all threads of a group see."""
+    """State shared by all threads of a group."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -141,12 +146,12 @@ class _Table:
 
 
 def check_piece(x: Tensor, widths: tuple[int, ...], rank: int, size: int) -> None:
-    """Raise ValueError where x [T, W] is not the piece of this rank, or there is not a width for each."""
+    """Raise ValueError unless x [T, W] has the width of this rank's piece and `widths` has one entry per rank."""
     if len(widths) != size or x.ndim != 2 or x.shape[1] != widths[rank]:
         raise ValueError(f"a piece {list(x.shape)} of rank {rank} of {size}, whose pieces have widths {widths}")
 
 
 def check_rows(rows: Tensor, owners: Tensor) -> None:
-    """Raise ValueError where there is not an owner int64 for each of rows [T, E]."""
+    """Raise ValueError unless there is one int64 owner per row of rows [T, E]."""
     if rows.ndim != 2 or owners.shape != rows.shape[:1] or owners.dtype != torch.int64:
         raise ValueError(f"rows {list(rows.shape)} with owners {list(owners.shape)} of {owners.dtype}")

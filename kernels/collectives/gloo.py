@@ -1,4 +1,4 @@
-"""Ranks that are processes of several machines, or share a GPU: what they exchange goes over TCP, by gloo, which torch brings with it."""
+"""Collectives over TCP with gloo, which is part of torch. For ranks on several machines, or ranks that share a GPU."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,18 +13,19 @@ from kernels.collectives.torch_group import CONNECT, LOOK_S, STEP, TorchGroup
 
 
 class Gloo(TorchGroup):
-    """A rank's side of a group whose ranks reach each other by TCP. Its collectives are recorded with a CPU's step, and replayed."""
+    """A rank's side of a group whose ranks communicate over TCP. Its collectives are recorded with a CPU's step and
+    replayed."""
 
-    _sending: tuple[Any, Tensor] | None = None  # gloo's work, with the numbers that it still reads
+    _sending: tuple[Any, Tensor] | None = None  # gloo's work and the tensor that it still reads
 
     def abort(self) -> None:
         super().abort()
-        sending = self._sending  # which the thread that sends may replace
+        sending = self._sending  # a local copy, because the sending thread may replace it
         if sending is not None and not sending[0].is_completed():
             self._keep(sending)
 
     def _connect(self, ranks: Any, address: str) -> Any:
-        gloo: Any = ProcessGroupGloo  # torch's types do not name all that it has
+        gloo: Any = ProcessGroupGloo  # torch's type stubs are incomplete
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
         options._threads = 1
@@ -37,7 +38,7 @@ class Gloo(TorchGroup):
         return x.cpu()
 
     def _begin(self, begin: Callable[[Any], Any]) -> Any:
-        """Return the work that `begin` has begun, once the last one that was not waited for is done. Raises as `_group` does."""
+        """Start a collective after the previous send has finished. Return its work. Raises as `_group` does."""
         group = self._group()
         if self._sending is not None:
             self._wait(self._sending[0])
@@ -48,20 +49,20 @@ class Gloo(TorchGroup):
         self._sending = work, numbers
 
     def _wait(self, work: Any) -> None:
-        """Wait for gloo's work. Raises RankFailed also where this rank is told that another is lost."""
+        """Wait for gloo's work. Raises RankFailed also after `abort`."""
         while True:
-            has_ended = work.is_completed()  # asked before: a wait may be over just before the work
+            has_ended = work.is_completed()  # read first: a wait may time out just before the work ends
             try:
                 work.wait(timedelta(seconds=LOOK_S))
                 return
             except RuntimeError as error:
-                if has_ended:  # with an error: a rank has closed its sockets
+                if has_ended:  # the work has failed: another rank has closed its sockets
                     self._aborted.set()
                 if self._aborted.is_set():
                     self._keep(work)
                     raise RankFailed from error
 
     def _keep(self, work: object) -> None:
-        """Never destroy work that others may not answer any more, nor gloo's group, which would wait for them."""
+        """Leak the work and gloo's group: their destructors would wait for ranks that may never answer."""
         for kept in (work, self._meeting.result()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

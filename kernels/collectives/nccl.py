@@ -1,4 +1,4 @@
-"""Ranks that have a GPU each: what they exchange goes between the GPUs, by NCCL, which torch's builds for CUDA bring with them."""
+"""Collectives between GPUs with NCCL, which is part of torch's CUDA builds. For ranks that have one GPU each."""
 
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -11,16 +11,17 @@ from kernels.collectives.torch_group import STEP, TorchGroup
 
 
 class Nccl(TorchGroup):
-    """A rank's side of a group whose ranks compute on the current GPU of each. Its collectives are captured with a CUDA graph.
+    """A rank's side of a group in which each rank uses its current GPU. Its collectives are captured in CUDA graphs.
 
-    The GPU waits for other ranks, and not this process. No two ranks have one GPU. Groups of a process connect one after the other, in the
-    order in which they were made: while one does, the GPU may wait for its ranks, and another could not go on.
+    The GPU waits for other ranks; this process does not. Each rank has its own GPU. The groups of a process connect one
+    after the other, in the order of their creation: while one group connects, the GPU may be waiting for its ranks, so
+    another group could not make progress.
     """
 
-    _latest: "ClassVar[Future[Any] | None]" = None  # the meeting of the group that this process has made last
+    _latest: "ClassVar[Future[Any] | None]" = None  # the connection of the latest group of this process
 
     def __init__(self, *arguments: Any) -> None:
-        """Takes the arguments of TorchGroup."""
+        """Take the arguments of TorchGroup."""
         self._earlier = Nccl._latest
         super().__init__(*arguments)
         Nccl._latest = self._meeting
@@ -28,24 +29,26 @@ class Nccl(TorchGroup):
     def abort(self) -> None:
         super().abort()
         if self._meeting.done() and self._meeting.exception() is None:
-            with suppress(RuntimeError):  # of a group that has failed
-                self._meeting.result().abort()  # else a GPU waits for a lost rank for ever
+            with suppress(RuntimeError):  # the group has already failed
+                self._meeting.result().abort()  # otherwise the GPU waits for a lost rank forever
 
     def _connect(self, ranks: Any, address: str) -> Any:
-        from torch._C._distributed_c10d import ProcessGroupNCCL  # which torch's builds for a CPU have not
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # missing in torch's CPU builds
 
         if self._earlier is not None:
             wait([self._earlier])
         options = ProcessGroupNCCL.Options()
         options._timeout = STEP
-        group: Any = ProcessGroupNCCL(ranks, self.rank, self.size, options)  # torch's types do not name all that it has
+        group: Any = ProcessGroupNCCL(ranks, self.rank, self.size, options)  # torch's type stubs are incomplete
         own = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        group._allgather_base(own.new_empty(self.size), own).wait()  # connects them: a graph being captured cannot
+        group._allgather_base(
+            own.new_empty(self.size), own
+        ).wait()  # connects the ranks, which is impossible during a graph capture
         torch.cuda.synchronize()
         return group
 
     def _wait(self, work: Any) -> None:
-        work.wait()  # so does the stream
+        work.wait()  # makes the current stream wait
 
     def _sent(self, work: Any, numbers: Tensor) -> None:
-        self._wait(work)  # a graph ends with all that it has begun
+        self._wait(work)  # a captured graph must join all work that it starts

@@ -1,4 +1,4 @@
-"""Collectives as nodes of a graph, which names no group: whoever computes it has one.
+"""Collectives as graph nodes. A node does not contain its group; the program that runs the graph provides it.
 
 T rows, p ranks, E channels.
 """
@@ -16,7 +16,7 @@ NAMES = ("gather", "gather_first", "owned_rows")
 
 
 class Recordable:
-    """A rank's side of a group, whose collectives are nodes where a model is traced, and the group's own elsewhere."""
+    """A rank's side of a group. While a model is traced its collectives become nodes; otherwise they call the group."""
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size, self._group = group.rank, group.size, group
@@ -26,7 +26,8 @@ class Recordable:
         return whole
 
     def gather_first(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
-        """Return the pieces beside each other on rank 0, None on others. In a graph the others go on with their own piece."""
+        """Return the concatenated pieces on rank 0, None on other ranks. In a graph, other ranks return their own
+        piece."""
         if not is_compiling():
             return self._group.gather_first(x, widths)
         own: Tensor = torch.ops.quintet.gather_first(x, widths, self.rank)
@@ -43,7 +44,8 @@ class Recordable:
 
 
 def node_functions(group: Group) -> dict[str, Callable[..., Tensor]]:
-    """Return what computes the nodes by a rank's group, by their names. These raise ValueError for pieces that are not the rank's."""
+    """Return the implementations of the nodes for a rank's group, by name. They raise ValueError for pieces of another
+    rank."""
 
     def gather(x: Tensor, widths: list[int]) -> Tensor:
         _check_widths(widths)
@@ -80,7 +82,7 @@ def _owned_rows(rows: Tensor, owners: Tensor) -> Tensor:
 
 
 def _define(name: str, schema: str, fake: Callable[..., Any]) -> None:
-    """Make `quintet::<name>` known to torch, which alone computes nothing: it has no group."""
+    """Register `quintet::<name>` with torch, without an implementation, because it has no group."""
     torch.library.define(f"quintet::{name}", schema)
     torch.library.register_fake(f"quintet::{name}", fake)
 

@@ -1,4 +1,4 @@
-"""Ranks that are processes of one machine: what they exchange goes through memory that all of them map.
+"""Collectives through shared memory. For ranks that are processes of one machine.
 
 T rows, p ranks, E channels.
 """
@@ -16,30 +16,34 @@ from kernels.collectives import RankFailed, check_piece, check_rows
 
 
 def create_shared_memory(library: build.Library, size: int, num_groups: int = 1) -> int:
-    """Return the file descriptor of memory for groups of at most `size` ranks. It has no name, and is gone with the last who has it.
+    """Return the file descriptor of shared memory for groups of at most `size` ranks. It has no name and is freed with
+    its last user.
 
-    Pages are taken as they are written. Raises ValueError for more ranks than it holds.
+    Pages are allocated when they are written. Raises ValueError if `size` exceeds the maximum number of ranks.
     """
     num_bytes = library.shared_bytes(size)
     if not num_bytes:
         raise ValueError(f"{size} ranks are more than shared memory holds")
     fd = os.memfd_create("quintet-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_groups * num_bytes)
-    # Else a rank could end another by SIGBUS.
+    # Without the seals a rank could shrink the file and kill other ranks by SIGBUS.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
 
 
 class SharedMemory:
-    """A rank's side of a group whose ranks map the same memory. Its collectives are recorded with a step, and replayed."""
+    """A rank's side of a group whose ranks map the same memory. Its collectives are recorded with a step and replayed."""
 
     def __init__(self, library: build.Library, fd: int, rank: int, size: int, spins: bool, offset: int = 0) -> None:
-        """Map what `create_shared_memory` made, from `offset` on. `spins`: whether a rank keeps its core while it waits, for 200 us."""
+        """Map the memory of `create_shared_memory` from `offset` on. `spins`: whether a waiting rank spins for 200 us
+        before it sleeps."""
         self.rank, self.size, self._spins = rank, size, spins
         self._library, self._slot_bytes = library, library.shared_slot_bytes()
         self._map = torch.frombuffer(mmap.mmap(fd, library.shared_bytes(size), offset=offset), dtype=torch.uint8)
         self._address = self._map.data_ptr()
-        self._row_bytes: dict[tuple[int, ...], ctypes.Array[ctypes.c_int64]] = {}  # which recorded calls point to
+        self._row_bytes: dict[
+            tuple[int, ...], ctypes.Array[ctypes.c_int64]
+        ] = {}  # recorded calls point to these arrays
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         out = x.new_empty(x.shape[0], sum(widths))
@@ -67,7 +71,7 @@ class SharedMemory:
             raise RankFailed
 
     def abort(self) -> None:
-        """Let every rank that waits go on, now and later, with results that do not count: `check` raises."""
+        """Release all waiting ranks, now and later. Their results are invalid, and `check` raises."""
         self._library.shared_abort(self._address)
 
     def _gather(self, x: Tensor, widths: tuple[int, ...], out: Tensor | None) -> None:

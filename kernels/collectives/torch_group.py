@@ -1,4 +1,4 @@
-"""Ranks that are processes which torch's groups join: over TCP, or between GPUs.
+"""The base of collectives that use torch's process groups, over TCP or between GPUs.
 
 T rows, p ranks, E channels, W bytes of a row.
 """
@@ -21,11 +21,11 @@ from conf.errors import UserError
 from kernels.capture import repeated
 from kernels.collectives import RankFailed, check_piece, check_rows
 
-LOOK_S = 0.2  # between two looks at whether another rank has failed
-RENDEZVOUS_S = 120.0  # for all ranks to be there
-ASK_S = 0.02  # between two looks at who is there
-CONNECT = timedelta(seconds=30)  # for ranks that are there to reach each other
-STEP = timedelta(days=30)  # a long step is no failure: whoever watches over the ranks says when one is lost
+LOOK_S = 0.2  # interval of checks for a failed rank
+RENDEZVOUS_S = 120.0  # timeout until all ranks have registered
+ASK_S = 0.02  # interval of checks for registered ranks
+CONNECT = timedelta(seconds=30)  # timeout until registered ranks have connected
+STEP = timedelta(days=30)  # a long step is not a failure: the driver detects lost ranks
 
 
 def serve_addresses(host: str) -> TCPStore:
@@ -36,23 +36,27 @@ def serve_addresses(host: str) -> TCPStore:
 
 
 class TorchGroup(ABC):
-    """A rank's side of a group of torch's.
+    """A rank's side of a torch process group.
 
-    Numbers cross as bytes, padded to the widest piece, and none is computed with. Ranks are not asked who they are: the network is trusted.
+    Tensors are sent as bytes, padded to the widest piece; the group does no arithmetic. Ranks do not authenticate: the
+    network is trusted.
     """
 
     def __init__(
         self, store: tuple[str, int], name: str, rank: int, size: int, address: str, server: object = None
     ) -> None:
-        """Begin to meet the ranks of the group `name`, which reach this one at `address`. `store`: host and port of `serve_addresses`.
+        """Start to connect to the ranks of the group `name`. They reach this rank at `address`. `store`: host and port
+        of `serve_addresses`.
 
-        `server`: what that has returned, in the process that has called it.
+        `server`: the result of `serve_addresses`, in the process that called it. It keeps the store alive.
         """
         self.rank, self.size = rank, size
         self._server = server
         self._aborted = threading.Event()
-        self._meeting: Future[Any] = Future()  # torch's group
-        threading.Thread(target=self._meet, args=(store, name, address)).start()  # Python's end waits for it
+        self._meeting: Future[Any] = Future()  # torch's process group
+        threading.Thread(
+            target=self._meet, args=(store, name, address)
+        ).start()  # not a daemon thread: Python waits for it at exit
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         check_piece(x, widths, self.rank, self.size)
@@ -77,23 +81,24 @@ class TorchGroup(ABC):
             raise RankFailed
 
     def abort(self) -> None:
-        """Let this rank go on where it waits, now and later, with RankFailed. The others notice when its process ends."""
+        """Raise RankFailed in every wait of this rank, now and later. Other ranks notice when its process ends."""
         self._aborted.set()
 
     @abstractmethod
     def _connect(self, ranks: Any, address: str) -> Any:
-        """Return torch's group of the ranks, all of which are there and in the store `ranks`."""
+        """Return torch's process group. All ranks are registered in the store `ranks`."""
 
     @abstractmethod
     def _wait(self, work: Any) -> None:
-        """Let what follows have the results of torch's work. Raises RankFailed where another rank is lost, if this process waits."""
+        """Make the results of torch's work available to subsequent operations. Raises RankFailed if this process waits
+        and another rank is lost."""
 
     @abstractmethod
     def _sent(self, work: Any, numbers: Tensor) -> None:
-        """See to it that `numbers` stay until work that gives them to another rank is done."""
+        """Keep `numbers` alive until the work that sends them is done."""
 
     def _near(self, x: Tensor) -> Tensor:
-        """Return x where torch's group takes it."""
+        """Return x on the device that torch's process group requires."""
         return x
 
     def _meet(self, store: tuple[str, int], name: str, address: str) -> None:
@@ -105,9 +110,9 @@ class TorchGroup(ABC):
             self._meeting.set_exception(error)
 
     def _wait_for_all(self, ranks: Any) -> None:
-        """Return when every rank is there, so that torch, which nothing interrupts, waits for none.
+        """Wait until every rank has registered, because torch's own wait cannot be interrupted.
 
-        Raises RankFailed where this rank is told to end or does, and TimeoutError where one has not come.
+        Raises RankFailed after `abort` or when this process exits, and TimeoutError if a rank is missing.
         """
         ranks.set(f"here {self.rank}", b"")
         end = time.monotonic() + RENDEZVOUS_S
@@ -142,11 +147,11 @@ class TorchGroup(ABC):
         out.copy_(every.view(len(rows), self.size, width)[torch.arange(len(rows), device=rows.device), owners])
 
     def _begin(self, begin: Callable[[Any], Any]) -> Any:
-        """Return the work that `begin` has begun. Raises as `_group` does."""
         return begin(self._group())
 
     def _group(self) -> Any:
-        """Return torch's group, once its ranks have met. Raises RankFailed, and UserError where they cannot reach each other."""
+        """Return torch's process group after its ranks have connected. Raises RankFailed, and UserError if they cannot
+        connect."""
         while not self._meeting.done():
             self.check()
             with suppress(TimeoutError):
@@ -160,14 +165,14 @@ class TorchGroup(ABC):
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Return a copy of x [T, E'] as bytes [T, W], as if it had `width` channels."""
+    """Return a copy of x [T, E'] as bytes [T, W], padded to `width` channels."""
     whole = x.new_zeros(x.shape[0], width)
     whole[:, : x.shape[1]] = x
     return whole.view(torch.uint8)
 
 
 def _put_beside(every: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
-    """Write the pieces [p, T, W], without what pads them, into out [T, sum(widths)]."""
+    """Write the pieces [p, T, W], without padding, into out [T, sum(widths)]."""
     pieces = every.view(out.dtype)
     parts = [piece[:, :width] for piece, width in zip(pieces, widths, strict=True)]
     if every.device == out.device:

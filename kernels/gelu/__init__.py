@@ -1,4 +1,4 @@
-"""GELU of a feed-forward layer, in both of its forms.
+"""GELU of a feed-forward layer, exact and with tanh.
 
 T tokens, F channels.
 """
@@ -16,13 +16,14 @@ __all__ = ["gelu", "gelu_tanh"]
 
 @operator(reference.gelu, has_triton=True)
 def gelu(cpp: Library, x: Tensor) -> Tensor:
-    """Return x Phi(x), as `reference.gelu` does. Every element is computed alike, wherever it stands."""
+    """Return x Phi(x), as `reference.gelu` does. The bits of an element do not depend on its index."""
     return _activate(cpp, x, None, is_tanh=False)
 
 
 @operator(reference.gelu_tanh, has_triton=True)
 def gelu_tanh(cpp: Library, x: Tensor, up: Tensor | None = None) -> Tensor:
-    """Return GELU's approximation by tanh, times `up` where it is given, as `reference.gelu_tanh` does. Rows may lie apart."""
+    """Return GELU's approximation by tanh, times `up` if given, as `reference.gelu_tanh` does. Rows need not be
+    contiguous."""
     return _activate(cpp, x, up, is_tanh=True)
 
 

@@ -1,4 +1,4 @@
-"""One program for some channels of a token."""
+"""GELU. One program processes some channels of a token."""
 
 import torch
 import triton
@@ -9,12 +9,11 @@ SIZE = 1024
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compute what kernels/gelu/reference.py defines."""
     return _launch(x, None, is_tanh=False)
 
 
 def gelu_tanh(x: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute what kernels/gelu/reference.py defines. Rows may lie apart, as those of halves of one matrix do."""
+    """Compute the same as kernels/gelu/reference.py. Rows need not be contiguous, for example halves of a fused matrix."""
     return _launch(x, up, is_tanh=True)
 
 

@@ -83,7 +83,6 @@ def rope_and_store(
 
 
 def _fit(vectors: Tensor, cache: PagedVectors, slots: Tensor) -> bool:
-    """Return whether C++ supports the shapes and dtypes of `vectors` and `slots`."""
     heads, stored = cache.tensors[0].shape[2:]
     is_whole = isinstance(cache.format, Int4) or stored == cache.channels
     return is_whole and (vectors.shape, vectors.dtype, slots.dtype) == (

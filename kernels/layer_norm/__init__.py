@@ -17,7 +17,7 @@ __all__ = ["layer_norm", "layer_norm_quantize"]
 
 @operator(reference.layer_norm, has_triton=True)
 def layer_norm(cpp: Library, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Return the norm of x [T, D], as `reference.layer_norm` does. A row's bits depend on that row alone."""
+    """Return the norm of x [T, D], as `reference.layer_norm` does. The bits of a row depend only on that row."""
     _check(x, weight, bias)
     out = torch.empty(*x.shape, dtype=x.dtype)
     _normalise(cpp, x, weight, bias, eps, out, (None, None, False, 0, None, 0))
@@ -35,7 +35,7 @@ def layer_norm_quantize(
     group_size: int | None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `layer_norm`."""
+    """Return the norm as codes and scales. On a CPU it is bit-identical to `quantize_rows` of `layer_norm`."""
     _check(x, weight, bias)
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
     _normalise(cpp, x, weight, bias, eps, None, arguments)
@@ -43,7 +43,6 @@ def layer_norm_quantize(
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raise UnsupportedArguments for other shapes and dtypes than those that C++ reads."""
     given = [each for each in (weight, bias) if each is not None]
     if (
         x.dtype not in DTYPES

@@ -1,4 +1,4 @@
-"""One program for each row: it is read once, kept in registers, and written once."""
+"""Layer norm. One program per row reads it once, keeps it in registers, and writes it once."""
 
 import torch
 import triton
@@ -9,13 +9,13 @@ from kernels.quantize_rows.triton import quantize_rows
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Compute what kernels/layer_norm/reference.py defines; x of any shape [..., D]."""
+    """Compute the same as kernels/layer_norm/reference.py, for x of any shape [..., D]."""
     x = x.contiguous()
     weight, bias = (None if part is None else part.contiguous() for part in (weight, bias))
     output, channels = torch.empty_like(x), x.shape[-1]
     if x.numel():
         size = triton.next_power_of_2(channels)
-        warps = min(max(size // 512, 1), 16)  # 16 elements of each thread
+        warps = min(max(size // 512, 1), 16)  # 16 elements per thread
         _layer_norm[(x.numel() // channels,)](x, weight, bias, output, eps, channels, SIZE=size, num_warps=warps)
     return output
 
@@ -29,7 +29,6 @@ def layer_norm_quantize(
     group_size: int | None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what kernels/layer_norm/reference.py defines."""
     return quantize_rows(layer_norm(x, weight, bias, eps), dtype, group_size, static_scales)
 
 

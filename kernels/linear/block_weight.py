@@ -163,7 +163,6 @@ class BlockWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All memory of the weight, by name."""
         return {"packed": self.memory}
 
     @property
@@ -210,7 +209,6 @@ def pack_blocks(kind: str, blocks: Tensor) -> BlockWeight:
 
 
 def _pack_rows(rows: BlockCodes) -> Tensor:
-    """Return the memory of a packed weight."""
     kind, num_blocks = KINDS[rows.kind], rows.factors.shape[2]
     missing = -len(rows.codes) % TILE
     codes = functional.pad(rows.codes, (0, 0, 0, missing))

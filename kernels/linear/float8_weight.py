@@ -51,7 +51,6 @@ class Float8Weight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All memory of the weight, by name."""
         return {"packed": self.memory}
 
     @property

@@ -60,7 +60,6 @@ class FloatWeight:
             check_exceptions(self.memory, *self._num_tiles_and_steps)
 
     def unpack(self) -> Tensor:
-        """Return the weight [N, K]."""
         tiles = decompress(self.memory, *self._num_tiles_and_steps) if self.is_compressed else self.memory
         rows = tiles.transpose(1, 2).reshape(len(tiles) * TILE, -1)
         return rows[: self.num_outputs, : self.num_inputs].contiguous()

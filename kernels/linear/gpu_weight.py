@@ -51,7 +51,6 @@ class GPUWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All memory of the weight, by name."""
         parts = {"codes": self.codes, "scales": self.scales, "zero_points": self.zero_points}
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -69,7 +69,6 @@ class IntWeight:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All memory of the weight, by name."""
         return {"packed": self.memory}
 
     @property

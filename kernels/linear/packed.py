@@ -107,7 +107,6 @@ def _empty_product(x: Rows, gate: PackedWeight, *_: Any) -> Tensor:
 
 
 def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
-    """Raise ValueError if the arguments cannot be multiplied."""
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
     shape, dtype, format = x.shape, x.dtype, weights[0].format

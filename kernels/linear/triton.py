@@ -268,7 +268,6 @@ def _one_row(
     OUTPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Compute OUTPUTS outputs of the only row."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     result = multiply_row(
         0,

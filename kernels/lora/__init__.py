@@ -41,7 +41,6 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
 
 
 def _fit(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> bool:
-    """Return whether C++ supports all shapes, dtypes and devices."""
     if not table.is_whole or slots.ndim != 1 or slots.dtype != torch.int64:
         return False
     rows, (inputs, outputs) = len(slots), (table.a.shape[2], table.b.shape[2])

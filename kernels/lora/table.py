@@ -62,5 +62,4 @@ class AdapterTable:
         self.scales[slot] = scale
 
     def clear(self, slot: int) -> None:
-        """Remove the adapter of a slot."""
         self.ranks[slot] = 0

@@ -110,7 +110,6 @@ def _expand(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Compute OUTPUTS outputs for rows of one adapter."""
     slot, row, inside = _rows_of(order, starts, num_slots, ROWS)
     rank = tl.load(ranks + slot)
     if (tl.max(inside.to(tl.int32), 0) == 0) | (rank == 0):

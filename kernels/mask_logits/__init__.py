@@ -20,7 +20,8 @@ def _check(logits: Tensor, bitmask: Tensor) -> None:
 
 @operator(reference.mask_logits, fake=lambda *_: None, check=_check, has_triton=True, mutates_args=("logits",))
 def mask_logits(cpp: Library, logits: Tensor, bitmask: Tensor) -> None:
-    """Set logits [R, V] to -inf where the bitmask int32 [R, ceil(V / 32)] has a 0, as `reference.mask_logits` does; rows may lie apart.
+    """Set logits [R, V] to -inf where the bitmask int32 [R, ceil(V / 32)] has a 0, as `reference.mask_logits` does.
+    Rows need not be contiguous.
 
     Raises ValueError for other shapes and dtypes.
     """

@@ -1,4 +1,4 @@
-"""One program for some tokens of a row. R rows, V tokens in the vocabulary."""
+"""Bans of tokens. One program processes some tokens of a row. R rows, V tokens in the vocabulary."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,6 @@ SIZE = 2048
 
 
 def mask_logits(logits: Tensor, bitmask: Tensor) -> None:
-    """Compute what kernels/mask_logits/reference.py defines."""
     rows, vocab_size = logits.shape
     if logits.numel():
         _mask_logits[rows, triton.cdiv(vocab_size, SIZE)](

@@ -84,7 +84,6 @@ def _fit(
     alibi_slopes: Tensor | None,
     prefix_lengths: Tensor | None,
 ) -> bool:
-    """Return whether C++ supports the shapes and dtypes."""
     numbers = [(block_tables, 2), (query_starts, 1), (context_lengths, 1), (prefix_lengths, 1)]
     return (
         all(part is None or (part.dtype, part.ndim) == (torch.int64, rank) for part, rank in numbers)

@@ -1,4 +1,4 @@
-"""Rows of activations as codes of 8 bits, each row or each group of its inputs with the scale that its largest number wants.
+"""Quantises rows of activations to 8-bit codes. Each row, or each group of its inputs, has its own scale.
 
 M rows, K inputs.
 """
@@ -14,7 +14,7 @@ from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import reference
 from kernels.quantize_rows.rows import ActivationFormat, QuantizedActivations, Rows
 
-LANES = 16  # in simd.h: groups of a row begin at a multiple of them
+LANES = 16  # as in simd.h; groups of a row begin at multiples of it
 CodesArguments: TypeAlias = tuple[int | None, int | None, bool, int, int | None, int]
 
 __all__ = ["ActivationFormat", "CodesArguments", "QuantizedActivations", "Rows", "code_arguments", "quantize_rows"]
@@ -36,7 +36,8 @@ def quantize_rows(
     group_size: int | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of x [M, K], as `reference.quantize_rows` does. A row's bits depend on that row alone."""
+    """Return codes and scales of x [M, K], as `reference.quantize_rows` does. The bits of a row depend only on that
+    row."""
     x_dtype = DTYPES.get(x.dtype)
     if x_dtype is None or not x.is_cpu:
         raise UnsupportedArguments
@@ -49,9 +50,9 @@ def quantize_rows(
 def code_arguments(
     x: Tensor, dtype: torch.dtype, group_size: int | None, static_scales: Tensor | None
 ) -> tuple[Tensor, Tensor, CodesArguments]:
-    """Return room for codes [M, K] and scales [M, G] of rows x, and the arguments by which C++ fills it.
+    """Return empty codes [M, K], empty scales [M, G], and the C++ arguments that describe them.
 
-    Raises UnsupportedArguments where it does not.
+    Raises UnsupportedArguments if C++ does not support the format.
     """
     num_rows, num_inputs = x.shape
     size = max(1, min(group_size or num_inputs, num_inputs))

@@ -1,4 +1,4 @@
-"""Rows whose numbers are codes. M rows, K inputs of a product."""
+"""Quantised activations. M rows, K inputs of a product."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -8,25 +8,26 @@ from torch import Tensor
 
 
 class ActivationFormat(NamedTuple):
-    """Codes that rows are quantised to before a product, with a scale for each row, for each group of its inputs, or for each expert."""
+    """The format of activations that are quantised before a product: one scale per row, per group of its inputs, or per
+    expert."""
 
     dtype: torch.dtype
-    """int8 or float8_e4m3fn"""
+    """int8 or float8_e4m3fn."""
     group_size: int | None = None
     static_scales: Tensor | None = None
-    """float32 that were chosen before: one, or one for each expert."""
+    """float32: one, or one per expert."""
 
 
 @dataclass(frozen=True)
 class QuantizedActivations:
-    """Rows that were quantised: codes * scales."""
+    """Quantised rows of activations: codes * scales."""
 
     codes: Tensor
-    """int8 or float8_e4m3fn [M, K]"""
+    """int8 or float8_e4m3fn [M, K]."""
     scales: Tensor
-    """float32 [M, 1], or [1, 1] for all rows, or [M, K / group_size rounded up]."""
+    """float32 [M, 1], [1, 1] for all rows, or [M, ceil(K / group_size)]."""
     dtype: torch.dtype
-    """Of products with them."""
+    """The dtype of products with these rows."""
     group_size: int | None = None
 
     @property
@@ -42,4 +43,4 @@ class QuantizedActivations:
 
 
 Rows: TypeAlias = Tensor | QuantizedActivations
-"""What a weight is multiplied by."""
+"""The left operand of a product."""

@@ -1,4 +1,4 @@
-"""One program for each row, or for each group of its inputs."""
+"""Quantises rows. One program processes a row, or a group of its inputs."""
 
 import torch
 import triton
@@ -9,7 +9,6 @@ from torch import Tensor
 def quantize_rows(
     x: Tensor, dtype: torch.dtype = torch.int8, group_size: int | None = None, static_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute what kernels/quantize_rows/reference.py defines."""
     x = x.contiguous()
     rows, inputs = x.shape
     static_scales = None if static_scales is None else static_scales.reshape(-1).expand(rows).contiguous()
@@ -23,14 +22,14 @@ def quantize_rows(
 
 
 def empty_codes(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Room for the codes [M, K] and the scales [M, G] of rows like x [M, K]."""
+    """Return empty codes [M, K] and scales [M, G] for rows x [M, K]."""
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     return codes, torch.empty(x.shape[0], triton.cdiv(x.shape[1], group_size), device=x.device)
 
 
 @triton.jit
 def quantize(groups, dtype: tl.constexpr):
-    """Return the codes in float32, and the scales [G], of float32 [G, size] with zeros where nothing is."""
+    """Return float32 codes, and scales [G], of float32 groups [G, size], padded with zeros."""
     largest: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     scales = tl.div_rn(tl.max(tl.abs(groups), 1), largest)
     return quantize_with(tl.where(scales == 0, 1.0, scales), groups, dtype)
@@ -38,12 +37,14 @@ def quantize(groups, dtype: tl.constexpr):
 
 @triton.jit
 def quantize_with(scales, groups, dtype: tl.constexpr):
-    """Return the codes under scales [G], beyond whose codes numbers saturate."""
-    scales += tl.sum(groups * 0.0, 1)  # NaN if one is not finite: `max` would hide it
+    """Return float32 codes for the given scales [G]. Codes saturate."""
+    scales += tl.sum(groups * 0.0, 1)  # NaN if a number is not finite: `max` would hide it
     codes = tl.where((scales == scales)[:, None], tl.div_rn(groups, scales[:, None]), 0.0)
     if dtype == tl.int8:
         codes = tl.minimum(tl.maximum(codes, -128.0), 127.0)
-        codes = (codes + 12582912.0) - 12582912.0  # half to even: beside 1.5 * 2^23 there is no room for a fraction
+        codes = (
+            codes + 12582912.0
+        ) - 12582912.0  # rounds half to even: at the magnitude of 1.5 * 2^23 float32 has no fraction bits
     else:
         codes = tl.minimum(tl.maximum(codes, -448.0), 448.0)
     return codes, scales

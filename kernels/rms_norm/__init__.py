@@ -17,7 +17,7 @@ __all__ = ["add_rms_norm", "add_rms_norm_quantize", "rms_norm", "rms_norm_quanti
 
 @operator(reference.rms_norm, has_triton=True)
 def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
-    """Return the norm of x [T, D], as `reference.rms_norm` does. A row's bits depend on that row alone."""
+    """Return the norm of x [T, D], as `reference.rms_norm` does. The bits of a row depend only on that row."""
     if not _fit(x, weight):
         raise UnsupportedArguments
     out = torch.empty(*x.shape, dtype=x.dtype)
@@ -27,7 +27,8 @@ def rms_norm(cpp: Library, x: Tensor, weight: Tensor, eps: float, weight_offset:
 
 @operator(reference.add_rms_norm, has_triton=True)
 def add_rms_norm(cpp: Library, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual and that sum, to the bit `rms_norm` of torch's sum. A row's bits depend on that row of both alone."""
+    """Return the norm of x + residual, and the sum; bit-identical to `rms_norm` of torch's sum. The bits of a row
+    depend only on that row of x and residual."""
     if not _fit(x, weight, residual):
         raise UnsupportedArguments
     out, total = (torch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
@@ -46,7 +47,7 @@ def rms_norm_quantize(
     static_scales: Tensor | None = None,
     weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm as codes and scales, on a CPU to the bit `quantize_rows` of `rms_norm`."""
+    """Return the norm as codes and scales. On a CPU it is bit-identical to `quantize_rows` of `rms_norm`."""
     if not _fit(x, weight):
         raise UnsupportedArguments
     codes, scales, arguments = code_arguments(x, dtype, group_size, static_scales)
@@ -65,7 +66,8 @@ def add_rms_norm_quantize(
     group_size: int | None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norm of x + residual as codes and scales, and that sum, on a CPU to the bit `quantize_rows` of `add_rms_norm`."""
+    """Return the norm of x + residual as codes and scales, and the sum. On a CPU it is bit-identical to `quantize_rows`
+    of `add_rms_norm`."""
     if not _fit(x, weight, residual):
         raise UnsupportedArguments
     total = torch.empty(x.shape, dtype=x.dtype)
@@ -75,7 +77,6 @@ def add_rms_norm_quantize(
 
 
 def _fit(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
-    """Return whether shapes and dtypes are those that C++ reads."""
     fits = x.dtype in DTYPES and weight.dtype == x.dtype and x.is_cpu and weight.is_cpu and weight.shape == x.shape[-1:]
     return fits and (residual is None or (residual.dtype, residual.shape, residual.is_cpu) == (x.dtype, x.shape, True))
 
@@ -92,7 +93,6 @@ def _normalise(
     total: Tensor | None = None,
     codes: CodesArguments = (None, None, False, 0, None, 0),
 ) -> None:
-    """Fill those of the last three that are there."""
     x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
     tensors, channels = (x, residual, weight, out, total), x.shape[-1]
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)

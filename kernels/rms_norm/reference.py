@@ -1,4 +1,4 @@
-"""T tokens, D channels, G groups of them that share a scale."""
+"""T tokens, D channels, G groups of channels that share a scale."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from kernels.quantize_rows.reference import quantize_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
-    x [T, D] of any float dtype, weight [D]; returns [T, D] in x's dtype. The normalisation is computed in float32 and rounded
-    to x's dtype before the weight multiplies it, as Llama's own code does. With an offset, offset + weight multiplies it in float32, and
-    the product alone is rounded, as in Gemma's.
+    x [T, D] of any float dtype, weight [D]; returns [T, D] in x's dtype. The normalised x is computed in float32 and
+    rounded to x's dtype before the product with the weight, as in Llama's code. With an offset the factor is offset +
+    weight in float32, and only the product is rounded, as in Gemma's code.
     """
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None 
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and x + residual itself, both [T, D] in x's dtype."""
+    """Return the norm of x + residual, and x + residual, both [T, D] in x's dtype."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -35,7 +35,8 @@ def rms_norm_quantize(
     static_scales: Tensor | None = None,
     weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm, rounded to x's dtype, as codes [T, D] of `dtype` and scales float32 [T, G], as of `quantize_rows`."""
+    """Return the norm, rounded to x's dtype, as codes [T, D] of `dtype` and scales float32 [T, G], as in
+    `quantize_rows`."""
     return quantize_rows(rms_norm(x, weight, eps, weight_offset), dtype, group_size, static_scales)
 
 
@@ -48,6 +49,6 @@ def add_rms_norm_quantize(
     group_size: int | None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of x + residual as codes and scales, and x + residual itself [T, D]."""
+    """Return the norm of x + residual as codes and scales, and x + residual [T, D]."""
     normed, total = add_rms_norm(x, residual, weight, eps)
     return *quantize_rows(normed, dtype, group_size, static_scales), total

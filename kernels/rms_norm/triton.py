@@ -1,4 +1,4 @@
-"""One program for each row: it is read once, kept in registers, and written once, as numbers or as codes."""
+"""RMS norm. One program per row reads it once, keeps it in registers, and writes it once, unquantised or as codes."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from kernels.quantize_rows.triton import empty_codes, quantize, quantize_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
-    """Compute what kernels/rms_norm/reference.py defines; x of any shape [..., D]."""
+    """Compute the same as kernels/rms_norm/reference.py, for x of any shape [..., D]."""
     x = x.contiguous()
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight_offset is None else x.dtype
     output = torch.empty_like(x, dtype=dtype)
@@ -18,7 +18,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None 
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute what kernels/rms_norm/reference.py defines."""
     x, residual = x.contiguous(), residual.contiguous()
     output, total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype)), torch.empty_like(x)
     _launch(x, residual, weight, output, None, total, eps, None)
@@ -34,9 +33,9 @@ def rms_norm_quantize(
     static_scales: Tensor | None = None,
     weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what kernels/rms_norm/reference.py defines.
+    """Compute the same as kernels/rms_norm/reference.py.
 
-    Threads share a row in other ways than where it is not quantised, so the last bit of its sum of squares may be another.
+    The threads share a row in another way than without quantisation, so the last bit of the sum of squares may differ.
     """
     size = _group_of_registers(x, weight, group_size)
     if size is None or static_scales is not None:
@@ -56,7 +55,7 @@ def add_rms_norm_quantize(
     group_size: int | None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what kernels/rms_norm/reference.py defines, with the sum of squares of `rms_norm_quantize`."""
+    """Compute the same as kernels/rms_norm/reference.py, with the sum of squares of `rms_norm_quantize`."""
     size = _group_of_registers(x, weight, group_size)
     if size is None or static_scales is not None:
         normed, total = add_rms_norm(x, residual, weight, eps)
@@ -69,7 +68,8 @@ def add_rms_norm_quantize(
 
 
 def _group_of_registers(x: Tensor, weight: Tensor, group_size: int | None) -> int | None:
-    """How many channels share a scale; None if a program, whose registers are a power of two, cannot cut its row so."""
+    """Return the number of channels that share a scale. None if a program, whose registers hold a power of 2, cannot
+    split its row into such groups."""
     size = min(group_size or x.shape[1], x.shape[1])
     is_cut = size in (x.shape[1], triton.next_power_of_2(size))
     return size if is_cut and weight.dtype == x.dtype else None
@@ -89,7 +89,7 @@ def _launch(
     weight, channels = weight.contiguous(), x.shape[-1]
     if x.numel():
         size, group = triton.next_power_of_2(channels), triton.next_power_of_2(group_size)
-        warps = min(max(size // 512, 1), 16)  # 16 elements of each thread
+        warps = min(max(size // 512, 1), 16)  # 16 elements per thread
         _rms_norm[(x.numel() // channels,)](
             *(x, residual, weight, output, scales, total, eps, weight_offset, channels),
             SIZE=size,

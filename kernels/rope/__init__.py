@@ -1,6 +1,6 @@
-"""Rotary position embedding, applied to queries and keys.
+"""Rotary position embedding of queries and keys.
 
-T tokens, H heads, D channels per head, of which R turn.
+T tokens, H heads, D channels per head, of which the first R are rotated.
 """
 
 import torch
@@ -16,7 +16,8 @@ __all__ = ["rope", "rope_angles"]
 
 @operator(reference.rope, has_triton=True)
 def rope(cpp: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Return x [T, H, D] turned, as `reference.rope` does, but in float32 and rounded once. A token's heads that lie apart are copied."""
+    """Return x [T, H, D] rotated, as `reference.rope` does, but in float32 and rounded once. Heads of a token that are
+    not contiguous are copied first."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu or not angles_fit(x, cos, sin):
         raise UnsupportedArguments
@@ -34,7 +35,7 @@ def rope(cpp: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = 
 
 
 def angles_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether cos and sin are what x [T, H, D] is turned by: both [T, R/2] in its dtype, R no more than D."""
+    """Return whether cos and sin match x [T, H, D]: both [T, R/2] in x's dtype, with R at most D."""
     alike = cos.shape == sin.shape and cos.dtype == sin.dtype == x.dtype and cos.ndim == 2
     return alike and len(cos) == len(x) and 2 * cos.shape[1] <= x.shape[2]
 
@@ -43,7 +44,7 @@ def angles_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def rope_angles(
     cpp: Library, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [T, R/2], as `reference.rope_angles` does; they may differ from it in the last bit of float32."""
+    """Return cos and sin [T, R/2], as `reference.rope_angles` does. The last bit of float32 may differ."""
     number = DTYPES.get(dtype)
     are_known = (positions.dtype, frequencies.dtype) == (torch.int64, torch.float32)
     if number is None or not positions.is_cpu or not are_known or positions.ndim != 1 or frequencies.ndim != 1:

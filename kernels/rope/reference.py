@@ -1,11 +1,12 @@
-"""T tokens, H heads, D channels per head, of which R turn."""
+"""T tokens, H heads, D channels per head, of which the first R are rotated."""
 
 import torch
 from torch import Tensor
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate pairs among the first R channels of every head by the token's angles; the other channels stay (arXiv 2104.09864).
+    """Rotate pairs of the first R channels of every head by the token's angles. Other channels are unchanged (arXiv
+    2104.09864).
 
     Pairs are (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) if interleaved. x [T, H, D]; cos and sin [T, R/2] in x's dtype;
     returns [T, H, D] in x's dtype.
@@ -20,9 +21,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token's angles, in float32, times `factor`, then rounded to `dtype`: [T, R/2] each.
+    """Return cos and sin of every token's angles in float32, times `factor`, rounded to `dtype`: [T, R/2] each.
 
-    positions int64 [T]; frequencies float32 [R/2], or [T, R/2] where each token has its own; an angle is their product in float32.
+    positions int64 [T]; frequencies float32 [R/2], or [T, R/2] if they differ per token. An angle is position *
+    frequency in float32.
     """
     angles = positions[:, None].float() * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

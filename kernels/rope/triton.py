@@ -1,4 +1,4 @@
-"""One program for each token: its angles are read once for all heads."""
+"""Rotary position embedding. One program per token reads the angles once for all heads."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Compute what kernels/rope/reference.py defines, but in float32, rounded once. x may be a part of a wider tensor."""
+    """Compute the same as kernels/rope/reference.py, but in float32, rounded once. x may be a slice of a wider tensor."""
     x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
     num_tokens, heads, channels = x.shape
     pairs = cos.shape[-1]

@@ -1,6 +1,6 @@
-"""Soft capping of numbers (arXiv 2408.00118).
+"""Soft capping of logits (arXiv 2408.00118).
 
-R rows, C numbers of a row.
+R rows, C numbers per row.
 """
 
 import torch
@@ -16,7 +16,7 @@ __all__ = ["soft_cap"]
 
 @operator(reference.soft_cap)
 def soft_cap(cpp: Library, x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap), as `reference.soft_cap` does. Every number is computed alike, wherever it stands."""
+    """Return cap * tanh(x / cap), as `reference.soft_cap` does. The bits of an element do not depend on its index."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or not x.is_cpu:
         raise UnsupportedArguments

@@ -17,7 +17,8 @@ __all__ = ["swiglu", "swiglu_quantize"]
 
 @operator(reference.swiglu, has_triton=True)
 def swiglu(cpp: Library, gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, as `reference.swiglu` does. Rows may lie apart, as the halves of a fused matrix's outputs do."""
+    """Return silu(gate) * up, as `reference.swiglu` does. Rows need not be contiguous, for example halves of a fused
+    matrix's outputs."""
     dtype = DTYPES.get(gate.dtype)
     alike = gate.ndim == 2 and gate.is_cpu and up.is_cpu and up.shape == gate.shape and up.dtype == gate.dtype
     if dtype is None or not alike:
@@ -41,5 +42,5 @@ def swiglu_quantize(
     group_size: int | None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `quantize_rows` of `swiglu`, to the bit; on a GPU in one launch."""
+    """Return `quantize_rows` of `swiglu`, bit-identical. On a GPU it is one launch."""
     return quantize_rows(swiglu(gate, up), dtype, group_size, static_scales)

@@ -1,4 +1,4 @@
-"""One program for some channels of a token, or for all that share a scale."""
+"""SwiGLU. One program processes some channels of a token, or all channels that share a scale."""
 
 import torch
 import triton
@@ -11,7 +11,8 @@ SIZE = 1024
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute what kernels/swiglu/reference.py defines. Rows may lie apart, as those of halves of one matrix do."""
+    """Compute the same as kernels/swiglu/reference.py. Rows need not be contiguous, for example halves of a fused
+    matrix."""
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     _launch(gate, up, output, None, SIZE)
     return output
@@ -20,7 +21,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_quantize(
     gate: Tensor, up: Tensor, dtype: torch.dtype, group_size: int | None, static_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute what kernels/swiglu/reference.py defines, to the bit what the two kernels give one after the other."""
+    """Compute the same as kernels/swiglu/reference.py, bit-identical to the two kernels in sequence."""
     if static_scales is not None:
         return quantize_rows(swiglu(gate, up), dtype, group_size, static_scales)
     size = min(group_size or gate.shape[1], gate.shape[1])
@@ -45,7 +46,7 @@ def _launch(gate: Tensor, up: Tensor, output: Tensor, scales: Tensor | None, cha
 
 @triton.jit
 def silu(x):
-    """float32"""
+    """Return x * sigmoid(x) for float32 x."""
     return x / (1 + tl.exp(-x))
 
 

@@ -1,4 +1,4 @@
-"""Rows with their channels in another order.
+"""Selects channels of rows in a given order.
 
 R rows, C channels, I channels of the result.
 """
@@ -15,7 +15,8 @@ __all__ = ["take_channels"]
 
 @operator(reference.take_channels)
 def take_channels(cpp: Library, x: Tensor, order: Tensor) -> Tensor:
-    """Return [R, I], as `reference.take_channels` does. C++ does not look whether `order` names channels that x has: a caller does."""
+    """Return [R, I], as `reference.take_channels` does. C++ does not check that `order` is in the range of x's
+    channels: the caller must."""
     if not (x.is_cpu and order.is_cpu) or x.element_size() not in (2, 4) or x.stride(1) != 1:
         raise UnsupportedArguments
     order = order.contiguous()

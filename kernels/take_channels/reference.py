@@ -4,5 +4,6 @@ from torch import Tensor
 
 
 def take_channels(x: Tensor, order: Tensor) -> Tensor:
-    """Return the channels `order`, int64 [I], each from 0 to C - 1, of x [R, C]: [R, I] in x's dtype, copied to the bit."""
+    """Return channels `order` of x [R, C]: [R, I], a bit-identical copy in x's dtype. order int64 [I], with values from
+    0 to C - 1."""
     return x[:, order]
