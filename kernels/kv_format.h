@@ -1,4 +1,4 @@
-// The paged cache as kernels/kv_format.py lays it out.
+// The paged cache in the layout of kernels/kv_format.py.
 #pragma once
 
 #include <cstdint>
@@ -6,17 +6,17 @@
 #include "rows.h"
 #include "simd.h"
 
-enum class KVFormat : int32_t { unquantised, int8, float8, int4 };  // the numbers that kernels/kv_format.py passes
+enum class KVFormat : int32_t { unquantised, int8, float8, int4 };  // the numbers in kernels/kv_format.py
 
-// The keys or the values of one layer: N blocks of B slots, each with the vectors of G heads.
+// The keys or the values of one layer: N blocks of B slots; each slot holds the vectors of G heads.
 struct PagedVectors {
-  uint8_t *stored;   // [N, B, G, stored_size]: vectors, or their codes
-  void *scales;      // [N, B, G, scales_size] float32, or float16 pairs of scale and lowest value; static ones [G]; null without quantisation
+  uint8_t *stored;   // [N, B, G, stored_size]: vectors or codes
+  void *scales;      // [N, B, G, scales_size] float32, or float16 pairs of scale and minimum; static scales [G]; null if unquantised
   int64_t block_size, num_heads, channels;
-  int64_t stored_size, scales_size;  // elements of a vector; a code of int4 is half a byte, two of them an element
+  int64_t stored_size, scales_size;  // elements of a vector; an element of int4 is a byte with two codes
   KVFormat format;
-  Dtype dtype;       // of the vectors when they are read
-  int32_t has_margin;  // whether a register's bytes may be read past `stored`
+  Dtype dtype;       // of the decoded vectors
+  int32_t has_margin;  // whether a full register may be read past the end of `stored`
 
   bool has_static_scales() const { return scales && scales_size == 0; }
   int64_t index(int64_t slot, int64_t head) const { return slot * num_heads + head; }  // of a vector
@@ -25,27 +25,29 @@ struct PagedVectors {
   }
 };
 
-// x * 2^-120 of e4m3 codes: sign, exponent and mantissa put where float32 has them. NaN comes with a scale that is NaN.
+// x * 2^-120 of e4m3 codes: sign, exponent and mantissa are moved to the bits of a float32. With dynamic scales NaN
+// comes from a NaN scale.
 inline Floats shrunken_float8(Ints codes) {
   return as_floats(add(bit_and(codes, splat(INT32_MIN)), shift_left<20>(bit_and(codes, splat(0x7f)))));
 }
 
-// The numbers of codes, but NaN for the code that means it, which static scales cannot say: to its bits is added what is missing.
-inline Floats with_nan_int8(Floats numbers, Ints codes) {  // -128
+// Static scales cannot express NaN, so one code means NaN. Adds a constant to the bits of that code's value, which
+// makes it NaN.
+inline Floats with_nan_int8(Floats numbers, Ints codes) {  // code -128
   return as_floats(add(as_ints(numbers), bit_and(shift_right<31>(add(codes, splat(127))), splat(0x3cc00000))));
 }
-inline Floats with_nan_float8(Floats shrunken, Ints codes) {  // 0x7f
+inline Floats with_nan_float8(Floats shrunken, Ints codes) {  // code 0x7f
   const Ints is_nan = shift_right<31>(subtract(splat(0x7e), bit_and(codes, splat(0x7f))));
   return as_floats(add(as_ints(shrunken), bit_and(is_nan, splat(0x78000000))));
 }
 
-// Of the floats that read_vector writes: whole vectors, and all codes of int4.
+// The floats that read_vector writes: whole registers, and all codes of int4.
 inline int64_t room_for(const PagedVectors &cache) {
   const int64_t written = cache.format == KVFormat::int4 ? 2 * cache.stored_size : cache.channels;
   return divide_up(written, LANES) * LANES;
 }
 
-// x has room for all codes of the vector, also where fewer channels are meant.
+// x has room for all codes of the vector, even if it has fewer channels.
 inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const uint16_t *ranges, float *x) {
   for (int64_t i = 0; i < cache.stored_size; ++i) {
     x[2 * i] = static_cast<float>(stored[i] & 15);
@@ -58,7 +60,8 @@ inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const ui
   }
 }
 
-// The numbers of a vector of int8 or float8, 16 at a time: put(number of the first, numbers). Those after the last channel mean nothing.
+// Calls put(index of the first channel, values) for 16 values of an int8 or float8 vector at a time. Values beyond the
+// last channel are undefined.
 template <class Put> void read_codes(const PagedVectors &cache, int64_t index, int64_t head, Put &&put) {
   const bool is_int8 = cache.format == KVFormat::int8, is_static = cache.has_static_scales();
   const auto *codes = reinterpret_cast<const int8_t *>(cache.stored) + index * cache.stored_size;
@@ -83,7 +86,7 @@ template <class Put> void read_codes(const PagedVectors &cache, int64_t index, i
     is_static ? read.template operator()<false, true>() : read.template operator()<false, false>();
 }
 
-// A vector in float32, before it is rounded to the cache's dtype. x has room for room_for(cache) numbers.
+// Decodes a vector to float32, before rounding to the cache's dtype. x has room for room_for(cache) floats.
 inline void read_vector(const PagedVectors &cache, int64_t index, int64_t head, float *x) {
   const uint8_t *stored = cache.stored + index * cache.stored_bytes();
   if (cache.format == KVFormat::unquantised) {

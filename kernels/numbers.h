@@ -1,10 +1,10 @@
-// Sixteen numbers of a row at a time as float32, whatever their dtype, with the roundings of rows.h.
+// Loads and stores 16 numbers of a row as float32, for any dtype, with the rounding of rows.h.
 #pragma once
 
 #include "rows.h"
 #include "simd.h"
 
-// work<DTYPE>() for the dtype.
+// Calls work<DTYPE>() for the dtype.
 template <class Work> void for_dtype(Dtype dtype, Work &&work) {
   if (dtype == Dtype::float32)
     work.template operator()<Dtype::float32>();
@@ -16,7 +16,7 @@ template <class Work> void for_dtype(Dtype dtype, Work &&work) {
 
 template <Dtype DTYPE> constexpr int64_t NUMBER_BYTES = DTYPE == Dtype::float32 ? 4 : 2;
 
-// The numbers `first` .. `first` + 15 of a row of `count`, zeros after its end.
+// Loads numbers `first` to `first` + 15 of a row of `count`; zeros beyond its end.
 template <Dtype DTYPE> Floats load_numbers(const void *row, int64_t first, int64_t count) {
   const char *at = static_cast<const char *>(row) + first * NUMBER_BYTES<DTYPE>;
   alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>] = {};
@@ -32,7 +32,7 @@ template <Dtype DTYPE> Floats load_numbers(const void *row, int64_t first, int64
     return load_float16(reinterpret_cast<const uint16_t *>(at));
 }
 
-// Writes those of 16 numbers that are in the row. They are numbers of the dtype.
+// Stores the numbers that are inside the row. They must be representable in the dtype.
 template <Dtype DTYPE> void store_numbers(void *row, int64_t first, int64_t count, Floats x) {
   char *at = static_cast<char *>(row) + first * NUMBER_BYTES<DTYPE>;
   alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>];
@@ -46,7 +46,7 @@ template <Dtype DTYPE> void store_numbers(void *row, int64_t first, int64_t coun
   if (to == part && first < count) [[unlikely]] std::memcpy(at, part, (count - first) * NUMBER_BYTES<DTYPE>);
 }
 
-// Rounded to the dtype and back
+// Rounds to the dtype and converts back.
 template <Dtype DTYPE> Floats rounded(Floats x) {
   if constexpr (DTYPE == Dtype::float32) return x;
   if constexpr (DTYPE == Dtype::bfloat16) return round_to_bfloat16(x);

@@ -6,7 +6,7 @@ extern "C" [[gnu::visibility("default")]] const Exported *first_exported() { ret
 
 namespace {
 
-// From here on this thread's calls are made and recorded, until end_recording.
+// Executes and records the calls of this thread until end_recording.
 Recording *begin_recording() { return recording = new Recording; }
 
 void end_recording() { recording = nullptr; }

@@ -1,6 +1,6 @@
-// How Python finds the kernels: OPERATOR declares a function with its name and the types of its arguments, and nothing is written twice. Calls
-// of operators are recorded while a recording is on, to be made again all in one: Python takes longer to make 200 calls than a small model to
-// compute.
+// Makes the kernels available to Python: OPERATOR exports a function with its name and the types of its arguments.
+// While a recording is on, calls of operators are recorded, so that one call can replay all of them: Python takes
+// longer to issue 200 calls than a small model takes to compute them.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 using Recording = std::vector<std::function<void()>>;
 
-extern thread_local Recording *recording;  // of this thread; null while nothing is recorded
+extern thread_local Recording *recording;  // of this thread; null if nothing is recorded
 
-// A type by a letter, as kernels/build.py reads it.
+// The letter of a type, as kernels/build.py reads it.
 template <class T> constexpr char letter() {
   if constexpr (std::is_enum_v<T>)
     return letter<std::underlying_type_t<T>>();
@@ -32,9 +32,9 @@ template <class T> constexpr char letter() {
   }
 }
 
-// A function that Python can call; all of them are a list.
+// A function that Python can call; a node of a linked list of all of them.
 struct Exported {
-  const char *name, *types;  // letters of the result and of the arguments
+  const char *name, *types;  // types: letters of the result and of the arguments
   void (*address)();
   const Exported *next;
   static inline const Exported *first = nullptr;
@@ -46,19 +46,19 @@ template <auto FUNCTION> struct Function;
 template <class Result, class... Arguments, Result (*FUNCTION)(Arguments...)> struct Function<FUNCTION> {
   static constexpr char TYPES[] = {letter<Result>(), letter<Arguments>()..., '\0'};
 
-  // What a reference refers to is copied into the recording; what a pointer points to must stay.
+  // Referenced objects are copied into the recording. Memory behind pointers must stay valid.
   static void call_and_record(Arguments... arguments) {
     if (recording) recording->emplace_back([=] { FUNCTION(arguments...); });
     FUNCTION(arguments...);
   }
 };
 
-// OPERATOR(name, (type argument, ...)) { ... }
+// Usage: OPERATOR(name, (type argument, ...)) { ... }
 #define OPERATOR(name, arguments)                                                                                                \
   static void name##_operator arguments;                                                                                         \
   static const Exported name##_exported(#name, Function<&name##_operator>::TYPES,                                                \
                                         reinterpret_cast<void (*)()>(&Function<&name##_operator>::call_and_record));             \
   static void name##_operator arguments
 
-// A function that is no operator and is never recorded: it governs threads or recordings.
+// Exports a function that is never recorded, because it controls threads or recordings.
 #define EXPORT(name) static const Exported name##_exported(#name, Function<&name>::TYPES, reinterpret_cast<void (*)()>(&name))

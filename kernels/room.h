@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Buffers that a thread reuses from call to call.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ template <class Number> Number *aligned(Number *at) {
   return reinterpret_cast<Number *>((reinterpret_cast<uintptr_t>(at) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
 }
 
-// Room for `count` numbers, aligned to 64 bytes and readable for 64 bytes after them.
+// Returns room for `count` numbers, aligned to 64 bytes, with 64 readable bytes after them.
 template <class Number> Number *room(std::vector<Number> &memory, int64_t count) {
   const size_t with_margin = count + 2 * ALIGNMENT / sizeof(Number);
   if (memory.size() < with_margin) memory.resize(with_margin);

@@ -1,5 +1,5 @@
-// Vectors of 16 lanes: one register under AVX-512, a pair of them under AVX2, so that a kernel is written once.
-// Results may differ between the two instruction sets, never within one: each function is a fixed order of operations.
+// Vectors of 16 lanes: one register with AVX-512, a pair of registers with AVX2, so that a kernel is written once.
+// Results may differ between the instruction sets, but never within one: each function is a fixed order of operations.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 constexpr int64_t LANES = 16;
 
-// Vectors in an array stay in registers only if the loops over them are unrolled, which the compiler does not do unasked for as many as 24.
+// Arrays of vectors stay in registers only if the loops over them are unrolled. The compiler does not unroll up to 24
+// iterations by itself.
 #define UNROLL _Pragma("GCC unroll 24")
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

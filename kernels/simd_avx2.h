@@ -1,9 +1,9 @@
-// The vectors of simd.h with AVX2 and FMA: correct and plain. AVX2 has no dot products of bytes or bfloat16.
+// The vectors of simd.h with AVX2 and FMA, in a simple form. AVX2 has no dot products of bytes or bfloat16.
 #pragma once
 
 #include "rows.h"
 
-constexpr int ACCUMULATORS = 6;  // pairs; of the 16 registers 4 are left for operands
+constexpr int ACCUMULATORS = 6;  // pairs of registers; 4 of the 16 registers are left for operands
 
 struct Floats {
   __m256 low, high;
@@ -51,13 +51,13 @@ inline void store_bytes(int8_t *at, Ints x) {
   for (int lane = 0; lane < LANES; ++lane) at[lane] = static_cast<int8_t>(wide[lane]);
 }
 
-inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even
+inline void store_bfloat16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even
   alignas(32) float wide[LANES];
   store(wide, x);
   for (int lane = 0; lane < LANES; ++lane) at[lane] = to_bfloat16(wide[lane]);
 }
 
-inline void store_float16(uint16_t *at, Floats x) {  // to nearest, ties to even
+inline void store_float16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even
   _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i *>(at + 8), _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -65,7 +65,7 @@ inline void store_float16(uint16_t *at, Floats x) {  // to nearest, ties to even
 inline Ints as_ints(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
 inline Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
-inline Ints round_to_ints(Floats x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }  // half to even
+inline Ints round_to_ints(Floats x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }  // ties to even
 
 inline Ints bit_and(Ints a, Ints b) { return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
 inline Ints bit_xor(Ints a, Ints b) { return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
@@ -129,14 +129,14 @@ inline __m256 dot_bfloat16(__m256 sum, __m256i a, __m256i b) {
   return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), even);
 }
 
-// dot_bytes multiplies the unsigned bytes of a lane (factors_of) by a step of a row, which is four integers: both have 16 bits, and all limbs one
-// sum. vpmaddubsw on the bytes themselves would saturate.
+// dot_bytes multiplies the four unsigned bytes of a lane (factors_of) by a step of a row: four integers. Both operands
+// are widened to 16 bits, and all limbs share one sum. vpmaddubsw on bytes would saturate.
 struct Shorts {
   Ints even, odd;
 };
 constexpr int sums_of(int) { return 1; }
-constexpr int SUM_WORDS = 2;  // of a step, for each sum
-inline void put_limb(int32_t *step, int limb, const int8_t *from) {  // the lower one first
+constexpr int SUM_WORDS = 2;  // words of a step, per sum
+inline void put_limb(int32_t *step, int limb, const int8_t *from) {  // the lower limb first
   int32_t bytes;
   std::memcpy(&bytes, from, sizeof bytes);
   __m128i shorts = _mm_shufflelo_epi16(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(bytes)), 0xd8);
@@ -156,15 +156,15 @@ inline Ints dot_bytes(Ints sum, const Shorts &bytes, const Shorts &x) {  // modu
           dot_shorts(dot_shorts(sum.high, bytes.even.high, x.even.high), bytes.odd.high, x.odd.high)};
 }
 
-// Each lane: sum plus two bfloat16 times two bfloat16.
+// In each lane: sum plus the dot product of two pairs of bfloat16.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) {
   return {dot_bfloat16(sum.low, a.low, b.low), dot_bfloat16(sum.high, a.high, b.high)};
 }
 
-// Lane j of row i and lane i of row j change places.
+// Transposes: swaps lane j of row i with lane i of row j.
 inline void transpose(__m256i (&rows)[8]) {
   __m256i pairs[8];
-  for (int i = 0; i < 8; i += 4) {  // four by four within halves of a register
+  for (int i = 0; i < 8; i += 4) {  // 4 x 4 blocks within halves of a register
     const __m256i a = _mm256_unpacklo_epi32(rows[i], rows[i + 1]), b = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
     const __m256i c = _mm256_unpacklo_epi32(rows[i + 2], rows[i + 3]), d = _mm256_unpackhi_epi32(rows[i + 2], rows[i + 3]);
     pairs[i] = _mm256_unpacklo_epi64(a, c), pairs[i + 1] = _mm256_unpackhi_epi64(a, c);

@@ -1,7 +1,7 @@
 // The vectors of simd.h with AVX-512 VNNI and BF16.
 #pragma once
 
-constexpr int ACCUMULATORS = 24;  // of the 32 registers; the others hold operands
+constexpr int ACCUMULATORS = 24;  // of the 32 registers; the rest hold operands
 
 using Floats = __m512;
 using Ints = __m512i;
@@ -15,10 +15,10 @@ inline Ints load_halves(const uint16_t *at) { return _mm512_cvtepu16_epi32(_mm25
 inline Floats load_float16(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at))); }
 inline void store(float *at, Floats x) { _mm512_storeu_ps(at, x); }
 inline void store(uint8_t *at, Ints x) { _mm512_storeu_si512(at, x); }
-inline void store_bfloat16(uint16_t *at, Floats x) {  // to nearest, ties to even; denormals become zero
+inline void store_bfloat16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even; denormals become zero
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), (__m256i)_mm512_cvtneps_pbh(x));
 }
-inline void store_float16(uint16_t *at, Floats x) {  // to nearest, ties to even
+inline void store_float16(uint16_t *at, Floats x) {  // rounded to nearest, ties to even
   _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 inline void store_halves(uint16_t *at, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtepi32_epi16(x)); }
@@ -27,7 +27,7 @@ inline void store_bytes(int8_t *at, Ints x) { _mm_storeu_si128(reinterpret_cast<
 inline Ints as_ints(Floats x) { return _mm512_castps_si512(x); }
 inline Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
 inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
-inline Ints round_to_ints(Floats x) { return _mm512_cvtps_epi32(x); }  // half to even
+inline Ints round_to_ints(Floats x) { return _mm512_cvtps_epi32(x); }  // ties to even
 
 inline Ints bit_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints bit_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
@@ -38,7 +38,8 @@ inline Ints larger(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 inline Ints smaller(Ints a, Ints b) { return _mm512_min_epi32(a, b); }
 template <int BITS> inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, BITS); }
 template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a, BITS); }
-// Bytes. Quarters of a register of 64 keep to themselves: what a byte's lower half says of 16 bytes; and a, b, a, b, ...
+// Byte operations within each quarter (16 bytes) of a register. lookup selects the byte whose index is in the lower
+// four bits of `places`; interleave returns a, b, a, b, ...
 inline Ints lookup(Ints bytes, Ints places) { return _mm512_shuffle_epi8(bytes, places); }
 inline Ints interleave_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 inline Ints interleave_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
@@ -62,21 +63,22 @@ inline Floats round_to_bfloat16(Floats x) {  // as to_bfloat16 does
   return as_floats(bit_and(numbers, splat(-65536)));
 }
 
-// dot_bytes multiplies the unsigned bytes of a lane (factors_of) by a step of a row, which is four integers: each limb is int8 and has its own sum.
+// dot_bytes multiplies the four unsigned bytes of a lane (factors_of) by a step of a row: four integers. Each limb is
+// int8 and has its own sum.
 constexpr int sums_of(int limbs) { return limbs; }
-constexpr int SUM_WORDS = 1;  // of a step, for each sum
+constexpr int SUM_WORDS = 1;  // words of a step, per sum
 inline void put_limb(int32_t *step, int limb, const int8_t *from) { std::memcpy(step + limb, from, 4); }
 inline Ints splat_step(const int32_t *words) { return splat(*words); }
 inline Ints factors_of(Ints bytes) { return bytes; }
 inline Ints dot_bytes(Ints sum, Ints bytes, Ints x) { return _mm512_dpbusd_epi32(sum, bytes, x); }  // modulo 2^32
 
-// Each lane: sum plus two bfloat16 times two bfloat16. The instruction takes denormals for zero.
+// In each lane: sum plus the dot product of two pairs of bfloat16. The instruction treats denormals as zero.
 inline Floats dot_bfloat16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-// Lane j of row i and lane i of row j change places.
+// Transposes: swaps lane j of row i with lane i of row j.
 inline void transpose(Ints (&rows)[LANES]) {
   Ints pairs[LANES];
-  for (int i = 0; i < LANES; i += 4) {  // four by four within quarters of a register
+  for (int i = 0; i < LANES; i += 4) {  // 4 x 4 blocks within quarters of a register
     const Ints a = _mm512_unpacklo_epi32(rows[i], rows[i + 1]), b = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
     const Ints c = _mm512_unpacklo_epi32(rows[i + 2], rows[i + 3]), d = _mm512_unpackhi_epi32(rows[i + 2], rows[i + 3]);
     pairs[i] = _mm512_unpacklo_epi64(a, c), pairs[i + 1] = _mm512_unpackhi_epi64(a, c);

@@ -1,10 +1,11 @@
-// silu(gate) * up of 16 lanes at a time; every element is computed alike, wherever it stands.
+// silu(gate) * up, 16 lanes at a time. The bits of an element do not depend on its index.
 #pragma once
 
 #include "exp.h"
 #include "rows.h"
 
-// gate becomes silu(gate) * up: `count` float32, a multiple of 16, that have been rounded to the dtype. silu is rounded before it is multiplied.
+// Overwrites gate with silu(gate) * up: `count` float32, a multiple of 16, with values of the dtype. silu is rounded
+// before the product.
 inline void swiglu(Dtype dtype, float *gate, const float *up, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) {
     const Floats x = load(gate + i);

@@ -1,6 +1,6 @@
-// The thread pool: each thread has a share of the chunks, of which others take what it does not get to, as when its core is busy with
-// something else. The caller waits only for threads that hold a chunk, never for one that has not been scheduled. A barrier of all threads
-// (GOMP's) costs 10 times there.
+// The thread pool. Each thread has a share of the chunks; other threads take chunks that it does not get to, for
+// example because its core is busy with another process. The caller waits only for threads that hold a chunk, never for
+// a thread that is not scheduled. In that case a barrier of all threads, as in GOMP, takes 10 times as long.
 #include "threads.h"
 
 #include "operator.h"
@@ -22,11 +22,12 @@
 
 namespace {
 
-// Waking a sleeping thread costs several microseconds on both sides, which a decode step would pay 200 times.
+// Waking a sleeping thread costs several microseconds on both sides. A decode step would pay this 200 times.
 constexpr auto SPIN = std::chrono::microseconds(200);
 constexpr uint32_t CLOSED = 1u << 31;
 
-// Waits until `value` is not `old`: spins for a while, then sleeps. Whoever changes `value` calls wake if `sleepers` is not 0.
+// Waits until `value` is not `old`: spins for SPIN, then sleeps. A thread that changes `value` must call wake if
+// `sleepers` is not 0.
 void wait_while(std::atomic<uint32_t> &value, uint32_t old, std::atomic<uint32_t> &sleepers) {
   const auto end = std::chrono::steady_clock::now() + SPIN;
   do
@@ -44,10 +45,10 @@ void wake(std::atomic<uint32_t> &value, std::atomic<uint32_t> &sleepers) {
   if (sleepers.load() != 0) syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// The physical cores that this process may run on, each by its first hardware thread.
+// The physical cores that this process may run on, each represented by its first hardware thread.
 struct Cores {
   std::vector<int> all;
-  int of[CPU_SETSIZE];  // hardware thread -> its core
+  int of[CPU_SETSIZE];  // hardware thread -> core
 
   Cores() {
     cpu_set_t allowed;
@@ -60,10 +61,10 @@ struct Cores {
         of[cpu] = cpu;
         claim_siblings(cpu);
       }
-    if (all.empty()) all.push_back(of[0] = 0);  // Linux tells none where they may be more than CPU_SETSIZE
+    if (all.empty()) all.push_back(of[0] = 0);  // sched_getaffinity fails if the machine may have more than CPU_SETSIZE threads
   }
 
-  // thread_siblings_list is such as "0-1" or "0,64"
+  // thread_siblings_list has the form "0-1" or "0,64".
   void claim_siblings(int core) {
     char path[96];
     std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", core);
@@ -83,18 +84,18 @@ struct Cores {
   }
 };
 
-const Cores *found = new Cores;  // never destroyed, as the pools
+const Cores *found = new Cores;  // never destroyed, like the pools
 
 const Cores &cores() { return *found; }
 
-// Consecutive chunks, so that a thread reads memory in one direction, and the same weights in every step. It takes them from the front; who is
-// done with his own takes from the back.
+// A range of consecutive chunks, so that a thread reads memory in one direction, and the same weights in every step.
+// Its thread takes chunks from the front; threads that have finished their own shares take chunks from the back.
 struct alignas(64) Share {
-  std::atomic<uint64_t> rest{0};  // first chunk in the upper half, end in the lower
+  std::atomic<uint64_t> rest{0};  // first chunk in the upper half, end in the lower half
 
   void begin(uint64_t first, uint64_t end) { rest.store(first << 32 | end, std::memory_order_relaxed); }
 
-  // -1 if none is left
+  // Returns -1 if no chunk is left.
   int64_t take(bool back) {
     uint64_t now = rest.load(std::memory_order_relaxed);
     while (now >> 32 != (now & UINT32_MAX))
@@ -105,17 +106,17 @@ struct alignas(64) Share {
 };
 
 struct Pool {
-  const int num_threads;  // with the calling one
+  const int num_threads;  // including the calling thread
   std::mutex one_call;
   std::vector<pthread_t> workers;
-  std::vector<int> places;  // the core that a worker is pinned to; more threads than cores are not
+  std::vector<int> places;  // the core of each pinned worker; workers beyond the number of cores are not pinned
 
   void (*work)(void *, int64_t) = nullptr;
   void *context = nullptr;
-  std::vector<Share> shares;  // of the call's chunks, one for each thread
+  std::vector<Share> shares;  // chunks of the call, one share per thread
   std::atomic<int> num_serving{0};
-  alignas(64) std::atomic<uint32_t> call{0};      // counts calls: a worker waits for the next
-  alignas(64) std::atomic<uint32_t> gate{CLOSED};  // workers inside a call; CLOSED: the call takes no more of them
+  alignas(64) std::atomic<uint32_t> call{0};      // number of calls; a worker waits for the next call
+  alignas(64) std::atomic<uint32_t> gate{CLOSED};  // number of workers inside a call; CLOSED: the call accepts no more workers
   std::atomic<uint32_t> sleeping_workers{0}, sleeping_callers{0};
 
   explicit Pool(int threads) : num_threads(threads), shares(threads) {}
@@ -138,7 +139,8 @@ struct Pool {
     }
   }
 
-  // The calling thread is not pinned: threads that it starts later would inherit its one core. Workers keep out of its way instead.
+  // The calling thread is not pinned, because threads that it starts later would inherit the pinning. Instead workers
+  // move away from its core.
   void place_workers() {
     const int here = cores().here();
     for (size_t i = 0; i < places.size(); ++i)
@@ -165,7 +167,7 @@ struct Pool {
   void start_workers() {
     if (static_cast<int>(workers.size()) >= num_threads - 1) return;
     const int here = cores().here();
-    sigset_t all, before;  // signals are the caller's: Python answers them in its main thread
+    sigset_t all, before;  // signals are for the caller: Python handles them in its main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (static_cast<int>(workers.size()) < num_threads - 1) {
@@ -195,10 +197,11 @@ struct Pool {
   }
 };
 
-// One for each number of threads that was asked for: changing it, as between prompts and decode steps, starts and ends no thread.
+// One pool for each requested number of threads: changing the number, for example between prefill and decode, starts
+// and ends no thread.
 struct Pools {
   std::mutex one_change;
-  std::map<int, Pool *> by_size;  // never destroyed: workers may sleep in them while the process ends
+  std::map<int, Pool *> by_size;  // never destroyed: workers may sleep in them while the process exits
 
   Pool *of(int num_threads) {
     std::lock_guard lock(one_change);
@@ -210,14 +213,14 @@ struct Pools {
 Pools *pools = new Pools;
 std::atomic<Pool *> pool = pools->of(static_cast<int>(cores().all.size()));
 
-// A child process has no workers, and the locks may be held by threads that it does not have.
+// A forked process has no workers, and threads that it does not have may hold the locks.
 const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   const int num_threads = pool.load()->num_threads;
   pools = new Pools;
   pool = pools->of(num_threads);
 });
 
-// For a process that from now on may use other cores: its threads are made anew, as many as these.
+// Rereads the cores after the process's CPU affinity has changed, and creates a new pool with one thread per core.
 void read_cores() {
   found = new Cores;
   pools = new Pools;

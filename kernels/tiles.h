@@ -1,12 +1,13 @@
-// Tiles of the AMX unit: eight registers of up to 16 rows of 64 bytes. Where the compiler targets no AMX and TILES_IN_CPP is defined, the
-// same operations are plain C++ with the same bits, so that kernels of tiles are tested on every machine.
+// AMX tiles: eight registers of up to 16 rows of 64 bytes. If the compiler does not target AMX and TILES_IN_CPP is
+// defined, the same operations are plain C++ with the same bits, so that tile kernels are tested on every machine.
 //
-// C [rows, 16 columns of 4 bytes] += A [rows, depth of 4 bytes] * B [depth, 16 columns of 4 bytes]. Four bytes are a pair of bfloat16, whose
-// sums are float32, or four integers of 8 bits, whose sums are integers modulo 2^32.
+// C [rows, 16 columns of 4 bytes] += A [rows, depth of 4 bytes] * B [depth, 16 columns of 4 bytes]. Four bytes are a
+// pair of bfloat16 with float32 sums, or four 8-bit integers with integer sums modulo 2^32.
 //
-// The sum of bfloat16 (Intel SDM, TDPBF16PS), for an output: e = o = +0; for each pair in its order e = fma(a[0], b[0], e) and
-// o = fma(a[1], b[1], o); then C += e + o. Denormals count as zero, of operands as of results; to nearest, ties to even. So zeros at the end of
-// a row change no bit, and neither does a sum that is stored and loaded again between two multiplications.
+// The sum of bfloat16 (Intel SDM, TDPBF16PS) for an output: e = o = +0; for each pair in order e = fma(a[0], b[0], e)
+// and o = fma(a[1], b[1], o); then C += e + o. Denormal operands and results are treated as zero; rounding is to
+// nearest, ties to even. Therefore zeros at the end of a row change no bits, and storing and reloading a sum between
+// two multiplications changes none.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 constexpr int64_t TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES;
 
-// The shapes of all eight tiles, as LDTILECFG reads them.
+// The shapes of all eight tiles, in the format of LDTILECFG.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -29,8 +30,9 @@ struct alignas(64) TileShapes {
   void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
 };
 
-// The shapes of a product's tiles: 0 to 3 are sums of `num_rows` rows, 4 has rows of `depth` bytes. 6 and 7 have so many bytes of 16 outputs,
-// and so has 5 beside fewer than 16 rows; else it has rows.
+// The tile shapes of a product. Tiles 0 to 3 are sums of `num_rows` rows. Tile 4 holds rows of `depth` bytes, and so
+// does tile 5 if there are 16 rows. Tiles 6 and 7 hold `depth` bytes of 16 outputs, and so does tile 5 if there are
+// fewer rows.
 inline TileShapes shapes_of_product(int64_t num_rows, int64_t depth = TILE_ROW_BYTES) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {
@@ -44,7 +46,7 @@ inline TileShapes shapes_of_product(int64_t num_rows, int64_t depth = TILE_ROW_B
   return shapes;
 }
 
-// Denormals count as zero for vectors too, while this lives.
+// While an object exists, vector instructions also treat denormals as zero.
 struct FlushDenormals {
   static constexpr unsigned FLUSH_TO_ZERO = 1 << 15, DENORMALS_ARE_ZERO = 1 << 6;
   const unsigned before = _mm_getcsr();
@@ -54,11 +56,12 @@ struct FlushDenormals {
 
 #ifdef __AMX_TILE__
 
-// Not the compiler's intrinsics: those of g++ 11 and 12 do not say that they read memory, so stores before them may be moved after them.
+// Compiler intrinsics are not used: in g++ 11 and 12 they do not declare that they read memory, so earlier stores may
+// be moved after them.
 inline void configure_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 template <int T> void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
-// Rows begin `stride` bytes apart.
+// Rows are `stride` bytes apart.
 template <int T> void load_tile(const void *from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
 }
@@ -68,7 +71,7 @@ template <int T> void store_tile(void *to, int64_t stride) {
 template <int C, int A, int B> void multiply_bfloat16_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
-// A signed, B unsigned
+// A is signed, B is unsigned.
 template <int C, int A, int B> void multiply_byte_tiles() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
@@ -90,7 +93,7 @@ inline thread_local Tiles tiles_of_thread;
 inline void configure_tiles(const TileShapes &shapes) { tiles_of_thread = {shapes, {}}; }
 inline void release_tiles() { tiles_of_thread.shapes.palette = 0; }
 
-// The unit answers other shapes, and every use before configure_tiles, with an illegal instruction.
+// The AMX unit raises an illegal instruction for other shapes and before configure_tiles.
 inline void need_tiles(bool fit) {
   if (!fit || tiles_of_thread.shapes.palette != 1) std::abort();
 }
@@ -114,7 +117,7 @@ template <int T> void store_tile(void *to, int64_t stride) {
     std::memcpy(static_cast<char *>(to) + row * stride, row_of_tile(T, row), tiles_of_thread.shapes.row_bytes[T]);
 }
 
-// total = sum(total, depth, row of A, column of B) for every output.
+// For every output: total = sum(total, depth, row of A, column of B).
 template <int C, int A, int B, class Number, class Sum> void multiply_tiles(Sum &&sum) {
   const TileShapes &shapes = tiles_of_thread.shapes;
   const int64_t depth = shapes.row_bytes[A] / 4, columns = shapes.row_bytes[C] / 4;
@@ -138,7 +141,7 @@ inline float bfloat16_at(const uint8_t *at) {
 template <int C, int A, int B> void multiply_bfloat16_tiles() {
   const FlushDenormals mode;
   multiply_tiles<C, A, B, float>([](float total, int64_t depth, const uint8_t *a, const uint8_t *b) {
-    volatile float even = 0, odd = 0;  // so that nothing is computed before or after the mode is set
+    volatile float even = 0, odd = 0;  // volatile, so that nothing is computed before or after the mode is set
     for (int64_t i = 0; i < depth; ++i, a += 4, b += TILE_ROW_BYTES) {
       even = std::fma(bfloat16_at(a), bfloat16_at(b), even);
       odd = std::fma(bfloat16_at(a + 2), bfloat16_at(b + 2), odd);

@@ -1,5 +1,5 @@
-// torch's simplest operators, to the bit, so that a replay makes them without Python, whose calls take longer than they do.
-// kernels/repeating.py says which they are.
+// torch's simplest operators, bit-identical, so that a replay runs them without Python, whose overhead exceeds their
+// time. kernels/repeating.py lists them.
 #include <algorithm>
 #include <cstring>
 
@@ -9,18 +9,18 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 14;        // numbers that are worth another thread
-constexpr int64_t CHUNK_BYTES = 1 << 15;  // to be copied
-constexpr int64_t PIECE = 256;            // in float32 at once
+constexpr int64_t CHUNK = 1 << 14;        // numbers that justify another thread
+constexpr int64_t CHUNK_BYTES = 1 << 15;  // bytes to copy that justify another thread
+constexpr int64_t PIECE = 256;            // numbers converted to float32 at once
 
-// Calls work(first, end) for parts of `count` numbers, each of which begins at a whole vector.
+// Calls work(first, end) for parts of `count` numbers. Each part begins at a multiple of 16.
 template <class Work> void in_chunks(int64_t count, Work &&work) {
   parallel_for(divide_up(count, CHUNK), [&](int64_t chunk) { work(chunk * CHUNK, std::min((chunk + 1) * CHUNK, count)); });
 }
 
 }  // namespace
 
-// out = a + b, all [count] of one dtype
+// out = a + b, all [count] of one dtype.
 OPERATOR(torch_add, (const void *a, const void *b, void *out, Dtype dtype, int64_t count)) {
   in_chunks(count, [&](int64_t first, int64_t end) {
     for_dtype(dtype, [&]<Dtype DTYPE>() {
@@ -30,7 +30,7 @@ OPERATOR(torch_add, (const void *a, const void *b, void *out, Dtype dtype, int64
   });
 }
 
-// out = a * factor, both [count] of one dtype
+// out = a * factor, both [count] of one dtype.
 OPERATOR(torch_scale, (const void *a, float factor, void *out, Dtype dtype, int64_t count)) {
   in_chunks(count, [&](int64_t first, int64_t end) {
     for_dtype(dtype, [&]<Dtype DTYPE>() {
@@ -40,7 +40,7 @@ OPERATOR(torch_scale, (const void *a, float factor, void *out, Dtype dtype, int6
   });
 }
 
-// to = from, [count] numbers each, in another dtype
+// to = from, [count] numbers each, of different dtypes.
 OPERATOR(torch_convert, (const void *from, Dtype from_dtype, void *to, Dtype to_dtype, int64_t count)) {
   in_chunks(count, [&](int64_t first, int64_t end) {
     float numbers[PIECE];
@@ -52,7 +52,7 @@ OPERATOR(torch_convert, (const void *from, Dtype from_dtype, void *to, Dtype to_
   });
 }
 
-// Copies [d0, d1, d2] runs of `bytes` bytes each. Strides count bytes.
+// Copies [d0, d1, d2] runs of `bytes` bytes. Strides are in bytes.
 OPERATOR(torch_copy, (const char *from, int64_t from0, int64_t from1, int64_t from2, char *to, int64_t to0, int64_t to1, int64_t to2, int64_t d0,
                       int64_t d1, int64_t d2, int64_t bytes)) {
   const int64_t size = rows_of_chunk(CHUNK_BYTES, d1 * d2 * bytes);

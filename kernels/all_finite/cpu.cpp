@@ -1,4 +1,5 @@
-// Whether no number of a row is NaN or infinite, whose exponents have all bits set; kernels/all_finite/reference.py is the specification.
+// Finds rows without NaN or infinity, whose exponents have all bits set. kernels/all_finite/reference.py is the
+// specification.
 #include <algorithm>
 
 #include "../operator.h"
@@ -8,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 16;  // numbers that are worth another thread
+constexpr int64_t CHUNK = 1 << 16;  // numbers that justify another thread
 
 template <class Bits> bool finite(const Bits *x, int64_t count, Bits exponent) {
   Bits found = 0;

@@ -1,5 +1,5 @@
-// What ranks exchange that are processes of one machine: each copies its piece into shared memory, says so, waits for the others, and copies
-// what they have. kernels/collectives/__init__.py (Threads) is the specification.
+// Collectives of ranks that are processes of one machine. Each rank copies its piece into shared memory, publishes it,
+// waits for the other ranks, and copies their pieces. kernels/collectives/__init__.py (Threads) is the specification.
 #include "../operator.h"
 #include "../simd.h"
 #include "../threads.h"
@@ -16,19 +16,20 @@
 
 namespace {
 
-constexpr auto SPIN = std::chrono::microseconds(200);  // as threads.cpp: to wake a sleeper costs microseconds on both sides
-constexpr timespec NAP{0, 50'000'000};  // between two looks at the abort word, should nobody be left to wake this rank
-constexpr int64_t SLOT = 1 << 22;       // bytes of a piece: two slots of each rank
+constexpr auto SPIN = std::chrono::microseconds(200);  // as in threads.cpp: waking a sleeping process costs microseconds on both sides
+constexpr timespec NAP{0, 50'000'000};  // interval of checks for an abort, in case no rank is left to wake this one
+constexpr int64_t SLOT = 1 << 22;       // bytes of a piece; each rank has two slots
 constexpr int64_t HEADER = 1 << 16;
 constexpr int32_t MAX_RANKS = 512;
-constexpr int64_t CHUNK = 1 << 17;  // bytes that are worth another thread
+constexpr int64_t CHUNK = 1 << 17;  // bytes that justify another thread
 
 struct alignas(64) Rank {
-  std::atomic<uint32_t> published;  // exchanges whose piece this rank has copied in
-  std::atomic<uint32_t> sleepers;   // ranks that sleep until it publishes
+  std::atomic<uint32_t> published;  // number of exchanges whose piece this rank has written
+  std::atomic<uint32_t> sleepers;   // number of ranks that sleep until it publishes
 };
 
-// Slots follow: of rank 0 for even exchanges, for odd ones, of rank 1, and so on. All zeros at first.
+// The header of the shared memory, initially zeros. The slots follow: of rank 0 for even exchanges, of rank 0 for odd
+// exchanges, of rank 1, and so on.
 struct Region {
   std::atomic<uint32_t> aborted;
   Rank ranks[MAX_RANKS];
@@ -37,12 +38,12 @@ struct Region {
 };
 static_assert(sizeof(Region) <= HEADER && std::atomic<uint32_t>::is_always_lock_free);
 
-// Not FUTEX_PRIVATE: the sleepers are other processes.
+// FUTEX_PRIVATE is not possible: the sleepers are other processes.
 void wake(Rank &rank) {
   if (rank.sleepers.load() != 0) syscall(SYS_futex, &rank.published, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Waits until a rank has published `number` exchanges. False if the region is aborted.
+// Waits until a rank has published `number` exchanges. Returns false if the region is aborted.
 bool wait_for(Region &region, Rank &rank, uint32_t number, bool spins) {
   const auto reached = [&] { return static_cast<int32_t>(rank.published.load(std::memory_order_acquire) - number) >= 0; };
   for (const auto end = std::chrono::steady_clock::now() + SPIN; spins && std::chrono::steady_clock::now() < end;)
@@ -60,24 +61,26 @@ bool wait_for(Region &region, Rank &rank, uint32_t number, bool spins) {
   }
 }
 
-// Who takes part in a call.
+// The participants of a call.
 struct Ranks {
   Region &region;
   const int32_t own, count;
   const bool spins;
 
-  // Publishes what `write(slot)` writes; then `read(rank, slot)` reads each rank's, where this rank reads. False if the region is aborted.
+  // Writes this rank's piece with `write(slot)` and publishes it. Then, if `reads`, calls `read(rank, slot)` for the
+  // piece of each rank. Returns false if the region is aborted.
   template <class Write, class Read> bool exchange(bool reads, Write &&write, Read &&read) {
     Rank &mine = region.ranks[own];
     const uint32_t number = mine.published.load(std::memory_order_relaxed);
-    // Who has published the exchange before this one has read those before it, of which one was in the slot that is written now.
+    // A rank that has published the previous exchange has finished reading the one before, whose slot is overwritten
+    // now.
     for (int32_t rank = 0; rank < count; ++rank)
       if (!wait_for(region, region.ranks[rank], number, spins)) return false;
     write(region.slot(own, number));
     mine.published.store(number + 1);
     wake(mine);
     for (int32_t i = 0; reads && i < count; ++i) {
-      const int32_t rank = (own + i) % count;  // its own first, which is there
+      const int32_t rank = (own + i) % count;  // its own piece first, which is already available
       if (!wait_for(region, region.ranks[rank], number + 1, spins)) return false;
       read(rank, region.slot(rank, number));
     }
@@ -85,7 +88,7 @@ struct Ranks {
   }
 };
 
-// Calls work(row) for all rows of so many bytes.
+// Calls work(row) for all rows. A row has `row_bytes` bytes.
 template <class Work> void for_rows(int64_t num_rows, int64_t row_bytes, Work &&work) {
   const int64_t size = rows_of_chunk(CHUNK, row_bytes);
   parallel_for(divide_up(num_rows, size), [&](int64_t chunk) {
@@ -111,7 +114,8 @@ EXPORT(shared_aborted);
 
 }  // namespace
 
-// x: rows of widths[rank] bytes, at most a slot; out: rows of all widths, null for a rank that gets nothing.
+// x: rows of widths[rank] bytes, at most SLOT; out: concatenated rows of all ranks, null on a rank that does not
+// receive.
 OPERATOR(shared_gather, (Region *region, int32_t rank, int32_t num_ranks, bool spins, const char *x, int64_t num_rows, const int64_t *widths, char *out)) {
   Ranks ranks{*region, rank, num_ranks, spins};
   int64_t total = 0, widest = 1;
@@ -132,7 +136,7 @@ OPERATOR(shared_gather, (Region *region, int32_t rank, int32_t num_ranks, bool s
   }
 }
 
-// rows, out: rows of so many bytes, at most a slot; row t of out is that of rank owners[t].
+// rows, out: rows of `row_bytes` bytes, at most SLOT; row t of out is row t of rank owners[t].
 OPERATOR(shared_owned_rows, (Region *region, int32_t rank, int32_t num_ranks, bool spins, const char *rows, int64_t num_rows, int64_t row_bytes,
                              const int64_t *owners, char *out)) {
   Ranks ranks{*region, rank, num_ranks, spins};

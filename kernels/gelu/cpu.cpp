@@ -1,5 +1,5 @@
-// GELU, or its approximation by tanh, times up; kernels/gelu/reference.py is the specification. Every element is computed alike, wherever it
-// stands.
+// GELU, or its approximation by tanh, times up. kernels/gelu/reference.py is the specification. The bits of an element
+// do not depend on its index.
 #include <algorithm>
 
 #include "../exp.h"
@@ -9,16 +9,16 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
-constexpr int64_t PIECE = 16 * LANES;        // in float32 at once
+constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // channels that justify another thread
+constexpr int64_t PIECE = 16 * LANES;        // channels converted to float32 at once
 
-Floats polynomial(Floats x, std::initializer_list<float> coefficients) {  // the highest first
+Floats polynomial(Floats x, std::initializer_list<float> coefficients) {  // coefficients from the highest degree
   Floats sum = splat(0.0f);
   for (const float coefficient : coefficients) sum = multiply_add(sum, x, splat(coefficient));
   return sum;
 }
 
-// x P(x^2) / Q(x^2), Eigen's coefficients; at 4 it is 1 but for 1.6e-8. NaN passes.
+// x P(x^2) / Q(x^2) with Eigen's coefficients. Its value at 4 differs from 1 by 1.6e-8. NaN passes through.
 Floats erf(Floats x) {
   x = smaller(splat(4.0f), larger(splat(-4.0f), x));
   const Floats square = multiply(x, x);
@@ -41,7 +41,7 @@ Floats activate(Floats x, bool is_tanh) {
 
 }  // namespace
 
-// x, up and out [rows, F] of one dtype; the strides are from row to row, in elements, and out has none. up may be null.
+// x, up and out [rows, F] of one dtype. Strides are from row to row, in elements; out is contiguous. up may be null.
 OPERATOR(gelu, (const void *x, int64_t x_stride, const void *up, int64_t up_stride, void *out, Dtype dtype, int64_t num_rows, int64_t channels,
                 bool is_tanh)) {
   const int64_t chunks_per_row = divide_up(channels, CHUNK_CHANNELS);

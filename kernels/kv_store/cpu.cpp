@@ -1,5 +1,6 @@
-// Writes new keys and values into the paged cache, as they are or turned first; kernels/kv_store/reference.py is the specification. What is
-// stored has the reference's bits; norm and turn have those of kernels/rms_norm and kernels/rope, from which their arithmetic is.
+// Writes new keys and values into the paged cache, optionally after rotation. kernels/kv_store/reference.py is the
+// specification. Stored codes are bit-identical to the reference. Norm and rotation use the code of kernels/rms_norm
+// and kernels/rope and have their bits.
 #include <algorithm>
 #include <bit>
 #include <cfloat>
@@ -14,19 +15,21 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // channels that justify another thread
 constexpr float INT8_MAX_CODE = 127, FLOAT8_MAX_CODE = 448, INT4_MAX_CODE = 15;
 
 uint16_t to_float16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-// Above 0, so that zeros have codes too. NaN where the vector has one: bits of magnitudes compare like integers, and NaN's are the largest.
+// The scale is above 0, so that zeros can be encoded. It is NaN if the vector contains NaN: bits of magnitudes compare
+// like integers, and NaN is the largest.
 float scale_of(const float *x, int64_t channels, float largest_code) {
   int32_t largest = 0;
   for (int64_t i = 0; i < channels; ++i) largest = std::max(largest, std::bit_cast<int32_t>(x[i]) & 0x7fffffff);
   return std::max(std::bit_cast<float>(largest) / largest_code, FLT_MIN);
 }
 
-// To nearest, ties to even; above 464 there is only NaN. Below 2^-6 the steps are 2^-9, the last place of 2^14 in float32.
+// Rounds to nearest, ties to even; above 464 the result is NaN. Below 2^-6 the spacing is 2^-9, which is a unit in the
+// last place of 2^14 in float32.
 uint8_t to_float8(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
   const uint32_t tiny = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f);
@@ -35,7 +38,7 @@ uint8_t to_float8(float x) {
   return static_cast<uint8_t>(code | (bits >> 24 & 0x80));
 }
 
-// x is padded to whole vectors.
+// x is padded to whole registers.
 void write_int8(const float *x, int64_t channels, float scale, uint8_t *codes) {
   for (int64_t i = 0; i < channels; i += LANES) {
     int8_t some[LANES];
@@ -73,7 +76,8 @@ void write_int4(const float *x, int64_t channels, int64_t num_groups, int64_t st
   }
 }
 
-// Under a scale that was chosen before: beyond the largest code it saturates, and what is not finite has the code that means NaN.
+// Encodes with a static scale: values saturate beyond the largest code, and values that are not finite get the NaN
+// code.
 void write_static(const float *x, int64_t channels, KVFormat format, float scale, uint8_t *codes) {
   const float largest = format == KVFormat::int8 ? INT8_MAX_CODE : FLOAT8_MAX_CODE;
   for (int64_t i = 0; i < channels; ++i) {
@@ -85,7 +89,7 @@ void write_static(const float *x, int64_t channels, KVFormat format, float scale
   }
 }
 
-// The codes of x, which holds numbers of the cache's dtype and is padded to whole vectors.
+// Encodes x, which holds numbers of the cache's dtype and is padded to whole registers.
 void write_vector(const PagedVectors &cache, int64_t slot, int64_t head, const float *x) {
   const int64_t index = cache.index(slot, head);
   uint8_t *stored = cache.stored + index * cache.stored_size;
@@ -118,7 +122,7 @@ void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t toke
 struct Heads {  // [T, count, D] of the caches' dtype
   const void *vectors;
   int64_t count, token_stride;  // in elements
-  const void *norm;             // weight [D] of the norm before the turn; null without one
+  const void *norm;             // weight [D] of the norm before the rotation; null without norm
 };
 
 struct Angles {  // [T, half] of the caches' dtype
@@ -178,7 +182,7 @@ void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, vo
 
 }  // namespace
 
-// key and value [T, G, *] of the caches' dtype; strides from token to token, in elements
+// key and value [T, G, *] of the caches' dtype; strides from token to token, in elements.
 OPERATOR(kv_store, (const uint8_t *key, const uint8_t *value, int64_t key_stride, int64_t value_stride, const PagedVectors &keys,
                     const PagedVectors &values, const int64_t *slots, int64_t num_tokens)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, keys.num_heads * keys.channels);
@@ -190,7 +194,8 @@ OPERATOR(kv_store, (const uint8_t *key, const uint8_t *value, int64_t key_stride
   });
 }
 
-// The same of keys that are turned first; the turned queries go to out [T, num_queries, D]. cos and sin [T, half], norms [D] or null.
+// Like kv_store, but rotates the keys first. Writes the rotated queries to out [T, num_queries, D]. cos and sin [T,
+// half], norms [D] or null.
 OPERATOR(rope_and_store, (const void *query, const void *key, const uint8_t *value, int64_t query_stride, int64_t key_stride,
                           int64_t value_stride, int64_t num_queries, const void *cos, const void *sin, int64_t half, bool interleaved,
                           const void *query_norm, const void *key_norm, float eps, void *out, const PagedVectors &keys,

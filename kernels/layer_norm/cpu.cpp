@@ -1,5 +1,5 @@
-// (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias for every row of D channels, as numbers or as codes;
-// kernels/layer_norm/reference.py is the specification.
+// (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias for every row of D channels, unquantised or as
+// codes. kernels/layer_norm/reference.py is the specification.
 #include <algorithm>
 #include <vector>
 
@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // channels that justify another thread
 
-// The row minus its mean. Its numbers after the channels are zeros, and stay so.
+// Subtracts the mean from the row. The padding stays 0.
 void centre_row(float *row, int64_t channels) {
   Floats sums[NORM_VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   for (int64_t i = 0; i < room_for_norm(channels); i += NORM_VECTORS * LANES)
@@ -33,8 +33,8 @@ float inverse_deviation(const float *centred, int64_t channels, float eps) {
 
 }  // namespace
 
-// x and out [rows, D], weight and bias [D] of one dtype; codes [rows, D], scales [rows, G] as of quantize_rows. Null: weight and bias that are
-// missing; out if rows become codes, else codes and scales.
+// x and out [rows, D], weight and bias [D] of one dtype; codes [rows, D], scales [rows, G] as in quantize_rows. weight
+// and bias may be null. If rows become codes, out is null; otherwise codes and scales are null.
 OPERATOR(layer_norm, (const void *x, const void *weight, const void *bias, void *out, int8_t *codes, float *scales, bool is_float8,
                       int64_t group_size, const float *chosen, int64_t chosen_stride, Dtype dtype, int64_t num_rows, int64_t channels,
                       float eps)) {

@@ -1,5 +1,6 @@
-// y += scale * B (A x), each row by the adapter of its slot; kernels/lora/reference.py is the specification.
-// A number of A x is added in one vector, input after input, and one of y rank after rank: whichever rows are computed beside it.
+// y += scale * B (A x), each row with the adapter of its slot. kernels/lora/reference.py is the specification.
+// Each element of A x is summed in one vector register in the order of inputs, and each element of y in the order of
+// ranks. The order does not depend on other rows.
 #include <algorithm>
 #include <cstring>
 
@@ -10,12 +11,12 @@
 
 namespace {
 
-constexpr int64_t ROWS = 4;              // that read a factor at once, where they have the same adapter
-constexpr int64_t RANKS = 4;             // that read a row at once
-constexpr int64_t RANKS_OF_UNIT = 8;     // worth another thread
+constexpr int64_t ROWS = 4;              // rows that share a loaded factor, if they have the same adapter
+constexpr int64_t RANKS = 4;             // ranks that share a loaded row
+constexpr int64_t RANKS_OF_UNIT = 8;     // ranks that justify another thread
 constexpr int64_t OUTPUTS_OF_UNIT = 512;
 
-// How many vectors of outputs stay in registers for so many rows.
+// The number of registers of outputs per row, for this number of rows.
 constexpr int vectors_of(int64_t rows) { return ACCUMULATORS >= 16 ? 16 / rows : 4 / rows; }
 
 template <Dtype DTYPE> using Number = std::conditional_t<DTYPE == Dtype::float32, float, uint16_t>;
@@ -29,7 +30,7 @@ template <Dtype DTYPE> Floats load_floats(const Number<DTYPE> *at) {
     return load_float16(at);
 }
 
-// The first `count` lanes, zeros after them.
+// The first `count` lanes; other lanes are 0.
 template <Dtype DTYPE> Floats load_floats(const Number<DTYPE> *at, int64_t count) {
   if (count >= LANES) return load_floats<DTYPE>(at);
   alignas(64) Number<DTYPE> some[LANES] = {};
@@ -49,13 +50,14 @@ struct Arguments {
   float *hidden;
   int64_t num_rows, num_inputs, num_outputs, num_slots, max_rank;
 
-  // Of the row's adapter; 0 where it has none.
+  // The rank of the row's adapter; 0 without adapter.
   int64_t rank_of(int64_t row) const {
     const int64_t slot = slots[row];
     return slot < 0 || slot >= num_slots ? 0 : std::clamp<int64_t>(ranks[slot], 0, max_rank);
   }
 
-  // Calls each(row, count) for the rows of a group: all at once if they have one adapter, else one by one.
+  // Calls each<count>(first row) for the rows of a group: once for all rows if they share an adapter, else once per
+  // row.
   template <class Each> void by_adapter(int64_t group, Each &&each) const {
     const int64_t first = group * ROWS, end = std::min(first + ROWS, num_rows);
     const bool are_alike = end - first == ROWS && std::all_of(slots + first, slots + end, [&](int64_t slot) { return slot == slots[first]; });
@@ -66,7 +68,7 @@ struct Arguments {
   }
 };
 
-// hidden[row, rank] of COUNT rows and MANY ranks
+// Computes hidden[row, rank] for COUNT rows and MANY ranks.
 template <Dtype DTYPE, int64_t COUNT, int64_t MANY> void shrink(const Arguments &with, int64_t row, int64_t rank) {
   const auto *x = static_cast<const Number<DTYPE> *>(with.x) + row * with.x_stride;
   const auto *a = static_cast<const Number<DTYPE> *>(with.a) + (with.slots[row] * with.max_rank + rank) * with.num_inputs;
@@ -85,7 +87,7 @@ template <Dtype DTYPE, int64_t COUNT, int64_t MANY> void shrink(const Arguments 
     for (int64_t r = 0; r < MANY; ++r) with.hidden[(row + t) * with.max_rank + rank + r] = sum(sums[t][r]);
 }
 
-// y of COUNT rows, `count` outputs, no more than the vectors hold
+// Computes y for COUNT rows and `count` outputs, at most as many as the registers hold.
 template <Dtype DTYPE, int64_t COUNT> void expand(const Arguments &with, int64_t row, int64_t output, int64_t count) {
   constexpr int VECTORS = vectors_of(COUNT);
   const int64_t slot = with.slots[row], rank = with.rank_of(row);
@@ -134,8 +136,8 @@ template <Dtype DTYPE> void add(const Arguments &with) {
 
 }  // namespace
 
-// y [rows, outputs] and x [rows, inputs] with strides from row to row, in elements; a [slots, max_rank, inputs] and b [slots, max_rank,
-// outputs] of the same dtype; ranks and scales [slots], slots [rows], hidden [rows, max_rank].
+// y [rows, outputs] and x [rows, inputs] with strides from row to row, in elements; a [slots, max_rank, inputs] and b
+// [slots, max_rank, outputs] of the same dtype; ranks and scales [slots], slots [rows], hidden [rows, max_rank].
 OPERATOR(lora_add, (void *y, int64_t y_stride, const void *x, int64_t x_stride, Dtype dtype, const void *a, const void *b,
                     const int64_t *ranks, const float *scales, const int64_t *slots, float *hidden, int64_t num_rows,
                     int64_t num_inputs, int64_t num_outputs, int64_t num_slots, int64_t max_rank)) {

@@ -1,4 +1,4 @@
-// Around the products of a mixture's experts: which of them a token goes to, rows in the order of the experts, and a token's weighted sum over its own.
+// Mixture of experts, except the experts' products: routing, grouping rows by expert, and the weighted sum.
 // kernels/moe/reference.py is the specification.
 //
 // T tokens, E hidden channels, N experts, K experts of each token.
@@ -14,12 +14,12 @@
 
 namespace {
 
-constexpr int64_t PIECE = 1024;              // channels, in float32 at once
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
-constexpr int64_t TOKENS_OF_CHUNK = 16;      // worth another thread
-constexpr float LEAST_SUM = 1e-20f;          // of chosen scores, which may all be 0
+constexpr int64_t PIECE = 1024;              // channels converted to float32 at once
+constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // channels that justify another thread
+constexpr int64_t TOKENS_OF_CHUNK = 16;      // tokens that justify another thread
+constexpr float LEAST_SUM = 1e-20f;          // added to the sum of chosen scores, which may be 0
 
-// Chooses the likeliest experts, one after the other; the first of equals, and of NaN any.
+// Chooses the most likely experts one after the other. Of equals the first is chosen; NaN is chosen in any order.
 void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chosen) {
   for (int64_t rank = 0; rank < num_chosen; ++rank) {
     int64_t best = -1;
@@ -29,7 +29,7 @@ void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chose
   }
 }
 
-// Turns one token's logits into scores: sigmoids, or a softmax.
+// Converts one token's logits to scores: sigmoids or a softmax.
 void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
   std::copy_n(logits, scores.size(), scores.data());
   const float highest = is_softmax && !scores.empty() ? *std::max_element(scores.begin(), scores.end()) : 0;
@@ -39,7 +39,7 @@ void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
     for (float &each : scores) each /= total;
 }
 
-// Keeps the groups whose two best scores have the highest sums. The experts of all others become the least likely.
+// Keeps the groups with the highest sum of their two best scores. Sets the scores of other groups to -infinity.
 void keep_groups(int64_t num_groups, int64_t num_kept, std::vector<float> &scores) {
   const int64_t size = scores.size() / num_groups;
   std::vector<float> sums(num_groups);
@@ -120,7 +120,7 @@ OPERATOR(combine_rows, (const void *parts, Dtype dtype, const float *weights, co
                         int64_t num_chosen, int64_t channels)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels * num_chosen);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
-    thread_local std::vector<int64_t> pairs;  // of a token, in the order of experts, which is that of their places
+    thread_local std::vector<int64_t> pairs;  // of a token, in the order of experts, which is the order of their places
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
       pairs.resize(num_chosen);
       std::iota(pairs.begin(), pairs.end(), token * num_chosen);

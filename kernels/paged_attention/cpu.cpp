@@ -1,11 +1,13 @@
-// Causal attention over the paged cache; kernels/paged_attention/reference.py is the specification.
+// Causal attention over the paged cache. kernels/paged_attention/reference.py is the specification.
 //
-// A row is one query head of one new token; D channels per key, E per value. Rows of one sequence and one key/value head share the keys and
-// values that they read. Words are 32 bits: one float32 or two bfloat16, in which the products are computed.
+// A row is one query head of one new token; D channels per key, E per value. Rows of one sequence and one key/value
+// head share the keys and values that they read. A word is 32 bits: one float32 or two bfloat16, the dtype of the
+// products.
 //
-// A row's bits depend on its token's position alone, not on other rows, steps, chunks or threads: keys are taken in tiles counted from the
-// sequence's beginning, and tiles in splits. Each split is summed on its own by online softmax (arXiv 1805.02867), tile after tile, and
-// splits are joined in their order. A tile or split of which a row sees nothing changes no bit of it.
+// The bits of a row depend only on its token's position, not on other rows, steps, chunks or threads: keys are
+// processed in tiles counted from the start of the sequence, and tiles in splits. Each split is summed on its own by
+// online softmax (arXiv 1805.02867), in the order of tiles, and splits are combined in order. A tile or split without
+// keys that a row attends to changes none of its bits.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -18,11 +20,12 @@
 
 namespace {
 
-constexpr int64_t FEW_ROWS = 8;          // whose products take as long as packing what they read
-constexpr int64_t CHUNK_WORK = 1 << 15;  // multiplications that are worth another thread: a microsecond, five times a hand-over
+constexpr int64_t FEW_ROWS = 8;          // the products of this many rows take as long as packing their keys and values
+constexpr int64_t CHUNK_WORK = 1 << 15;  // multiplications that justify another thread: a microsecond, five times the cost of waking it
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
 
-// Softmax over some keys, not yet divided: the highest score, the sum of exp(score - highest), and the values weighted by these.
+// Softmax over some keys, before normalisation: the highest score, the sum of exp(score - highest), and the values
+// weighted by these.
 struct Partial {
   float *highest, *sum;  // [rows]
   float *values;         // [rows, E padded]
@@ -44,7 +47,8 @@ Floats lane_numbers() {
   return load(NUMBERS);
 }
 
-// Turns the row's scores of the keys first .. first + 63 into weights. scratch.sums: theirs; scratch.kept: by how much the highest rose.
+// Converts the row's scores of keys first to first + 63 into weights. scratch.sums receives their sum, scratch.kept the
+// logarithm of the factor for earlier sums.
 void weigh(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scratch &scratch) {
   const Call &call = rows.call;
   float *scores = scratch.scores + row * TILE;
@@ -87,7 +91,8 @@ void weigh_rows(const Rows &rows, int64_t first_row, int64_t last_row, int64_t f
   for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.kept[row] + scratch.sums[row];
 }
 
-// The rows a .. b - 1 one by one, each with zeros for the values that it does not see: its weight for them is 0, and 0 times NaN is NaN.
+// Computes rows a to b - 1 one by one, with zeros for the values that a row does not attend to: its weight for them is
+// 0, and 0 times NaN is NaN.
 void attend_apart(const Rows &rows, int64_t a, int64_t b, int64_t first, const Product &attended, uint8_t *values, Scratch &scratch,
                   TileHeight &height) {
   const Dtype dtype = rows.call.keys.dtype;
@@ -115,7 +120,7 @@ void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial
                          scratch.kept, partial.values, width};
   TileHeight height;
   for (int64_t first = std::max(split * SPLIT, rows.begin(0) / TILE * TILE); first < end; first += TILE) {
-    int64_t a = 0, b = rows.count;  // the rows that see some of the tile
+    int64_t a = 0, b = rows.count;  // the rows that attend to keys of the tile
     while (rows.end(a) <= first) ++a;
     while (rows.begin(b - 1) >= first + TILE) --b;
     find_vectors(rows, call.keys, first, key_words, scratch);
@@ -153,21 +158,21 @@ void write_out(const Rows &rows, const Partial &total, Scratch &scratch) {
   }
 }
 
-// --- sharing the work ---
+// --- distribution of the work ---
 
-// All splits of some rows; or one of them, whose partial result goes to memory of the call.
+// All splits of some rows, or one split, whose partial result is stored for the call.
 struct Unit {
   Rows rows;
   int64_t split;  // -1: all
-  int64_t place;  // of the partial result, in floats
+  int64_t place;  // offset of the partial result, in floats
 
   int64_t work() const {
-    return (rows.count + 4) * (split < 0 ? rows.num_keys() : SPLIT) * (rows.call.keys.channels + rows.call.values.channels);  // 4: for packing
+    return (rows.count + 4) * (split < 0 ? rows.num_keys() : SPLIT) * (rows.call.keys.channels + rows.call.values.channels);  // 4: cost of packing
   }
 };
 
-// Returns into how many parts the rows of a unit are divided: into more than one where there would be fewer units than threads. Only
-// whole splits count: of 272 keys a thread has 256, and another 16.
+// Returns the number of parts that the rows of a unit are divided into: more than one if there would be fewer units
+// than threads. Only full splits count as units: with 272 keys one thread would have 256 keys and another 16.
 int64_t parts_of_rows(const Call &call) {
   int64_t units = 0;
   for (int64_t s = 0; s < call.num_sequences; ++s) {
@@ -179,7 +184,7 @@ int64_t parts_of_rows(const Call &call) {
   return divide_up(get_threads(), std::max<int64_t>(units, 1));
 }
 
-// Rows of few tokens over a long context are split, so that one sequence alone keeps all threads busy.
+// Rows of a few tokens with a long context are split, so that a single sequence keeps all threads busy.
 int64_t list_units(const Call &call, std::vector<Unit> &units) {
   const int64_t parts = parts_of_rows(call);
   int64_t floats = 0;
@@ -192,7 +197,7 @@ int64_t list_units(const Call &call, std::vector<Unit> &units) {
     for (int64_t first = (num_rows - 1) / height * height; first >= 0; first -= height) {  // the longest contexts first
       const Rows rows{call, s, 0, first, std::min(num_rows - first, height)};
       for (int64_t split = rows.first_split(); split < (in_splits ? rows.end_split() : rows.first_split() + 1); ++split)
-        for (int64_t group = 0; group < call.keys.num_heads; ++group) {  // innermost: their vectors share pages
+        for (int64_t group = 0; group < call.keys.num_heads; ++group) {  // innermost: vectors of the heads are on the same pages
           units.push_back({{call, s, group, first, rows.count}, in_splits ? split : -1, floats});
           if (in_splits) floats += Partial::size(rows.count, call.value_width());
         }
@@ -218,7 +223,7 @@ void run_unit(const Unit &unit, float *partials, Scratch &scratch) {
   write_out(rows, total, scratch);
 }
 
-// `unit` is the first split of its rows; the others follow it, each after the same split of the other groups.
+// `unit` is the first split of its rows. The next splits follow at intervals of the number of key/value heads.
 void join_splits(const Unit *unit, float *partials, Scratch &scratch) {
   const Rows &rows = unit->rows;
   const int64_t width = rows.call.value_width();
@@ -243,7 +248,7 @@ OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const Pa
   int64_t work = 0;
   for (const Unit &unit : units) work += unit.work();
   const int64_t num_chunks = std::clamp<int64_t>(work / CHUNK_WORK, 1, std::max<int64_t>(num_units, 1));
-  const Unit *const all = units.data();  // the calling thread's
+  const Unit *const all = units.data();  // of the calling thread
   parallel_for(num_chunks, [&](int64_t chunk) {
     for (int64_t i = chunk * num_units / num_chunks; i < (chunk + 1) * num_units / num_chunks; ++i)
       run_unit(all[i], partials, scratch_of_thread);

@@ -1,5 +1,5 @@
-// What attention multiplies: queries, keys and values as words, out of the batch and the paged cache. kernels/paged_attention/cpu.cpp says what
-// rows, tiles and splits are.
+// The operands of attention: queries, keys and values as words, from the batch and the paged cache.
+// kernels/paged_attention/cpu.cpp defines rows, tiles and splits.
 #pragma once
 
 #include <algorithm>
@@ -20,13 +20,13 @@ struct Call {
   const void *query;  // [T, H, D]
   void *out;          // [T, H, E]
   const PagedVectors &keys, &values;
-  const int64_t *tables, *starts, *lengths, *prefixes;  // prefixes: null if there are none
-  const float *slopes;                                  // null if there are none
-  int64_t table_width, num_sequences, num_heads, window;  // window: 0 if there is none
-  float scale, soft_cap;                                // soft_cap: 0 if there is none
+  const int64_t *tables, *starts, *lengths, *prefixes;  // prefixes: may be null
+  const float *slopes;                                  // may be null
+  int64_t table_width, num_sequences, num_heads, window;  // window: 0 if none
+  float scale, soft_cap;                                // soft_cap: 0 if none
   int64_t heads_per_group = num_heads / keys.num_heads;
 
-  int64_t element_bytes() const { return keys.dtype == Dtype::bfloat16 ? 2 : 4; }  // of what is multiplied
+  int64_t element_bytes() const { return keys.dtype == Dtype::bfloat16 ? 2 : 4; }  // of the products' operands
   int64_t key_words() const { return divide_up(keys.channels * element_bytes(), VECTOR_BYTES) * LANES; }
   int64_t value_words() const { return divide_up(values.channels * element_bytes(), VECTOR_BYTES) * LANES; }
   int64_t value_width() const { return divide_up(values.channels, LANES) * LANES; }
@@ -43,24 +43,24 @@ struct Rows {
   int64_t place(int64_t row) const { return (call.starts[sequence] + token(row)) * call.num_heads + head(row); }
   int64_t length() const { return call.lengths[sequence]; }
   int64_t position(int64_t row) const { return length() - call.num_new(sequence) + token(row); }
-  // A row sees the keys begin .. end - 1; neither falls from one row to the next.
+  // A row attends to keys begin to end - 1. Neither bound decreases from one row to the next.
   int64_t begin(int64_t row) const { return call.window ? std::max<int64_t>(position(row) - call.window + 1, 0) : 0; }
   int64_t end(int64_t row) const {
     const int64_t prefix = call.prefixes ? std::min(call.prefixes[sequence], length()) : 0;
     return std::max(position(row) + 1, prefix);
   }
-  int64_t num_keys() const { return end(count - 1) - begin(0); }  // that some of the rows see
+  int64_t num_keys() const { return end(count - 1) - begin(0); }  // keys that at least one of the rows attends to
   const int64_t *table() const { return call.tables + sequence * call.table_width; }
   int64_t first_split() const { return begin(0) / SPLIT; }
   int64_t end_split() const { return divide_up(end(count - 1), SPLIT); }
   int64_t num_splits() const { return end_split() - first_split(); }
-  // Whether the rows a .. b - 1 see all of the sequence's keys first .. first + 63.
+  // Whether rows a to b - 1 attend to all of the sequence's keys first to first + 63.
   bool see_all(int64_t a, int64_t b, int64_t first) const {
     return begin(b - 1) <= first && end(a) >= std::min(first + TILE, length());
   }
 };
 
-// What a thread needs besides. Kept from call to call.
+// Buffers of a thread, reused by later calls.
 struct Scratch {
   std::vector<uint8_t> query, vectors, keys, values, zeros;
   std::vector<float> total, partial, floats;
@@ -69,7 +69,7 @@ struct Scratch {
   const uint8_t *at[TILE];
 };
 
-// `count` float32 as words of the dtype of the products, and zeros after them. x is padded to whole vectors.
+// Writes `count` float32 as words of the products' dtype, padded with zeros. x is padded to whole registers.
 void write_words(Dtype dtype, float *x, int64_t count, int64_t num_words, uint8_t *words) {
   const int64_t per_word = dtype == Dtype::bfloat16 ? 2 : 1;
   std::fill(x + count, x + num_words * per_word, 0.0f);
@@ -92,7 +92,8 @@ const uint8_t *query_words(const Rows &rows, Scratch &scratch) {
   return query;
 }
 
-// Vector number `index` of the cache as words, and zeros after them. x has room for them, and for all that read_vector writes.
+// Writes vector number `index` of the cache as words, padded with zeros. x has room for them and for all floats that
+// read_vector writes.
 void copy_words(const PagedVectors &cache, int64_t index, int64_t head, int64_t num_words, float *x, uint8_t *words) {
   const int64_t channels = cache.channels;
   const bool is_half = cache.dtype == Dtype::bfloat16, is_plain = cache.format == KVFormat::unquantised;
@@ -113,7 +114,8 @@ void copy_words(const PagedVectors &cache, int64_t index, int64_t head, int64_t 
   }
 }
 
-// The vectors of a sequence's tokens first .. last - 1 in the cache: work(token, number of the vector) for each, block by block.
+// Calls work(token, vector number) for the vectors of a sequence's tokens first to last - 1 in the cache, block by
+// block.
 template <class Work> void for_each_vector(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t last, Work &&work) {
   for (int64_t token = first; token < last;) {
     const int64_t block = token / cache.block_size, end = std::min((block + 1) * cache.block_size, last);
@@ -122,9 +124,10 @@ template <class Work> void for_each_vector(const Rows &rows, const PagedVectors 
   }
 }
 
-// scratch.at: where the vectors of the keys first .. first + 63 lie, in the cache itself where it holds words; what is read past a vector
-// there is in no product. Those after the sequence's end are zeros. Fetches those of the next tile (decode over 4,096 tokens of 128
-// channels: 1.15 to 1.28 times as fast).
+// Sets scratch.at to the addresses of the vectors of keys first to first + 63: in the cache if it stores words, else in
+// copies. Bytes that are read past a vector in the cache enter no product. Vectors beyond the sequence's end are zeros.
+// Prefetches the vectors of the next tile, which makes decode over 4,096 tokens of 128 channels 1.15 to 1.28 times as
+// fast.
 void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, int64_t words, Scratch &scratch) {
   const int64_t last = std::min(first + TILE, rows.length()), bytes = words * WORD_BYTES, stored_bytes = cache.stored_bytes();
   const int64_t vector_bytes = cache.channels * (cache.dtype == Dtype::bfloat16 ? 2 : 4);
@@ -147,7 +150,7 @@ void find_vectors(const Rows &rows, const PagedVectors &cache, int64_t first, in
   });
 }
 
-// Keys as [64 / 16, words, 16 keys]; zeros from `num_words` on, where the vectors end.
+// Packs keys as [64 / 16, words, 16 keys]. Words from `num_words` on, beyond the end of the vectors, are 0.
 void pack_keys(const uint8_t *const *at, int64_t num_words, int64_t words, uint8_t *tiles) {
   for (int64_t tile = 0; tile < VECTORS; ++tile)
     for (int64_t word = 0; word < words; word += LANES) {
@@ -160,7 +163,7 @@ void pack_keys(const uint8_t *const *at, int64_t num_words, int64_t words, uint8
     }
 }
 
-// Values as [E / 16, 64 float32 or 32 pairs of bfloat16, 16 channels].
+// Packs values as [E / 16, 64 float32 or 32 pairs of bfloat16, 16 channels].
 void pack_values(const uint8_t *const *at, Dtype dtype, int64_t num_tiles, uint8_t *tiles) {
   if (dtype != Dtype::bfloat16) {
     for (int64_t tile = 0; tile < num_tiles; ++tile)
@@ -175,7 +178,7 @@ void pack_values(const uint8_t *const *at, Dtype dtype, int64_t num_tiles, uint8
     }
 }
 
-// Whether none of the packed values is NaN or infinite: 0 times them is 0 then.
+// Whether no packed value is NaN or infinite: the sum of their products with 0 is then 0.
 bool are_finite(const uint8_t *tiles, Dtype dtype, int64_t num_bytes) {
   Floats totals[VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   for (int64_t byte = 0; byte < num_bytes; byte += VECTORS * VECTOR_BYTES)

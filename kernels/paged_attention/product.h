@@ -1,4 +1,5 @@
-// Products of a few rows and packed tiles. Words are 32 bits: one float32 or two bfloat16. Each sum runs over the steps in their order.
+// Products of a few rows and packed tiles. A word is 32 bits: one float32 or two bfloat16. Each sum is in the order of
+// steps.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +9,11 @@
 #include "../tiles.h"
 
 constexpr int VECTORS = 4;                         // tiles whose products are computed together
-constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums then fit the registers
+constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums fit into the registers then
 constexpr int64_t WORD_BYTES = 4, VECTOR_BYTES = LANES * WORD_BYTES;
 
-// out [ROWS, TILES * 16] = kept * out + x [ROWS, steps] times tiles [TILES, steps, 16]. Without kept, out is only written.
+// out [ROWS, TILES * 16] = kept * out + x [ROWS, steps] times tiles [TILES, steps, 16]. If kept is null, out is
+// overwritten.
 template <bool BFLOAT16, int ROWS, int TILES>
 [[gnu::noinline]] void dot(const uint8_t *tiles, int64_t tile_bytes, const int32_t *x, int64_t x_stride, int64_t num_steps, const float *kept,
                            float *out, int64_t out_stride) {
@@ -40,7 +42,7 @@ template <bool BFLOAT16, int ROWS, int TILES>
 }
 
 struct Product {
-  const uint8_t *tiles;  // [num_tiles, num_steps, 16 words], `tile_words` from one tile to the next
+  const uint8_t *tiles;  // [num_tiles, num_steps, 16 words], with a stride of `tile_words` between tiles
   int64_t num_tiles, num_steps, tile_words;
   const int32_t *x;
   int64_t x_stride;
@@ -74,7 +76,7 @@ template <bool BFLOAT16> void multiply_panels(const Product &p, int64_t first, i
 
 #ifdef HAS_TILES
 
-// How many rows the tiles of this thread have now: to change it takes as long as a dozen products.
+// The current number of rows of this thread's AMX tiles. Changing it takes as long as a dozen products.
 class TileHeight {
   int64_t height = 0;
 
@@ -89,7 +91,7 @@ public:
   }
 };
 
-// A tile of rows times TILES tiles of 16 columns; steps are those of kernels/tiles.h.
+// Multiplies a tile of rows by TILES tiles of 16 columns; kernels/tiles.h defines the steps.
 template <int TILES> void multiply_tiles(const Product &p, int64_t tile, int64_t row) {
   const int64_t stride = p.out_stride * WORD_BYTES, x_stride = p.x_stride * WORD_BYTES, tile_bytes = p.tile_words * WORD_BYTES;
   float *out = p.out + row * p.out_stride + tile * LANES;

@@ -1,4 +1,4 @@
-// Every row as codes and scales; kernels/quantize_rows/reference.py is the specification.
+// Quantises every row to codes and scales. kernels/quantize_rows/reference.py is the specification.
 #include <vector>
 
 #include "../operator.h"
@@ -7,7 +7,7 @@
 
 constexpr int64_t ROWS_PER_CHUNK = 16;
 
-// x [M, K] of the dtype, codes [M, K], scales [M, G]; chosen scales [M], or one, or null
+// x [M, K] of the dtype, codes [M, K], scales [M, G]; chosen: static scales [M], or one scale, or null.
 OPERATOR(quantize_rows, (const void *x, Dtype dtype, int8_t *codes, float *scales, bool is_float8, int64_t group_size, const float *chosen,
                          int64_t chosen_stride, int64_t num_rows, int64_t num_inputs)) {
   const Quantizer to{codes, scales, is_float8, group_size, chosen, chosen_stride};

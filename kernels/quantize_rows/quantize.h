@@ -1,4 +1,4 @@
-// One row of floats as codes of int8 or float8_e4m3fn, with its scales.
+// Quantises a row of floats to int8 or float8_e4m3fn codes with scales.
 #pragma once
 
 #include <algorithm>
@@ -9,19 +9,21 @@
 #include "../rows.h"
 #include "../simd.h"
 
-// What rows become: codes [M, K] and scales [M, G] of groups of inputs, or under scales that were chosen before, a row's `chosen_stride` apart.
+// The destination of rows: codes [M, K] and scales [M, G] of groups of inputs. If `chosen` is given, it holds static
+// scales, `chosen_stride` apart from row to row.
 struct Quantizer {
   int8_t *codes;
   float *scales;
   bool is_float8;
-  int64_t group_size;  // a multiple of 16, unless there is one group
+  int64_t group_size;  // a multiple of 16, or all inputs
   const float *chosen;
   int64_t chosen_stride;
 
   float largest_code() const { return is_float8 ? 448.0f : 127.0f; }
 };
 
-// The largest magnitude of `count` floats, a multiple of 16; not finite if any of them is not (bits of magnitudes compare like integers).
+// Returns the largest magnitude of `count` floats; `count` is a multiple of 16. The result is not finite if a float is
+// not finite: bits of magnitudes compare like integers.
 inline float largest_magnitude(const float *x, int64_t count) {
   Ints magnitude = splat(0);
   for (int64_t i = 0; i < count; i += LANES) magnitude = larger(magnitude, bit_and(as_ints(load(x + i)), splat(0x7fffffff)));
@@ -31,8 +33,8 @@ inline float largest_magnitude(const float *x, int64_t count) {
   return result;
 }
 
-// Codes of numbers from -448 to 448, to nearest, ties to even: from 2^-6 on three bits are left of a float, below that multiples of 2^-9. At
-// 2^-6 both are 8.
+// Returns the codes of numbers from -448 to 448, rounded to nearest, ties to even. From 2^-6 on a code keeps three bits
+// of the mantissa; below, it counts multiples of 2^-9. At 2^-6 both formulas give 8.
 inline Ints to_float8(Floats x) {
   const Ints bits = as_ints(x), magnitude = bit_and(bits, splat(0x7fffffff)), least = as_ints(splat(0x1p-6f));
   const Ints normal = larger(magnitude, least), odd = bit_and(shift_right<20>(normal), splat(1));
@@ -43,7 +45,7 @@ inline Ints to_float8(Floats x) {
 
 inline Ints to_int8(Floats x) { return round_to_ints(x); }
 
-// Row number `row`: x [K], padded with zeros to a multiple of 16.
+// Quantises row number `row`: x [K], padded with zeros to a multiple of 16.
 inline void quantize_row(const Quantizer &to, int64_t row, const float *x, int64_t count) {
   const int64_t num_groups = divide_up(count, to.group_size);
   const Floats lowest = splat(to.is_float8 ? -448.0f : -128.0f), highest = splat(to.largest_code());

@@ -1,4 +1,4 @@
-// x / sqrt(mean(x^2) + eps) * weight for every row of D channels, or of the sum of two rows, as numbers or as codes;
+// x / sqrt(mean(x^2) + eps) * weight for every row of D channels, or of the sum of two rows, unquantised or as codes.
 // kernels/rms_norm/reference.py is the specification.
 #include <algorithm>
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // channels that justify another thread
 
 struct Call {
   const void *x, *residual, *weight;
@@ -24,7 +24,7 @@ struct Call {
   float offset;
 };
 
-// Row number `index`; `row` has room for its floats. Two passes, with the bits of normalise_row.
+// Normalises row number `index` in two passes, bit-identical to normalise_row. `row` has room for its floats.
 template <Dtype DTYPE> void normalise(const Call &call, int64_t index, float *row) {
   const int64_t channels = call.channels, bytes = index * channels * NUMBER_BYTES<DTYPE>;
   const auto of_row = [&](auto *rows) { return reinterpret_cast<decltype(rows)>(reinterpret_cast<uintptr_t>(rows) + bytes); };
@@ -55,9 +55,9 @@ template <Dtype DTYPE> void normalise(const Call &call, int64_t index, float *ro
 
 }  // namespace
 
-// x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows, G] as of quantize_rows. Null: residual and total if
-// nothing is added; out if rows become codes, else codes and scales. With an offset the factors are offset + weight, and nothing is rounded before
-// they multiply.
+// x, residual, weight [D], out and total [rows, D] of one dtype; codes [rows, D], scales [rows, G] as in quantize_rows.
+// residual and total are null if nothing is added. If rows become codes, out is null; otherwise codes and scales are
+// null. With an offset the factors are offset + weight, and the normalised row is not rounded before the product.
 OPERATOR(rms_norm, (const void *x, const void *residual, const void *weight, void *out, void *total, int8_t *codes, float *scales,
                     bool is_float8, int64_t group_size, const float *chosen, int64_t chosen_stride, Dtype dtype, int64_t num_rows,
                     int64_t channels, float eps, bool has_offset, float offset)) {

@@ -1,4 +1,5 @@
-// One row's norm. The squares are added in four vectors, channel after channel, so its bits depend on the row alone.
+// The norm of one row. Squares are summed in four registers in the order of channels, so that the bits depend only on
+// the row.
 #pragma once
 
 #include <cmath>
@@ -8,16 +9,16 @@
 
 constexpr int64_t NORM_VECTORS = 4;
 
-// Of the floats that a row has room for; those after its channels are zeros.
+// The number of floats in the buffer of a row; floats beyond its channels are 0.
 inline int64_t room_for_norm(int64_t channels) { return divide_up(channels, NORM_VECTORS * LANES) * NORM_VECTORS * LANES; }
 
-// 1 / sqrt(mean + eps) of the squares in `sums`
+// 1 / sqrt(mean + eps), where mean is the mean of the squares summed in `sums`.
 inline float inverse_root(const Floats (&sums)[NORM_VECTORS], int64_t channels, float eps) {
   const float mean = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / channels;
   return 1 / std::sqrt(mean + eps);
 }
 
-// row / sqrt(mean(row^2) + eps) rounded to the dtype, times weight; not yet rounded again
+// row / sqrt(mean(row^2) + eps) rounded to the dtype, times weight. The product is not rounded.
 inline void normalise_row(float *row, const float *weight, int64_t channels, Dtype dtype, float eps) {
   Floats sums[NORM_VECTORS] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
   for (int64_t i = 0; i < room_for_norm(channels); i += NORM_VECTORS * LANES)

@@ -1,5 +1,6 @@
-// Turns pairs of channels of x [T, H, D] by the angles of their tokens, and those angles; kernels/rope/reference.py is the specification.
-// Computed in float32 and rounded once; the reference rounds after each operation where x is narrower.
+// Rotates pairs of channels of x [T, H, D] by the angles of their tokens, and computes the angles.
+// kernels/rope/reference.py is the specification. The rotation is computed in float32 and rounded once; the reference
+// rounds after each operation if x is narrower.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -12,12 +13,13 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // worth another thread
-constexpr int64_t TOKENS_OF_ANGLES = 16;     // too
+constexpr int64_t CHUNK_CHANNELS = 1 << 12;  // channels that justify another thread
+constexpr int64_t TOKENS_OF_ANGLES = 16;     // tokens that justify another thread
 
 }  // namespace
 
-// cos and sin [T, half]; 2 * half of the channels turn. token_stride: from one token of x to the next, in elements; out has no gaps
+// cos and sin [T, half]; the first 2 * half channels are rotated. token_stride: from token to token of x, in elements;
+// out is contiguous.
 OPERATOR(rope, (const void *x, const void *cos, const void *sin, void *out, Dtype dtype, int64_t num_tokens, int64_t num_heads,
                 int64_t channels, int64_t half, int64_t token_stride, bool interleaved)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, num_heads * channels);
@@ -37,7 +39,7 @@ OPERATOR(rope, (const void *x, const void *cos, const void *sin, void *out, Dtyp
   });
 }
 
-// positions [T], frequencies [half]; cos and sin [T, half], times `factor`
+// positions [T], frequencies [half]; cos and sin [T, half], times `factor`.
 OPERATOR(rope_angles, (const int64_t *positions, const float *frequencies, float factor, void *cos, void *sin, Dtype dtype,
                        int64_t num_tokens, int64_t half)) {
   parallel_for(divide_up(num_tokens, TOKENS_OF_ANGLES), [&](int64_t chunk) {

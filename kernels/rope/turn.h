@@ -1,4 +1,4 @@
-// Turning pairs of a head's channels by the angles of its token.
+// Rotation of pairs of a head's channels by the angles of its token.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ inline void turn_pairs(const float *first, const float *second, const float *cos
   }
 }
 
-// cos and sin [half]; the channels after 2 * half stay.
+// cos and sin [half]; channels from 2 * half on are copied.
 inline void turn_head(const float *from, int64_t channels, const float *cos, const float *sin, int64_t half, bool interleaved,
                       float *__restrict to) {
   if (interleaved)

@@ -1,7 +1,7 @@
-// Draws one token of each row of logits without sorting the vocabulary; kernels/sampling/reference.py is the specification.
+// Draws one token per row of logits without sorting the vocabulary. kernels/sampling/reference.py is the specification.
 //
-// Sums run in another order here, so a decision that is nearer to its limit than TOLERANCE is not made: such a row is given back. All others
-// come out as the reference says.
+// Sums have another order than in the reference. If a decision is nearer to its limit than TOLERANCE, the result for
+// the row is UNDECIDED. All other results equal the reference.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -15,18 +15,19 @@
 namespace {
 
 constexpr int64_t UNDECIDED = -1;
-constexpr double TOLERANCE = 1e-10;  // of a probability: 2^17 tokens may round sums by 2^17 * 2^-53 = 1.5e-11
+constexpr double TOLERANCE = 1e-10;  // of a probability: with 2^17 tokens the rounding error of sums is at most 2^17 * 2^-53 = 1.5e-11
 constexpr int64_t NUM_BUCKETS = 4096;
-constexpr double BUCKETS_PER_UNIT = 64;  // of a logit divided by the temperature
-constexpr int64_t BLOCK = 512;           // tokens that are added up together
+constexpr double BUCKETS_PER_UNIT = 64;  // per unit of logit / temperature
+constexpr int64_t BLOCK = 512;           // tokens per partial sum
 
-struct Settings {  // one row of the tensor
+struct Settings {  // one row of the settings tensor
   double temperature, top_k, top_p, min_p, uniform;
 };
 
-// exp(x) for x <= 0, within 4e-16 of it: 2^n times the Taylor series of the rest. Plain arithmetic, which the compiler turns into vectors.
+// exp(x) for x <= 0, within 4e-16: 2^n times the Taylor series of the remainder. Plain arithmetic, which the compiler
+// vectorises.
 inline double exp_negative(double x) {
-  constexpr double ROUND = 0x1.8p52;  // added, it leaves a whole number in the lowest bits
+  constexpr double ROUND = 0x1.8p52;  // adding it leaves an integer in the lowest bits
   const double clamped = std::max(x, -700.0), shifted = clamped * 1.4426950408889634 + ROUND, n = shifted - ROUND;
   const double r = clamped - n * 6.93147180369123816490e-01 - n * 1.90821492927058770002e-10;  // ln(2) in two parts
   double series = 1.0 / 6227020800;
@@ -36,7 +37,7 @@ inline double exp_negative(double x) {
   return x < -700.0 ? 0.0 : series * power;
 }
 
-// In lanes, for the compiler does not reorder floats by itself.
+// In 16 lanes, because the compiler does not reorder float operations by itself.
 float largest(const float *x, int64_t count) {
   float parts[16];
   std::fill_n(parts, 16, -std::numeric_limits<float>::infinity());
@@ -56,7 +57,7 @@ double sum(const double *x, int64_t count) {
   return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
 }
 
-// The tokens that may be drawn are those up to a last one, in the order of falling logits and rising numbers.
+// Tokens are ordered by falling logit, then by rising id. All tokens up to a last one may be drawn.
 struct Token {
   double scaled;
   int64_t id;
@@ -79,11 +80,11 @@ class Row {
   }
 
  private:
-  std::vector<double> scaled_, weights_;  // (logit - largest) / temperature, and e to it
-  std::vector<uint16_t> bucket_of_;       // each token's, by falling logits
-  std::vector<int64_t> counts_;           // of tokens, by bucket
-  std::vector<double> masses_;            // the sum of their weights
-  std::vector<Token> among_;              // of one bucket
+  std::vector<double> scaled_, weights_;  // (logit - largest) / temperature, and exp of it
+  std::vector<uint16_t> bucket_of_;       // the bucket of each token, by falling logit
+  std::vector<int64_t> counts_;           // number of tokens per bucket
+  std::vector<double> masses_;            // sum of weights per bucket
+  std::vector<Token> among_;              // tokens of one bucket
   int64_t last_bucket_ = NUM_BUCKETS - 1;
   Token last_;
 
@@ -104,7 +105,7 @@ class Row {
     }
   }
 
-  // False where a logit is NaN: it would be counted, but is among no tokens.
+  // Returns false if a logit is NaN: NaN would be counted, but it has no position in the order of tokens.
   bool fill_buckets() {
     bucket_of_.resize(scaled_.size());
     counts_.assign(NUM_BUCKETS, 0), masses_.assign(NUM_BUCKETS, 0.0);
@@ -118,14 +119,14 @@ class Row {
     return !std::isnan(masses_.back());
   }
 
-  // `among_` becomes the tokens of a bucket that are kept so far.
+  // Sets `among_` to the tokens of a bucket that are still kept.
   void gather(int64_t bucket) {
     among_.clear();
     for (size_t id = 0; id < scaled_.size(); ++id)
       if (bucket_of_[id] == bucket && scaled_[id] >= last_.scaled) among_.push_back({scaled_[id], static_cast<int64_t>(id)});
   }
 
-  // With those equal to the last one.
+  // Also keeps tokens with the same logit as the last one.
   void keep_top_k(int64_t k) {
     int64_t bucket = 0;
     for (; k > counts_[bucket]; ++bucket) k -= counts_[bucket];
@@ -156,14 +157,14 @@ class Row {
 
   bool keep_min_p(double min_p) {
     for (size_t id = 0; id < scaled_.size(); ++id) {
-      if (scaled_[id] == 0) continue;  // the likeliest
+      if (scaled_[id] == 0) continue;  // the most likely token
       if (std::abs(weights_[id] - min_p) <= TOLERANCE * min_p) return false;
       if (weights_[id] < min_p) weights_[id] = 0;
     }
     return true;
   }
 
-  // The first token up to which the weights are more than the uniform number's share of all.
+  // Returns the first token at which the cumulative weight exceeds the uniform number times the total weight.
   int64_t invert(double uniform) {
     const int64_t vocab_size = weights_.size();
     const double total = sum(weights_.data(), vocab_size), target = uniform * total, unsure = TOLERANCE * total;
@@ -187,12 +188,12 @@ class Row {
 
 int64_t most_likely(const float *logits, int64_t vocab_size) {
   const float *found = std::find(logits, logits + vocab_size, largest(logits, vocab_size));
-  return found == logits + vocab_size ? 0 : found - logits;  // 0: all are NaN
+  return found == logits + vocab_size ? 0 : found - logits;  // 0: all logits are NaN
 }
 
 }  // namespace
 
-// logits [R, V]; tokens [R]
+// logits [R, V]; tokens [R].
 OPERATOR(most_likely, (const void *logits, Dtype dtype, int64_t *tokens, int64_t num_rows, int64_t vocab_size)) {
   parallel_for(num_rows, [&](int64_t row) {
     thread_local std::vector<float> floats;
@@ -206,7 +207,7 @@ OPERATOR(most_likely, (const void *logits, Dtype dtype, int64_t *tokens, int64_t
   });
 }
 
-// logits [R, V]; tokens [R] become -1 where nothing was decided
+// logits [R, V]; tokens [R], -1 where the result is undecided.
 OPERATOR(draw, (const float *logits, const double *settings, int64_t *tokens, int64_t num_rows, int64_t vocab_size)) {
   parallel_for(num_rows, [&](int64_t row) {
     thread_local Row work;

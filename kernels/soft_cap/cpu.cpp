@@ -1,4 +1,5 @@
-// cap * tanh(x / cap); kernels/soft_cap/reference.py is the specification. Every number is computed alike, wherever it stands.
+// cap * tanh(x / cap). kernels/soft_cap/reference.py is the specification. The bits of an element do not depend on its
+// index.
 #include <algorithm>
 
 #include "../exp.h"
@@ -8,11 +9,11 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 13;  // numbers that are worth another thread
+constexpr int64_t CHUNK = 1 << 13;  // numbers that justify another thread
 
 }  // namespace
 
-// x and out [count] of one dtype
+// x and out [count] of one dtype.
 OPERATOR(soft_cap, (const void *x, float cap, void *out, Dtype dtype, int64_t count)) {
   const Floats limit = splat(cap);
   parallel_for(divide_up(count, CHUNK), [&](int64_t chunk) {

@@ -1,4 +1,4 @@
-// silu(gate) * up; kernels/swiglu/reference.py is the specification. Every element is computed alike, wherever it stands.
+// silu(gate) * up. kernels/swiglu/reference.py is the specification. The bits of an element do not depend on its index.
 #include <algorithm>
 
 #include "../operator.h"
@@ -8,8 +8,8 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
-constexpr int64_t PIECE = 16 * LANES;        // in float32 at once
+constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // channels that justify another thread
+constexpr int64_t PIECE = 16 * LANES;        // channels converted to float32 at once
 
 void compute_piece(const void *gate, const void *up, void *out, Dtype dtype, int64_t gate_first, int64_t up_first, int64_t out_first,
                    int64_t count) {
@@ -22,7 +22,7 @@ void compute_piece(const void *gate, const void *up, void *out, Dtype dtype, int
 
 }  // namespace
 
-// gate, up and out [rows, F] of one dtype; the strides are from row to row, in elements, and out has none
+// gate, up and out [rows, F] of one dtype. Strides are from row to row, in elements; out is contiguous.
 OPERATOR(swiglu, (const void *gate, const void *up, void *out, Dtype dtype, int64_t num_rows, int64_t channels, int64_t gate_stride,
                   int64_t up_stride)) {
   const int64_t chunks_per_row = divide_up(channels, CHUNK_CHANNELS);

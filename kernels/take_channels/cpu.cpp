@@ -1,4 +1,4 @@
-// Rows with their channels in another order; kernels/take_channels/reference.py is the specification.
+// Selects channels of rows in a given order. kernels/take_channels/reference.py is the specification.
 #include <algorithm>
 
 #include "../simd.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // worth another thread
+constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // channels that justify another thread
 
 template <class Number>
 void take(const void *x, int64_t stride, const int64_t *order, void *out, int64_t num_rows, int64_t num_channels) {
@@ -23,7 +23,7 @@ void take(const void *x, int64_t stride, const int64_t *order, void *out, int64_
 
 }  // namespace
 
-// x of rows `stride` numbers apart, order [I] within a row, out [rows, I]; numbers of `size` bytes, 2 or 4
+// x: rows `stride` numbers apart; order [I]: channels of a row; out [rows, I]. A number has `size` bytes, 2 or 4.
 OPERATOR(take_channels, (const void *x, int64_t stride, const int64_t *order, void *out, int64_t size, int64_t num_rows, int64_t num_channels)) {
   (size == 2 ? take<uint16_t> : take<uint32_t>)(x, stride, order, out, num_rows, num_channels);
 }
