@@ -1,4 +1,4 @@
-// Rows of activations as the products of bytes read them: int8 codes, or 16-bit fixed point.
+// Rows of activations in the form that byte products read: int8 codes, or 16-bit fixed point.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 namespace {
 
 constexpr int64_t STEP = 4;
-constexpr int64_t SEGMENT = 128;            // inputs that share a scale of fixed point, and whose sum fits 32 bits
-constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: then both limbs fit a signed byte
-constexpr float LEAST_NORMAL = 1e-33f;      // below it the reciprocal of the scale would overflow
+constexpr int64_t SEGMENT = 128;            // inputs that share a fixed-point scale, and whose sum fits into 32 bits
+constexpr int32_t FIXED_POINT_MAX = 32512;  // 256 * 127: both limbs then fit into a signed byte
+constexpr float LEAST_NORMAL = 1e-33f;      // the reciprocal of a smaller scale would overflow
 
-// Where the parts of a packed weight are, as kernels/linear/int_weight.py describes them.
+// The layout of a packed weight, as in kernels/linear/int_weight.py.
 struct Layout : Format {
   int64_t num_inputs;
 
@@ -27,7 +27,7 @@ struct Layout : Format {
   int64_t num_steps() const { return divide_up(num_inputs, 2 * STEP) * 2; }
   int64_t whole_group() const { return group_size == num_inputs ? num_steps() * STEP : group_size; }
   int64_t tile_bytes() const { return num_steps() * STEP * LANES * bits() / 8; }
-  // What was added to symmetric codes, for bytes are unsigned: their zero point. 1 if every group has its own.
+  // The zero point of symmetric codes, which are stored as unsigned bytes. 1 if every group has its own zero point.
   int32_t offset() const { return has_zeros ? 1 : bits() == 8 ? 128 : 8; }
   const float *scales(const Weight &weight, int64_t num_tiles) const {
     return reinterpret_cast<const float *>(weight.memory + num_tiles * tile_bytes());
@@ -39,25 +39,25 @@ struct Layout : Format {
 
 inline int64_t segment_of(const Layout &layout, int limbs) { return limbs == 2 ? std::min(layout.whole_group(), SEGMENT) : layout.whole_group(); }
 
-// 32-bit words of a step of a row
+// 32-bit words per step of a row.
 constexpr int step_words(int limbs) { return sums_of(limbs) * SUM_WORDS; }
 
-// Up to MAX_ROWS rows of activations, step after step: words [num_steps, num_rows, step_words(LIMBS)].
+// Up to MAX_ROWS rows of activations in the order of steps: words [num_steps, num_rows, step_words(LIMBS)].
 template <int LIMBS> struct Panel {
-  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (sums_of(LIMBS) + 1));  // of one tile, with a total for each
+  static constexpr int MAX_ROWS = std::max(1, ACCUMULATORS / (sums_of(LIMBS) + 1));  // for one tile, with one total per row
   int64_t num_rows;
   int32_t *words;
   float *scales;  // [num_segments, num_rows]
-  int32_t *sums;  // [num_segments, num_rows], of the integers, times minus the weight's offset; -1 if that has zero points
+  int32_t *sums;  // [num_segments, num_rows]: sums of the integers times -offset
 
-  // `count` bytes of a limb of a row, those of the inputs from `first` on; both are multiples of STEP.
+  // Writes `count` bytes of a limb of a row, starting at input `first`. Both are multiples of STEP.
   void put(int64_t row, int limb, int64_t first, int64_t count, const int8_t *from) const {
     int32_t *to = words + (first / STEP * num_rows + row) * step_words(LIMBS);
     for (int64_t i = 0; i < count; i += STEP, to += num_rows * step_words(LIMBS)) put_limb(to, limb, from + i);
   }
 };
 
-// All rows of a call in panels of nearly equal height.
+// All rows of a call, in panels of nearly equal height.
 template <int LIMBS> struct Activations {
   int64_t num_rows, num_inputs, segment, num_steps;
   int32_t offset;
@@ -75,7 +75,7 @@ template <int LIMBS> struct Activations {
   }
 };
 
-// One row as fixed point. x is padded with zeros to a multiple of 16.
+// Converts one row to fixed point. x is padded with zeros to a multiple of 16.
 template <class All, class Panel> void fix_row(const All &all, const Panel &panel, int64_t row, const float *x) {
   for (int64_t segment = 0; segment < all.num_segments; ++segment) {
     const int64_t begin = segment * all.segment, end = std::min(begin + all.segment, all.num_steps * STEP);
@@ -94,11 +94,11 @@ template <class All, class Panel> void fix_row(const All &all, const Panel &pane
     panel.put(row, 0, begin, end - begin, low);
     panel.put(row, 1, begin, end - begin, high);
     panel.scales[segment * panel.num_rows + row] = finite ? (normal ? magnitude / FIXED_POINT_MAX : 0.0f) : NAN;
-    panel.sums[segment * panel.num_rows + row] = finite ? sum(total) * -all.offset : 0;  // NaN and infinity become the least int
+    panel.sums[segment * panel.num_rows + row] = finite ? sum(total) * -all.offset : 0;  // NaN and infinity are converted to INT32_MIN
   }
 }
 
-// One row of int8 codes.
+// Takes one row of int8 codes.
 template <class All, class Panel> void take_row(const All &all, const Panel &panel, int64_t row, const int8_t *codes, float scale) {
   for (int64_t segment = 0; segment < all.num_segments; ++segment) {
     const int64_t begin = segment * all.segment, end = std::min(begin + all.segment, all.num_inputs);
@@ -116,7 +116,7 @@ template <class All, class Panel> void take_row(const All &all, const Panel &pan
   }
 }
 
-// For one row of floats, zeros after it.
+// Returns a buffer for one row of floats, padded with zeros.
 float *row_buffer(int64_t count) {
   thread_local std::vector<float> kept;
   const size_t padded = divide_up(count, LANES) * LANES;
@@ -125,7 +125,7 @@ float *row_buffer(int64_t count) {
   return kept.data();
 }
 
-// Row number `index` of those of a product
+// Writes row number `index` of a product into row `row` of a panel.
 template <int LIMBS, class All, class Panel> void fill_row(const All &all, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
   if constexpr (LIMBS == 2) {
     float *floats = row_buffer(rows.num_inputs);

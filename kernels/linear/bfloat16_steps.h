@@ -1,18 +1,18 @@
-// Steps of bfloat16: by tiles, or by multiply-adds with the same bits.
+// Products of bfloat16 steps: with AMX tiles, or with multiply-adds that give the same bits.
 #pragma once
 
 #include "blocks.h"
 
 namespace {
 
-constexpr int64_t INPUTS_OF_STEP = 32, PAIR_BYTES = 64;  // a pair of inputs of 16 outputs
+constexpr int64_t INPUTS_OF_STEP = 32, PAIR_BYTES = 64;  // PAIR_BYTES: a pair of inputs of 16 outputs
 constexpr int64_t PAIRS_OF_QUARTER = TILE_ROWS / 4;
 
 struct Bfloat16Unit {
   template <int C, int A, int B> static void multiply() { multiply_bfloat16_tiles<C, A, B>(); }
 };
 
-// sums += the products of `count` pairs from number `first` on, as kernels/tiles.h adds up those of a step, by multiply-adds.
+// Adds the products of `count` pairs, starting at pair `first`, to sums. Multiply-adds in the order of kernels/tiles.h.
 template <int COLUMNS, class Read>
 [[gnu::always_inline]] inline void add_step(const Read &read, const int32_t *x, int64_t first, int64_t count, Floats (&sums)[COLUMNS]) {
   Floats even[COLUMNS], odd[COLUMNS];
@@ -36,7 +36,8 @@ template <int COLUMNS, class Read>
   for (int t = 0; t < COLUMNS; ++t) sums[t] = add(sums[t], add(even[t], odd[t]));
 }
 
-// One row, for which vectors are a tenth faster than tiles: result [COLUMNS, 16]. read(t, quarter, pairs) gives four pairs of a tile.
+// Multiplies one row, for which vectors are a tenth faster than tiles: result [COLUMNS, 16]. read(t, quarter, pairs)
+// reads four pairs of a tile.
 template <int COLUMNS, class Job, class Read> [[gnu::noinline]] void multiply_row(const Job &job, int64_t num_pairs, float *result, const Read &read) {
   const FlushDenormals mode;
   const auto *x = reinterpret_cast<const int32_t *>(job.panel(0));

@@ -1,8 +1,8 @@
-// Products with weights of bfloat16 by the tiles of the AMX unit: packed, in 12 bits, or plain.
+// Products with bfloat16 weights on the AMX unit: packed, compressed to 12 bits, or plain.
 //
-// M rows, K inputs, N outputs. A step is 32 inputs: those of 16 outputs fill a tile, in the order of kernels/linear/float_weight.py, and so
-// do those of 16 rows. Every output is one sum over the steps in their order (kernels/tiles.h), so a row's bits depend neither on the other
-// rows nor on how the work was shared.
+// M rows, K inputs, N outputs. A step is 32 inputs. The step of 16 outputs fills a tile, in the order of
+// kernels/linear/float_weight.py, and so does the step of 16 rows. Every output is one sum in the order of steps
+// (kernels/tiles.h), so the bits of a row depend neither on other rows nor on how threads share the work.
 #include "../tiles.h"
 
 #ifdef HAS_TILES
@@ -18,14 +18,14 @@ namespace {
 
 struct Job {
   Product product;
-  char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows lie without gaps
+  char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows are contiguous
 
   const Rows &rows() const { return product.rows; }
   bool has_few_rows() const { return rows().num_rows <= TILE_ROWS; }
   int64_t num_pairs() const { return divide_up(rows().num_inputs, 2); }
   int64_t num_steps() const { return divide_up(rows().num_inputs, INPUTS_OF_STEP); }
   int64_t num_panels() const { return divide_up(rows().num_rows, TILE_ROWS); }
-  int64_t height() const { return std::min(rows().num_rows, TILE_ROWS); }  // of a panel; the last one ends in zeros
+  int64_t height() const { return std::min(rows().num_rows, TILE_ROWS); }  // rows per panel; the last panel is padded with zeros
   int64_t step_bytes() const { return height() * TILE_ROW_BYTES; }
   int64_t num_fills() const { return num_panels(); }
   int64_t panels_of_chunk() const { return ROW_TILES_OF_CHUNK; }
@@ -59,7 +59,7 @@ struct Reader {
   Ints upper;
   const Exception *next;
 
-  // One of `num_tiles` that are read in turn.
+  // `num_tiles`: the tiles that are read in turn.
   void begin(const Job &job, const Output &out, const Weight &weight, int64_t tile, int64_t num_tiles) {
     num_pairs = job.num_pairs(), is_compressed = weight.is_compressed;
     const Compressed layout{out.num_tiles(), num_pairs};
@@ -71,11 +71,11 @@ struct Reader {
     ahead = {memory, tile_bytes, num_tiles};
   }
 
-  // Whether the steps first .. first + count - 1 lie in the weight as tiles are loaded.
+  // Whether steps first to first + count - 1 are stored in the weight in the form that tile loads need.
   bool holds(int64_t first, int64_t count) const { return !is_compressed && (first + count) * TILE_ROWS <= num_pairs; }
   const uint8_t *at(int64_t step) const { return memory + step * TILE_BYTES; }
 
-  // Writes four pairs, 256 bytes, zeros after the last input.
+  // Writes four pairs, 256 bytes, with zeros after the last input.
   void expand(int64_t group, uint8_t *to) {
     const int64_t present = std::clamp<int64_t>(num_pairs - group * STEPS_OF_GROUP, 0, STEPS_OF_GROUP);
     if (is_compressed && present > 0) {
@@ -89,7 +89,7 @@ struct Reader {
     if (present < STEPS_OF_GROUP) [[unlikely]] std::fill(to + present * PAIR_BYTES, to + STEPS_OF_GROUP * PAIR_BYTES, 0);
   }
 
-  // Four pairs; what comes after the last one is not zero.
+  // Reads four pairs. Pairs after the last input are not zero.
   template <bool COMPRESSED> void read_pairs(int64_t group, Ints (&pairs)[STEPS_OF_GROUP]) {
     constexpr int64_t BYTES = COMPRESSED ? GROUP_BYTES : STEPS_OF_GROUP * PAIR_BYTES;
     const uint8_t *from = memory + group * BYTES;
@@ -104,7 +104,7 @@ struct Reader {
   }
 };
 
-// sums [rows, COLUMNS, 16]
+// Computes sums [rows, COLUMNS, 16].
 template <int COLUMNS> void multiply_few(const Job &job, const Output &out, const Weight &weight, int64_t tile, float *sums) {
   Reader readers[COLUMNS];
   for (int t = 0; t < COLUMNS; ++t) readers[t].begin(job, out, weight, tile + t, COLUMNS);
@@ -155,7 +155,7 @@ void multiply_many_rows(const Job &job, const Output &out, const Part &part) {
   write_rows(out, Dtype::bfloat16, first_row, num_rows, tile, count, width, result, up);
 }
 
-// The tiles are packed first if they are not.
+// Plain weights are packed first.
 void multiply_part(const Job &job, const Part &part) {
   Output out = *part.out;
   if (job.product.plain.numbers) {

@@ -1,4 +1,4 @@
-// What products by tiles share, whatever their weights are held in.
+// Code shared by tile products for all formats of weights.
 #pragma once
 
 #include <algorithm>
@@ -8,21 +8,21 @@
 
 namespace {
 
-constexpr int64_t ROW_TILES_OF_CHUNK = 16;  // 256 rows: those of a block leave three quarters of the second level to the weight
-constexpr int64_t BLOCK_STEPS = 32;         // of a weight, that many rows are multiplied by in turn
-constexpr int64_t STEPS_OF_STORE = 4;       // a store takes 700 cycles more if 2,150 have gone by without one
+constexpr int64_t ROW_TILES_OF_CHUNK = 16;  // 256 rows: in a block they leave three quarters of the L2 cache to the weight
+constexpr int64_t BLOCK_STEPS = 32;         // steps of a weight per block, which many rows are multiplied by in turn
+constexpr int64_t STEPS_OF_STORE = 4;       // interval of stores: a store after 2,150 cycles without one takes 700 cycles longer
 constexpr int64_t QUARTER = TILE_BYTES / 4;
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache
 
-// Some steps of up to four tiles of outputs, [tile, steps, 1024 bytes]. They are read little by little, beside the products of others: the
-// unit leaves the time to vectors.
+// Some steps of up to four tiles of outputs, [tile, steps, 1024 bytes]. A block is read in small parts during the
+// products of another block: the AMX unit leaves time for vector instructions.
 template <class Reader> struct Block {
   const uint8_t *tiles[TILES_OF_CHUNK];
   Reader *readers;
   uint8_t *memory;
-  int64_t num_tiles, first_quarter, num_quarters;  // quarters of steps, of each tile
-  int64_t tile, quarter;                           // the next one to be read
-  bool are_there;  // in the weight, as tiles are loaded
+  int64_t num_tiles, first_quarter, num_quarters;  // quarters of steps, per tile
+  int64_t tile, quarter;                           // the next to be read
+  bool are_there;  // stored in the weight in the form that tile loads need
 
   void begin(Reader *first_reader, int64_t count, int64_t first_step, int64_t num_steps, uint8_t *to) {
     readers = first_reader, memory = to, num_tiles = count, first_quarter = first_step * 4, num_quarters = num_steps * 4;
@@ -47,12 +47,13 @@ template <class Reader> struct Block {
   }
 };
 
-// Where the prefetches of a reader go: PREFETCH_BYTES ahead in its tile, and at its end to the tiles that are read next.
+// The addresses that a reader prefetches: PREFETCH_BYTES ahead in its tile, and near its end in the tiles that are read
+// next.
 struct Ahead {
   const uint8_t *near_end;
   int64_t skipped;
 
-  // One of `num_tiles` that are read in turn.
+  // For a tile that is one of `num_tiles` read in turn.
   Ahead() = default;
   Ahead(const uint8_t *tile, int64_t tile_bytes, int64_t num_tiles)
       : near_end(tile + tile_bytes - PREFETCH_BYTES), skipped((num_tiles - 1) * tile_bytes) {}
@@ -63,7 +64,8 @@ struct Ahead {
   }
 };
 
-// --- a block of sums: ROWS tiles of rows times COLUMNS tiles of outputs, 2 x 2 or 1 x 4 or less, in the tiles 0 to 3 ---
+// --- a block of sums: ROWS tiles of rows times COLUMNS tiles of outputs, at most 2 x 2 or 1 x 4, in AMX tiles 0 to 3
+// ---
 
 template <int ROWS, int COLUMNS> void begin_sums(const char *sums, int64_t stride, bool are_new) {
   static_assert(ROWS * COLUMNS <= 4);
@@ -86,7 +88,8 @@ template <int ROWS, int COLUMNS> void end_sums(char *sums, int64_t stride) {
   if constexpr (ROWS > 1 && COLUMNS > 1) store_tile<3>(sums + TILE_ROWS * stride + TILE_ROW_BYTES, stride);
 }
 
-// x: the first tile of rows, `step_bytes` from step to step, the second one `panel_bytes` after it. `later` is read meanwhile.
+// x: the first tile of rows, with a stride of `step_bytes` between steps; the second tile is `panel_bytes` after it.
+// Meanwhile it reads parts of the block `later`.
 template <class Unit, int ROWS, int COLUMNS, class Reader>
 [[gnu::noinline]] void add_steps(const char *x, int64_t step_bytes, int64_t panel_bytes, const uint8_t *const *weight, int64_t num_steps,
                                  Block<Reader> &later) {
@@ -106,7 +109,7 @@ template <class Unit, int ROWS, int COLUMNS, class Reader>
   }
 }
 
-// Few rows, one tile of them, while the weight streams by: sums [rows, COLUMNS, 16].
+// Multiplies few rows, one tile, while the weight streams by: sums [rows, COLUMNS, 16].
 template <class Unit, int COLUMNS, class Job, class Reader, class Number> void stream(const Job &job, Reader *readers, Number *sums) {
   alignas(64) thread_local uint8_t scratch[2][TILES_OF_CHUNK][TILE_BYTES];
   begin_sums<1, COLUMNS>(nullptr, 0, true);
@@ -119,14 +122,14 @@ template <class Unit, int COLUMNS, class Job, class Reader, class Number> void s
   end_sums<1, COLUMNS>(reinterpret_cast<char *>(sums), COLUMNS * TILE_ROW_BYTES);
 }
 
-// Memory of this thread for two blocks of two tiles.
+// Memory of this thread for two blocks of two tiles each.
 inline uint8_t *memory_of_block(int64_t number) {
   alignas(64) thread_local uint8_t memory[2][2 * BLOCK_STEPS * TILE_BYTES];
   return memory[number % 2];
 }
 
-// The weight's tiles two by two, some steps of them at a time, each block while the one before it is multiplied: work(block, tile, num_tiles,
-// step, num_steps, later).
+// Processes the weight's tiles in pairs, some steps at a time. Each block is read while the previous block is
+// multiplied: work(block, tile, num_tiles, step, num_steps, later).
 template <class Reader, class Work>
 void for_each_block(Reader *readers, int64_t num_tiles, int64_t num_steps, int64_t steps_of_block, Work &&work) {
   const int64_t num_pairs = divide_up(num_tiles, 2), num_blocks = divide_up(num_steps, steps_of_block) * num_pairs;
@@ -146,7 +149,8 @@ void for_each_block(Reader *readers, int64_t num_tiles, int64_t num_steps, int64
   }
 }
 
-// Many rows, of which up to 256 share what was read from the weight: sums [rows of the part's panels, tiles of the part, 16].
+// Multiplies many rows. Up to 256 rows share a block read from the weight: sums [rows of the part's panels, tiles of
+// the part, 16].
 template <class Unit, class Job, class Reader, class Number>
 void multiply_many(const Job &job, Reader *readers, const Part &part, Number *sums) {
   const int64_t num_tiles = part.last_tile - part.first_tile, stride = num_tiles * TILE_ROW_BYTES;

@@ -1,4 +1,5 @@
-// bfloat16 in 12 bits without loss, as kernels/linear/compressed.py lays it out: the lower byte, and which of 16 is the upper one.
+// Lossless bfloat16 in 12 bits, in the layout of kernels/linear/compressed.py: the lower byte, and the index of one of
+// 16 upper bytes.
 #pragma once
 
 #include <algorithm>
@@ -8,24 +9,24 @@
 
 #include "../simd.h"
 
-constexpr int64_t STEPS_OF_GROUP = 4;  // whose bytes lie together
-constexpr int64_t STEPS_OF_PAIR = 2;   // which are read at once
+constexpr int64_t STEPS_OF_GROUP = 4;  // whose bytes are stored together
+constexpr int64_t STEPS_OF_PAIR = 2;   // which are read together
 constexpr int64_t NUMBERS_OF_STEP = 2 * LANES;
 constexpr int64_t GROUP_BYTES = STEPS_OF_GROUP * NUMBERS_OF_STEP * 3 / 2;
 constexpr int64_t HEADER_BYTES = 64;
 constexpr int NUM_UPPER = 16;
 
-struct Exception {  // a number with another upper byte
-  uint32_t place;   // in its tile; after a tile's exceptions comes one that is nowhere
+struct Exception {  // a number whose upper byte is not in the table
+  uint32_t place;   // index in its tile; an end marker with the largest index follows the exceptions of a tile
   uint32_t number;
 
   int64_t pair() const { return place / (STEPS_OF_PAIR * NUMBERS_OF_STEP); }
 };
 
-// Where everything is in the memory of a compressed weight.
+// The offsets of the parts of a compressed weight.
 struct Compressed {
   int64_t num_tiles, num_steps;
-  int64_t num_groups = divide_up(num_steps, STEPS_OF_GROUP);  // of a tile
+  int64_t num_groups = divide_up(num_steps, STEPS_OF_GROUP);  // per tile
 
   int64_t tile_bytes() const { return num_groups * GROUP_BYTES; }
   int64_t groups(int64_t tile) const { return HEADER_BYTES + tile * tile_bytes(); }
@@ -33,7 +34,7 @@ struct Compressed {
   int64_t exception(int64_t number) const { return start(num_tiles) + number * sizeof(Exception); }
 };
 
-// The 16 upper bytes, in each quarter of a register.
+// The 16 upper bytes, repeated in each quarter of a register.
 inline Ints upper_bytes(const uint8_t *memory) {
   uint8_t bytes[64];
   for (int i = 0; i < 64; ++i) bytes[i] = memory[i % NUM_UPPER];
@@ -46,7 +47,7 @@ inline const Exception *first_exception(const uint8_t *memory, const Compressed 
   return reinterpret_cast<const Exception *>(memory + layout.exception(start));
 }
 
-// Put a pair's exceptions where they belong; `next` goes on to those of later pairs.
+// Inserts the exceptions of a pair of steps. `next` advances to the exceptions of later pairs.
 inline void put_exceptions(const Exception *&next, int64_t pair, Ints (&steps)[STEPS_OF_PAIR]) {
   if (next->pair() != pair) [[likely]] return;
   alignas(64) uint8_t numbers[STEPS_OF_PAIR * 64];
@@ -56,7 +57,7 @@ inline void put_exceptions(const Exception *&next, int64_t pair, Ints (&steps)[S
   for (int64_t i = 0; i < STEPS_OF_PAIR; ++i) steps[i] = load(numbers + i * 64);
 }
 
-// The steps of the first or second pair of a tile's group, as they are without compression.
+// Decompresses the first or second pair of steps of a tile's group.
 inline void read_pair(const uint8_t *group_bytes, Ints upper_bytes, const Exception *&next, int64_t group, int64_t half, Ints (&steps)[STEPS_OF_PAIR]) {
   const Ints codes = load(group_bytes + 128), lower = load(group_bytes + half * 64);
   const Ints upper = lookup(upper_bytes, bit_and(half ? shift_right<4>(codes) : codes, splat(0x0f0f0f0f)));
@@ -64,7 +65,7 @@ inline void read_pair(const uint8_t *group_bytes, Ints upper_bytes, const Except
   put_exceptions(next, group * 2 + half, steps);
 }
 
-// All steps of a group.
+// Decompresses all steps of a group.
 inline void read_group(const uint8_t *group_bytes, Ints upper_bytes, const Exception *&next, int64_t group, Ints (&steps)[STEPS_OF_GROUP]) {
   for (int64_t half = 0; half < 2; ++half) {
     Ints pair[STEPS_OF_PAIR];
@@ -73,7 +74,7 @@ inline void read_group(const uint8_t *group_bytes, Ints upper_bytes, const Excep
   }
 }
 
-// A whole tile without compression.
+// Decompresses a whole tile.
 inline void decompress_tile(const uint8_t *memory, const Compressed &layout, int64_t tile, uint8_t *to) {
   const Ints upper = upper_bytes(memory);
   const Exception *next = first_exception(memory, layout, tile);
@@ -86,7 +87,7 @@ inline void decompress_tile(const uint8_t *memory, const Compressed &layout, int
   }
 }
 
-// A tile's groups out of its uncompressed steps. Returns the exceptions.
+// Compresses the steps of a tile into its groups. Returns the exceptions.
 inline std::vector<Exception> compress_tile(const Compressed &layout, const uint8_t *upper_bytes, const uint16_t *numbers, uint8_t *groups) {
   std::vector<Exception> exceptions;
   uint8_t codes[256];
@@ -98,7 +99,7 @@ inline std::vector<Exception> compress_tile(const Compressed &layout, const uint
     const int64_t pair = step % STEPS_OF_GROUP / 2, odd = step % 2;
     for (int64_t i = 0; i < NUMBERS_OF_STEP; ++i) {
       const uint16_t number = numbers[step * NUMBERS_OF_STEP + i];
-      const int64_t byte = i / 8 * 16 + odd * 8 + i % 8;  // where interleave_low and interleave_high find it
+      const int64_t byte = i / 8 * 16 + odd * 8 + i % 8;  // the position from which interleave_low and interleave_high restore the order
       const uint8_t code = codes[number >> 8];
       group[pair * 64 + byte] = static_cast<uint8_t>(number);
       group[128 + byte] |= (code % NUM_UPPER) << 4 * pair;

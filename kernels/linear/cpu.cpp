@@ -1,7 +1,7 @@
-// x [M, K] times W [N, K] transposed, plus bias [N]; kernels/linear/reference.py is the specification.
-// Up to three weights in one call, each with its own result: rows are prepared once, and threads meet once. Or two of them, gate and up, with
-// one result, silu(gate) * up. Weights of floats are multiplied in floats.cpp, those of integers in
-// ints.cpp, those of float8 in floats8.cpp, those in ggml's blocks in superblocks.cpp.
+// x [M, K] times W [N, K] transposed, plus bias [N]. kernels/linear/reference.py is the specification.
+// One call multiplies up to three weights, each with its own result: rows are prepared once, and threads synchronise
+// once. Or it multiplies two weights, gate and up, with the result silu(gate) * up. Floating-point weights are in
+// floats.cpp, integer weights in ints.cpp, float8 weights in floats8.cpp, ggml's blocks in superblocks.cpp.
 #include <vector>
 
 #include "../operator.h"
@@ -35,7 +35,8 @@ void multiply(const Format &format, const Product &product) {
 
 }  // namespace
 
-// w0 .. w2, whether each is compressed, their biases, results and numbers of outputs; what is not there has no outputs
+// w0 to w2: weights, whether each is compressed, their biases, results and numbers of outputs. A missing weight has 0
+// outputs.
 OPERATOR(matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_rows, int64_t num_inputs,
                   int64_t group_size, Codes codes, bool has_zeros, const uint8_t *w0, bool compressed0, const void *bias0, void *out0,
                   int64_t n0, const uint8_t *w1, bool compressed1, const void *bias1, void *out1, int64_t n1, const uint8_t *w2,
@@ -52,7 +53,8 @@ OPERATOR(matmul_swiglu, (const void *x, const float *scales, int64_t scale_strid
                                            {{{gate, gate_compressed, gate_bias}, {up, up_compressed, up_bias}, out, num_outputs}}});
 }
 
-// The rows starts[i] .. starts[i + 1] - 1 times weights[i], or gated by it times ups[i], if ups is not null; what has no rows is not read.
+// Rows starts[i] to starts[i + 1] - 1 times weights[i]; if ups is not null, silu of this product times the product with
+// ups[i]. A weight without rows is not read.
 OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_inputs, int64_t group_size,
                           Codes codes, bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
                           const bool *ups_compressed, const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs)) {
@@ -68,7 +70,7 @@ OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stri
   multiply({group_size, codes, has_zeros}, products);
 }
 
-// For every head: its x [heads, rows, inputs] times its packed weight transposed: out [heads, rows, outputs].
+// For every head: x [heads, rows, inputs] times its packed weight transposed: out [heads, rows, outputs].
 OPERATOR(matmul_per_head, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const uint8_t *const *weights,
                            const bool *compressed, void *out, int64_t num_outputs)) {
   const Rows rows{x, nullptr, 0, dtype, num_heads * num_rows, num_inputs};
@@ -80,8 +82,8 @@ OPERATOR(matmul_per_head, (const void *x, Dtype dtype, int64_t num_heads, int64_
   multiply_floats(products);
 }
 
-// For every head: its x [heads, rows, inputs] times its weight transposed, plus bias: out [heads, rows, outputs]. The strides of the weight
-// count numbers; that of outputs or that of inputs is 1.
+// For every head: x [heads, rows, inputs] times its weight transposed, plus bias: out [heads, rows, outputs]. Strides
+// of the weight are in numbers; the stride of outputs or the stride of inputs is 1.
 OPERATOR(linear, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const void *weight,
                   int64_t head_stride, int64_t output_stride, int64_t input_stride, const void *bias, void *out, int64_t num_outputs)) {
   const Rows rows{x, nullptr, 0, dtype, num_heads * num_rows, num_inputs};
@@ -94,7 +96,7 @@ OPERATOR(linear, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_row
   multiply_floats(products);
 }
 
-// How many of `count` numbers have each upper byte: [256].
+// Counts how many of `count` numbers have each upper byte: counts [256].
 OPERATOR(count_upper_bytes, (const uint16_t *numbers, int64_t count, int64_t *counts)) {
   constexpr int64_t NUMBERS_OF_CHUNK = 1 << 18;
   std::vector<int64_t> found(divide_up(count, NUMBERS_OF_CHUNK) * 256);
@@ -106,7 +108,8 @@ OPERATOR(count_upper_bytes, (const uint16_t *numbers, int64_t count, int64_t *co
   for (size_t i = 0; i < found.size(); ++i) counts[i % 256] += found[i];
 }
 
-// Tiles of bfloat16 [tiles, steps, 16, 2] in 12 bits each; the upper bytes stand in `memory` already, which has room for all exceptions.
+// Compresses tiles of bfloat16 [tiles, steps, 16, 2] to 12 bits. `memory` already holds the upper bytes and has room
+// for all exceptions.
 OPERATOR(compress, (const uint16_t *tiles, int64_t num_tiles, int64_t num_steps, uint8_t *memory)) {
   const Compressed layout{num_tiles, num_steps};
   std::vector<std::vector<Exception>> exceptions(num_tiles);

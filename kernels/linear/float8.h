@@ -1,4 +1,4 @@
-// Codes of float8_e4m3fn become bfloat16, in which every one of them is exact.
+// Conversion of float8_e4m3fn codes to bfloat16, which represents all of them exactly.
 #pragma once
 
 #include <array>
@@ -6,7 +6,8 @@
 
 #include "../simd.h"
 
-// One code as bfloat16, NaN as well. Those below 2^-6 are multiples of 2^-9, of which a float32 has no more than its upper half.
+// Returns a code as bfloat16, including NaN. Codes below 2^-6 are multiples of 2^-9; their float32 has zeros in its
+// lower half.
 constexpr uint16_t bfloat16_of_float8(int code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   if ((code & 127) == 127) return 0x7fc0;
@@ -20,7 +21,7 @@ inline constexpr auto BFLOAT16_OF_FLOAT8 = [] {
   return numbers;
 }();
 
-// What the four upper or lower bits of a code say, in each quarter of a register.
+// Lookup tables by the four upper or lower bits of a code, repeated in each quarter of a register.
 struct Float8Tables {
   struct Bytes {
     alignas(64) uint8_t normal[64], upper[64], small[64], lower[64];
@@ -36,13 +37,14 @@ struct Float8Tables {
     }
     return bytes;
   }();
-  Ints normal = load(BYTES.normal);  // by the upper bits: 0 if the code may be less than 2^-6, else 128, for which a lookup gives 0
-  Ints upper = load(BYTES.upper);    // by the upper bits: sign and exponent, without those of small codes
+  Ints normal = load(BYTES.normal);  // by the upper bits: 0 if the code may be below 2^-6, else 128, at which a lookup returns 0
+  Ints upper = load(BYTES.upper);    // by the upper bits: sign and exponent; only the sign of small codes
   Ints small = load(BYTES.small);    // by the lower bits of a code below 2^-5: its upper byte without the sign
-  Ints lower = load(BYTES.lower);    // by the lower bits of a code below 2^-5: its lower byte, xor those bits shifted
+  Ints lower = load(BYTES.lower);    // by the lower bits of a code below 2^-5: its lower byte, xor the shifted lower bits
 };
 
-// Two steps of 16 outputs and two inputs, out of the codes of a register. NaN becomes 480: a weight with NaN has it in its scales.
+// Expands the codes of a register to two steps of 16 outputs and two inputs. NaN becomes 480: its group has a NaN
+// scale.
 inline void expand(const Float8Tables &tables, Ints codes, Ints (&steps)[2]) {
   const Ints half = splat(0x0f0f0f0f), low = bit_and(codes, half), high = bit_and(shift_right<4>(codes), half);
   const Ints place = add(low, lookup(tables.normal, high));

@@ -1,8 +1,8 @@
-// Products with weights of float8 by the tiles of the AMX unit, where the rows are bfloat16 or float8: both are exact in bfloat16.
+// Products with float8 weights on the AMX unit, for rows of bfloat16 or float8: both are exact in bfloat16.
 //
-// M rows, K inputs, N outputs, G groups of inputs. A step is 32 inputs of one group, which zeros fill up. Every group is one sum over its steps
-// in their order (kernels/tiles.h); groups are scaled and added in float32 in their order, with one rounding each. So a row's bits depend neither
-// on the other rows nor on how the work was shared.
+// M rows, K inputs, N outputs, G groups of inputs. A step is 32 inputs of one group, padded with zeros. Every group is
+// one sum in the order of steps (kernels/tiles.h). Groups are scaled and added in float32 in order, with one rounding
+// each. So the bits of a row depend neither on other rows nor on how threads share the work.
 #include "../tiles.h"
 
 #ifdef HAS_TILES
@@ -22,7 +22,7 @@ constexpr int64_t VECTORS_OF_QUARTER = 2;
 struct Job {
   Product product;
   int64_t group_size;
-  char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows lie without gaps
+  char *panels = nullptr;  // the rows: [tiles of 16 rows, steps, 16 rows, 64 bytes]; fewer rows are contiguous
   float *scales = nullptr;  // [M, G]
 
   const Rows &rows() const { return product.rows; }
@@ -33,7 +33,7 @@ struct Job {
   int64_t group_bytes() const { return divide_up(group_size, INPUTS_OF_VECTOR) * VECTOR_BYTES; }  // of a tile of outputs
   int64_t tile_bytes() const { return num_groups() * group_bytes(); }
   int64_t num_panels() const { return divide_up(rows().num_rows, TILE_ROWS); }
-  int64_t height() const { return std::min(rows().num_rows, TILE_ROWS); }  // of a panel; the last one ends in zeros
+  int64_t height() const { return std::min(rows().num_rows, TILE_ROWS); }  // rows per panel; the last panel is padded with zeros
   int64_t step_bytes() const { return height() * TILE_ROW_BYTES; }
   int64_t num_fills() const { return num_panels(); }
   int64_t panels_of_chunk() const { return ROW_TILES_OF_CHUNK; }
@@ -44,7 +44,7 @@ struct Job {
   char *panel(int64_t number) const { return panels + number * num_steps() * step_bytes(); }
 };
 
-// One group of a job, as blocks.h multiplies it.
+// One group of a job, in the form that blocks.h multiplies.
 struct Group {
   const Job &job;
   int64_t number;
@@ -86,18 +86,18 @@ struct Reader {
   Ahead ahead;
   int64_t num_vectors;
 
-  // One of `num_tiles` that are read in turn.
+  // `num_tiles`: the tiles that are read in turn.
   void begin(const Job &job, const Weight &weight, int64_t tile, int64_t group, int64_t num_tiles) {
     codes = weight.memory + tile * job.tile_bytes() + group * job.group_bytes();
     num_vectors = job.group_bytes() / VECTOR_BYTES;
     ahead = {weight.memory + tile * job.tile_bytes(), job.tile_bytes(), num_tiles};
   }
 
-  // Codes never lie as tiles are loaded.
+  // Codes are never stored in the form that tile loads need.
   static bool holds(int64_t, int64_t) { return false; }
   const uint8_t *at(int64_t) const { return codes; }
 
-  // Four pairs, zeros after the last input of the group.
+  // Reads four pairs, with zeros after the last input of the group.
   void read_pairs(int64_t quarter, Ints (&pairs)[PAIRS_OF_QUARTER]) const {
     UNROLL
     for (int64_t i = 0; i < VECTORS_OF_QUARTER; ++i) {
@@ -119,7 +119,7 @@ struct Reader {
   }
 };
 
-// sums [rows, tiles of the part, 16] of one group
+// Computes sums [rows, tiles of the part, 16] of one group.
 void multiply_group(const Job &job, int64_t group, const Weight &weight, const Part &part, float *sums) {
   const int64_t num_tiles = part.last_tile - part.first_tile;
   const Group the{job, group};
@@ -139,7 +139,7 @@ void multiply_group(const Job &job, int64_t group, const Weight &weight, const P
   multiply_many<Bfloat16Unit>(the, readers, part, sums);
 }
 
-// totals [rows, tiles of the part, 16] = the products of all groups
+// Computes totals [rows, tiles of the part, 16]: the products of all groups.
 void multiply_groups(const Job &job, const Weight &weight, int64_t all_tiles, const Part &part, int64_t num_rows, float *totals) {
   thread_local std::vector<float> kept;
   const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, num_groups = job.num_groups();

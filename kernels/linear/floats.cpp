@@ -1,8 +1,10 @@
-// Products with weights of floats: packed, in 12 bits, or plain, whose tiles are packed when their turn comes.
+// Products with floating-point weights: packed, compressed to 12 bits, or plain. Tiles of plain weights are packed when
+// they are needed.
 //
-// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is one input of float32 or float16, or two of bfloat16. Numbers
-// of float16 become float32 before they are multiplied, those of rows once for all outputs. Every output is one sum over the steps in their
-// order, kept in a register from the first to the last, so a row's bits depend neither on the other rows nor on how the work was shared.
+// M rows, K inputs, N outputs. A tile is 16 outputs, one per lane; a step is one input of float32 or float16, or two of
+// bfloat16. float16 is converted to float32 before the product; rows are converted once for all outputs. Every output
+// is one sum in the order of steps, kept in a register throughout, so the bits of a row depend neither on other rows
+// nor on how threads share the work.
 #include <algorithm>
 #include <vector>
 
@@ -16,16 +18,17 @@ namespace {
 constexpr int64_t STEP_BYTES = 4;  // of a row
 constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
 constexpr int64_t ROWS_OF_CHUNK = 8 * ACCUMULATORS;
-constexpr int64_t ROWS_PER_PACKING = 256;  // of a weight that is not packed: to pack a tile takes as long as to multiply some ten rows by it
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level; 2048 into the first are up to 1.15 times slower at 8 and 16 rows
-constexpr int MAX_UNFETCHED = 2;  // rows by which 12 bits are read as fast as memory gives them; fetching would take 1.17 of one core's time
-// Rows of a panel: up to MAX_ROWS are one, which reads the weight once. More are panels for two tiles, which load less for each product: a
-// core that starts two products a cycle has no more than two loads for them. AVX2 has the registers for one tile.
+constexpr int64_t ROWS_PER_PACKING = 256;  // for a plain weight: packing a tile takes as long as multiplying about ten rows by it
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache; 2048 bytes into the L1 cache are up to 1.15 times slower at 8 and 16 rows
+constexpr int MAX_UNFETCHED = 2;  // up to this many rows 12-bit weights are read at memory speed; with prefetches one core takes 1.17 times as long
+// Rows per panel. Up to MAX_ROWS rows are one panel, which reads the weight once. More rows are split into panels for
+// two tiles, which need fewer loads per product: a core that starts two products per cycle can do at most two loads for
+// them. AVX2 has the registers for one tile.
 constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = ACCUMULATORS < 16 ? 1 : 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
 
 struct Job {
   Product product;
-  char *panels = nullptr;  // the rows, some together: [steps, rows, 4 bytes] each
+  char *panels = nullptr;  // the rows in panels: [steps, rows, 4 bytes] each
 
   const Rows &rows() const { return product.rows; }
   int64_t num_steps() const { return rows().dtype == Dtype::bfloat16 ? divide_up(rows().num_inputs, 2) : rows().num_inputs; }
@@ -36,7 +39,7 @@ struct Job {
   int64_t num_panels() const { return divide_up(rows().num_rows, max_height()); }
   int64_t num_fills() const { return num_panels(); }
   int64_t panels_of_chunk() const { return (product.plain.numbers ? ROWS_PER_PACKING : ROWS_OF_CHUNK) / max_height(); }
-  int64_t first_row(int64_t panel) const { return rows().num_rows * panel / num_panels(); }  // heights differ by one at most
+  int64_t first_row(int64_t panel) const { return rows().num_rows * panel / num_panels(); }  // heights differ by at most one
   int64_t panel_bytes() const { return rows().num_rows * num_steps() * STEP_BYTES; }
   void place(char *memory) { panels = memory; }
 };
@@ -45,7 +48,7 @@ void fill_panel(const Job &job, int64_t panel) {
   const Rows &rows = job.rows();
   const int64_t first = job.first_row(panel), height = job.first_row(panel + 1) - first;
   const int64_t row_bytes = rows.num_inputs * rows.out_bytes(), num_steps = job.num_steps();
-  const int64_t num_bytes = rows.dtype == Dtype::bfloat16 ? 2 : 4;  // of a number that is multiplied
+  const int64_t num_bytes = rows.dtype == Dtype::bfloat16 ? 2 : 4;  // of a number in the product
   thread_local std::vector<float> floats;
   auto *to = reinterpret_cast<int32_t *>(job.panels) + first * num_steps;
   for (int64_t row = 0; row < height; ++row) {
@@ -65,27 +68,28 @@ void fill_panel(const Job &job, int64_t panel) {
   }
 }
 
-// A step of a tile, of float16 as float32.
+// Loads a step of a tile; float16 is converted to float32.
 template <Dtype DTYPE> Ints load_step(const uint8_t *weight) {
   if constexpr (DTYPE == Dtype::float16) return as_ints(load_float16(reinterpret_cast<const uint16_t *>(weight)));
   return load(weight);
 }
 
-// What a kernel fetches into the second level of the cache while it multiplies TILES tiles.
+// The addresses that a kernel prefetches into the L2 cache while it multiplies TILES tiles.
 struct Ahead {
-  int64_t distance, advance;  // bytes: how far on in each tile, and from step to step (group to group of a compressed weight)
-  int64_t jump_at, jump;      // from this step or group on, so many bytes more
+  int64_t distance, advance;  // bytes ahead in each tile; bytes per step (per group of a compressed weight)
+  int64_t jump_at, jump;      // from this step or group on, this many more bytes ahead
 };
 
-// One panel reads on in its tiles, and towards their end in those of the next call. Several share the next call's tiles: else the first of
-// them would wait for memory, and the others would leave it idle.
+// A single panel prefetches its own tiles, and near their end the tiles of the next call. Several panels share the
+// prefetches of the next call's tiles: otherwise the first panel would wait for memory, and memory would be idle during
+// the other panels.
 template <int TILES> Ahead fetch_ahead(int64_t tile_bytes, int64_t step_bytes, int64_t panel, int64_t num_panels) {
   if (num_panels == 1) return {PREFETCH_BYTES, step_bytes, (tile_bytes - PREFETCH_BYTES) / step_bytes, (TILES - 1) * tile_bytes};
   return {TILES * tile_bytes + tile_bytes * panel / num_panels, step_bytes / num_panels, -1, 0};
 }
 
-// result [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: among other code the compiler keeps half of the sums
-// in memory (2.2 times slower).
+// result [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: inside other code the compiler
+// keeps half of the sums in memory (2.2 times slower).
 template <Dtype DTYPE, int ROWS, int TILES>
 [[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const Ahead &ahead, const int32_t *x, int64_t num_steps, float *result) {
   constexpr int64_t VECTOR_BYTES = vector_bytes(DTYPE);
@@ -118,7 +122,7 @@ template <Dtype DTYPE, int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
 }
 
-// The same with compressed tiles from number `tile` on, in the same order.
+// The same for compressed tiles from number `tile` on, in the same order.
 template <int ROWS, int TILES>
 [[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const Ahead &ahead, const int32_t *x, float *result) {
   Floats sums[ROWS][TILES];
@@ -138,7 +142,7 @@ template <int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t)
       for (int64_t line = 0; line < GROUP_BYTES && ROWS > MAX_UNFETCHED; line += 64) _mm_prefetch(fetched + t * tile_bytes + line, _MM_HINT_T1);
     UNROLL
-    for (int64_t half = 0; half < 2; ++half) {  // both steps of all tiles at once, so that they share what is loaded of the rows
+    for (int64_t half = 0; half < 2; ++half) {  // both steps of all tiles together, so that they share the loaded rows
       Ints steps[TILES][STEPS_OF_PAIR];
       UNROLL
       for (int t = 0; t < TILES; ++t) read_pair(bytes + t * tile_bytes, upper, next[t], group, half, steps[t]);
@@ -161,7 +165,8 @@ template <int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
 }
 
-// result [ROWS, tiles, 16] = what the tiles from `tile` on give, with the bias: `count` numbers of each row, and zeros after them.
+// result [ROWS, tiles, 16] = the products with the tiles from `tile` on, plus the bias: `count` numbers per row, then
+// zeros.
 template <Dtype DTYPE, int ROWS, int TILES>
 void multiply(const Job &job, const Weight &weight, int64_t all_tiles, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
   const auto *x = reinterpret_cast<const int32_t *>(job.panels) + job.first_row(panel) * job.num_steps();
@@ -179,7 +184,7 @@ void multiply(const Job &job, const Weight &weight, int64_t all_tiles, int64_t p
   if (weight.bias) add_bias(weight, DTYPE, ROWS, tile, num_tiles, count, result);
 }
 
-// Panel number `panel`, ROWS high or less, times the tiles first .. last - 1.
+// Multiplies panel number `panel`, of at most ROWS rows, by tiles first to last - 1.
 template <Dtype DTYPE, int ROWS> void multiply_panel(const Job &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
   const int64_t first_row = job.first_row(panel);
   if constexpr (ROWS > 1)
@@ -191,7 +196,7 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Job &job, const Outpu
                            });
 }
 
-// The tiles are packed first if they are not.
+// Plain weights are packed first.
 template <Dtype DTYPE> void multiply_part(const Job &job, const Part &part) {
   Output out = *part.out;
   if (job.product.plain.numbers) {

@@ -1,8 +1,8 @@
-// Products with weights of float8, by dot products of bfloat16 where the rows are bfloat16 or float8, else of float32.
+// Products with float8 weights: dot products of bfloat16 if the rows are bfloat16 or float8, else of float32.
 //
-// M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one for each lane; a vector of codes is two steps of two inputs. Every
-// group is one sum over its inputs in their order; groups are scaled and added in float32 in their order, with one rounding each. So a row's
-// bits depend neither on the other rows nor on how the work was shared.
+// M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one per lane; a vector of codes is two steps
+// of two inputs. Every group is one sum in the order of inputs. Groups are scaled and added in float32 in order, with
+// one rounding each. So the bits of a row depend neither on other rows nor on how threads share the work.
 #include <vector>
 
 #include "../room.h"
@@ -18,13 +18,13 @@ constexpr int64_t PANELS_PER_CHUNK = 8;
 constexpr int64_t PREFETCH_BYTES = 8192;
 constexpr int MAX_ROWS = ACCUMULATORS;
 
-// Bytes of an input of a row: bfloat16 in pairs, or a float32.
+// Bytes per input of a row: bfloat16 in pairs, or float32.
 template <bool IN_PAIRS> constexpr int64_t INPUT_BYTES = IN_PAIRS ? 2 : 4;
 
 template <bool IN_PAIRS> struct Job {
   Product product;
   int64_t group_size;
-  char *panels = nullptr;  // rows, up to MAX_ROWS together: [vectors, 2, rows, 2 inputs] or [vectors, 4, rows], then scales [G, rows]
+  char *panels = nullptr;  // panels of up to MAX_ROWS rows: [vectors, 2, rows, 2 inputs] or [vectors, 4, rows], then scales [G, rows]
 
   const Rows &rows() const { return product.rows; }
   int64_t num_groups() const { return rows().num_inputs / group_size; }
@@ -45,7 +45,7 @@ template <bool IN_PAIRS> struct Job {
   void place(char *memory) { panels = memory; }
 };
 
-// Numbers `first` .. `first` + count - 1 of all rows, as the panel holds them.
+// Reads numbers `first` to `first` + count - 1 of all rows in the format of a panel.
 template <bool IN_PAIRS> void read_inputs(const Rows &rows, int64_t first, int64_t count, void *to) {
   if constexpr (!IN_PAIRS) {
     read_floats(rows.x, rows.dtype, first, count, static_cast<float *>(to));
@@ -73,24 +73,24 @@ template <bool IN_PAIRS> void fill_panel(const Job<IN_PAIRS> &job, int64_t panel
     }
 }
 
-// Where a kernel starts to read.
+// The addresses where a kernel starts to read.
 struct Sources {
-  const uint8_t *codes;  // of the first tile; the next one is tile_bytes after it. Or what they were expanded to
+  const uint8_t *codes;  // codes, or expanded codes, of the first tile; tiles are tile_bytes apart
   int64_t tile_bytes;
-  const float *scales;  // of the first tile and group; the next tile is tile_scales after it, the next group LANES
+  const float *scales;  // of the first tile and group; tiles are tile_scales apart, groups LANES
   int64_t tile_scales;
   const int32_t *x;
   const float *x_scales;
   int64_t num_groups, group_vectors;
 };
 
-// out [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined, as the others: the sums fill the registers, and the totals
-// of groups stay in the first level of the cache.
+// out [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: the sums fill the registers, and
+// the totals of groups stay in the L1 cache.
 template <bool IN_PAIRS, bool EXPANDED, int ROWS, int TILES> [[gnu::noinline]] void dot(Sources from, float *out) {
   constexpr int64_t BYTES = EXPANDED ? 2 * VECTOR_BYTES : VECTOR_BYTES;
   const Float8Tables tables;
   const Ints upper_half = splat(static_cast<int32_t>(0xffff0000));
-  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
+  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on it prefetches the next tiles, TILES further on
   std::fill(out, out + ROWS * TILES * LANES, 0.0f);
   for (int64_t group = 0; group < from.num_groups; ++group) {
     Floats sums[ROWS][TILES];
@@ -153,12 +153,12 @@ struct CodesOf {
   const Output &out;
   bool are_expanded;
   int64_t tile_bytes, first_tile;
-  const uint8_t *memory[2];  // of the weight, and of `up`
+  const uint8_t *memory[2];  // of the weight and of `up`
 
   const uint8_t *at(const Weight &weight, int64_t tile) const { return memory[&weight == &out.up] + (tile - first_tile) * tile_bytes; }
 };
 
-// The part's tiles, each code as bfloat16, in memory of this thread.
+// Expands the codes of the part's tiles to bfloat16, in memory of this thread.
 const uint8_t *expand_tiles(const Weight &weight, const Part &part, int64_t tile_bytes, std::vector<uint8_t> &memory) {
   const Float8Tables tables;
   const int64_t num_bytes = (part.last_tile - part.first_tile) * tile_bytes;
@@ -172,8 +172,8 @@ const uint8_t *expand_tiles(const Weight &weight, const Part &part, int64_t tile
   return expanded;
 }
 
-// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row. They are rounded before the bias is added, as if
-// they had been written.
+// result [ROWS, tiles, 16] = the products with the tiles from `tile` on: `count` numbers per row. They are rounded
+// before the bias is added, as if they had been written.
 template <bool IN_PAIRS, int ROWS, int TILES>
 void multiply(const Job<IN_PAIRS> &job, const CodesOf &codes, const Weight &weight, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count,
               float *result) {
@@ -190,7 +190,7 @@ void multiply(const Job<IN_PAIRS> &job, const CodesOf &codes, const Weight &weig
   add_bias(weight, job.rows().dtype, ROWS, tile, num_tiles, count, result);
 }
 
-// One panel, ROWS high or less, times the tiles first .. last - 1.
+// Multiplies a panel of at most ROWS rows by tiles first to last - 1.
 template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job, const CodesOf &codes, int64_t panel, const Part &part) {
   if constexpr (ROWS > 1)
     if (job.height(panel) < ROWS) return multiply_panel<IN_PAIRS, ROWS - 1>(job, codes, panel, part);

@@ -1,8 +1,8 @@
-// Products with weights of integers by the tiles of the AMX unit: the bits of ints.cpp, sooner where rows are many. Weights in ggml's blocks
-// become bytes first, some tiles of outputs at a time: the bits of superblocks.cpp.
+// Products with integer weights on the AMX unit: bit-identical to ints.cpp, and faster for many rows. Weights in ggml's
+// blocks are first expanded to bytes, some tiles of outputs at a time: bit-identical to superblocks.cpp.
 //
-// A step is 64 inputs: those of 16 outputs fill a tile, in the order of kernels/linear/int_weight.py, and so do those of 16 rows. A segment of
-// 32 inputs is half a step, one of 16 a quarter.
+// A step is 64 inputs. The step of 16 outputs fills a tile, in the order of kernels/linear/int_weight.py, and so does
+// the step of 16 rows. A segment of 32 inputs is half a step, a segment of 16 inputs a quarter.
 #include "../tiles.h"
 
 #ifdef HAS_TILES
@@ -17,15 +17,16 @@
 
 namespace {
 
-constexpr int64_t INPUTS_OF_STEP = 64, BYTES_OF_INPUT = 16;  // of a tile of outputs
+constexpr int64_t INPUTS_OF_STEP = 64, BYTES_OF_INPUT = 16;  // BYTES_OF_INPUT: of a tile of outputs
 constexpr int64_t NUMBERS_OF_TILE = TILE_ROWS * LANES;
-constexpr int64_t ROWS_OF_FILL = 2;    // that a thread prepares at a time
-constexpr int64_t STEPS_OF_BLOCK = 4;  // of a weight, where segments are short
+constexpr int64_t ROWS_OF_FILL = 2;    // rows that a thread prepares at a time
+constexpr int64_t STEPS_OF_BLOCK = 4;  // steps of a weight per block, if segments are short
 
-// What groups of a weight have besides scales. Minimums are floats where zero points would be, and so are the sums that they are multiplied by.
+// Data of a weight's groups in addition to scales. Minimums are floats, stored where zero points would be. The sums
+// that multiply them are floats as well.
 enum class Beside { nothing, zeros, minimums };
 
-// Up to 16 rows: bytes [steps, LIMBS, 16 rows, 64 inputs]; scales and sums as of activations.h.
+// Up to 16 rows: bytes [steps, LIMBS, 16 rows, 64 inputs]; scales and sums as in activations.h.
 template <int LIMBS> struct RowTile {
   static constexpr int64_t num_rows = TILE_ROWS;
   uint8_t *bytes;
@@ -46,10 +47,10 @@ template <int LIMBS> struct RowTile {
 template <int LIMBS> struct Job {
   Product product;
   Layout layout;
-  int64_t num_inputs, num_steps, segment, num_segments;  // steps of four inputs, as of activations.h
+  int64_t num_inputs, num_steps, segment, num_segments;  // steps of four inputs, as in activations.h
   int32_t offset;
   Beside beside;
-  Codes blocks = Codes::none;  // ggml's, which become what the layout says
+  Codes blocks = Codes::none;  // ggml's blocks, which are expanded to the format of the layout
   char *memory = nullptr;
 
   Job(const Product &product, const Layout &layout)
@@ -94,10 +95,10 @@ template <int LIMBS> void fill_rows(const Job<LIMBS> &job, int64_t number) {
 struct Reader {
   const uint8_t *memory;  // of the tile
   Ahead ahead;
-  int64_t num_bytes;  // without compression
+  int64_t num_bytes;  // after expansion to bytes
   bool are_bytes;
 
-  // One of `num_tiles` that are read in turn.
+  // `num_tiles`: the tiles that are read in turn.
   void begin(const Layout &layout, const Weight &weight, int64_t tile, int64_t num_tiles) {
     memory = weight.memory + (tile - weight.first_tile) * layout.tile_bytes(), are_bytes = layout.bits() == 8;
     num_bytes = layout.num_steps() * STEP * BYTES_OF_INPUT;
@@ -107,7 +108,7 @@ struct Reader {
   bool holds(int64_t first, int64_t count) const { return are_bytes && (first + count) * TILE_BYTES <= num_bytes; }
   const uint8_t *at(int64_t step) const { return memory + step * TILE_BYTES; }
 
-  // Writes 256 bytes, zeros after the last input.
+  // Writes 256 bytes, with zeros after the last input.
   void expand(int64_t quarter, uint8_t *to) const {
     const int64_t present = std::clamp<int64_t>(num_bytes - quarter * QUARTER, 0, QUARTER);
     const uint8_t *from = memory + (quarter * QUARTER >> (are_bytes ? 0 : 1));
@@ -124,15 +125,16 @@ struct Reader {
   }
 };
 
-// The products of one segment and those before it: what they take from a weight, besides its codes.
+// The data of a weight for one segment, other than its codes.
 struct Scales {
-  const float *scales;  // of the segment's first tile; the next tile is `stride` after it
+  const float *scales;  // of the segment's first tile; tiles are `stride` apart
   const int8_t *zeros;
   const float *minimums;
   int64_t stride;
 };
 
-// totals [rows, COLUMNS, 16] += the sums of one segment [LIMBS, COLUMNS, 16 rows, 16], scaled, in the order of ints.cpp.
+// Adds the scaled sums of one segment [LIMBS, COLUMNS, 16 rows, 16] to totals [rows, COLUMNS, 16], in the order of
+// ints.cpp.
 template <int LIMBS, Beside BESIDE, int COLUMNS>
 void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, const int32_t *x_sums, const Scales &from, float *totals,
                  int64_t stride) {
@@ -157,7 +159,8 @@ void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, c
   }
 }
 
-// The sums 0 .. 3 are [LIMBS, COLUMNS]. Inputs of a multiplication: a step, or a whole segment that is shorter.
+// AMX tiles 0 to 3 hold sums [LIMBS, COLUMNS]. One multiplication covers `depth` inputs: a step, or a whole segment if
+// that is shorter.
 template <int LIMBS, int COLUMNS>
 void multiply_steps(const uint8_t *x, const uint8_t *const *weight, int64_t first_input, int64_t num_inputs, int64_t depth) {
   for (int64_t input = first_input; input < first_input + num_inputs; input += depth) {
@@ -179,7 +182,7 @@ template <int LIMBS, int COLUMNS> void store_sums(int32_t *sums) {
   if constexpr (LIMBS > 1 && COLUMNS > 1) store_tile<3>(sums + 3 * NUMBERS_OF_TILE, TILE_ROW_BYTES);
 }
 
-// What is multiplied: a tile of rows with a block of COLUMNS tiles of outputs.
+// The operands of a product: a tile of rows and a block of COLUMNS tiles of outputs.
 template <int LIMBS> struct Operands {
   const Job<LIMBS> &job;
   RowTile<LIMBS> x;
@@ -191,9 +194,9 @@ template <int LIMBS> struct Operands {
   int64_t stride;
 };
 
-// Segments of 128 inputs or less: while the unit multiplies one, vectors scale the one before it.
+// Segments of at most 128 inputs: while the AMX unit multiplies one, vector instructions scale the previous one.
 template <int LIMBS, Beside BESIDE, int COLUMNS> [[gnu::noinline]] void add_segments(const Operands<LIMBS> &the, Block<Reader> &later) {
-  constexpr int64_t BUFFER = 4 * NUMBERS_OF_TILE + 2 * LANES;  // so that no read is at the place, modulo 4096, of a store just before it
+  constexpr int64_t BUFFER = 4 * NUMBERS_OF_TILE + 2 * LANES;  // padded, so that no load has the address, modulo 4096, of a recent store
   alignas(64) int32_t sums[2 * BUFFER];
   const int64_t segment = the.job.segment, depth = std::min(segment, INPUTS_OF_STEP), num_groups = the.job.layout.num_groups();
   const int64_t first = the.first_input / segment, count = divide_up(the.num_inputs, segment);
@@ -215,7 +218,7 @@ template <int LIMBS, Beside BESIDE, int COLUMNS> [[gnu::noinline]] void add_segm
   add(count - 1);
 }
 
-// totals [rows of the part's panels, tiles of the part, 16]
+// Computes totals [rows of the part's panels, tiles of the part, 16].
 template <int LIMBS, Beside BESIDE>
 void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Part &part, float *totals) {
   const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, groups = job.layout.num_groups() * LANES;
@@ -243,9 +246,9 @@ void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t a
     }
 }
 
-// --- one segment for all inputs, of int8 rows ---
+// --- one segment for all inputs, for int8 rows ---
 
-// The same job, as blocks.h multiplies it.
+// A job in the form that blocks.h multiplies.
 struct WholeRows {
   const Job<1> &job;
 
@@ -281,7 +284,7 @@ template <bool ZEROS> void multiply_whole(const Job<1> &job, const Weight &weigh
   }
 }
 
-// The part's tiles of a weight in ggml's blocks become bytes, in memory of this thread.
+// Expands the part's tiles of a weight in ggml's blocks to bytes, in memory of this thread, and multiplies them.
 inline void multiply_expanded(const Job<2> &job, const Weight &weight, const Part &part, float *totals) {
   thread_local std::vector<uint8_t> kept;
   const int64_t num_tiles = part.last_tile - part.first_tile, num_floats = num_tiles * job.num_segments * LANES;

@@ -1,11 +1,12 @@
-// Products with weights of integers, by dot products of bytes.
+// Products with integer weights, by dot products of bytes.
 //
-// M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one for each lane; a step is four inputs, the bytes of a lane.
-// Sums of a segment (a group or a part of it) are exact integers; segments are scaled and added in float32 in the order of the inputs.
-// So a row's bits depend neither on the other rows nor on how the work was shared.
+// M rows, K inputs, N outputs, G groups of inputs. A tile is 16 outputs, one per lane; a step is four inputs, the bytes
+// of a lane. Sums of a segment (a group or a part of a group) are exact integers; segments are scaled and added in
+// float32 in the order of inputs. So the bits of a row depend neither on other rows nor on how threads share the work.
 //
-// Activations that are not int8 become 16-bit fixed point with a scale for every row and segment, q = 256 high + low, two "limbs" of int8.
-// Where there are no dot products of bytes (AVX2) the 16 bits are multiplied as they are: exact sums do not tell the difference.
+// Activations that are not int8 are converted to 16-bit fixed point with a scale per row and segment: q = 256 high +
+// low, two "limbs" of int8. Without dot products of bytes (AVX2) the 16 bits are multiplied directly; exact sums are
+// equal either way.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,11 +21,11 @@ namespace {
 constexpr int64_t VECTOR_BYTES = STEP * LANES;
 constexpr int64_t PANELS_PER_CHUNK = 16;
 #ifdef HAS_TILES
-constexpr int64_t ROWS_FOR_TILES[] = {5, 10};  // with two limbs and with one: from so many on tiles are faster, with the same bits
+constexpr int64_t ROWS_FOR_TILES[] = {5, 10};  // with two limbs, with one limb: from this number of rows on tiles are faster, with the same bits
 #endif
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level: 0.9 of the time with 2048 into the first, also for one row
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache: 0.9 of the time of 2048 bytes into the L1 cache, also for one row
 
-// Rows as integers of LIMBS bytes, and the weights that they are multiplied by.
+// Rows as integers of LIMBS bytes, and their weights.
 template <int LIMBS> struct Job {
   Product product;
   Layout layout;
@@ -38,38 +39,38 @@ template <int LIMBS> struct Job {
   void place(char *memory) { all.memory = memory; }
 };
 
-// Where a kernel starts to read.
+// The addresses where a kernel starts to read.
 struct Sources {
-  const uint8_t *codes;  // of the first tile; the next one is tile_bytes after it
+  const uint8_t *codes;  // of the first tile; tiles are tile_bytes apart
   int64_t tile_bytes;
-  const float *scales;   // of the first tile and group; the next tile is tile_scales after it, the next segment group_scales
+  const float *scales;   // of the first tile and group; tiles are tile_scales apart, segments group_scales
   const int8_t *zeros;
   int64_t tile_scales, group_scales;
   const int32_t *x_words;
   const float *x_scales;
   const int32_t *x_sums;
-  int64_t num_segments, num_vectors, last_vectors;  // vectors of codes in a segment, and in the last one
+  int64_t num_segments, num_vectors, last_vectors;  // vectors of codes per segment, and in the last segment
 };
 
-// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Sums and totals fill the registers. Never inlined: among other code, or with a branch
-// for the zero points, the compiler keeps half of them in memory (2.2 times slower).
+// Multiplies TILES tiles by ROWS rows; out [ROWS, TILES, 16]. Sums and totals fill the registers. Never inlined: inside
+// other code, or with a branch for the zero points, the compiler keeps half of them in memory (2.2 times slower).
 template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
 [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
-  constexpr int STEPS = 8 / BITS, SUMS = sums_of(LIMBS);  // steps in a vector of codes
+  constexpr int STEPS = 8 / BITS, SUMS = sums_of(LIMBS);  // steps per vector of codes
   Floats totals[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
     UNROLL
     for (int t = 0; t < TILES; ++t) totals[row][t] = splat(0.0f);
   const int64_t scales_ahead = PREFETCH_BYTES / (from.num_vectors * VECTOR_BYTES) * from.group_scales;
-  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the next tiles are fetched, TILES further on
+  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on it prefetches the next tiles, TILES further on
   for (int64_t segment = 0; segment < from.num_segments; ++segment) {
     Ints sums[ROWS][TILES][SUMS];
     UNROLL
     for (int t = 0; t < TILES; ++t)
       UNROLL
       for (int row = 0; row < ROWS; ++row) {
-        const Ints begin = splat(from.x_sums[row]);  // what the codes are too large by
+        const Ints begin = splat(from.x_sums[row]);  // corrects the offset of the codes
         sums[row][t][0] = ZEROS ? multiply(load_bytes(from.zeros + t * from.tile_scales), begin) : begin;
         if constexpr (SUMS == 2) sums[row][t][1] = splat(0);
       }
@@ -114,7 +115,7 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
     }
     from.scales += from.group_scales, from.zeros += from.group_scales;
     from.x_sums += ROWS;
-    if (LIMBS == 2) from.x_scales += ROWS;  // int8 has one for the whole row
+    if (LIMBS == 2) from.x_scales += ROWS;  // int8 rows have one scale
   }
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -123,8 +124,8 @@ template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
       store(out + (row * TILES + t) * LANES, LIMBS == 2 ? totals[row][t] : multiply(totals[row][t], splat(from.x_scales[row])));
 }
 
-// result [ROWS, tiles, 16] = what the tiles from `tile` on give: `count` numbers of each row, and zeros after them. They are rounded before
-// the bias is added, as if they had been written.
+// result [ROWS, tiles, 16] = the products with the tiles from `tile` on: `count` numbers per row, then zeros. They are
+// rounded before the bias is added, as if they had been written.
 template <int BITS, int LIMBS, bool ZEROS, int ROWS, int TILES>
 void multiply(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Panel<LIMBS> &x, int64_t tile, int64_t num_tiles,
               int64_t count, float *result) {
@@ -141,7 +142,7 @@ void multiply(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, co
   add_bias(weight, job.product.rows.dtype, ROWS, tile, num_tiles, count, result);
 }
 
-// One panel times the tiles first .. last - 1.
+// Multiplies one panel by tiles first to last - 1.
 template <int BITS, int LIMBS, bool ZEROS, int ROWS>
 void multiply_panel(const Job<LIMBS> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
   const Panel<LIMBS> x = job.all.panel(panel);

@@ -1,4 +1,4 @@
-// A weight that is not packed: [outputs, inputs], of which the outputs or the inputs lie side by side in memory.
+// A plain, unpacked weight [outputs, inputs]. Either the outputs or the inputs are contiguous in memory.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ struct Plain {
   int64_t output_stride, input_stride;  // in numbers; one of them is 1
 };
 
-// The first `bytes` of 64, and zeros after them
+// Loads the first `bytes` of 64 bytes; the rest is 0.
 inline Ints load_part(const char *at, int64_t bytes) {
   if (bytes >= 64) [[likely]] return load(reinterpret_cast<const uint8_t *>(at));
   alignas(64) uint8_t part[64] = {};
@@ -20,7 +20,7 @@ inline Ints load_part(const char *at, int64_t bytes) {
   return load(part);
 }
 
-// The first `count` of 16 float16 or bfloat16, a lane each, and zeros after them
+// Loads the first `count` of 16 float16 or bfloat16, one per lane; other lanes are 0.
 inline Ints load_halves_part(const char *at, int64_t count) {
   if (count >= LANES) [[likely]] return load_halves(reinterpret_cast<const uint16_t *>(at));
   alignas(64) uint16_t part[LANES] = {};
@@ -28,7 +28,7 @@ inline Ints load_halves_part(const char *at, int64_t count) {
   return load_halves(part);
 }
 
-// Writes tile number `tile` as kernels/linear/float_weight.py lays it out.
+// Writes tile number `tile` in the layout of kernels/linear/float_weight.py.
 template <Dtype DTYPE> void pack_tile(const Plain &weight, int64_t num_outputs, int64_t num_inputs, int64_t tile, uint8_t *to) {
   constexpr bool IS_WIDE = DTYPE == Dtype::float32;
   constexpr int64_t BYTES = IS_WIDE ? 4 : 2, INPUTS_OF_STEP = DTYPE == Dtype::bfloat16 ? 2 : 1, STEP_BYTES = LANES * BYTES * INPUTS_OF_STEP;
@@ -42,7 +42,7 @@ template <Dtype DTYPE> void pack_tile(const Plain &weight, int64_t num_outputs, 
   const char *first = weight.numbers + tile * LANES * weight.output_stride * BYTES;
   const int64_t present = std::min(LANES, num_outputs - tile * LANES);
   if (weight.input_stride == 1) {
-    constexpr int64_t INPUTS = LANES * INPUTS_OF_STEP;  // that a register holds
+    constexpr int64_t INPUTS = LANES * INPUTS_OF_STEP;  // per register
     for (int64_t input = 0; input < num_inputs; input += INPUTS) {
       Ints rows[LANES];
       for (int64_t lane = 0; lane < LANES; ++lane) {

@@ -1,4 +1,4 @@
-// What products are made of, whatever their weights are held in, and how the pool's threads share them.
+// The operands of products, for all formats of weights, and how the threads of the pool share the work.
 #pragma once
 
 #include <algorithm>
@@ -15,23 +15,23 @@ constexpr int64_t TILES_OF_CHUNK = 4, MAX_TILES_OF_CHUNK = 8;
 // Rows of activations [num_rows, num_inputs].
 struct Rows {
   const void *x;        // of the dtype, or int8 codes
-  const float *scales;  // of the codes; null if x is of the dtype
-  int64_t scale_stride;  // from row to row: 1, 0 if all share one, or the number of groups that have their own
+  const float *scales;  // of the codes; null if x has the dtype
+  int64_t scale_stride;  // from row to row: 1; 0 if all rows share a scale; or the number of groups with a scale each
   Dtype dtype;           // of the product
   int64_t num_rows, num_inputs;
 
-  int64_t out_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }  // of a number of the product
-  // `count` rows from number `first` on
+  int64_t out_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }  // per number of the product
+  // `count` rows, starting at row `first`.
   Rows part(int64_t first, int64_t count) const {
     const int64_t row_bytes = num_inputs * (scales ? 1 : out_bytes());
     return {static_cast<const char *>(x) + first * row_bytes, scales ? scales + first * scale_stride : nullptr, scale_stride, dtype, count, num_inputs};
   }
 };
 
-// What a weight is held in: floats of the rows' dtype, or codes. The numbers that kernels/linear/int_weight.py passes.
+// The storage of a weight: floats of the rows' dtype (none), or codes. The numbers in kernels/linear/int_weight.py.
 enum class Codes : int32_t { none, int8, int4, float8, q5_0, q4_k, q5_k, q6_k };
 
-// What weights that are multiplied together have in common, besides their inputs.
+// The properties that weights must share, in addition to their inputs, to be multiplied together.
 struct Format {
   int64_t group_size;  // inputs that share a scale
   Codes codes;
@@ -39,14 +39,14 @@ struct Format {
 };
 
 struct Weight {
-  const uint8_t *memory;  // as kernels/linear/float_weight.py and int_weight.py lay it out
-  bool is_compressed;     // floats in 12 bits
-  const void *bias;       // null if there is none
-  int64_t first_tile = 0;  // the number of the one that `memory` begins with, where not all are there
+  const uint8_t *memory;  // in the layout of kernels/linear/float_weight.py or int_weight.py
+  bool is_compressed;     // 12-bit floats
+  const void *bias;       // null if none
+  int64_t first_tile = 0;  // number of the first tile in `memory`, if it holds only some tiles
 };
 
 struct Output {
-  Weight weight, up;  // if up has memory, weight is the gate
+  Weight weight, up;  // if `up` has memory, `weight` is the gate
   void *memory;
   int64_t num_outputs;
 
@@ -68,21 +68,21 @@ struct Product {
 
 void multiply_floats(const std::vector<Product> &products);
 void multiply_floats8(int64_t group_size, const std::vector<Product> &products);
-void multiply_bfloat16_by_tiles(const std::vector<Product> &products);  // where there are tiles: kernels/tiles.h
+void multiply_bfloat16_by_tiles(const std::vector<Product> &products);  // only with HAS_TILES of kernels/tiles.h
 void multiply_floats8_by_tiles(int64_t group_size, const std::vector<Product> &products);
 void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products);
 void multiply_ints(const Format &format, const std::vector<Product> &products);
 void multiply_blocks_by_tiles(Codes codes, const std::vector<Product> &products);
 void multiply_blocks(Codes codes, const std::vector<Product> &products);
 
-// What a thread takes at a time: some tiles of one output and some panels of rows.
+// The work that a thread takes at a time: some tiles of one output and some panels of rows.
 struct Part {
   const Output *out;
   int64_t first_tile, last_tile, first_panel, last_panel;
 };
 
-// Part number `chunk` of a job, which is a product and its rows in `num_panels` panels, `panels_of_chunk` and `tiles_of_chunk` for a thread at a
-// time.
+// Returns part number `chunk` of a job: a product with its rows in `num_panels` panels. A part has `panels_of_chunk`
+// panels and `tiles_of_chunk` tiles.
 template <class Job> Part part_of(const Job &job, int64_t chunk) {
   const int64_t panel_chunks = divide_up(job.num_panels(), job.panels_of_chunk()), tiles_of_chunk = job.tiles_of_chunk();
   const Output *out = job.product.outputs;
@@ -92,7 +92,8 @@ template <class Job> Part part_of(const Job &job, int64_t chunk) {
   return {out, tile, std::min(tile + tiles_of_chunk, out->num_tiles()), panel, std::min(panel + job.panels_of_chunk(), job.num_panels())};
 }
 
-// fill(job, number) for all fills of all jobs, in memory that they are given; then multiply(job, part) for every part.
+// Assigns memory to all jobs and calls fill(job, number) for all their fills; then calls multiply(job, part) for every
+// part.
 template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs, Fill &&fill, Multiply &&multiply) {
   thread_local std::vector<char> kept;
   thread_local std::vector<int64_t> fills, chunks;
@@ -113,7 +114,8 @@ template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs
   parallel_for_each(chunks, [&](int64_t job, int64_t chunk) { multiply(jobs[job], part_of(jobs[job], chunk)); });
 }
 
-// Writes result [num_rows, width], or silu(result) * up if `up` is not null: `count` outputs of each row, from tile number `tile` on.
+// Writes result [num_rows, width], or silu(result) * up if `up` is not null: `count` outputs per row, from tile number
+// `tile` on.
 inline void write_rows(const Output &out, Dtype dtype, int64_t first_row, int64_t num_rows, int64_t tile, int64_t count, int64_t width, float *result,
                        float *up) {
   if (up) {  // both are rounded first, as if they had been written
@@ -125,8 +127,9 @@ inline void write_rows(const Output &out, Dtype dtype, int64_t first_row, int64_
     write_floats(out.memory, dtype, (first_row + row) * out.num_outputs + tile * LANES, count, result + row * width);
 }
 
-// Writes what ROWS rows from `first_row` on give with the tiles first .. last - 1, or silu(gate) * up of both.
-// compute(weight, tile, num_tiles, count, result) gives result [ROWS, num_tiles, 16], of which `count` numbers of a row are outputs.
+// Writes the products of ROWS rows from `first_row` on and tiles first to last - 1, or silu(gate) * up of two products.
+// compute(weight, tile, num_tiles, count, result) computes result [ROWS, num_tiles, 16]; `count` numbers of a row are
+// outputs.
 template <int ROWS, int TILES, class Compute>
 void write_tiles(const Output &out, Dtype dtype, int64_t first_row, int64_t first, int64_t last, Compute &&compute) {
   alignas(64) float result[ROWS * TILES * LANES], up[ROWS * TILES * LANES];
@@ -140,7 +143,7 @@ void write_tiles(const Output &out, Dtype dtype, int64_t first_row, int64_t firs
   }
 }
 
-// result [num_rows, num_tiles, 16] plus the weight's bias, `count` numbers of a row from tile number `tile` on.
+// Adds the weight's bias to result [num_rows, num_tiles, 16]: `count` numbers per row, from tile number `tile` on.
 inline void add_bias(const Weight &weight, Dtype dtype, int64_t num_rows, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
   float bias[MAX_TILES_OF_CHUNK * LANES];
   read_floats(weight.bias, dtype, tile * LANES, count, bias);

@@ -1,8 +1,10 @@
-// Products with weights in ggml's blocks, by dot products of bytes. kernels/linear/block_weight.py says how they lie in memory.
+// Products with weights in ggml's blocks, by dot products of bytes. kernels/linear/block_weight.py defines their
+// layout.
 //
-// M rows, K inputs, N outputs. A tile is 16 outputs, one for each lane; a step is four inputs, the bytes of a lane; a unit is eight steps.
-// Rows become 16-bit fixed point with a scale for every group, as in ints.cpp. The sum of a group is an exact integer; groups are scaled and
-// added in float32 in the order of the inputs. So a row's bits depend neither on the other rows nor on how the work was shared.
+// M rows, K inputs, N outputs. A tile is 16 outputs, one per lane; a step is four inputs, the bytes of a lane; a unit
+// is eight steps. Rows are converted to 16-bit fixed point with a scale per group, as in ints.cpp. The sum of a group
+// is an exact integer; groups are scaled and added in float32 in the order of inputs. So the bits of a row depend
+// neither on other rows nor on how threads share the work.
 #include <algorithm>
 #include <vector>
 
@@ -14,20 +16,21 @@ namespace {
 constexpr int LIMBS = 2, SUMS = sums_of(LIMBS);
 constexpr int64_t PANELS_PER_CHUNK = 16;
 #ifdef HAS_TILES
-constexpr int64_t ROWS_FOR_TILES = 16;  // later than in ints.cpp: weights become bytes first, which takes as long as some rows
+constexpr int64_t ROWS_FOR_TILES = 16;  // more than in ints.cpp: weights are expanded to bytes first, which takes as long as some rows
 #endif
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the second level, as in ints.cpp
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache, as in ints.cpp
 
-// Where a kernel starts to read.
+// The addresses where a kernel starts to read.
 struct Sources {
-  const uint8_t *block;  // of the first tile; the next one is tile_bytes after it
+  const uint8_t *block;  // of the first tile; tiles are tile_bytes apart
   int64_t tile_bytes;
   const int32_t *x_words;
   const float *x_scales;
   const int32_t *x_sums;
 };
 
-// TILES tiles of ROWS rows; out [ROWS, TILES, 16]. Never inlined: among other code the compiler keeps sums in memory, as in ints.cpp.
+// Multiplies TILES tiles by ROWS rows; out [ROWS, TILES, 16]. Never inlined: inside other code the compiler keeps sums
+// in memory, as in ints.cpp.
 template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
   constexpr int GROUP_STEPS = Kind::group / STEP;
   constexpr int64_t SHARE = Kind::block_bytes / Kind::units;
@@ -53,7 +56,7 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
         for (int row = 0; row < ROWS; ++row)
           UNROLL
           for (int t = 0; t < TILES; ++t) {
-            sums[row][t][0] = splat(Kind::has_minimums ? 0 : from.x_sums[row]);  // what the codes are too large by
+            sums[row][t][0] = splat(Kind::has_minimums ? 0 : from.x_sums[row]);  // corrects the offset of the codes
             if constexpr (SUMS == 2) sums[row][t][1] = splat(0);
           }
         UNROLL
@@ -95,7 +98,7 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
     for (int t = 0; t < TILES; ++t) store(out + (row * TILES + t) * LANES, totals[row][t]);
 }
 
-// Rows as fixed point, and the weights that they are multiplied by.
+// Rows as fixed point, and their weights.
 template <class Kind> struct Job {
   Product product;
   Activations<LIMBS> all;
@@ -111,7 +114,8 @@ template <class Kind> struct Job {
   void place(char *memory) { all.memory = memory; }
 };
 
-// One panel times the tiles first .. last - 1. Results are rounded before the bias is added, as if they had been written.
+// Multiplies one panel by tiles first to last - 1. Results are rounded before the bias is added, as if they had been
+// written.
 template <class Kind, int ROWS> void multiply_panel(const Job<Kind> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
   const Panel<LIMBS> x = job.all.panel(panel);
   if constexpr (ROWS > 1)

@@ -1,4 +1,5 @@
-// Weights in ggml's blocks as kernels read them: their codes, scales and minimums. kernels/linear/block_weight.py says how they lie in memory.
+// Weights in ggml's blocks as kernels read them: codes, scales and minimums. kernels/linear/block_weight.py defines
+// their layout.
 #pragma once
 
 #include <bit>
@@ -9,19 +10,19 @@ namespace {
 
 constexpr int64_t VECTOR_BYTES = STEP * LANES, UNIT_STEPS = 8, UNIT = UNIT_STEPS * STEP;
 
-// A type of ggml's: bits of a code, inputs of a group and of a block. With minimums a value is scale * code - minimum, else
+// A ggml type: bits per code, inputs per group and per block. With minimums a value is scale * code - minimum, else
 // scale * (code - 2^(bits - 1)).
 template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS> struct Kind {
   static constexpr int bits = BITS;
   static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP;
   static constexpr int64_t group = GROUP, block = BLOCK, units = BLOCK / UNIT, groups_of_unit = UNIT / GROUP;
-  static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (BITS - 1);  // what sums of activations are multiplied by, times -1
+  static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (BITS - 1);  // sums of activations are multiplied by -offset
   static constexpr int64_t factors_bytes = 4 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES : 0;
   static constexpr int64_t head_bytes = (factors_bytes + scales_bytes) * (1 + MINIMUMS);
   static constexpr int64_t unit_bytes = BITS * VECTOR_BYTES, block_bytes = head_bytes + units * unit_bytes;
 };
 
-// x shifted to the left, or to the right where `bits` is negative. `bits` is a constant once loops are unrolled.
+// Shifts x to the left, or to the right if `bits` is negative. `bits` is a constant after loops are unrolled.
 inline Ints shifted(Ints x, int bits) {
   switch (bits) {
     case 4: return shift_left<4>(x);
@@ -45,7 +46,7 @@ template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
   return low;
 }
 
-// What scales a group of a block (part 0), or its minimums (part 1).
+// The scales of a group of a block (part 0), or its minimums (part 1).
 template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t group, int64_t part) {
   const Floats factor = load(reinterpret_cast<const float *>(block + part * Kind::factors_bytes));
   if constexpr (!Kind::has_scales) return factor;
@@ -53,7 +54,7 @@ template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t grou
   return multiply(factor, to_floats(load_bytes(reinterpret_cast<const int8_t *>(scales))));
 }
 
-// Tiles of blocks as ints.cpp has weights of int8 with groups: bytes, then scales as floats, then minimums.
+// Expands tiles of blocks to the format of grouped int8 weights in ints.cpp: bytes, then float scales, then minimums.
 template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles, int64_t num_inputs, uint8_t *bytes) {
   const uint8_t *const end = block + num_tiles * (num_inputs / Kind::block) * Kind::block_bytes;
   auto *scales = reinterpret_cast<float *>(bytes + num_tiles * num_inputs * LANES);
@@ -70,7 +71,8 @@ template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles,
   }
 }
 
-// One row as fixed point. What minimums are multiplied by, sum times scale, stands as floats where the sums were.
+// Converts one row to fixed point. If the kind has minimums, it replaces the sums by sum * scale as floats, which
+// multiply the minimums.
 template <class Kind, class All, class Panel> void fill_row_for(const All &all, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
   fill_row<2>(all, panel, row, rows, index);
   if constexpr (Kind::has_minimums)
@@ -78,7 +80,7 @@ template <class Kind, class All, class Panel> void fill_row_for(const All &all, 
       panel.sums[at] = std::bit_cast<int32_t>(static_cast<float>(panel.sums[at]) * panel.scales[at]);
 }
 
-// Calls work(Kind) for a type of ggml's.
+// Calls work(Kind) for a ggml type.
 template <class Work> void with_kind(Codes codes, Work &&work) {
   if (codes == Codes::q5_0)
     work(Kind<5, 32, 32, false>());
