@@ -11,9 +11,9 @@
 
 #include "json.h"
 
-// A file's bytes, as long as the process lives. Raises Refused where it cannot be read.
+// Maps a file until the process ends. Raises Refused if it cannot be read.
 inline std::string_view map_file(const std::string &path) {
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: a pipe is refused, and not waited for
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: reject a pipe instead of waiting for it
   struct stat found;
   require(file >= 0 && fstat(file, &found) == 0, path + " cannot be read (" + std::strerror(errno) + ")");
   require(S_ISREG(found.st_mode), path + " is no file");
@@ -44,7 +44,8 @@ inline uint32_t crc32(std::string_view bytes) {
   return ~crc;
 }
 
-// The JSON of a PT2 archive's graph: the one stored entry of the zip file (APPNOTE 6.3) that ends with models/model.json.
+// Returns the JSON of a PT2 archive's graph: the only stored entry of the zip file (APPNOTE 6.3) whose name ends with
+// /models/model.json.
 inline Json read_graph(std::string_view zip) {
   const auto expect = [](bool holds) { require(holds, "it is no archive of stored files"); };
   const size_t end = zip.rfind(std::string_view("PK\5\6"));
@@ -66,7 +67,7 @@ inline Json read_graph(std::string_view zip) {
   return parse_json(*graph)["graph_module"]["graph"];
 }
 
-// The tensors of a safetensors file by name, mapped.
+// Returns the tensors of a safetensors file by name, memory-mapped.
 inline std::map<std::string, Tensor> read_weights(std::string_view file) {
   static const std::map<std::string, Type> TYPES = {{"U8", Type::uint8},    {"I8", Type::int8},     {"I64", Type::int64},
                                                     {"F16", Type::float16}, {"F32", Type::float32}, {"BF16", Type::bfloat16}};

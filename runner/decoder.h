@@ -1,4 +1,5 @@
-// The steps of a tokenizer on the texts of tokens (models/tokenizers/runner_form.py), as `decoders` of the library tokenizers does them.
+// The decoder steps of a tokenizer on the texts of tokens (models/tokenizers/runner_form.py), as in `decoders` of the
+// library tokenizers.
 #pragma once
 
 #include <functional>
@@ -8,7 +9,7 @@
 using Texts = std::vector<std::string>;
 using DecoderStep = std::function<Texts(Texts)>;
 
-// What a step does with each token that it is not told of others by.
+// A step that changes each token on its own, apart from knowing which token is first.
 inline DecoderStep each_of(std::function<std::u32string(const std::u32string &, bool is_first)> change) {
   return [change = std::move(change)](Texts tokens) {
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = encode_utf8(change(decode_lossy(tokens[i]), i == 0));
@@ -16,7 +17,7 @@ inline DecoderStep each_of(std::function<std::u32string(const std::u32string &, 
   };
 }
 
-// The bytes of tokens that are made of letters; others are what they spell.
+// Converts tokens that consist only of byte letters to bytes; other tokens keep their text.
 inline DecoderStep read_bytes_of_letters(const Json::List &values) {
   std::map<char32_t, char> bytes;
   const auto letters = read_letters(values);
@@ -34,7 +35,7 @@ inline DecoderStep read_bytes_of_letters(const Json::List &values) {
   };
 }
 
-// The byte of a token like <0x0A>.
+// Returns the byte of a token such as <0x0A>.
 inline std::optional<char> byte_of(const std::string &token) {
   uint8_t byte = 0;
   const bool is_byte =
@@ -42,7 +43,8 @@ inline std::optional<char> byte_of(const std::string &token) {
   return is_byte ? std::optional(static_cast<char>(byte)) : std::nullopt;
 }
 
-// Tokens like <0x0A>: those in a row become a text, or a mark for each where they are no UTF-8.
+// Joins consecutive tokens such as <0x0A> into one text. If their bytes are not UTF-8, each byte becomes a replacement
+// character.
 inline Texts join_bytes(const Texts &tokens) {
   Texts found;
   std::string bytes;
@@ -62,7 +64,7 @@ inline Texts join_bytes(const Texts &tokens) {
   return found;
 }
 
-// Pieces as sentencepiece joins them. Bytes that are no UTF-8 become a mark each.
+// Joins pieces as sentencepiece does. Each byte that is not UTF-8 becomes a replacement character.
 inline std::string join_pieces(const Texts &pieces, bool drops_space) {
   static const std::string SPACE = "\u2581";
   std::string text, bytes;

@@ -1,4 +1,5 @@
-// Token ids to text as they come, without half characters: the method of pipelines/engine/detokenizer.py.
+// Converts token ids to text as they arrive, without incomplete characters: the method of
+// pipelines/engine/detokenizer.py.
 #pragma once
 
 #include "tokenizer.h"
@@ -17,7 +18,7 @@ class Detokenizer {
     num_known_ = window_.size(), num_shown_ = text.size();
   }
 
-  // The text that the token makes certain.
+  // Returns the text that is certain after this token.
   std::u32string add(int64_t token) {
     window_.push_back(token);
     const std::u32string text = tokenizer_.decode(window_);
@@ -30,18 +31,18 @@ class Detokenizer {
     return window_.size() - num_known_ > MAX_PENDING ? settle(text) : U"";
   }
 
-  // The rest, at the end.
+  // Returns the remaining text at the end.
   std::u32string flush() const { return after(tokenizer_.decode(window_), num_shown_); }
 
  private:
   static constexpr size_t FIRST_TAIL = 8, CHARACTER = 4, MAX_PENDING = 16;
   const Tokenizer &tokenizer_;
   std::vector<int64_t> window_;
-  size_t num_known_, num_shown_;  // tokens of the window whose text was given, and the characters of that
+  size_t num_known_, num_shown_;  // tokens of the window whose text was returned, and the number of characters of that text
 
   static std::u32string after(const std::u32string &text, size_t count) { return text.substr(std::min(count, text.size())); }
 
-  // Shortens a window of too many tokens whose text is not certain. Returns the text of those that leave it.
+  // Shortens a window with too many pending tokens. Returns the text of the removed tokens.
   std::u32string settle(const std::u32string &text) {
     if (!text.ends_with(REPLACEMENT)) return window_.pop_back(), U"";
     size_t cut = window_.size() - CHARACTER + 1;

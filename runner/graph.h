@@ -1,5 +1,5 @@
-// A model's step as calls of functions, in torch's JSON schema: a file chooses among listed functions, and gives them numbers, weights and
-// what was computed before.
+// A step of a model as a sequence of calls, in the JSON schema of torch.export. A file selects among the listed
+// functions; their arguments are numbers, weights and earlier results.
 #pragma once
 
 #include <algorithm>
@@ -8,22 +8,22 @@
 #include "../kernels/kv_format.h"
 #include "json.h"
 
-// The inputs of a graph that a batch holds, in their order; then come the cache's tensors, then the weights.
+// The inputs of a graph that come from a batch, in order. The cache's tensors follow, then the weights.
 enum Field : size_t {
   TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES, NUM_FIELDS
 };
 
-// The keys, or the values, of a layer.
+// The keys or the values of a layer.
 struct Side {
   int64_t num_heads, channels;
-  size_t number;  // among the graph's inputs
+  size_t number;  // index in the graph's inputs
   Type dtype;
 };
 
 class Step;
 using Operator = void (*)(Step &);
 
-// Null for one that is not listed in operators.cpp.
+// Returns null if the operator is not listed in operators.cpp.
 Operator find_operator(const std::string &target);
 
 struct Call {
@@ -32,8 +32,8 @@ struct Call {
   Json::Object arguments = {};
   std::vector<size_t> outputs = {};     // the values that it computes
   std::vector<size_t> ended = {};       // the values that no later call reads
-  std::vector<std::string> known = {};  // arguments that the function asked for
-  bool is_checked = false;              // whether it was called before: its weights and the names of its arguments are what they should be
+  std::vector<std::string> known = {};  // names of the arguments that the function has requested
+  bool is_checked = false;              // whether it was called before: its weights and the names of its arguments are valid
 };
 
 inline Dtype dtype_of(Type type) {
@@ -41,7 +41,7 @@ inline Dtype dtype_of(Type type) {
   return type == Type::float32 ? Dtype::float32 : type == Type::bfloat16 ? Dtype::bfloat16 : Dtype::float16;
 }
 
-// A call's view of a step: its arguments by their names, and what it returns.
+// The view that a call has of a step: its arguments by name, and its results.
 class Step {
  public:
   Step(const std::vector<Side> &sides, size_t num_inputs, std::vector<Tensor> &values, Call &call)
@@ -49,7 +49,7 @@ class Step {
 
   Call &call;
 
-  // Null where the argument is missing.
+  // Returns null if the argument is missing.
   const Json *find(std::string_view name) {
     if (!call.is_checked) call.known.emplace_back(name);
     const Json *found = Json::find(call.arguments, name);
@@ -70,18 +70,20 @@ class Step {
   float number(std::string_view name, double missing) { return static_cast<float>(find(name) ? find(name)->number() : missing); }
   Type type(std::string_view name) { return static_cast<Type>((*this)[name].integer()); }
 
-  // A weight of the artefact, which every step has alike. Raises Refused where the argument is another value.
+  // Returns a weight of the exported model, which is the same in every step. Raises Refused if the argument is another
+  // value.
   const Tensor &weight(const Json &argument) const {
     const size_t number = argument.tensor();
     require(number >= NUM_FIELDS + sides_.size() && number < num_inputs_, "a weight that is none of the artefact");
     return tensor(argument);
   }
-  // The field of the batch. Raises Refused where the argument is another value: kernels take its numbers for places in memory.
+  // Returns a field of the batch. Raises Refused if the argument is another value: kernels use its numbers as memory
+  // offsets.
   const Tensor &field(std::string_view name, Field field) {
     require((*this)[name].tensor() == field, std::string(name) + " are not those of the batch");
     return tensor(name);
   }
-  // The keys or values that the arguments NAME_tensors, NAME_format and so on describe.
+  // Returns the keys or values that the arguments NAME_tensors, NAME_format and so on describe.
   PagedVectors side(const std::string &name) {
     const auto &list = (*this)[name + "_tensors"].list();
     require(list.size() == 1, name + " is no cache");
@@ -90,7 +92,7 @@ class Step {
                 integer(name + "_channels", 0) == found->channels && type(name + "_dtype") == found->dtype,
             name + " has another format");
     const Tensor &stored = values_[found->number];
-    constexpr int32_t HAS_MARGIN = true;  // which `empty` makes
+    constexpr int32_t HAS_MARGIN = true;  // allocated by `empty`
     return {stored.data, nullptr, stored.shape[1], found->num_heads, found->channels, found->channels, 0, KVFormat::unquantised,
             dtype_of(found->dtype), HAS_MARGIN};
   }
@@ -108,9 +110,9 @@ class Step {
 class Graph {
  public:
   std::vector<Side> sides;
-  std::vector<Tensor> inputs;  // weights after empty places for fields and cache
+  std::vector<Tensor> inputs;  // unset entries for fields and cache, then the weights
 
-  // Raises Refused for a graph that names functions that are not listed.
+  // Raises Refused if the graph calls functions that are not listed.
   Graph(const Json &graph, std::vector<Side> sides_, const std::vector<Tensor> &weights) : sides(std::move(sides_)) {
     inputs.resize(NUM_FIELDS + sides.size());
     inputs.insert(inputs.end(), weights.begin(), weights.end());
@@ -118,7 +120,7 @@ class Graph {
     require(last_.size() == inputs.size(), "its graph has other inputs");
     for (const Json &node : graph["nodes"].list()) {
       const std::string &target = node["target"].text();
-      if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // a check that every trace has, and no computation
+      if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // a check that every trace contains; it computes nothing
       Call &call = calls_.emplace_back(Call{target, find_operator(target)});
       require(call.function, "the runner does not compute " + target);
       for (const Json &each : node["inputs"].list()) call.arguments.emplace_back(each["name"].text(), argument(each["arg"]));
@@ -137,7 +139,7 @@ class Graph {
       if (number != logits_) calls_[last_[number]].ended.push_back(number);
   }
 
-  // Returns logits. Raises Refused where a call cannot be made.
+  // Returns logits. Raises Refused if a call cannot be executed.
   Tensor run() {
     std::vector<Tensor> values = inputs;
     values.resize(last_.size());
@@ -158,8 +160,8 @@ class Graph {
 
  private:
   std::vector<Call> calls_;
-  std::map<std::string, size_t> numbers_;  // of values, by name
-  std::vector<size_t> last_;               // of each value the last call that computes or reads it
+  std::map<std::string, size_t> numbers_;  // index of each value, by name
+  std::vector<size_t> last_;               // per value: the last call that computes or reads it
   size_t logits_ = 0;
 
   static const std::pair<std::string, Json> &kind_and_value(const Json &json) {
@@ -173,7 +175,7 @@ class Graph {
     return last_.size() - 1;
   }
 
-  // Returns an argument of the last call, with numbers of values in the place of their names.
+  // Returns an argument of the last call. Names of values are replaced by their indices.
   Json argument(const Json &json) {
     const auto &[kind, value] = kind_and_value(json);
     if (kind == "as_none") return {nullptr};

@@ -1,4 +1,5 @@
-// JSON (RFC 8259) as values. A file is not trusted: what is no JSON, or another kind of value than is asked for, raises Refused.
+// JSON (RFC 8259) as values. Files are not trusted: invalid JSON, or a value of another type than requested, raises
+// Refused.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 struct Json {
   using List = std::vector<Json>;
   using Object = std::vector<std::pair<std::string, Json>>;
-  // size_t: the number of a value of a step (graph.h), which no text has.
+  // size_t: the index of a value of a step (graph.h). It does not occur in JSON text.
   std::variant<std::nullptr_t, bool, int64_t, double, std::string, List, Object, size_t> value;
 
   bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
@@ -26,7 +27,7 @@ struct Json {
   const Object &object() const { return as<Object>("an object"); }
   size_t tensor() const { return as<size_t>("a tensor"); }
 
-  // Null where there is no such name.
+  // Returns null if there is no such name.
   static const Json *find(const Object &object, std::string_view name) {
     const auto found = std::ranges::find(object, name, &Object::value_type::first);
     return found == object.end() ? nullptr : &found->second;
@@ -55,12 +56,12 @@ class JsonParser {
   }
 
  private:
-  static constexpr int MAX_DEPTH = 64;  // of lists in lists; a graph has 12
+  static constexpr int MAX_DEPTH = 64;  // of nested lists and objects; a graph has 12
   const char *at_, *end_;
 
   static void expect(bool holds) { require(holds, "it is not JSON"); }
 
-  // The next character that is no space, '\0' at the end.
+  // Returns the next character that is not white space, '\0' at the end.
   char next() {
     while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\t' || *at_ == '\r')) ++at_;
     return at_ == end_ ? '\0' : *at_;
@@ -100,7 +101,7 @@ class JsonParser {
     const auto [end, error] = std::from_chars(at_, end_, whole);
     if (error == std::errc() && (end == end_ || (*end != '.' && *end != 'e' && *end != 'E'))) return at_ = end, Json{whole};
     const auto [end_of_other, no_number] = std::from_chars(at_, end_, other);
-    expect(no_number == std::errc() && std::isfinite(other));  // from_chars also reads inf and nan
+    expect(no_number == std::errc() && std::isfinite(other));  // from_chars also accepts inf and nan
     return at_ = end_of_other, Json{other};
   }
   std::string text() {
@@ -119,7 +120,8 @@ class JsonParser {
     expect(at_ != end_), ++at_;
     return found;
   }
-  // The code point of the escape whose `u` is here, or of the two of a surrogate pair, whose last digit is here then.
+  // Returns the code point of the escape whose `u` is at `at_`, or of a surrogate pair of escapes. `at_` moves to the
+  // last digit.
   char32_t code_point() {
     char32_t code = digits();
     if (code >= 0xD800 && code < 0xDC00) {
@@ -140,14 +142,14 @@ class JsonParser {
 
 inline Json parse_json(std::string_view text) { return JsonParser(text).document(); }
 
-// A text as code points. Raises Refused where it is no UTF-8.
+// Returns a text as code points. Raises Refused if it is not UTF-8.
 inline std::u32string characters(const Json &json) {
   const auto text = decode_utf8(json.text());
   require(text.has_value(), "a text is no UTF-8");
   return *text;
 }
 
-// The numbers of a list, such as a shape.
+// Returns the numbers of a list, for example a shape.
 inline Sizes integers(const Json &json) {
   Sizes found;
   for (const Json &each : json.list()) found.push_back(each.integer());

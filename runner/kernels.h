@@ -1,4 +1,4 @@
-// The kernels by their names: the list that kernels/operator.h makes, from which kernels/build.py takes them for Python.
+// Calls of kernels by name, through the list that kernels/operator.h builds and kernels/build.py reads for Python.
 #pragma once
 
 #include <string_view>
@@ -8,7 +8,8 @@
 
 extern "C" [[gnu::visibility("default")]] const Exported *first_exported();
 
-// Calls the kernel of this name. Raises Refused where it takes other types; a pointer is given for a reference, as ctypes does.
+// Calls a kernel by name. Raises Refused if there is none with these argument types. A reference parameter takes a
+// pointer, as in ctypes.
 template <class... Arguments> void call_kernel(std::string_view name, Arguments... arguments) {
   static constexpr char TYPES[] = {'v', letter<Arguments>()..., '\0'};
   for (const Exported *each = first_exported(); each; each = each->next)

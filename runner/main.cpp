@@ -1,4 +1,4 @@
-// Runs an artefact of task=export without Python: texts or token ids in, and what run.py predict gives for them out.
+// Runs a model of task=export without Python. Input: texts or token ids; output: the same as of run.py predict.
 #include <iostream>
 #include <malloc.h>
 #include <sstream>
@@ -18,7 +18,7 @@ constexpr const char *USAGE =
     "tokenize=true writes the token ids of texts, and computes nothing. Conversations are texts here: the runner has no chat templates.\n";
 constexpr const char *TOKENIZER = "/runner_tokenizer.json";
 enum class Input { ids, text, json };
-constexpr int64_t DEFAULT_MAX_NEW_TOKENS = 256;  // or what the context leaves
+constexpr int64_t DEFAULT_MAX_NEW_TOKENS = 256;  // or less if the context length leaves less
 
 template <class Number> Number parse(const std::string &name, const std::string &text, Number least, Number most) {
   Number number{};
@@ -37,7 +37,7 @@ struct Settings {
   bool ignore_eos = false, tokenize = false;
   std::optional<Input> input;
   std::optional<std::string> prompt;
-  int32_t threads = 0;  // 0: one for each physical core
+  int32_t threads = 0;  // 0: one per physical core
 
   void set(const std::string &name, const std::string &text) {
     if (name == "decode.max_new_tokens") return void(max_new_tokens = parse<int64_t>(name, text, 1, INT32_MAX));
@@ -59,7 +59,7 @@ struct Settings {
   }
 };
 
-// The step-th number in [0, 1) of the seed's stream, as pipelines/engine/sampler.py makes it (SplitMix64).
+// Returns number `step` in [0, 1) of the seed's stream, as in pipelines/engine/sampler.py (SplitMix64).
 double uniform(uint64_t seed, uint64_t step) {
   const auto mix = [](uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
@@ -69,7 +69,7 @@ double uniform(uint64_t seed, uint64_t step) {
   return static_cast<double>(mix(mix(seed) + (step + 1) * 0x9E3779B97F4A7C15) >> 12) / 0x1p52;
 }
 
-// The token that follows, from logits [1, V].
+// Returns the next token for logits [1, V].
 int64_t choose(const Tensor &logits, const Settings &settings, int64_t step) {
   const Dtype dtype = dtype_of(logits.type);
   bool are_finite = false;
@@ -98,7 +98,7 @@ std::vector<int64_t> read_text(const std::string &line, Input input, const Token
   return tokenizer.encode(*text);
 }
 
-// Writes the answer to a prompt, in the form that the prompt has.
+// Writes the output for a prompt, in the format of the prompt.
 class Writer {
  public:
   // tokenizer: null for token ids.
@@ -181,7 +181,7 @@ void prepare_machine(const Settings &settings) {
     require(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0, "this machine does not let the runner use AMX");
   }
   if (settings.threads) call_kernel("set_threads", settings.threads);
-  // Memory of a step serves the next one, and is not given back between.
+  // Memory of a step is kept for the next step instead of being returned to the system.
   mallopt(M_MMAP_THRESHOLD, 1 << 30), mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
@@ -225,7 +225,7 @@ int main(int count, char **words) {
   } catch (const std::exception &error) {
     line = error.what();
   }
-  constexpr size_t MOST = 400;  // whatever a file's names are
+  constexpr size_t MOST = 400;  // limits names from files
   if (line.size() > MOST) line = line.substr(0, MOST) + "...";
   for (char &each : line)
     if (static_cast<unsigned char>(each) < ' ' || each == 127) each = '?';

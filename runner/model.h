@@ -1,4 +1,4 @@
-// An artefact of task=export: its graph over its weights, with the cache of one sequence.
+// A model of task=export: its graph, its weights, and the KV cache of one sequence.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 class Model {
  public:
-  // Maps the folder's files. Raises Refused for those that are missing, damaged, or made for other instructions.
+  // Maps the files of the folder. Raises Refused if one is missing, damaged, or made for another instruction set.
   explicit Model(const std::string &folder) {
     const Json description = parse_json(map_file(folder + "/export.json"));
     const bool is_divided = Json::find(description.object(), "tp") || Json::find(description.object(), "part");
@@ -39,10 +39,11 @@ class Model {
   }
 
   int64_t vocab_size() const { return vocab_size_; }
-  int64_t context_length() const { return context_length_; }  // the most tokens of a sequence
+  int64_t context_length() const { return context_length_; }  // the maximum number of tokens of a sequence
   bool is_end(int64_t token) const { return ends_.contains(token); }
 
-  // Makes room for a sequence of so many tokens, the first `prompt_length` of which are its prompt. What was there is forgotten.
+  // Allocates the cache for a new sequence of at most `num_tokens` tokens; the first `prompt_length` tokens are its
+  // prompt. Discards the previous sequence.
   void begin(int64_t prompt_length, int64_t num_tokens) {
     prompt_length_ = prompt_length, length_ = 0;
     num_blocks_ = divide_up(num_tokens, BLOCK_SIZE);
@@ -50,7 +51,7 @@ class Model {
       graph_->inputs[side.number] = empty(side.dtype, {num_blocks_, BLOCK_SIZE, side.num_heads, side.channels});
   }
 
-  // Returns the logits [1, V] after the last of these tokens, which follow those of earlier steps.
+  // Returns the logits [1, V] after the last of these tokens, which follow the tokens of earlier steps.
   Tensor step(const std::vector<int64_t> &token_ids) {
     const int64_t num_tokens = token_ids.size(), width = std::bit_ceil(static_cast<uint64_t>(num_blocks_));
     require(num_tokens > 0 && length_ + num_tokens <= num_blocks_ * BLOCK_SIZE, "more tokens than there is room for");
@@ -60,7 +61,7 @@ class Model {
     length_ += num_tokens;
     put(TOKEN_IDS, {num_tokens}, token_ids);
     put(POSITIONS, {num_tokens}, places);
-    put(SLOTS, {num_tokens}, places);  // block i of a sequence that is alone is block i of the cache
+    put(SLOTS, {num_tokens}, places);  // block i of the only sequence is block i of the cache
     put(QUERY_STARTS, {2}, {0, num_tokens});
     put(CONTEXT_LENGTHS, {1}, {length_});
     put(PROMPT_LENGTHS, {num_tokens}, std::vector(num_tokens, prompt_length_));

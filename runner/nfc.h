@@ -1,4 +1,4 @@
-// Unicode's NFC, whose tables a file brings (models/tokenizers/runner_form.py).
+// Unicode normalisation form NFC, with tables from a file (models/tokenizers/runner_form.py).
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 #include "json.h"
 
-// Unicode Standard Annex 15.
+// The algorithm of Unicode Standard Annex 15.
 class Composer {
  public:
   explicit Composer(const Json::List &step) {
@@ -25,13 +25,13 @@ class Composer {
 
   std::u32string operator()(std::u32string_view text) const {
     std::u32string marks = decomposed(text), found;
-    for (auto at = marks.begin(); at != marks.end();) {  // marks in a row in the order of their classes
+    for (auto at = marks.begin(); at != marks.end();) {  // sorts consecutive marks by combining class
       const auto end = std::find_if(at, marks.end(), [&](char32_t code) { return class_of(code) == 0; });
       std::stable_sort(at, end, [&](char32_t left, char32_t right) { return class_of(left) < class_of(right); });
       at = end == marks.end() ? end : end + 1;
     }
     size_t starter = std::u32string::npos;
-    int last = -1;  // the class of what is between the starter and here; -1: nothing
+    int last = -1;  // combining class of the last character after the starter; -1: none
     for (const char32_t code : marks) {
       const int own = class_of(code);
       const auto joined = starter != found.npos && last < own ? compose(found[starter], code) : std::nullopt;

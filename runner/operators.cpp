@@ -1,5 +1,5 @@
-// The functions that graphs may name, as kernels/*/__init__.py call the kernels. A call is made of what a file says: every function checks
-// what its kernel does not.
+// The functions that graphs may call. They call the kernels as kernels/*/__init__.py do. Arguments come from a file
+// that is not trusted: every function checks what its kernel does not check.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -19,7 +19,7 @@ bool is_of(const Tensor &x, Type type, const Sizes &shape) { return x.type == ty
 
 bool is_integers(const Tensor &x, int64_t rank) { return x.type == Type::int64 && x.rank() == rank; }
 
-// The tensor, which has this type and shape; one without address where it is missing.
+// Returns the tensor, after a check of its type and shape. A missing tensor has no address.
 Tensor numbers_of(const Tensor *x, Type type, const Sizes &shape) {
   fit(!x || is_of(*x, type, shape));
   return x ? *x : Tensor();
@@ -27,14 +27,14 @@ Tensor numbers_of(const Tensor *x, Type type, const Sizes &shape) {
 
 Tensor like(const Tensor &x) { return empty(x.type, x.shape); }
 
-// The number of an axis, which may count from the end.
+// Returns the number of an axis, which may be negative to count from the end.
 int64_t axis_of(const Tensor &x, int64_t axis) {
   if (axis < 0) axis += x.rank();
   require(axis >= 0 && axis < x.rank(), "an axis that is not there");
   return axis;
 }
 
-// A copy of the part of an axis from `start` on.
+// Returns a copy of a part of an axis.
 Tensor narrow(const Tensor &x, int64_t axis, int64_t start, int64_t length) {
   const int64_t size = x.shape[axis];
   require(start >= 0 && length > 0 && start <= size && length <= size - start, "a part beyond the end");
@@ -46,7 +46,7 @@ Tensor narrow(const Tensor &x, int64_t axis, int64_t start, int64_t length) {
   return out;
 }
 
-// Rows of a table, each by its number.
+// Returns rows of a table by their indices.
 Tensor rows_of(const Tensor &table, const Tensor &numbers) {
   fit(table.rank() > 0 && is_integers(numbers, 1) && numbers.count() > 0);
   Sizes shape = table.shape;
@@ -93,7 +93,7 @@ void flatten(Step &step) {
   step.give(0, x);
 }
 
-// Gives the parts of the axis `dim`, one after the other, which together are all of it; lengths(size) are theirs.
+// Returns the axis `dim` of `self` in consecutive parts that cover it. lengths(size) returns their lengths.
 template <class Lengths> void give_parts(Step &step, const Lengths &lengths, bool has_axis = true) {
   const Tensor &x = step.tensor("self");
   const int64_t axis = axis_of(x, step.integer("dim", 0));
@@ -123,7 +123,7 @@ std::vector<float> floats(const Tensor &x) {
   return numbers;
 }
 
-// Gives a tensor like x of the numbers that compute(a number of x, its place) returns, rounded to its type.
+// Returns a tensor like x with the results of compute(number of x, index), rounded to its type.
 template <class Compute> void give_each(Step &step, const Tensor &x, const Compute &compute) {
   std::vector<float> numbers = floats(x);
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = compute(numbers[i], i);
@@ -133,12 +133,12 @@ template <class Compute> void give_each(Step &step, const Tensor &x, const Compu
 }
 
 void relu(Step &step) {
-  give_each(step, step.tensor("self"), [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays
+  give_each(step, step.tensor("self"), [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays NaN
 }
 
 void add(Step &step) {
   const Tensor &x = step.tensor("self");
-  if (x.type == Type::int64) {  // positions that begin later
+  if (x.type == Type::int64) {  // positions with an offset
     const Tensor out = like(x);
     const uint64_t addend = step["other"].integer();
     for (int64_t i = 0; i < x.count(); ++i) out.as<uint64_t>()[i] = x.as<uint64_t>()[i] + addend;
@@ -214,7 +214,7 @@ void rope_angles(Step &step) {
 
 int64_t size_of(const PagedVectors &side) { return side.num_heads * side.channels; }
 
-// What a step's tokens add to a layer's cache.
+// The new tokens of a step for the cache of a layer.
 struct Additions {
   PagedVectors keys, values;
   Tensor slots, key, value;
@@ -284,8 +284,9 @@ void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &la
           "compressed weights whose exceptions have no end");
 }
 
-// A weight [N, K] as float_weight.py and int_weight.py lay it out, for rows x [M, K]. Raises Refused where a kernel would
-// read past it. Its properties are the arguments PREFIX_num_outputs and so on, in lists with `number` of the weight.
+// Returns a weight [N, K] for rows x [M, K], in the layout of float_weight.py or int_weight.py. Raises Refused if a
+// kernel would read out of bounds. Its properties are the arguments PREFIX_num_outputs and so on; `number` is the index
+// of the weight if they are lists.
 Packed packed(Step &step, const Tensor &x, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
   const auto argument = [&](const char *name) -> const Json & {
     const Json &found = step[prefix + name];
@@ -315,7 +316,7 @@ Packed packed(Step &step, const Tensor &x, const std::string &prefix, std::optio
 
 bool are_alike(const Format &a, const Format &b) { return a.group_size == b.group_size && a.codes == b.codes && a.has_zeros == b.has_zeros; }
 
-// Rows of floats to multiply. Codes, which a8w8 has, are not multiplied here.
+// Returns the rows of a product, which are floats. The codes of a8w8 are not supported.
 Tensor rows_to_multiply(Step &step) {
   require(!step.find("x_scales") && !step.find("x_group_size"), "the runner does not compute products of activations of 8 bits");
   const Tensor x = step.tensor("x_codes");

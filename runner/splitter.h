@@ -1,14 +1,15 @@
-// The steps of a tokenizer on texts (models/tokenizers/runner_form.py), and the programs that cut them (split_program.py).
+// The steps of a tokenizer on texts (models/tokenizers/runner_form.py), and the programs that split texts
+// (split_program.py).
 #pragma once
 
 #include <functional>
 
 #include "nfc.h"
 
-// A text, or a part of one.
+// A text, or a part of a text.
 struct Piece {
   std::u32string text;
-  bool is_first;  // whether the whole text begins with it
+  bool is_first;  // whether it is at the start of the whole text
 };
 
 class Set {
@@ -30,7 +31,7 @@ class Set {
   }
 };
 
-// A regular expression. Its instructions go to later ones alone, so that every match ends.
+// A compiled regular expression. Instructions jump only to later instructions, so every match terminates.
 class Program {
  public:
   Program(const Json &json, const std::vector<Set> &sets) {
@@ -60,9 +61,9 @@ class Program {
     require(!code_.empty() && code_.back().kind == Kind::match, "a program has no end");
   }
 
-  // The end of the match that begins at `at`; npos: there is none.
+  // Returns the end of the match that begins at `at`, or npos.
   size_t match(std::u32string_view text, size_t at, size_t instruction = 0) const {
-    std::vector<State> others{{instruction, at, at}};  // where to go on when this way fails
+    std::vector<State> others{{instruction, at, at}};  // alternatives to try if the current path fails
     while (!others.empty()) {
       State &other = others.back();
       size_t next = other.instruction, place = other.place;
@@ -105,11 +106,11 @@ class Program {
   struct Instruction {
     Kind kind;
     const Set *set = nullptr;
-    size_t a = 0, b = 0;  // targets, or the least and the most of a run, where -1 is the largest number
+    size_t a = 0, b = 0;  // targets; or the minimum and maximum of a run, where -1 is the largest number
     Mode mode = Mode::greedy;
   };
   struct State {
-    size_t instruction, place, last;  // the places from `place` to `last` are tried in turn
+    size_t instruction, place, last;  // positions from `place` to `last` are tried in order
   };
   std::vector<Instruction> code_;
 
@@ -129,10 +130,10 @@ inline std::u32string replaced(std::u32string_view text, const std::u32string &o
   }
 }
 
-// What a step makes of a text.
+// A step that converts a text to pieces.
 using TextStep = std::function<std::vector<Piece>(Piece)>;
 
-// Cuts texts by the matches of a program; what is done with the matches is that of tokenizers.Split.
+// Splits texts at the matches of a program. The treatment of matches is as in tokenizers.Split.
 inline TextStep read_split(const Json::List &values, const std::vector<Set> &sets) {
   require(values.size() == 4, "a split has other values");
   const std::string behavior = values[3].text();
@@ -170,7 +171,7 @@ inline TextStep read_split(const Json::List &values, const std::vector<Set> &set
   };
 }
 
-// The letters that bytes are written with.
+// Reads the characters that represent bytes.
 inline std::vector<std::u32string> read_letters(const Json::List &values) {
   require(values.size() == 2 && values[1].list().size() == 256, "it has no letter for each byte");
   std::vector<std::u32string> letters;

@@ -1,4 +1,4 @@
-// The values of a step: contiguous tensors, which own their memory or are mapped.
+// The values of a step: contiguous tensors that own their memory or are memory-mapped.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-// What cannot be run; the text is the line that the user reads.
+// The input cannot be run. The message is shown to the user.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -17,7 +17,7 @@ inline void require(bool holds, const std::string &otherwise) {
   if (!holds) throw Refused(otherwise);
 }
 
-enum class Type : int64_t { uint8 = 1, int8 = 2, int64 = 5, float16 = 6, float32 = 7, bfloat16 = 13 };  // torch's schema
+enum class Type : int64_t { uint8 = 1, int8 = 2, int64 = 5, float16 = 6, float32 = 7, bfloat16 = 13 };  // the numbers in torch's schema
 
 inline int64_t bytes_of(Type type) {
   if (type == Type::float16 || type == Type::bfloat16) return 2;
@@ -26,7 +26,7 @@ inline int64_t bytes_of(Type type) {
 
 using Sizes = std::vector<int64_t>;
 
-// The count of numbers in this shape. Raises Refused beyond 2^40, which no step has.
+// Returns the number of elements of a shape. Raises Refused above 2^40, which no step needs.
 inline int64_t count_of(const Sizes &shape) {
   __int128 count = 1;
   for (const int64_t size : shape) {
@@ -40,7 +40,7 @@ struct Tensor {
   Type type = Type::float32;
   Sizes shape = {};
   uint8_t *data = nullptr;
-  std::shared_ptr<uint8_t[]> owner = nullptr;  // null for what is mapped
+  std::shared_ptr<uint8_t[]> owner = nullptr;  // null for mapped memory
 
   int64_t rank() const { return static_cast<int64_t>(shape.size()); }
   int64_t count() const { return count_of(shape); }
@@ -48,7 +48,7 @@ struct Tensor {
   template <class Number> Number *as() const { return reinterpret_cast<Number *>(data); }
 };
 
-// A tensor that is not initialised, with a register's bytes after it, which kernels of the cache may read.
+// Returns an uninitialised tensor. A register's bytes follow it, because kernels that read the cache may read them.
 inline Tensor empty(Type type, const Sizes &shape) {
   constexpr std::align_val_t ALIGNMENT{64};
   void *memory = operator new(count_of(shape) * bytes_of(type) + 64, ALIGNMENT);

@@ -1,4 +1,4 @@
-// Texts to token ids and back: what models/tokenizers/runner_form.py describes.
+// Converts texts to token ids and back, as described in models/tokenizers/runner_form.py.
 #pragma once
 
 #include <queue>
@@ -10,7 +10,7 @@
 
 class Tokenizer {
  public:
-  // Reads the file. Raises Refused for one that is damaged or says why there is no tokenizer.
+  // Reads the file. Raises Refused if it is damaged, or if it contains a reason why there is no tokenizer.
   explicit Tokenizer(const std::string &file) {
     const Json form = parse_json(map_file(file));
     if (const Json *reason = Json::find(form.object(), "refused")) throw Refused(reason->text());
@@ -36,7 +36,7 @@ class Tokenizer {
 
   Tokenizer(const Tokenizer &) = delete;  // steps point to its sets
 
-  // The token ids of a prompt. Added tokens that the text names are read as such.
+  // Returns the token ids of a prompt. Added tokens in the text are recognised.
   std::vector<int64_t> encode(const std::u32string &text) const {
     std::vector<int64_t> ids = begin_;
     cut(raw_, {text, true}, ids, [&](Piece piece) {
@@ -52,7 +52,7 @@ class Tokenizer {
     return ids;
   }
 
-  // The text of tokens without the special ones.
+  // Returns the text of tokens, without special tokens.
   std::u32string decode(const std::vector<int64_t> &ids) const {
     if (pieces_) return decode_pieces(ids);
     Texts texts;
@@ -74,7 +74,7 @@ class Tokenizer {
   struct Added {
     int64_t id;
     std::u32string text;
-    bool takes_left, takes_right;  // white space
+    bool takes_left, takes_right;  // whether the token consumes white space on this side
   };
   struct Pieces {
     bool drops_space, in_each_run;
@@ -84,10 +84,10 @@ class Tokenizer {
     bool operator>(const Merge &other) const { return std::pair(rank, place) > std::pair(other.rank, other.place); }
   };
   struct Symbol {
-    int64_t id, before, after;  // places, -1: there is none
+    int64_t id, before, after;  // indices of neighbours; -1: none
     bool is_gone = false;
   };
-  using Finder = std::map<char32_t, std::vector<Added>>;  // by the first letter, the longest first
+  using Finder = std::map<char32_t, std::vector<Added>>;  // by the first character; longest first
 
   std::vector<Set> sets_;
   std::vector<TextStep> normalizer_, splitter_;
@@ -95,7 +95,7 @@ class Tokenizer {
   std::optional<Pieces> pieces_;
   std::vector<std::optional<std::string>> tokens_;
   std::unordered_map<std::string, int64_t> ids_;
-  std::unordered_map<uint64_t, std::pair<int64_t, int64_t>> merges_;  // by the two ids: rank and id of the merged token
+  std::unordered_map<uint64_t, std::pair<int64_t, int64_t>> merges_;  // by a pair of ids: rank and id of the merged token
   std::vector<std::optional<int64_t>> bytes_;
   std::optional<int64_t> unknown_, bos_;
   bool fuses_unknown_, whole_words_first_;
@@ -159,7 +159,7 @@ class Tokenizer {
     if (!token.text.empty()) (is_normalized ? normalized_ : raw_)[token.text[0]].push_back(std::move(token));
   }
 
-  // Calls `rest` with the texts between added tokens, and appends the ids of these.
+  // Calls `rest` for the texts between added tokens, and appends the ids of the added tokens.
   template <class Rest> void cut(const Finder &finder, const Piece &piece, std::vector<int64_t> &ids, const Rest &rest) const {
     const std::u32string_view text = piece.text;
     size_t done = 0;
@@ -200,7 +200,9 @@ class Tokenizer {
       if (!symbol.is_gone) ids.push_back(symbol.id);
   }
 
-  // The ids of a word's letters. Unknown ones, which may wait to be joined, come before the next known one, but after bytes, as in tokenizers.
+  // Returns the ids of a word's characters. The unknown id is held back, because consecutive unknown characters may
+  // share it: it is inserted before the next known character, but after the bytes of a byte fallback, as in the library
+  // tokenizers.
   std::vector<int64_t> letters_of(const std::u32string &word) const {
     std::vector<int64_t> ids;
     bool is_pending = false;
@@ -222,7 +224,7 @@ class Tokenizer {
     return ids;
   }
 
-  // Merges neighbours, those of the lowest rank first. A queue, so that a long word costs no square of its length.
+  // Merges neighbours, lowest rank first. A priority queue avoids quadratic time for long words.
   void merge(std::vector<Symbol> &symbols) const {
     std::priority_queue<Merge, std::vector<Merge>, std::greater<>> queue;
     const auto found = [&](int64_t place) {

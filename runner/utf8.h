@@ -6,9 +6,10 @@
 #include <string>
 #include <string_view>
 
-constexpr char32_t REPLACEMENT = 0xFFFD;  // for bytes that are no UTF-8
+constexpr char32_t REPLACEMENT = 0xFFFD;  // for bytes that are not UTF-8
 
-// Moves `at` behind the character that begins there. Where there is none: behind the bytes that could begin one, or one byte (Unicode 15, 3.9).
+// Returns the character at `at` and moves `at` behind it. For invalid bytes it moves behind the bytes that could begin
+// a character, or behind one byte (Unicode 15, 3.9).
 inline std::optional<char32_t> next_character(std::string_view bytes, size_t &at) {
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(bytes[i]); };
   const uint8_t first = byte(at++);

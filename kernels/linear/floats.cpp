@@ -19,8 +19,8 @@ constexpr int64_t STEP_BYTES = 4;  // of a row
 constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
 constexpr int64_t ROWS_OF_CHUNK = 8 * ACCUMULATORS;
 constexpr int64_t ROWS_PER_PACKING = 256;  // for a plain weight: packing a tile takes as long as multiplying about ten rows by it
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache; 2048 bytes into the L1 cache are up to 1.15 times slower at 8 and 16 rows
-constexpr int MAX_UNFETCHED = 2;  // up to this many rows 12-bit weights are read at memory speed; with prefetches one core takes 1.17 times as long
+constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into L2; 2048 bytes into L1 are up to 1.15 times slower at 8 and 16 rows
+constexpr int MAX_UNFETCHED = 2;  // up to this many rows memory speed is the limit for 12 bits; prefetches would take 1.17 of one core's time
 // Rows per panel. Up to MAX_ROWS rows are one panel, which reads the weight once. More rows are split into panels for
 // two tiles, which need fewer loads per product: a core that starts two products per cycle can do at most two loads for
 // them. AVX2 has the registers for one tile.

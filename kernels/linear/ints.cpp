@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t VECTOR_BYTES = STEP * LANES;
 constexpr int64_t PANELS_PER_CHUNK = 16;
 #ifdef HAS_TILES
-constexpr int64_t ROWS_FOR_TILES[] = {5, 10};  // with two limbs, with one limb: from this number of rows on tiles are faster, with the same bits
+constexpr int64_t ROWS_FOR_TILES[] = {5, 10};  // with two limbs, with one: tiles are faster from this number of rows on, with the same bits
 #endif
 constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache: 0.9 of the time of 2048 bytes into the L1 cache, also for one row
 
