@@ -124,7 +124,7 @@ def load(name: str) -> Library:
     """Return the kernels for the instruction set `name`. Compiles them if they are not in the cache.
 
     Raises NotBuilt if they cannot be compiled or stored. Raises UserError if another user could have written the
-    library: falling back to torch would only hide that.
+    library. That is not a NotBuilt, because a slower run in torch would hide it.
     """
     try:
         return Library(compiled(name))

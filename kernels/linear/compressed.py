@@ -80,7 +80,6 @@ def decompress(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
 
 
 def decompress_portably(memory: Tensor, num_tiles: int, num_steps: int) -> Tensor:
-    """Return the same as `decompress`, computed in plain torch."""
     groups, _, exceptions = _parts(memory, num_tiles, num_steps)
     lower, codes = groups[..., :128].unflatten(-1, (2, 64)), groups[..., None, 128:]  # [T, G, 2, 64], [T, G, 1, 64]
     codes = torch.cat((codes & 15, codes >> 4), dim=2)
