@@ -24,9 +24,8 @@ def cache_folder() -> Path:
     folder = ((Path(given) if given else Path.home() / ".cache") / "quintet").resolve()
     for each in reversed((folder, *folder.parents)):
         if not each.exists():
-            each.mkdir(
-                mode=0o700, exist_ok=True
-            )  # independent of the umask: this function does not reject its own folders later
+            # independent of the umask: this function does not reject its own folders later
+            each.mkdir(mode=0o700, exist_ok=True)
     home = Path(os.path.expanduser("~")).resolve()
     refuse_foreign(folder)
     for parent in folder.parents:

@@ -120,9 +120,8 @@ class Int4:
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
         vectors = vectors.float()
         size = self._group_size(vectors.shape[-1])
-        padding = vectors[..., -1:].expand(
-            *vectors.shape[:-1], -vectors.shape[-1] % size
-        )  # does not widen the range of a group
+        # repeats the last channel, which does not widen the range of its group
+        padding = vectors[..., -1:].expand(*vectors.shape[:-1], -vectors.shape[-1] % size)
         groups = torch.cat((vectors, padding), dim=-1).unflatten(-1, (-1, size))  # [..., P/C, C]
         lowest, highest = groups.aminmax(dim=-1)
         lowest, scale = lowest.half(), ((highest - lowest) / INT4_MAX).half()
@@ -191,12 +190,8 @@ class View(ctypes.Structure):
 
 # `enum class KVFormat` in kv_format.h
 NUMBERS = {Unquantised: 0, Int8: 1, Float8: 2, Int4: 3, StaticInt8: 1, StaticFloat8: 2}
-CODES = {
-    0: None,
-    1: torch.int8,
-    2: torch.float8_e4m3fn,
-    3: torch.uint8,
-}  # dtype of the stored codes; None: the dtype of the vectors
+# dtype of the stored codes; None: the dtype of the vectors
+CODES = {0: None, 1: torch.int8, 2: torch.float8_e4m3fn, 3: torch.uint8}
 MAX_GROUP = 128  # int4 codes that share a scale
 
 

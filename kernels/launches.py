@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     """The problem that a launch was measured for."""
 
     kernel: str
-    """"product", "gated experts" or "weighted experts"."""
+    """One of: product, gated experts, weighted experts."""
     rows: int
     """One of ROWS."""
     outputs: int

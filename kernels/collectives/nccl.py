@@ -41,9 +41,8 @@ class Nccl(TorchGroup):
         options._timeout = STEP
         group: Any = ProcessGroupNCCL(ranks, self.rank, self.size, options)  # torch's type stubs are incomplete
         own = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        group._allgather_base(
-            own.new_empty(self.size), own
-        ).wait()  # connects the ranks, which is impossible during a graph capture
+        # connects the ranks, which is impossible during a graph capture
+        group._allgather_base(own.new_empty(self.size), own).wait()
         torch.cuda.synchronize()
         return group
 

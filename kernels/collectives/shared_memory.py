@@ -41,9 +41,8 @@ class SharedMemory:
         self._library, self._slot_bytes = library, library.shared_slot_bytes()
         self._map = torch.frombuffer(mmap.mmap(fd, library.shared_bytes(size), offset=offset), dtype=torch.uint8)
         self._address = self._map.data_ptr()
-        self._row_bytes: dict[
-            tuple[int, ...], ctypes.Array[ctypes.c_int64]
-        ] = {}  # recorded calls point to these arrays
+        # recorded calls point to these arrays
+        self._row_bytes: dict[tuple[int, ...], ctypes.Array[ctypes.c_int64]] = {}
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         out = x.new_empty(x.shape[0], sum(widths))

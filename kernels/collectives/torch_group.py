@@ -54,9 +54,8 @@ class TorchGroup(ABC):
         self._server = server
         self._aborted = threading.Event()
         self._meeting: Future[Any] = Future()  # torch's process group
-        threading.Thread(
-            target=self._meet, args=(store, name, address)
-        ).start()  # not a daemon thread: Python waits for it at exit
+        # not a daemon thread: Python waits for it at exit
+        threading.Thread(target=self._meet, args=(store, name, address)).start()
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         check_piece(x, widths, self.rank, self.size)

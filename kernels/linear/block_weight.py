@@ -25,9 +25,8 @@ class BlockKind(NamedTuple):
     group_size: int
     block_size: int
     block_bytes: int  # in a file
-    factors_at: tuple[
-        int, ...
-    ]  # byte offsets in a block of the float16 factors: of the scales, and of the minimums if there are any
+    # byte offsets in a block of the float16 factors: of the scales, and of the minimums if there are any
+    factors_at: tuple[int, ...]
 
     @property
     def has_minimums(self) -> bool:

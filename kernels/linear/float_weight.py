@@ -16,7 +16,7 @@ INPUTS_OF_STEP = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """A weight [N, K] in the order in which a kernel reads it. It replaces the weight.
+    """A weight [N, K] in the order in which a kernel reads it, stored instead of the plain weight.
 
     `memory` is float32, float16 or bfloat16 [ceil(N / 16), ceil(K / P), 16, P], padded with zeros: P inputs of one
     output (`INPUTS_OF_STEP`), then 16 outputs, then the inputs. Or it is bfloat16 compressed to 12 bits, uint8 [bytes],

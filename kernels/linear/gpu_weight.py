@@ -27,8 +27,8 @@ class GPUWeight:
 
     codes: Tensor
     """int8 or float8_e4m3fn [N, K], K rounded up to whole chunks; or uint8 [N, K/2]: byte j of a chunk holds input j in
-    the lower and input j + C/2 in the upper four bits (plus 8 if symmetric). Each half of the bytes then meets
-    contiguous inputs."""
+    the lower and input j + C/2 in the upper four bits (plus 8 if symmetric). So the lower halves of the bytes belong to
+    contiguous inputs, and so do the upper halves."""
     scales: Tensor | None
     """float32 [G, N], or [G, ceil(N / 128)] for a block-quantised float8 weight; None if codes are floats of 16 or 32
     bits [N, K]."""

@@ -11,9 +11,8 @@ from kernels.linear.int_weight import IntWeight
 from kernels.linear.reference import dequantize, linear
 from kernels.quantize_rows.rows import QuantizedActivations, Rows
 
-BLOCK_BYTES = (
-    2**25
-)  # of dequantised weights at a time: small compared with a model, large compared with the overhead of a call
+# of dequantised weights at a time: small compared with a model, large compared with the overhead of a call
+BLOCK_BYTES = 2**25
 
 
 def blocks(weight: IntWeight | BlockWeight) -> list[tuple[int, int]]:

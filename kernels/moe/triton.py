@@ -31,9 +31,8 @@ LAUNCHES = {16: Launch(64, 16, 4, 4), 64: Launch(64, 64, 4, 3)}
 """The default launches by the largest number of pairs per expert, averaged over experts, that they are for. Used if
 none was measured on this GPU; more pairs use LARGE."""
 LARGE = Launch(128, 128, 8, 3)
-LARGE_GROUPS = Launch(
-    128, 64, 8, 3
-)  # sums of a group need registers in addition to the total: a larger tile would spill
+# sums of a group need registers in addition to the total: a larger tile would spill
+LARGE_GROUPS = Launch(128, 64, 8, 3)
 FLOAT32 = Launch(32, 16, 4, 2)
 
 

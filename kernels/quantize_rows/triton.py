@@ -42,9 +42,8 @@ def quantize_with(scales, groups, dtype: tl.constexpr):
     codes = tl.where((scales == scales)[:, None], tl.div_rn(groups, scales[:, None]), 0.0)
     if dtype == tl.int8:
         codes = tl.minimum(tl.maximum(codes, -128.0), 127.0)
-        codes = (
-            codes + 12582912.0
-        ) - 12582912.0  # rounds half to even: at the magnitude of 1.5 * 2^23 float32 has no fraction bits
+        # rounds half to even: at the magnitude of 1.5 * 2^23 float32 has no fraction bits
+        codes = (codes + 12582912.0) - 12582912.0
     else:
         codes = tl.minimum(tl.maximum(codes, -448.0), 448.0)
     return codes, scales

@@ -156,6 +156,5 @@ def _draw(logits, settings, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr
         likely = tl.maximum(likely, tl.max(tl.where(weight > 0, token, 0), 0))
         below += tl.sum(weight, 0)
         ties += tied
-    tl.store(
-        tokens + r, tl.where(chosen < vocab_size, chosen, likely).to(tl.int64)
-    )  # rounding: sums may stay below the total
+    # rounding: sums may stay below the total
+    tl.store(tokens + r, tl.where(chosen < vocab_size, chosen, likely).to(tl.int64))
