@@ -23,16 +23,13 @@ def paged_attention(
 ) -> Tensor:
     """Return softmax(scale * q k^T) v of every new token over its sequence, up to and including the token itself.
 
-    query [T, H, D]: rows query_starts[s] to query_starts[s+1] - 1 are the last tokens (possibly none) of the
-    context_lengths[s] tokens of sequence s. Their keys and values are already in the cache. Caches have [N, B, G, *]
-    with D and E channels; block_tables [S, M] int64, of which sequence s uses the first ceil(L / B) entries;
-    query_starts [S+1], context_lengths [S] int64.
-
+    query [T, H, D]: rows query_starts[s] to query_starts[s+1] - 1 are the last tokens, possibly none, of sequence s,
+    whose context_lengths[s] tokens are all in the caches [N, B, G, *] with D and E channels. Sequence s uses the first
+    ceil(L / B) of block_tables [S, M]. block_tables, query_starts [S+1] and context_lengths [S] are int64.
     - soft_cap c: scores become c * tanh(score / c) (Gemma 2).
     - window w: a token attends to itself and the w - 1 tokens before it (arXiv 2310.06825).
-    - alibi_slopes [H] float32: slope * (key's position - query's position) is added to the scores (arXiv 2108.12409).
-    - prefix_lengths [S] int64: all tokens of sequence s attend to its first prefix_lengths[s] tokens, including later
-      ones.
+    - alibi_slopes [H] float32: slope * (key's position - query's position) is added to scores (arXiv 2108.12409).
+    - prefix_lengths [S] int64: all tokens of a sequence attend to its first prefix_lengths[s] tokens.
 
     Returns [T, H, E] in query's dtype; the softmax is float32.
     """
