@@ -66,7 +66,7 @@ def test_nccl_of_one_rank_in_a_graph() -> None:
 
 
 @NEEDS_HYDRA
-@pytest.mark.parametrize("division", [TP, PP], ids=["tp", "pp"])
+@pytest.mark.parametrize("parallel_layout", [TP, PP], ids=["tp", "pp"])
 def test_two_ranks_of_a_gpu_give_the_cpus_tokens_over_gloo(parallel_layout: dict[str, Any], tmp_path: Path) -> None:
     write_llama(tmp_path)
     expected = tokens(tmp_path, DeviceType.cpu)
@@ -75,7 +75,7 @@ def test_two_ranks_of_a_gpu_give_the_cpus_tokens_over_gloo(parallel_layout: dict
 
 @NEEDS_HYDRA
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
-@pytest.mark.parametrize("division", [TP, PP], ids=["tp", "pp"])
+@pytest.mark.parametrize("parallel_layout", [TP, PP], ids=["tp", "pp"])
 def test_two_gpus_give_the_cpus_tokens_by_nccl(parallel_layout: dict[str, Any], tmp_path: Path) -> None:
     write_llama(tmp_path)
     assert tokens(tmp_path, DeviceType.cuda, **parallel_layout) == tokens(tmp_path, DeviceType.cpu)

@@ -63,7 +63,7 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
         load_planned(float_run, plan)
         formats = [(Unquantised(), Unquantised())]
         cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, formats, plan.dtype, CPU)
-        parted = () if tp * pp == 1 else (whole.model, plan.cuts, context.group)
+        parted = () if tp * pp == 1 else (whole.model, plan.shards, context.group)
         share = Share(run.quant, layout, plan.model, batches, cache, *parted)
         made = Quantized(share.rest())
         for part in filter(share.has, share.parts):
@@ -72,7 +72,7 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
                 header, content = message_of(own)
                 chosen[part.index].set_result(kept_of(header, bytearray(content)))
             kept = chosen[part.index].result(LIMIT_S)
-            made.tensors |= kept.tensors | share.context(part, kept.tensors)
+            made.tensors |= kept.tensors | share.place(part, kept.tensors)
             made.folds |= kept.folds or {}
             made.reports += kept.reports
         if context.parallel_layout.stage < pp - 1:

@@ -194,7 +194,7 @@ def test_float8_of_any_shape(num_outputs: int, num_inputs: int, groups: int) -> 
     found_codes, found_scales = weight.unpack()
     assert found_codes.view(torch.uint8).equal(codes.view(torch.uint8))
     assert found_scales.equal(scales)
-    assert weight.cut(slice(0, 1)).unpack()[0].float().equal(codes[:1].float())
+    assert weight.slice_outputs(slice(0, 1)).unpack()[0].float().equal(codes[:1].float())
     values = codes.double() * scales.double().repeat_interleave(size, 1)
     x = randn(max(ROWS), num_inputs)
     rows: list[tuple[Rows, Tensor]] = [

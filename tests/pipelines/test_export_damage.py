@@ -144,7 +144,7 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"linears": {"config": [1, 1]}}, "is damaged .*config"),
         ({"linears": {"graph": [1, 1]}}, "is damaged .*graph"),
         ({"linears": {"weight_0": [1, 1]}}, "is damaged .*weight_0"),
-        ({"key_border": -1}, "long_rope_threshold=-1"),
+        ({"key_border": -1}, "key_border=-1"),
         ({"eos_token_ids": ["a"]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
         ({"prompt_marks": [["a"]]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
         ({"prompt_marks": 3}, "export.json is damaged .'int' object is not iterable"),

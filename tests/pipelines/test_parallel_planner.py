@@ -80,7 +80,7 @@ def dry_run(
 
 
 def candidates_of(config: RunConfig) -> dict[tuple[int, int, int], Candidate]:
-    found, _, _ = parallel_planner.parallel_planner(config)
+    found, _, _ = parallel_planner.plan_layouts(config)
     return {(each.tp, each.pp, each.replicas): each for each in found}
 
 
@@ -126,7 +126,7 @@ def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
     """The command may take 3 s, of which half are imports; 0.2 s are usual. Processor time, so that other work does not count."""
     config = dry_run(write_config(tmp_path / name, CONFIGS[name]), "2x8_gpus", quant=INT8)
     begin = process_time()
-    parallel_planner.parallel_planner(config)
+    parallel_planner.plan_layouts(config)
     assert process_time() - begin < 1.5
 
 

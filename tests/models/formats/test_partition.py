@@ -91,7 +91,7 @@ def cuts_of(model: CausalLM, layer: str) -> dict[str, tuple[int, ...]]:
     """Of what is outside of the layers, and of one layer, by the last parts of their names."""
     outside = {name: tensor for name, tensor in expected_tensors(model).items() if not re.search(r"\.\d+\.", name)}
     inside = {name: tensor for name, tensor in expected_tensors(model).items() if layer in name}
-    return {".".join(name.split(".")[-2:]): tensor.cuts for name, tensor in (outside | inside).items()}
+    return {".".join(name.split(".")[-2:]): tensor.shard_axes for name, tensor in (outside | inside).items()}
 
 
 def test_slices_that_ranks_may_hold() -> None:

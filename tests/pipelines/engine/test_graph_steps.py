@@ -193,7 +193,7 @@ def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkey
 
     monkeypatch.setattr("pipelines.engine.executor.GraphSteps", Captured)
     monkeypatch.setattr("pipelines.engine.executor.GraphPool", lambda: SimpleNamespace(capture=compute_again))
-    monkeypatch.setattr("pipelines.engine.executor.Runner.compute", lambda *_: ran.append("computed"))
+    monkeypatch.setattr("pipelines.engine.executor.Executor.compute", lambda *_: ran.append("computed"))
     engine = engine_of(tmp_path / "base")
     model = engine.executor.model
     formats = [(Unquantised(), Unquantised())] * len(model.attention_heads)
