@@ -1,4 +1,4 @@
-"""A job on a Ray cluster, which two node processes of this machine stand for: its process is killed, and the same command goes on."""
+"""A job and a server on a Ray cluster, which two node processes of this machine stand for."""
 
 import re
 import select
@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.helpers.command import run, run_interrupted
+from tests.helpers.server import ended, served
 from tests.helpers.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray"), pytest.mark.long]
@@ -42,24 +44,24 @@ def node(*arguments: str) -> Iterator[str]:
         process.communicate(timeout=LIMIT_S)
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes with a processor each, where RAY_ADDRESS leads."""
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of two nodes with a processor each, where RAY_ADDRESS leads."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5a" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # sockets have short names
         said = stack.enter_context(node(*HEAD, f"--temp-dir={folder}"))
         found = re.search(r"--address='([^']+)'", said)
         assert found, said
         stack.enter_context(node(f"--address={found[1]}", "--min-worker-port=0", "--max-worker-port=0"))
-        monkeypatch.setenv("RAY_ADDRESS", found[1])
-        yield
+        patch.setenv("RAY_ADDRESS", found[1])
+        yield found[1]
 
 
-def test_a_killed_job_goes_on_where_it_was(cluster: None, tmp_path: Path) -> None:
+def test_a_killed_job_goes_on_where_it_was(cluster: str, tmp_path: Path) -> None:
     data = tmp_path / "rows.txt"
     data.write_text("".join(f"Once upon a time there were {i} dogs\n" for i in range(60)))
     settings = [f"predict.data={data}", "predict.batch_size=4", "decode=sampling", "decode.seed=3", "device=cpu"]
@@ -73,3 +75,18 @@ def test_a_killed_job_goes_on_where_it_was(cluster: None, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "20 rows are done" in done.stderr
     assert (folder / "predictions.jsonl").read_bytes() == (whole / "predictions.jsonl").read_bytes()
+
+
+def test_a_server_has_its_replicas_there_and_no_other_without_the_token(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path / "run", "serve.replicas=2") as (process, url):
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        assert ended(process)[0] == 0
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = run("task=serve", "serve.port=0", "serve.replicas=2", f"hydra.run.dir={tmp_path / 'other'}")
+    assert done.returncode == 1
+    assert f"error: RAY_ADDRESS={cluster} cannot be reached (Token authentication is enabled" in done.stderr

@@ -47,7 +47,7 @@ def ranks() -> list[int]:
     return [pid for pid, (parent, command) in ours().items() if "ranks.worker" in command and parent in workers]
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize("degrees", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.matrix)], ids=["tp", "pp"])
 def test_the_files_are_those_of_one_process(
     degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

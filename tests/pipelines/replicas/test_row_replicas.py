@@ -172,7 +172,13 @@ def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
         assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
 
 
-def test_a_row_that_kills_three_is_an_error_and_the_others_are_done() -> None:
+def test_a_row_that_kills_all_it_may_is_an_error_and_the_others_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two here, of which it is alone in the second; test_dispatch.py has the product's numbers."""
+    from pipelines.replicas import dispatch, row_replicas
+
+    for module in (dispatch, row_replicas):
+        monkeypatch.setattr(module, "MAX_LOSSES", 2)
+    monkeypatch.setattr(dispatch, "ALONE_AFTER", 1)
     prompts = ["Once", "upon", POISON, "there", "was", "a", "dog", "who"]
     rows = iter([PromptRow(i, prompt=prompt, digest=f"{i:016x}") for i, prompt in enumerate(prompts)])
     run = replace(run_of(replicas=1), decode=DecodeConfig(max_new_tokens=2))
@@ -181,15 +187,18 @@ def test_a_row_that_kills_three_is_an_error_and_the_others_are_done() -> None:
     found = {record["row"]["index"]: record["row"]["error"] for record in records}
     assert len(records) == len(prompts)
     assert [index for index, error in found.items() if error] == [prompts.index(POISON)]
-    assert "3 replicas were lost with this row, which ran alone in the last one" in found[prompts.index(POISON)]
+    assert "2 replicas were lost with this row, which ran alone in the last one" in found[prompts.index(POISON)]
 
 
-def test_replicas_that_only_end_end_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    message = "every replica was lost 4 times in a row, the last one by: "
+def test_replicas_that_only_end_end_the_job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from pipelines.replicas import row_replicas
+
+    monkeypatch.setattr(row_replicas, "MAX_STARTS", 2)
+    message = "every replica was lost 2 times in a row, the last one by: "
     with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=message):  # noqa: SIM117
         with rows_on_ray(UnloadableRows, run_of(replicas=1)):
             pass
-    assert len([record for record in caplog.records if "is lost, is loaded again" in record.message]) == 3
+    assert len([record for record in caplog.records if "is lost, is loaded again" in record.message]) == 1
     assert all_end()
 
 
@@ -199,7 +208,8 @@ def test_workers_that_stop_before_they_have_run_are_lost(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(row_replicas, "RowWorker", RowWorker)
     monkeypatch.setattr(row_replicas, "BEGIN_S", 3.0)
-    message = "every replica was lost 4 times in a row, the last one by: it has been silent for 3 s"
+    monkeypatch.setattr(row_replicas, "MAX_STARTS", 1)
+    message = "every replica was lost 1 times in a row, the last one by: it has been silent for 3 s"
     with pytest.raises(UserError, match=message), rows_on_ray(PoisonRows, run_of(replicas=1)):
         pass
     assert all_end()

@@ -4,9 +4,6 @@ import json
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +15,6 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.command import run
 from tests.helpers.processes import engines
 from tests.helpers.server import ended, served
 from tests.helpers.waiting import LIMIT_S, until
@@ -86,7 +82,7 @@ def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
     fields = {"model": "tiny", "temperature": 0, "max_tokens": 8}
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": fields | {"prompt": [i % 500 + 3, 9]}}
-        for i in range(400)
+        for i in range(250)
     ]
     with served(tmp_path / "run", f"serve.batches={tmp_path / 'batches'}", "serve.replicas=2") as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -105,7 +101,7 @@ def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
             answers = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
         assert restarts(url) == "1.0"
         assert [answer["custom_id"] for answer in answers] == [str(i) for i in range(len(lines))]
-        for number in (0, 100, 399):
+        for number in (0, 100, 249):
             alone = httpx.post(f"{url}/v1/completions", json=lines[number]["body"], timeout=LIMIT_S).json()
             assert answers[number]["response"]["body"]["choices"] == alone["choices"]
         assert ended(process)[0] == 0
@@ -113,40 +109,3 @@ def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
 
 def num_completed(batch: Any) -> int:
     return batch.request_counts.completed if batch.request_counts else 0
-
-
-def test_a_cluster_that_is_there_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64, "RAY_USAGE_STATS_ENABLED": "0"}.items():
-        monkeypatch.setenv(name, value)
-    ray = Path(sys.executable).parent / "ray"
-    options = [
-        f"--port={port}",
-        "--num-cpus=2",
-        "--object-store-memory=80000000",
-        "--include-dashboard=false",
-        "--block",
-    ]
-    with (tmp_path / "head").open("w+") as out:
-        head = subprocess.Popen([ray, "start", "--head", *options], stdout=out, stderr=out)
-        try:
-            deadline = time.monotonic() + LIMIT_S
-            while "Ray runtime started" not in (tmp_path / "head").read_text():
-                assert head.poll() is None
-                assert time.monotonic() < deadline, (tmp_path / "head").read_text()
-                time.sleep(0.1)
-            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-            with served(tmp_path / "run", "serve.replicas=2") as (process, url):
-                assert post(url).json()["usage"]["completion_tokens"] == 8
-                assert ended(process)[0] == 0
-            monkeypatch.delenv("RAY_AUTH_TOKEN")
-            monkeypatch.setenv("HOME", str(tmp_path))
-            done = run("task=serve", "serve.port=0", "serve.replicas=2", f"hydra.run.dir={tmp_path / 'other'}")
-            assert done.returncode == 1
-            assert (
-                f"error: RAY_ADDRESS=127.0.0.1:{port} cannot be reached (Token authentication is enabled" in done.stderr
-            )
-        finally:
-            head.send_signal(signal.SIGINT)
-            head.wait(LIMIT_S)

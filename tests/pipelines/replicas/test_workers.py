@@ -5,8 +5,6 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,7 +22,7 @@ from pipelines.engine_process.frames import Delta, Submit
 from pipelines.ranks.launch import joined
 from pipelines.replicas.cluster import replicas_of
 from pipelines.replicas.replicas import Replicas
-from tests.helpers.builders import REPOSITORY
+from tests.helpers.command import run
 from tests.helpers.launchers import SRUN, TORCHRUN
 from tests.helpers.processes import engines
 from tests.helpers.serving import Asked, Whole, run_async, serving, tiny_run, whole
@@ -131,7 +129,7 @@ def test_two_answer_as_one_and_compute_hardly_more() -> None:
 
 
 @pytest.mark.long
-def test_where_one_is_killed_the_other_goes_on() -> None:
+def test_where_one_is_killed_the_other_goes_on_and_what_crashed_two_is_refused_by_both() -> None:
     submits = [Submit(0, [300 + i] * 20, ENDLESS | {"seed": i}, streams=True) for i in range(4)]
 
     async def test() -> None:
@@ -149,63 +147,41 @@ def test_where_one_is_killed_the_other_goes_on() -> None:
             assert len(engines().keys() - before.keys()) == 1
             for client in clients:
                 assert (await whole(Asked(client, submits[0]))).token_ids == again[0].token_ids
+            await crash_twice(replicas, Submit(0, [400] * 20, ENDLESS, streams=True))
 
     run_async(test())
 
 
-@pytest.mark.long
-def test_what_crashed_two_engines_is_refused_by_both() -> None:
-    poison = Submit(0, [300] * 20, ENDLESS, streams=True)
+async def crash_twice(replicas: Replicas, poison: Submit) -> None:
+    for client in replicas._clients:
+        answer = Asked(client, poison)
+        await first_token(answer)
+        for pid in engines():
+            os.kill(pid, signal.SIGKILL)
+        assert "was ended by SIGKILL: send the request again" in await end_of(answer)
+        while replicas.info is not None:  # the other one has not been missed yet
+            await asyncio.sleep(0.01)
+        await replicas.wait_ready()
+    for client in replicas._clients:
+        with pytest.raises(EngineRefused, match="crashed, 2 times"):
+            await Asked(client, poison).accepted()
 
+
+@pytest.mark.long
+def test_a_hung_engine_and_a_hung_worker_of_ray_are_started_again_and_leave_nothing() -> None:
     async def test() -> None:
-        async with replicated() as replicas:
-            for client in replicas._clients:
-                answer = Asked(client, poison)
-                await first_token(answer)
-                for pid in engines():
-                    os.kill(pid, signal.SIGKILL)
-                assert "was ended by SIGKILL: send the request again" in await end_of(answer)
-                while replicas.info is not None:  # the other one has not been missed yet
-                    await asyncio.sleep(0.01)
+        async with replicated(number=1, stall_s=2.0) as replicas:
+            for hangs in ("engine", "worker"):
+                ((engine, worker),) = engines().items()
+                ended = [os.pidfd_open(pid) for pid in ((engine,) if hangs == "engine" else (engine, worker))]
+                os.kill(engine if hangs == "engine" else worker, signal.SIGSTOP)
+                with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=2.0 seconds: send"):
+                    await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))
                 await replicas.wait_ready()
-            for client in replicas._clients:
-                with pytest.raises(EngineRefused, match="crashed, 2 times"):
-                    await Asked(client, poison).accepted()
-
-    run_async(test())
-
-
-@pytest.mark.long
-def test_a_hung_engine_is_started_again_and_leaves_nothing() -> None:
-    async def test() -> None:
-        async with replicated(number=1, stall_s=2.0) as replicas:
-            ((pid, _),) = engines().items()
-            process = os.pidfd_open(pid)
-            os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=2.0 seconds: send"):
-                await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))
-            await replicas.wait_ready()
-            assert (await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))).done.error is None
-            assert select.select([process], [], [], LIMIT_S)[0]  # it has ended
-            os.close(process)
-
-    run_async(test())
-
-
-@pytest.mark.long
-def test_a_hung_worker_of_ray_is_replaced() -> None:
-    async def test() -> None:
-        async with replicated(number=1, stall_s=2.0) as replicas:
-            ((engine, worker),) = engines().items()
-            ended = [os.pidfd_open(pid) for pid in (engine, worker)]
-            os.kill(worker, signal.SIGSTOP)
-            with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=2.0 seconds: send"):
-                await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))
-            await replicas.wait_ready()
-            assert (await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))).done.error is None
-            for process in ended:
-                assert select.select([process], [], [], LIMIT_S)[0]
-                os.close(process)
+                assert (await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))).done.error is None
+                for process in ended:
+                    assert select.select([process], [], [], LIMIT_S)[0]
+                    os.close(process)
 
     run_async(test())
 
@@ -248,21 +224,18 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_one_line() -> None:
 
 
 @pytest.mark.long
-def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
-    for address in ("127.0.0.1:1", "auto", "ray://127.0.0.1:10001"):
-        command = [
-            sys.executable,
-            "run.py",
-            "task=serve",
-            "serve.port=0",
-            "serve.replicas=2",
-            f"hydra.run.dir={tmp_path}",
-        ]
-        environment = os.environ | {"RAY_ADDRESS": address}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-        assert f"error: RAY_ADDRESS={address} cannot be reached (" in done.stderr
-        assert "give HOST:PORT of a cluster's head, or leave it out" in done.stderr
+def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines.replicas.connection import _connect
+
+    remedy = "give HOST:PORT of a cluster's head, or leave it out"
+    for address in ("auto", "ray://127.0.0.1:10001"):
+        with pytest.raises(UserError, match=rf"^RAY_ADDRESS={address} cannot be reached \(.*\): {remedy}$"):
+            _connect(address)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    done = run("task=serve", "serve.port=0", "serve.replicas=2", f"hydra.run.dir={tmp_path}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert "error: RAY_ADDRESS=127.0.0.1:1 cannot be reached (" in done.stderr
+    assert remedy in done.stderr
 
 
 @pytest.mark.parametrize("started", [SRUN, TORCHRUN], ids=["srun", "torchrun"])
