@@ -52,8 +52,9 @@ def test_all_option_files_are_known() -> None:
     assert len(OPTIONS) >= 16
 
 
+# test_model_options.py has those of models
 @pytest.mark.long
-@each(("group", "option"), OPTIONS)
+@each(("group", "option"), [(group, option) for group, option in OPTIONS if group != "model"])
 def test_every_option_composes_and_says_when_to_choose_it(group: str, option: str) -> None:
     assert isinstance(compose_run_config([f"{group}={option}"]), RunConfig)
     lines = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
@@ -373,7 +374,9 @@ def test_an_option_over_a_saved_config_leaves_what_no_option_of_its_group_sets(s
 
 
 @pytest.mark.long
-@each(("group", "option"), [(g, o) for g, o in OPTIONS if g not in ("task", "experiment")])
+@each(
+    ("group", "option"), [(g, o) for g, o in OPTIONS if g not in ("task", "experiment", "model")] + [("model", "tiny")]
+)
 def test_every_option_goes_over_a_saved_config(saved: RunConfig, group: str, option: str) -> None:
     run, fresh = composed_over(["-cp", "saved", f"{group}={option}"]), compose_run_config([f"{group}={option}"])
     assert getattr(run, group) == replace(getattr(fresh, group), **GIVEN.get(group, {}))
@@ -405,6 +408,7 @@ def test_a_sweep_over_tasks_keeps_the_section_of_the_saved_one(saved: RunConfig)
         assert (run.task, getattr(run, task), run.decode) == (Task[task], section, saved.decode)
 
 
+@pytest.mark.long
 def test_another_task_over_a_saved_config_has_the_data_of_its_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,8 @@ import sys
 from typing import Any
 
 QUICK = "not long and not matrix"  # the -m of `make test`
-CASES = 2600  # that pytest collects; a loop inside a test (tests/helpers/cases.py) costs one
-PROCESSES = 300  # that its workers start or fork
+CASES = 2580  # that pytest collects; a loop inside a test (tests/helpers/cases.py) costs one
+PROCESSES = 290  # that its workers start or fork
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")  # audit events
 
 

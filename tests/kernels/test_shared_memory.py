@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from kernels import build
 from kernels.collectives import RankFailed
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from tests.helpers.cases import each
+from tests.helpers.tiers import tiers
 
 LIBRARY = build.library()
+EVERY = [*product(("replay", "exchange"), (2, 3))]
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="shared memory needs the C++ kernels")
 
 
@@ -26,8 +29,7 @@ def start(stack: ExitStack, fd: int, rank: int, size: int, job: str) -> "subproc
     return process
 
 
-@pytest.mark.parametrize("job", ["replay", pytest.param("exchange", marks=pytest.mark.long)])
-@each("size", [2, 3])
+@pytest.mark.parametrize(("job", "size"), tiers(EVERY, [("replay", 2)], EVERY))
 def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, size)
@@ -37,7 +39,8 @@ def test_ranks_have_what_torch_makes_of_all_pieces(job: str, size: int) -> None:
         assert [rank.communicate()[0][:4] for rank in ranks] == ["done"] * size
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@each("size", [2, 3])
 def test_exchanges_are_counted_beyond_the_largest_number(size: int) -> None:
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, size)

@@ -106,6 +106,7 @@ def test_llama3_conversations() -> None:
     assert tokenizer.encode("x", add_special_tokens=True)[0] == tokenizer.bos_token_id == 128000
 
 
+@pytest.mark.long
 def test_qwen_conversations(tmp_path: Path) -> None:
     tokenizer = real("qwen1", tmp_path, model_type="qwen")
     vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["qwen-7b-chat (v1)"]

@@ -123,6 +123,7 @@ def test_each_prompt_may_have_its_own_settings(llm: LLM) -> None:
     assert [each.index for each in outputs[1].outputs] == [0, 1]
 
 
+@pytest.mark.long
 def test_a_script_is_reproducible_and_its_calls_differ() -> None:
     def script() -> list[list[int]]:
         llm = LLM("tiny", seed=3, overrides=["device=cpu"])

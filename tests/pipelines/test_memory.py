@@ -79,6 +79,7 @@ def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch: pytest
         load_engine(run, 3)
 
 
+@pytest.mark.long
 def test_memory_that_ends_in_a_run_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB. If reserved memory is large, read"
 

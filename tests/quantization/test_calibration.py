@@ -112,6 +112,7 @@ def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None
     assert (sample - whole.float()).norm() < 24 * torch.finfo(whole.dtype).eps * whole.float().norm()
 
 
+@pytest.mark.long
 @each("family", GOLDEN_FAMILIES)
 def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     """And are undone where they would not: ChatGLM-6B's norms feed the residual, a mixture's second norm the router."""

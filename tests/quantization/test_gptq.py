@@ -107,6 +107,7 @@ def test_pruned_weights_stay_0_and_the_others_make_up_for_errors(
     assert output_error(x, weight, on_the_way) < output_error(x, weight, rounded)
 
 
+@pytest.mark.long
 @each("act_order", [False, True])
 @each("size", [16, 48, 144, 160])  # blocks of 128 (8 groups), 96 (2 groups), one group each
 def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_order: bool) -> None:

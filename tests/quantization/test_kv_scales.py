@@ -129,6 +129,7 @@ def test_every_family_says_where_it_keeps_keys_and_values(family: str) -> None:
     assert len({name.replace(str(i), "N", 1) for i, name in enumerate(names)}) == 1  # one of each layer, in their order
 
 
+@pytest.mark.long
 def test_latents_have_a_scale_for_keys_alone(data: Path, tmp_path: Path) -> None:
     build(3, **V3_GROUPS).save_pretrained(tmp_path / "float")
     made = make(quantize_run(tmp_path / "float", replace(STATIC_INT8, scheme=INT8), tmp_path / "made", data), tmp_path)

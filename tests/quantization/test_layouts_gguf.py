@@ -59,6 +59,7 @@ def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) 
     assert kind == "Q8_0" or all(bool((found[f"{module}.scales"] < 0).any()) for module in modules)
 
 
+@pytest.mark.long
 @each("kind", TYPES)
 @each("family", TWINS)
 def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_what_is_not_a_llama_is_refused(tmp_path: Path) -> None:
         write_outlier_twin(Path(__file__).parents[1] / "goldens" / "bloom", tmp_path / "twin")
 
 
+@pytest.mark.long
 def test_static_scales_fall_apart_and_smoothing_recovers(twins: tuple[Path, Path], tmp_path: Path) -> None:
     plain, twin = twins
     data = write_rows(tmp_path / "rows.jsonl", random_rows(40, 16))

@@ -36,6 +36,7 @@ def test_prompts_that_the_cache_knows(tmp_path: Path) -> None:
     assert [output.num_cached_tokens for output in second] == [4, 0, 36, 16]
 
 
+@pytest.mark.long
 def test_experts_in_every_second_layer(tmp_path: Path) -> None:
     """moe_layer_freq: what the model's own code does, and transformers leaves out."""
     reference = build(2, first_k_dense_replace=0)

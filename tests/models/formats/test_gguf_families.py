@@ -118,6 +118,7 @@ PACKED = {
 }
 
 
+@pytest.mark.long
 @each("name", PACKED)
 def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> None:
     """The file stays packed, and its logits are near those of transformers with the package's rounded weights."""

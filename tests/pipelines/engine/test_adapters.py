@@ -75,6 +75,7 @@ def test_rows_alone_and_together(models: Path) -> None:
     assert completions(outputs(engine_with(models, max_adapters=1), rows[::-1])) == completions(alone[::-1])
 
 
+@pytest.mark.long
 def test_other_ranks_and_residency_change_no_bit(models: Path) -> None:
     """An adapter's rows are the same in an engine that knows it alone."""
     rows = list(zip(PROMPTS, NAMES, strict=True))

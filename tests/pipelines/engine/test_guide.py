@@ -62,6 +62,7 @@ def alone(chatty: Path) -> list[Output]:
     return outputs
 
 
+@pytest.mark.long
 @each("kind", ["byte-level", "byte fallback"])
 def test_whole_texts_are_in_the_grammar(chatty: Path, llama_like: Path, kind: str) -> None:
     engine = engine_of(chatty if kind == "byte-level" else llama_like, 8, tokenizer="")

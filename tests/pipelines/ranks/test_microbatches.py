@@ -23,6 +23,7 @@ from tests.helpers.oracle import random_prompts
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
 
+@pytest.mark.long
 def test_both_stages_are_busy_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of the second stage lasts until the first is within the step after it: stages that wait for each other never get there."""
     write_llama(tmp_path / "model")

@@ -50,7 +50,8 @@ def token_ids(found: list[Any]) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in completions] for completions, _ in found]
 
 
-@pytest.mark.parametrize("sum", [Sum.gather, pytest.param(Sum.reduce, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("sum", [Sum.gather, Sum.reduce])
 def test_whole_experts(sum: Sum, tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
     run = run_config(tmp_path)
@@ -69,10 +70,9 @@ def test_stages_of_ranks_that_add(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [(), ("parallel.backend=gloo",)], ids=["shared memory", "tcp"])
-def test_runs_of_the_command(data: Path, run_of: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]) -> None:
-    """Of the bundled model: two that add give the same files, also over TCP."""
-    done(start(data, tmp_path / "run", *REDUCE, *how))
+def test_runs_of_the_command(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Of the bundled model: two that add give the same files in shared memory and over TCP."""
+    done(start(data, tmp_path / "run", *REDUCE, "parallel.backend=gloo"))
     assert same_files(tmp_path / "run", run_of(*REDUCE))
 
 

@@ -11,6 +11,7 @@ from tests.helpers.cases import each
 from tests.helpers.clients import QUESTION, TOOL_TEMPLATE, Expected, Weather
 from tests.helpers.server import served
 
+pytestmark = pytest.mark.long
 ASKED: Any = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": QUESTION}]}
 CITIES = [{"city": "Bern"}, {"city": "Rome"}]
 

@@ -39,6 +39,7 @@ async def answer(client: EngineClient, tokenizer: Tokenizer, **fields: Any) -> A
         chat.close()
 
 
+@pytest.mark.long
 def test_vectors_are_those_of_the_task(tmp_path: Path) -> None:
     write_qwen3_embedding(tmp_path)
     model = ModelConfig(path=str(tmp_path), dtype=DType.float32)

@@ -42,6 +42,7 @@ def metrics(url: str) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0].replace('model_name="tiny"', ""): float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
+@pytest.mark.long
 def test_clients_that_leave_free_what_they_had(tmp_path: Path) -> None:
     """Long before their answers would have ended."""
     with served(tmp_path / "run") as (_, url):

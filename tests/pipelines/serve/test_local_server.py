@@ -33,6 +33,7 @@ def test_it_answers_and_ends(tmp_path: Path) -> None:
     assert (tmp_path / "requests.jsonl").read_text().count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "none"}')
     run = replace(RUN, model=ModelConfig(path=str(tmp_path), tokenizer=None))

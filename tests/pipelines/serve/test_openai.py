@@ -161,6 +161,7 @@ class Ball(BaseModel):
     is_new: bool
 
 
+@pytest.mark.long
 def test_answers_are_parsed_into_classes(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Tom had a red ball."}], "max_tokens": 200}
     colors = set()
