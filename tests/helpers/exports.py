@@ -46,14 +46,14 @@ class Exports:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def of(self, run: RunConfig, **parallel_layout: int) -> Path:
+    def of(self, run: RunConfig, tp: int = 1, pp: int = 1) -> Path:
         """Return the export of the run's model, which the first who asks for it makes. Who changes it takes a copy.
 
         It is made of a copy of the checkpoint, which is gone afterwards, and then moved: it needs neither.
         """
         source = Path(run.model.path)
         anywhere = replace(run, model=replace(run.model, path="anywhere"))
-        key = hashlib.sha256(repr((anywhere, parallel_layout)).encode())
+        key = hashlib.sha256(repr((anywhere, tp, pp)).encode())
         for file in sorted(source.rglob("*") if source.is_dir() else [source]):
             content = file.read_bytes() if file.is_file() else b""
             key.update(f"{file.relative_to(source)} {len(content)} ".encode() + content)
@@ -62,12 +62,12 @@ class Exports:
         with (made.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
             if not made.exists():
-                _make(run, made, parallel_layout)
+                _make(run, made, tp, pp)
         verify_manifest(made)  # no test has changed it
         return made
 
 
-def _make(run: RunConfig, made: Path, parallel_layout: dict[str, int]) -> None:
+def _make(run: RunConfig, made: Path, tp: int, pp: int) -> None:
     with TemporaryDirectory(dir=made.parent) as folder:
         source, copy = Path(run.model.path), Path(folder) / "model"
         if source.is_dir():
@@ -75,7 +75,7 @@ def _make(run: RunConfig, made: Path, parallel_layout: dict[str, int]) -> None:
         else:
             copy = Path(shutil.copyfile(source, copy.with_suffix(source.suffix)))
         model = replace(run.model, path=str(copy))
-        exported(replace(run, model=model), Path(folder) / "made", **parallel_layout).rename(made)
+        exported(replace(run, model=model), Path(folder) / "made", tp=tp, pp=pp).rename(made)
 
 
 def exported(run: RunConfig, folder: Path, **parallel_layout: int) -> Path:

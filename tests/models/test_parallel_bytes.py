@@ -16,6 +16,7 @@ from models.parallel import shard_model, stage_layers
 from models.registry import find_architecture
 from models.sharding import ParallelLayout
 from models.weights import module_bytes
+from tests.helpers.tiers import tiers
 
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -68,16 +69,18 @@ def test_qwen2_7b_on_eight_ranks_has_its_four_keys_twice() -> None:
     assert max(found) < 1.02 * min(found)  # 3 heads and 4
 
 
-@pytest.mark.long
-def test_deepseek_v3_on_four_stages_of_sixteen_ranks() -> None:
-    e, v, h, layers, dense, x = 7168, 129280, 128, 61, 3, 256
+@pytest.mark.parametrize("layers", tiers([(21,), (61,)], long=[(21,)]))
+def test_deepseek_v3_on_four_stages_of_sixteen_ranks(layers: int) -> None:
+    """Of all its layers, and of the first ones, which are of both kinds."""
+    config = DEEPSEEK_V3 | {"num_hidden_layers": layers}
+    e, v, h, dense, x = 7168, 129280, 128, 3, 256
     attention = h * 192 * 1536 + 512 * h * 256 + e * h * 128
     cut = 2 * v * e + layers * attention + dense * 3 * e * 18432 + (layers - dense) * (x + 1) * 3 * e * 2048
     latents = (1536 + 576) * e + 1536 + 512
     whole = layers * (latents + 2 * e) + e
     routers = 4 * (layers - dense) * (x * e + x)  # float32
     found = [
-        rank_bytes(DEEPSEEK_V3, ParallelLayout(16, 4, 5 * stage, stage)) for stage in range(4)
+        rank_bytes(config, Division(16, 4, 5 * stage, stage)) for stage in range(4)
     ]  # all sizes are multiples of 16
     assert sum(found) == BFLOAT16 * (cut // 16 + whole) + routers
     a_layer = (BFLOAT16 * (attention + (x + 1) * 3 * e * 2048)) // 16 + 2**20 * 64

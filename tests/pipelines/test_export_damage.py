@@ -409,7 +409,7 @@ def test_damaged_files_give_a_line_or_tokens(
 ) -> None:
     """Of the three files one is damaged; the sha256 is made to fit."""
     found = Counter[str]()
-    for seed in range(150):
+    for seed in range(75):
         chooser, folder = random.Random(seed), tmp_path / "made"
         shutil.copytree(artefact, folder, dirs_exist_ok=True)
         harm(folder, chooser, chooser.choice(OTHERS))
@@ -423,14 +423,14 @@ def test_damaged_files_give_a_line_or_tokens(
 @pytest.mark.long
 @each("file", [GRAPH, ADAPTED_GRAPH])
 def test_damaged_graphs(file: str, artefact: Path, step: Step) -> None:
-    check_places(file, artefact, step, 1)
+    check_places(file, artefact, step, 0.5)
 
 
 @pytest.mark.long
 @each("quant", [A8W8, INT8_INT4_CACHE, INT4])
 def test_damaged_graphs_of_codes(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
     artefact = exports.of(llama(tmp_path, quant))
-    check_places(GRAPH, artefact, step_of(artefact), 0.5)
+    check_places(GRAPH, artefact, step_of(artefact), 0.25)
 
 
 def check_places(file: str, artefact: Path, step: Step, share: float) -> None:

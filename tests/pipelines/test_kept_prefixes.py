@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from pipelines.loading import load_engine
 from pipelines.prefix import run_prefix
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import run_config, write_llama
-from tests.helpers.cases import each
 from tests.helpers.command import run as command
 from tests.helpers.kept_prefixes import BEGINNING, DECODE, OTHER, complete, keep, write_data
 from tests.helpers.quantized_models import STATIC_CACHES, make, quantize_run, random_rows, write_rows
 from tests.helpers.soft_prefixes import write_paddle
+from tests.helpers.tiers import in_turn, tiers
+
+CACHES, DTYPES = [*(format.name for format in KVCacheFormat), *STATIC_CACHES], [DType.float32, DType.bfloat16]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +49,7 @@ def run_of(folder: Path, **changes: Any) -> RunConfig:
     return replace(run_config(folder), **changes)
 
 
-@pytest.mark.long
-@each("kv_cache", [*(format.name for format in KVCacheFormat), *STATIC_CACHES])
-@each("dtype", [DType.float32, DType.bfloat16])
+@pytest.mark.parametrize(("kv_cache", "dtype"), tiers(product(CACHES, DTYPES), long=in_turn(CACHES, DTYPES)))
 def test_log_probabilities_are_equal_to_the_bit(folder: Path, tmp_path: Path, kv_cache: str, dtype: DType) -> None:
     """In every format of the cache, and under other sizes of blocks and steps."""
     quant = QuantConfig()

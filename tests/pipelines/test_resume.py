@@ -21,6 +21,7 @@ from pipelines import journal
 from pipelines.predict import run_predict
 from tests.helpers.builders import REPOSITORY, run_config, said
 from tests.helpers.cases import each
+from tests.helpers.command import run as run_command
 from tests.helpers.fork_server import true_starts
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 3}  # no logprobs, whose last digits are the batch's
@@ -131,7 +132,8 @@ def test_a_job_without_a_seed_goes_on_with_the_one_that_was_drawn(
     assert f"\n  seed: {seed}\n" in (tmp_path / "ended" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("decode", [pytest.param({}, marks=pytest.mark.long), SAMPLING], ids=["greedy", "seeded"])
+@pytest.mark.long
+@pytest.mark.parametrize("decode", [pytest.param({}, marks=pytest.mark.matrix), SAMPLING], ids=["greedy", "seeded"])
 def test_killed_at_any_moment_it_leaves_what_an_uninterrupted_job_leaves(
     chatty: Path, tmp_path: Path, data: Path, decode: dict[str, Any]
 ) -> None:
@@ -326,16 +328,10 @@ def test_a_disk_that_is_full_keeps_what_is_done(chatty: Path, tmp_path: Path) ->
     command = [sys.executable, "-B", "run.py", "device=cpu", f"model.path={chatty}", f"predict.data={data}"]
     command += ["model.dtype=float32", "decode.max_new_tokens=6", "device.threads=1"]
 
-    def run(arguments: list[str], limit: str) -> subprocess.CompletedProcess[str]:
-        limited = (
-            f'ulimit -f {limit}; exec "$@"'  # KiB of any file; Python ignores the signal that comes with the error
-        )
-        return subprocess.run(
-            ["bash", "-c", limited, "bash", *arguments], cwd=REPOSITORY, capture_output=True, text=True
-        )
-
     out = tmp_path / "out"
-    full = run([*command, f"hydra.run.dir={out}"], "8")
+    limited = 'ulimit -f 8; exec "$@"'  # KiB of any file; Python ignores the signal that comes with the error
+    bash = ["bash", "-c", limited, "bash", *command, f"hydra.run.dir={out}"]
+    full = subprocess.run(bash, cwd=REPOSITORY, capture_output=True, text=True)
     assert full.returncode == 1, full.stderr
     assert f"error: {out} cannot be written (File too large): " in full.stderr
     assert len(said(full.stderr).splitlines()) == 1
@@ -343,9 +339,9 @@ def test_a_disk_that_is_full_keeps_what_is_done(chatty: Path, tmp_path: Path) ->
     assert len(lines) > 5
     assert lines[-1].endswith(b"}\n")
     assert f": {len(lines) - 1} rows are done and kept, go on with: python run.py predict.resume={out}" in full.stderr
-    done = run([sys.executable, "run.py", f"predict.resume={out}"], "unlimited")
-    assert done.returncode == 0, done.stderr
-    assert run([*command, f"hydra.run.dir={tmp_path / 'whole'}"], "unlimited").returncode == 0
+    for arguments in ([f"predict.resume={out}"], [*command[3:], f"hydra.run.dir={tmp_path / 'whole'}"]):
+        done = run_command(*arguments)
+        assert done.returncode == 0, done.stderr
     assert results(out) == results(tmp_path / "whole")
 
 

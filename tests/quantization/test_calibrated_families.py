@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,6 +26,9 @@ from tests.helpers.quantized_models import (
     write_rows,
 )
 
+# One of each kind of layers and of prompts; those that are none of these are in `make test-matrix`.
+GOLDEN_KINDS = ("baichuan2-13b", "bloom", "chatglm", "chatglm3", "gemma2", "gpt2", "llama3", "qwen2_moe")
+OTHER_KINDS = ("gemma3", "glm4_moe", "minimax_m2")
 SHIFTABLE = ("bloom", "gpt2", "opt")
 # One of each way that weights, activations, folds and groups can go; test_quantize.py has all the others on Llama.
 SCHEMES = ("int4 gptq, groups on the way", "int4 awq, auto_clip", "a8w8 static smoothquant", "fp8 static per tensor")
@@ -69,17 +73,38 @@ def check_files(
     assert all(0 < error < BOUNDS[name.split()[0].rstrip(",")] for name, error in errors.items()), errors
 
 
-# chatglm in other files
-@each("family", sorted({*GOLDEN_FAMILIES} - {"chatglm_28layers", "chatglm_bin"}), quick=["llama3", "bloom"])
+@each("family", GOLDEN_KINDS, quick=["llama3", "bloom"])
 def test_goldens(family: str, tmp_path: Path) -> None:
+    check_golden(family, tmp_path)
+
+
+# chatglm in other files
+@pytest.mark.matrix
+@each("family", sorted({*GOLDEN_FAMILIES} - {*GOLDEN_KINDS, "chatglm_28layers", "chatglm_bin"}))
+def test_the_other_goldens(family: str, tmp_path: Path) -> None:
+    check_golden(family, tmp_path)
+
+
+def check_golden(family: str, tmp_path: Path) -> None:
     golden = load_file(GOLDENS / family / "golden.safetensors")
     schemes = {name: in_groups(CALIBRATED[name], family) for name in SCHEMES}
     schemes |= {"a8w8 shift": SHIFT} if family in SHIFTABLE else {}
     check_files(GOLDENS / family, golden["input_ids"][0].tolist(), golden["logits"][0], schemes, tmp_path)
 
 
-@each("family", ["ernie4_5", "ernie4_5_moe", "gemma3", "glm4_moe", "minimax_m2", "ministral3"], quick=["gemma3"])
+@pytest.mark.long
+@each("family", OTHER_KINDS)
 def test_families_of_transformers(family: str, tmp_path: Path) -> None:
+    check_other(family, tmp_path)
+
+
+@pytest.mark.matrix
+@each("family", ["ernie4_5", "ernie4_5_moe", "ministral3"])
+def test_the_other_families_of_transformers(family: str, tmp_path: Path) -> None:
+    check_other(family, tmp_path)
+
+
+def check_other(family: str, tmp_path: Path) -> None:
     reference, prompt = write_other(tmp_path / family, family, intermediate_size=96), random_prompts(96, (24,))[0]
     with torch.no_grad():
         expected = reference(torch.tensor([prompt])).logits[0]

@@ -16,6 +16,7 @@ from pipelines.loading import load_engine
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS
+from tests.helpers.tiers import in_turn
 
 FAMILIES = [family for family in GOLDEN_FAMILIES if not family.endswith("_bin")]
 # Random weights have no outliers, but nothing that evens errors out either: bounds are 1.3 to 1.6 times the largest error of any family,
@@ -34,9 +35,19 @@ def quantized(family: str, quant: QuantConfig) -> Engine:
 
 
 @pytest.mark.long
+@each("family, scheme", in_turn(FAMILIES, SCHEMES))
+def test_errors_are_bounded_and_rows_are_independent(family: str, scheme: str) -> None:
+    check_family(family, scheme)
+
+
+@pytest.mark.matrix
 @each("family", FAMILIES)
 @each("scheme", SCHEMES)
-def test_errors_are_bounded_and_rows_are_independent(family: str, scheme: str) -> None:
+def test_every_family_by_every_scheme(family: str, scheme: str) -> None:
+    check_family(family, scheme)
+
+
+def check_family(family: str, scheme: str) -> None:
     quant, bound = SCHEMES[scheme]
     golden = load_file(GOLDENS / family / "golden.safetensors")
     prompt, expected = golden["input_ids"][0].tolist(), golden["logits"][0]

@@ -58,7 +58,7 @@ def plain(folder: Path) -> Engine:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("device", tiers(DEVICES, quick=["chunks"], long=DEVICES))
+@pytest.mark.parametrize("device", tiers(DEVICES, long=["chunks", "preemption"]))
 def test_drafts_change_nothing(folder: Path, plain: Engine, device: str, preempted: list[SequenceGroup]) -> None:
     engine, num_drafted = load_engine(mtp_run(folder, **DEVICES[device]), 3), 0
     for setting in SETTINGS:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama
 from tests.helpers.divided_engines import PROMPTS, answers, close, parallel
 from tests.helpers.fork_server import true_starts
 from tests.helpers.launchers import SRUN, TORCHRUN
+from tests.helpers.tiers import tiers
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
@@ -118,9 +120,13 @@ def test_hidden_states_of_whole_prompts(engines: tuple[Engine, Engine]) -> None:
     assert engines[1].executor.logits(divided).equal(engines[0].executor.logits(alone))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("scheme", [QuantScheme.int8, QuantScheme.int4])
+@pytest.mark.parametrize(
+    ("scheme", "degrees"),
+    tiers(
+        product((QuantScheme.int8, QuantScheme.int4), ((2, 1), (1, 2))),
+        long=[(QuantScheme.int8, (2, 1)), (QuantScheme.int4, (1, 2))],
+    ),
+)
 def test_quantised_models_with_a_cache_of_int8_that_is_too_small(
     model: RunConfig, scheme: QuantScheme, degrees: tuple[int, int], preempted: list[SequenceGroup]
 ) -> None:

@@ -38,9 +38,9 @@ PROMPTS = ("device.max_batched_tokens=1", "predict.batch_size=1", "decode.max_ne
         (signal.SIGKILL, THREE, 1, ()),
         (signal.SIGKILL, THREE, 2, PROMPTS),
         (signal.SIGSTOP, THREE, 2, ()),
-        (signal.SIGKILL, TP_PP, 1, ()),
+        pytest.param(signal.SIGKILL, TP_PP, 1, (), marks=pytest.mark.matrix),
         (signal.SIGKILL, TP_PP, 2, PROMPTS),
-        (signal.SIGKILL, TP_PP, 3, ()),
+        pytest.param(signal.SIGKILL, TP_PP, 3, (), marks=pytest.mark.matrix),
     ],
     ids=[
         *("killed in decode", "killed in a prompt", "stopped in decode"),
@@ -69,7 +69,7 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
 
 @pytest.mark.parametrize(
     ("number", "how"),
-    [(signal.SIGKILL, THREE), (signal.SIGKILL, TP_PP), (signal.SIGSTOP, TP_PP)],
+    [pytest.param(signal.SIGKILL, THREE, marks=pytest.mark.matrix), (signal.SIGKILL, TP_PP), (signal.SIGSTOP, TP_PP)],
     ids=["killed, tp", "killed, tp_pp", "stopped, tp_pp"],
 )
 def test_a_rank_that_is_lost_while_it_loads_is_one_line(

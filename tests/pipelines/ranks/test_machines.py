@@ -36,7 +36,10 @@ PP = ("parallel=pp", "parallel.pp=2", GLOO)
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2", GLOO)
 
 
-@pytest.mark.parametrize("how", [TP, PP, TP_PP], ids=["tp", "pp", "tp_pp"])
+# the others are those of srun and of torchrun
+@pytest.mark.parametrize(
+    "how", [TP, *(pytest.param(how, marks=pytest.mark.matrix) for how in (PP, TP_PP))], ids=["tp", "pp", "tp_pp"]
+)
 def test_ranks_over_tcp_give_the_files_of_one_process(
     data: Path, run_of: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
 ) -> None:
@@ -46,7 +49,12 @@ def test_ranks_over_tcp_give_the_files_of_one_process(
 
 @pytest.mark.parametrize(
     ("number", "how", "rank"),
-    [(signal.SIGKILL, TP, 1), (signal.SIGSTOP, TP, 1), (signal.SIGKILL, TP_PP, 2), (signal.SIGSTOP, TP_PP, 3)],
+    [
+        (signal.SIGKILL, TP, 1),
+        pytest.param(signal.SIGSTOP, TP, 1, marks=pytest.mark.matrix),
+        pytest.param(signal.SIGKILL, TP_PP, 2, marks=pytest.mark.matrix),
+        (signal.SIGSTOP, TP_PP, 3),
+    ],
     ids=["killed beside rank 0", "stopped beside rank 0", "killed in the last stage", "stopped in the last stage"],
 )
 def test_a_lost_rank_is_one_line_and_the_job_goes_on(

@@ -23,6 +23,7 @@ from pipelines.ranks.driver import DriverExecutor
 from pipelines.ranks.messages import Channel, Header
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.conversion import SHARDED, convert
+from tests.helpers.tiers import tiers
 
 SHM = Path("/dev/shm")
 pytestmark = [
@@ -86,7 +87,7 @@ def _held(file: Path) -> int:
     return file.stat().st_blocks * 512
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(("tp", "pp"), tiers([(2, 1), (1, 2)], long=[(2, 1)]), ids=["tp2", "pp2"])
 def test_a_rank_reads_its_part_and_holds_no_more(
     model: Path, load: Callable[[Path, int, int, int], Loaded], tp: int, pp: int
 ) -> None:
@@ -97,7 +98,7 @@ def test_a_rank_reads_its_part_and_holds_no_more(
         assert said["peak_bytes"] < said["weight_bytes"] + LARGEST_BYTES + OVERHEAD_BYTES
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(("tp", "pp"), tiers([(2, 1), (1, 2)], long=[(1, 2)]), ids=["tp2", "pp2"])
 def test_of_files_in_the_same_division_a_rank_reads_its_own(
     model: Path, load: Callable[[Path, int, int, int], Loaded], tmp_path: Path, tp: int, pp: int
 ) -> None:

@@ -122,7 +122,7 @@ def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> No
     is_wrong_alone = mode is GenerationMode.NEGATIVE and not content
     checks = CHECKS + [negative_data_rejection] * is_wrong_alone
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=possible(operation.as_strategy(generation_mode=mode)))
     def answered(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):

@@ -8,9 +8,24 @@ import pytest
 
 from tests.helpers.builders import REPOSITORY
 
-TESTS = [
-    f"tests/{name}" for name in ("conf/test_guides.py", *(f"pipelines/{n}" for n in ("api", "engine_process", "serve")))
-]
+# Where requests are read, refused and answered: of an application in this process, and of a server with its engine's process.
+FILES = {
+    "conf": ("guides",),
+    "pipelines/api": ("answers", "batch_lines", "conversation", "requests", "responses", "settings"),
+    "pipelines/engine_process": ("channel", "client", "frames", "gate", "process", "suspects"),
+    "pipelines/serve": (
+        "admission",
+        "anthropic",
+        "app",
+        "batches",
+        "completions",
+        "guard",
+        "messages",
+        "serve",
+        "stream",
+    ),
+}
+TESTS = [f"tests/{folder}/test_{name}.py" for folder, names in FILES.items() for name in names]
 
 
 @pytest.mark.long
