@@ -52,8 +52,8 @@ from tests.helpers.soft_prefixes import write_paddle, write_peft
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
-# Layers that are cut in ways of their own, beside those of the checkpoint, and positions that marks in the prompt give. Stages have
-# layers of unlike kinds, or need these positions, in the last two alone.
+# Layers that are cut in ways of their own, beside those of the checkpoint, and positions that marks in the prompt give; with the number
+# of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions.
 CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1, "deepseek_v3": 2, "chatglm": 2}
 INT4_FP8_CACHE = QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8)
 SCHEMES = [

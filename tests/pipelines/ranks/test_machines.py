@@ -36,7 +36,7 @@ PP = ("parallel=pp", "parallel.pp=2", GLOO)
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2", GLOO)
 
 
-# the others are those of srun and of torchrun
+# the test of srun has pp, that of torchrun has tp_pp
 @pytest.mark.parametrize(
     "how", [TP, *(pytest.param(how, marks=pytest.mark.matrix) for how in (PP, TP_PP))], ids=["tp", "pp", "tp_pp"]
 )

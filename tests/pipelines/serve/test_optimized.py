@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.builders import REPOSITORY
 
-# Where requests are read, refused and answered: of an application in this process, and of a server with its engine's process.
+# These read, refuse and answer requests: by an application in the test's process, and by a server with the engine's process.
 FILES = {
     "conf": ("guides",),
     "pipelines/api": ("answers", "batch_lines", "conversation", "requests", "responses", "settings"),
