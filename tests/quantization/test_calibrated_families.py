@@ -26,7 +26,7 @@ from tests.helpers.quantized_models import (
     write_rows,
 )
 
-# One of each kind of layers and of prompts; those that are none of these are in `make test-matrix`.
+# One of each kind of layers and of prompts; `make test-matrix` has the other families.
 GOLDEN_KINDS = ("baichuan2-13b", "bloom", "chatglm", "chatglm3", "gemma2", "gpt2", "llama3", "qwen2_moe")
 OTHER_KINDS = ("gemma3", "glm4_moe", "minimax_m2")
 SHIFTABLE = ("bloom", "gpt2", "opt")
