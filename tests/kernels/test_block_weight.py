@@ -41,7 +41,9 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
         weight = pack_blocks(kind, raw)
         assert (weight.num_outputs, weight.num_inputs) == shape
         assert weight.unpack().dequantize().equal(expected)
-        assert weight.slice_outputs(slice(shape[0] // 2, shape[0])).unpack().dequantize().equal(expected[shape[0] // 2 :])
+        assert (
+            weight.slice_outputs(slice(shape[0] // 2, shape[0])).unpack().dequantize().equal(expected[shape[0] // 2 :])
+        )
 
 
 @each("kind, bits", [("Q5_0", 6), ("Q4_K", 4.75), ("Q5_K", 5.75), ("Q6_K", 6.625)])

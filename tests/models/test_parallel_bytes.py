@@ -80,7 +80,7 @@ def test_deepseek_v3_on_four_stages_of_sixteen_ranks(layers: int) -> None:
     whole = layers * (latents + 2 * e) + e
     routers = 4 * (layers - dense) * (x * e + x)  # float32
     found = [
-        rank_bytes(config, Division(16, 4, 5 * stage, stage)) for stage in range(4)
+        rank_bytes(config, ParallelLayout(16, 4, 5 * stage, stage)) for stage in range(4)
     ]  # all sizes are multiples of 16
     assert sum(found) == BFLOAT16 * (cut // 16 + whole) + routers
     a_layer = (BFLOAT16 * (attention + (x + 1) * 3 * e * 2048)) // 16 + 2**20 * 64

@@ -143,7 +143,10 @@ def test_the_index_has_the_digest_of_each_piece(sharded: Path) -> None:
     assert num_cut == 10  # "rows", "columns", "cube" and "numbers" in two, "empty" and "shared" in one
 
 
-@each("parallel_layout", [ParallelLayout(), ParallelLayout(2, 2, 1, 0), ParallelLayout(2, 2, 0, 1), ParallelLayout(4, 1, 3)])
+@each(
+    "parallel_layout",
+    [ParallelLayout(), ParallelLayout(2, 2, 1, 0), ParallelLayout(2, 2, 0, 1), ParallelLayout(4, 1, 3)],
+)
 def test_any_ranges_are_read(sharded: Path, parallel_layout: ParallelLayout) -> None:
     """Along the axis that is cut or another one, of one piece or several."""
     file = ShardedFile(sharded).of_rank(parallel_layout)
