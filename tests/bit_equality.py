@@ -30,15 +30,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 REPOSITORY = Path(__file__).resolve().parents[1]
 GOLDENS = REPOSITORY / "tests" / "goldens"
 REAL = REPOSITORY.parent / "shared" / "data" / "models"
-REAL_FILES = ("stories260K", "babyllama_tok105", "smollm2_135m_instruct/SmolLM2-135M-Instruct.Q4_1.gguf")
+SMOLLM = "real/smollm2_135m_instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 LLAMA, EXPERTS = "goldens/llama3", "goldens/qwen2_moe"
 GLM = "goldens/chatglm,goldens/chatglm_28layers,goldens/chatglm_bin"  # their prompts need tokens of their own
 OTHER_GOLDENS = ",".join(sorted({f"goldens/{name}" for name in os.listdir(GOLDENS)} - {*GLM.split(",")}))
 THREADS = 1
 NOT_RESULTS = {
-    *("metrics.json", "environment.json", "config.yaml", "run.log", "job.json"),  # times, paths, machine, revision
-    *("manifest.json", "report.md"),  # digests of the other files, which include the next three; times
-    *("graph.pt2", "adapted.pt2", "export.json"),  # names of operators and of their arguments
+    *("metrics.json", "environment.json", "config.yaml", ".log", "job.json", "report.md"),  # times, paths, versions
+    *("graph.pt2", "adapted.pt2", "export.json", "manifest.json"),  # names of operators, and digests of such files
 }
 EXACT_METRICS = "nll_per_token perplexity kl_mean top1_agreement accuracy num_cached_tokens num_drafted_tokens num_accepted_tokens".split()
 GREEDY = {"max_new_tokens": 9, "temperature": 0.0}
@@ -76,7 +75,7 @@ TEXTS = "calibrate.data=texts.jsonl calibrate.num_samples=8 calibrate.sequence_l
 INT4, A8W8 = "quant=int4 quant.group_size=-1 ", "quant=a8w8 quant.method=rtn quant.activations=dynamic "
 SCHEMES = ("quant=none,int8,fp8 ", f"{INT4}quant.activations=none,auto ", A8W8)
 PAIRS = ("quant=int8 quant.kv_cache=int8", "quant=fp8 quant.kv_cache=fp8", f"{INT4}quant.kv_cache=int4", A8W8)
-FLOATS = "model.dtype=float32,bfloat16,float16"
+FLOATS = "model.dtype=float32,bfloat16"
 DRAFTS = "decode.speculation.adaptive=false decode.speculate="  # adaptive drafts depend on times
 EVALUATE = "evaluate.data=text.txt evaluate.questions=questions.jsonl evaluate.window=128 evaluate.stride=64 "
 OUTPUT = "output=${hydra:runtime.output_dir}/model "  # in the job's folder
@@ -105,7 +104,7 @@ GROUPS: dict[str, list[str]] = {
         f"task=evaluate model=tiny {CPU}{EVALUATE}evaluate.reference=tiny quant=none,int8,fp8 {CACHES}",
         f"task=embed model=tiny {CPU}predict.data=text.txt embed.pooling=last,mean quant=none,int8",
     ],
-    "schemes": [f"{ROWS}model.path=tiny,{EXPERTS} {scheme}{CACHES}" for scheme in SCHEMES],
+    "schemes": [f"{ROWS}model.path=tiny,{EXPERTS} {scheme}{CACHES}" for scheme in (*SCHEMES, "model.dtype=float16 ")],
     "calibrated": [
         f"{ROWS}model.path=tiny {TEXTS}quant=int4 quant.group_size=32 quant.method=gptq,awq quant.symmetric=true,false",
         f"{ROWS}model.path=tiny {TEXTS}quant=a8w8,fp8 quant.method=smoothquant quant.activations=dynamic,static",
@@ -114,9 +113,10 @@ GROUPS: dict[str, list[str]] = {
     "families": [f"{ROWS}model.path={','.join(FAMILIES)} {each}" for each in ("quant=none", PAIRS[0])],
     "goldens": [f"{ROWS}model.path={OTHER_GOLDENS} {each}" for each in (FLOATS, *PAIRS)],
     "chatglm": [f"{IDS}predict.data=glm_rows.jsonl model.path={GLM} {each}" for each in (FLOATS, *PAIRS)],
+    "real/stories260K": [f"{ROWS}model.path=real/stories260K {each}" for each in (*SCHEMES, CACHES)],
+    "real/babyllama_tok105": [f"{ROWS}model.path=real/babyllama_tok105 {each}" for each in (*SCHEMES, CACHES)],
+    "real/smollm2_135m_instruct": [f"{ROWS}model.path={SMOLLM} {CACHES}"],  # its codes are refused with a scheme
 }
-for _name in REAL_FILES:
-    GROUPS[f"real/{_name}"] = [f"{ROWS}model.path=real/{_name} {each}" for each in (*SCHEMES, CACHES)]
 
 
 def make_inputs(folder: Path) -> None:
@@ -189,7 +189,7 @@ def results(job: Path) -> dict[str, str]:
     metrics = json.loads(file.read_text()) if (file := job / "metrics.json").exists() else {}
     if metrics.get("num_errors"):
         return {}
-    paths = sorted(path for path in job.rglob("*") if path.is_file() and path.name not in NOT_RESULTS)
+    paths = sorted(path for path in job.rglob("*") if path.is_file() and not NOT_RESULTS & {path.name, path.suffix})
     exact = {f"metrics: {name}": repr(metrics[name]) for name in EXACT_METRICS if metrics.get(name)}
     return exact | {str(path.relative_to(job)): digest(path) for path in paths}
 
