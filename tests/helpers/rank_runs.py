@@ -25,9 +25,14 @@ def write_prompts(file: Path) -> Path:
 def start(
     data: Path, folder: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), **environment: str
 ) -> "subprocess.Popen[str]":
+    """Start a run in a session of its own.
+
+    Tests stop its ranks by SIGSTOP. Linux sends SIGHUP to an orphaned process group that has a stopped process (setpgid(2)), so such a
+    process may not be in the group of the tests.
+    """
     command = [*launcher, *COMMAND, f"predict.data={data}", f"hydra.run.dir={folder}", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=REPOSITORY, text=True, env={**os.environ, **environment}, **pipes)  # type: ignore[call-overload, no-any-return]
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **environment}, **settings)  # type: ignore[call-overload, no-any-return]
 
 
 def done(process: "subprocess.Popen[str]") -> str:
