@@ -26,7 +26,9 @@ DEADLINE_S = 60.0  # for what takes a second or two
 def start(stack: ExitStack, port: int, rank: int, size: int, job: str, kind: str = "gloo") -> "subprocess.Popen[str]":
     """Start a rank; the stack ends it."""
     command = [sys.executable, "-m", "tests.helpers.tcp_ranks", *map(str, (port, rank, size)), job, kind]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    # a stopped process in the group of the tests may bring SIGHUP to all of them: tests/helpers/rank_runs.py
+    process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
     stack.enter_context(process)
     stack.callback(process.kill)
     return process
