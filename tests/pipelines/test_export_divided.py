@@ -167,7 +167,7 @@ def test_what_the_folder_holds(folder: Path) -> None:
 
 @pytest.mark.long
 @each(
-    "division, line",
+    "parallel_layout, line",
     [
         (ParallelConfig(), "parallel=single does not run .*, which was exported for tp=2 and pp=2: "
                            "give parallel=tp_pp parallel.tp=2 parallel.pp=2$"),
