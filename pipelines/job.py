@@ -9,20 +9,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from conf.errors import UserError
-from conf.schema import ParallelMode, RunConfig
-from conf.tasks import PredictConfig
 from pipelines import report
 from pipelines.interrupt import Interrupted, Interruption, RankLost, interruption
-from pipelines.journal import ANEW, Journal, named_folder
-from pipelines.prompts import GIVE, PromptRow, Prompts, read_prompts
-from pipelines.replicas.cluster import rows_on_ray
-from pipelines.rows import EngineRows, Record, Row, RowExecutor
+from pipelines.journal import ANEW, Journal
+from pipelines.prompts import PromptRow, Prompts
+from pipelines.rows import Record, Row, RowExecutor
 
 ANSWER = "answer"  # record key: the answer to a line of an OpenAI batch
 PRINTED = 8  # rows printed at the end; the files hold all rows
@@ -35,33 +32,6 @@ class Finished:
     first: list[Row]
     """The first rows, at most PRINTED."""
     metrics: dict[str, Any]
-
-
-def open_prompts(config: PredictConfig) -> Prompts:
-    """Return the rows of `predict.data`.
-
-    Raises UserError if they cannot be read, and if the job to resume does not exist.
-    """
-    if config.data is None:
-        raise UserError(f"predict.data is missing: {GIVE}")
-    if config.resume not in ("auto", "none"):
-        named_folder(config.resume)
-    return read_prompts(config.data)
-
-
-@contextmanager
-def row_executor(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> Iterator[RowExecutor]:
-    """Load the executor of a job's rows, and close it after the block.
-
-    Raises UserError as `EngineRows.load` and `rows_on_ray` do.
-    """
-    if run.parallel.mode is ParallelMode.ray:
-        with rows_on_ray(kind, run) as replicas:
-            yield replicas
-        return
-    with report.progress_bar() as progress:
-        rows = kind.load(run, progress, () if prompts.num_rows is None else prompts)  # stdin can be read only once
-    yield rows
 
 
 class RowJob(ABC):

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from conf.errors import UserError, list_known_names
 from conf.pooling import PoolingMode
 from conf.schema import RunConfig
-from pipelines.embed import Embedder
+from pipelines.embedder import Embedder
 from pipelines.engine import Request
 from pipelines.memory import explained_out_of_memory
 from pipelines.model_source import OpenModel
-from pipelines.pooled import Pooler, open_pooler
+from pipelines.pooler import Pooler, open_pooler
 from pipelines.prompts import rows_from_python
 from pipelines.score import Scorer
 

@@ -22,13 +22,14 @@ from pipelines.engine.faults import belongs_to_request, row_error
 from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
-from pipelines.job import ANSWER, RowJob, open_prompts, row_executor
+from pipelines.job import ANSWER, RowJob
 from pipelines.journal import NAME as JOURNAL
 from pipelines.journal import Fingerprint, Journal, dumps, named_folder, open_journal
 from pipelines.loading import load_engine_on
 from pipelines.model_source import resolve_model
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow, Prompts
+from pipelines.row_tasks import open_prompts, row_executor
 from pipelines.rows import EngineRows, Loaded, Record, Row, RowExecutor, RowRequest
 from pipelines.run_log import FILE
 

@@ -23,6 +23,7 @@ from pipelines.loading import calibrated, load_engine_on
 from pipelines.model_source import resolve_model
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import GIVE, PromptRow, read_prompts
+from pipelines.row_tasks import read_batch_line
 
 
 def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -37,7 +38,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     replace(run.decode, cache_salt=None).check_unset("by task=prefix", "leave it out")
     target = Path(os.path.abspath(Path(run.prefix.output).expanduser()))
     _check_target(target)
-    prompts, start = read_prompts(run.prefix.data), time.perf_counter()
+    prompts, start = read_prompts(run.prefix.data, read_batch_line), time.perf_counter()
     with report.progress_bar() as progress:
         device = prepare_device(run.device)
         made, source = calibrated(run, resolve_model(run.model), progress)

@@ -19,6 +19,8 @@ MISSING = f"cannot be read (it looks like a path, but there is no such file): {G
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src", "query")
 MAX_TOKEN_ID = 2**31  # upper limit for a tokenizer's decoder; the engine checks the vocabulary
 FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "adapter", "prediction")
+ReadBatchLine = Callable[[dict[str, Any]], dict[str, Any]]
+"""Converts a line of an OpenAI batch to the fields of a row. Raises UserError."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,23 @@ class Prompts:
     """
 
     def __init__(
-        self, lines: Lines, as_json: bool | None, whole: Lines | None = None, takes_texts: bool = False
+        self,
+        lines: Lines,
+        as_json: bool | None,
+        whole: Lines | None = None,
+        takes_texts: bool = False,
+        read_batch_line: ReadBatchLine | None = None,
     ) -> None:
         """`as_json`: None if the first line decides.
 
         `whole`: the same lines, already read to the end, for digest and count.
 
         `takes_texts`: whether a row may have its prompt as "text".
+
+        `read_batch_line`: None if the rows may not be lines of an OpenAI batch.
         """
         self._takes_texts = takes_texts
+        self._read_batch_line = read_batch_line
         self._lines = lines
         self._whole = whole
         self._rest = iter(lines)
@@ -147,44 +157,53 @@ class Prompts:
             answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
             unread = {name for name, is_read in (("tgt", answered), ("document", "query" in values)) if not is_read}
             self._unused |= set(values) - (set(FIELDS) - unread)
-        return parse_row(index, values)
+        return parse_row(index, values, self._read_batch_line)
 
 
-def read_prompts(data: str) -> Prompts:
+def read_prompts(data: str, read_batch_line: ReadBatchLine | None = None) -> Prompts:
     """Return the prompt itself, or the rows of a file or of standard input.
+
+    `read_batch_line`: None if the rows may not be lines of an OpenAI batch.
 
     Raises UserError for missing, unreadable or empty input.
     """
     if data == "-":
         if sys.stdin is None:
             raise UserError("predict.data=- reads standard input, which is closed: pipe the rows in, or give a file")
-        return Prompts(Lines(sys.stdin.buffer, "standard input"), as_json=None)
+        lines = Lines(sys.stdin.buffer, "standard input")
+        return Prompts(lines, as_json=None, read_batch_line=read_batch_line)
     if not data:
         raise UserError(f"predict.data is empty: {GIVE}")
     if names_a_file(data):
-        return read_file(find_file("predict.data", data, FORMS, MISSING))
+        file = find_file("predict.data", data, FORMS, MISSING)
+        return read_file(file, read_batch_line=read_batch_line)
     content = json.dumps({"prompt": data}).encode()
     return _read_twice(lambda: iter([content]), "the prompt", as_json=True)
 
 
-def read_file(file: DataFile, takes_texts: bool = False) -> Prompts:
+def read_file(file: DataFile, takes_texts: bool = False, read_batch_line: ReadBatchLine | None = None) -> Prompts:
     """Return the rows of a file, which is read to its end once before its first row; a named pipe is read only once.
 
     `takes_texts`: whether a row may have its prompt as "text", as rows of evaluate.data have.
     """
     as_json = file.form != ".txt"
     if file.path.is_fifo():
-        return Prompts(Lines(file.lines(), file.where), as_json, takes_texts=takes_texts)
-    return _read_twice(file.lines, file.where, as_json, takes_texts)
+        lines = Lines(file.lines(), file.where)
+        return Prompts(lines, as_json, takes_texts=takes_texts, read_batch_line=read_batch_line)
+    return _read_twice(file.lines, file.where, as_json, takes_texts, read_batch_line)
 
 
 def _read_twice(
-    open_lines: Callable[[], Iterator[bytes]], where: str, as_json: bool, takes_texts: bool = False
+    open_lines: Callable[[], Iterator[bytes]],
+    where: str,
+    as_json: bool,
+    takes_texts: bool = False,
+    read_batch_line: ReadBatchLine | None = None,
 ) -> Prompts:
     """Return the rows of a file. A first pass checks that all of it is readable, and computes digest and count."""
     whole = Lines(open_lines(), where)
     deque(whole, maxlen=0)
-    return Prompts(Lines(open_lines(), where), as_json, whole, takes_texts)
+    return Prompts(Lines(open_lines(), where), as_json, whole, takes_texts, read_batch_line)
 
 
 def _is_json_row(line: str) -> bool:
@@ -195,19 +214,19 @@ def _is_json_row(line: str) -> bool:
     return isinstance(row, dict) and (any(name in row for name in INPUTS) or _is_batch_line(row))
 
 
-def parse_row(index: int, values: object) -> PromptRow:
+def parse_row(index: int, values: object, read_batch_line: ReadBatchLine | None = None) -> PromptRow:
     """Return the row of a JSON object. An invalid object becomes a row with an error."""
     if not isinstance(values, dict):
         return PromptRow(index, error=f"not a JSON object but {type(values).__name__}")
-    is_line = _is_batch_line(values)
+    is_line = read_batch_line is not None and _is_batch_line(values)
     id = values.get("custom_id" if is_line else "id")
     known_id = id if isinstance(id, str | int) and not isinstance(id, bool) else None
     batch = values if is_line else None
     try:
         if id is not None and known_id is None:
             raise UserError(f"id={shortened(repr(id))} is neither a text nor a number")
-        if is_line:
-            values = _row_of_batch_line(values)
+        if read_batch_line is not None and is_line:
+            values = read_batch_line(values)
         decode, prediction = _checked(values, "decode", dict, {}), values.get("prediction")
         if prediction is not None:
             check_unicode("prediction", _checked(values, "prediction", str))
@@ -229,14 +248,6 @@ def parse_row(index: int, values: object) -> PromptRow:
 
 def _is_batch_line(values: dict[str, Any]) -> bool:
     return "custom_id" in values and "body" in values
-
-
-def _row_of_batch_line(values: dict[str, Any]) -> dict[str, Any]:
-    try:
-        from pipelines.api.batch_lines import row_of  # here, because other rows do not need pydantic
-    except ImportError as error:
-        raise UserError("a batch's lines need the package pydantic: pip install 'quintet[serve]'") from error
-    return row_of(values)[0]
 
 
 def _input(values: dict[str, Any]) -> dict[str, Any]:

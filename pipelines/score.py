@@ -14,7 +14,8 @@ from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.journal import dumps
 from pipelines.model_source import ModelSource
-from pipelines.pooled import PooledJob, PooledPrompt, PooledRows, Pooler, print_results, run_pooled
+from pipelines.pooled import PooledJob, PooledRows, print_results, run_pooled
+from pipelines.pooler import PooledPrompt, Pooler
 from pipelines.prompt_encoder import PromptEncoder
 from pipelines.prompts import PromptRow
 from pipelines.rows import Record, Row

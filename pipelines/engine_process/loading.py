@@ -12,7 +12,7 @@ from models.formats.hub import find_checkpoint
 from models.formats.sentence_transformers import read_embedding_files
 from models.heads import HeadKind
 from pipelines.device import prepare_device
-from pipelines.embed import Embedder
+from pipelines.embedder import Embedder
 from pipelines.engine import Engine
 from pipelines.engine.request_factory import check_pooled
 from pipelines.engine_process.channel import Channel

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 
 from conf.errors import UserError
-from pipelines.embed import Embedder
+from pipelines.embedder import Embedder
 from pipelines.engine import Engine, Output, Request
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogprobs

@@ -9,6 +9,7 @@ import pytest
 from conf.errors import UserError
 from pipelines.api.batch_lines import row_of
 from pipelines.prompts import parse_row
+from pipelines.row_tasks import read_batch_line
 from tests.helpers.cases import each
 from tests.helpers.command import run
 
@@ -63,14 +64,14 @@ def test_a_line_is_the_row_of_its_body() -> None:
 def test_what_a_row_cannot_be_is_its_error(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         row_of(wrong)
-    row = parse_row(3, wrong)
+    row = parse_row(3, wrong, read_batch_line)
     assert row.id == "a"
     assert message in (row.error or "")
 
 
 @each("id", [["a"], True, 1.5])
 def test_an_id_is_a_text_or_a_number(id: object) -> None:
-    assert "is neither a text nor a number" in (parse_row(0, line(id=id, **USER)).error or "")
+    assert "is neither a text nor a number" in (parse_row(0, line(id=id, **USER), read_batch_line).error or "")
 
 
 @pytest.mark.long
