@@ -69,4 +69,4 @@ sanitize: .venv/dev
 
 # A program that runs what task=export writes, without Python: build/runner can be moved to machines of the same instruction set.
 runner: .venv/runtime
-	$(BIN)/python -m runner.build build/runner
+	$(BIN)/python -m models.exported.runner.build build/runner

@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 from conf.compose import CONFIG_ERRORS, dump, explain, for_hydra, swept_tasks, to_run_config, version
 from conf.errors import UserError
 from conf.schema import RunConfig
-from conf.signals import interrupts_waiting, reader_may_leave
-from conf.terminal import escape_control_chars
-from pipelines.ranks.worker import followed
+from conf.support.signals import interrupts_waiting, reader_may_leave
+from conf.support.terminal import escape_control_chars
+from pipelines.loading.worker import followed
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
             if job.mode == RunMode.RUN:
                 return _launch(to_run_config(config), output_dir)
             with interrupts_waiting():
-                from pipelines.sweep import Sweep, objective, recorded_job
+                from pipelines.tasks.sweep import Sweep, objective, recorded_job
             with recorded_job(Sweep(sweep_id, job.sweep.dir), output_dir, job.job.num, list(job.overrides.task)):
                 _launch(to_run_config(config, swept), output_dir)
             return objective(output_dir, config.sweep.objective)
@@ -52,14 +52,14 @@ def main() -> None:
     finally:  # also after an interrupted sweep
         if HydraConfig.initialized():  # initialized by its callback
             with interrupts_waiting():
-                from pipelines.sweep import Sweep, write_sweep
+                from pipelines.tasks.sweep import Sweep, write_sweep
             failure = write_sweep(Sweep(sweep_id, HydraConfig.get().sweep.dir))
     if failure:
         raise UserError(failure)
 
 
 def _launch(run: RunConfig, output_dir: Path) -> None:
-    from pipelines.launch import launch  # here, because --help and completion do not need it
+    from pipelines.tasks.launch import launch  # here, because --help and completion do not need it
 
     launch(run, output_dir, dump)
 

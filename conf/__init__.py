@@ -1,1 +1,1 @@
-"""Floor 0, configuration. `schema.py` and its imports declare every option; the folders hold the option files."""
+"""Configuration. `schema.py` and its imports declare every option; the folders hold the option files."""

@@ -15,8 +15,8 @@ from conf.errors import UserError, check
 from conf.pooling import EmbedConfig, ScoreConfig
 from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantizeConfig
 from conf.serving import ChatConfig, ServeConfig
-from conf.sizes import num_bytes
 from conf.speculation import BESIDE_AUTO, Speculate
+from conf.support.sizes import num_bytes
 from conf.tasks import (
     BenchConfig,
     ConvertConfig,

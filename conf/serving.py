@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from conf.errors import check
-from conf.sizes import num_bytes
+from conf.support.sizes import num_bytes
 
 FORMATS = ("auto", "none", "text", "hermes", "llama3", "mistral", "deepseek", "kimi", "chatglm3", "glm4")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

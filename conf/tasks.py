@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from conf.errors import UserError, check
-from conf.sizes import num_bytes
+from conf.support.sizes import num_bytes
 
 
 class ConvertDType(Enum):

@@ -1,4 +1,3 @@
-"""The models: one file per architecture, shared layers, checkpoint formats, tokenizers and the bundled model `tiny`.
-
-They form floor 2 of the layering.
+"""The models: one file per architecture, shared layers, checkpoint formats, tokenizers, exported models and the bundled
+model `tiny`.
 """

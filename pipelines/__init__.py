@@ -1,17 +1,17 @@
-"""Floor 4: the tasks, the stages from a config to an engine, and the Python APIs.
+"""Pipelines from a config to results, and the public Python names.
 
-`engine/` is floor 4a, the server is floor 4b.
+Folders, each of which imports only from earlier ones: engine, jobs, ranks, loading, replicas, server, tasks, python.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.llm import LLM
-    from pipelines.pooled_pipeline import EmbeddingPipeline, ScorePipeline
-    from pipelines.sampling_params import SamplingParams, StructuredOutputsParams
-    from pipelines.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
-    from pipelines.text_pipeline import TextGenerationPipeline, pipeline
+    from pipelines.python.llm import LLM
+    from pipelines.python.pooled_pipeline import EmbeddingPipeline, ScorePipeline
+    from pipelines.python.sampling_params import SamplingParams, StructuredOutputsParams
+    from pipelines.python.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
+    from pipelines.python.text_pipeline import TextGenerationPipeline, pipeline
 
 __all__ = [
     "LLM",
@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "pipelines.llm",
-    "SamplingParams": "pipelines.sampling_params",
-    "StructuredOutputsParams": "pipelines.sampling_params",
-    "EmbeddingPipeline": "pipelines.pooled_pipeline",
-    "ScorePipeline": "pipelines.pooled_pipeline",
-    "StreamerTimeout": "pipelines.streamers",
-    "TextGenerationPipeline": "pipelines.text_pipeline",
-    "TextIteratorStreamer": "pipelines.streamers",
-    "TextStreamer": "pipelines.streamers",
-    "pipeline": "pipelines.text_pipeline",
+    "LLM": "pipelines.python.llm",
+    "SamplingParams": "pipelines.python.sampling_params",
+    "StructuredOutputsParams": "pipelines.python.sampling_params",
+    "EmbeddingPipeline": "pipelines.python.pooled_pipeline",
+    "ScorePipeline": "pipelines.python.pooled_pipeline",
+    "StreamerTimeout": "pipelines.python.streamers",
+    "TextGenerationPipeline": "pipelines.python.text_pipeline",
+    "TextIteratorStreamer": "pipelines.python.streamers",
+    "TextStreamer": "pipelines.python.streamers",
+    "pipeline": "pipelines.python.text_pipeline",
 }
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pipelines.text_pipeline as ours
+import pipelines.python.text_pipeline as ours
 from conf.errors import UserError, list_known_names
 from models.formats import open_tokenizer
-from pipelines.pooled_pipeline import PooledPipeline
-from pipelines.streamers import TextIteratorStreamer, TextStreamer
-from pipelines.text_pipeline import TextGenerationPipeline
+from pipelines.python.pooled_pipeline import PooledPipeline
+from pipelines.python.streamers import TextIteratorStreamer, TextStreamer
+from pipelines.python.text_pipeline import TextGenerationPipeline
 
 __all__ = ["AutoModel", "AutoTokenizer", "TextIteratorStreamer", "TextStreamer", "build_context", "pipeline"]
 

@@ -1,1 +1,1 @@
-"""Floor 3, quantisation: formats of weights and activations, algorithms that choose codes, calibration, file layouts."""
+"""Quantisation: formats of weights and activations, algorithms that choose codes, calibration, file layouts."""

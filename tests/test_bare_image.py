@@ -31,7 +31,7 @@ from pathlib import Path
 from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, engine_of, write_llama
 
 with tempfile.TemporaryDirectory() as folder:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import pipelines.loading
+import pipelines.loading.load_engine
 from conf.schema import DeviceType
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.bench import gpu, gpu_rows
 from tests.bench.gpu_rows import CEILINGS, rows
 from tests.bench.supervise import Row, supervise
@@ -120,7 +120,7 @@ def test_rows_of_whole_models_run(scheme: str, monkeypatch: pytest.MonkeyPatch) 
     small |= {"num_key_value_heads": 1, "vocab_size": 2000, "max_position_embeddings": 300}
     monkeypatch.setitem(gpu_rows.CONFIGS, "8B", gpu_rows.CONFIGS["8B"] | small)
     monkeypatch.setattr(
-        pipelines.loading,
+        pipelines.loading.load_engine,
         "load_engine",
         lambda run, rows: load_engine(replace(run, device=replace(run.device, type=DeviceType.cpu)), rows),
     )

@@ -10,13 +10,16 @@ from pathlib import Path
 from tests.helpers.fork_server import true_starts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FLOORS = ["conf", "kernels", "runner", "models", "quantization", "pipelines.engine", "pipelines", "run"]  # lowest first
-SERVER = [  # each uses those before it
-    "pipelines.engine_process",
+PIPELINES = [
+    f"pipelines.{folder}" for folder in ("engine", "jobs", "ranks", "loading", "replicas", "server", "tasks", "python")
+]
+FLOORS = ["conf", "kernels", "models", "quantization", *PIPELINES, "pipelines", "run"]  # lowest first
+SERVER = [  # packages, each of which uses the ones before it
+    "pipelines.replicas.engine_process",
     "pipelines.replicas",
-    "pipelines.api",
-    "pipelines.batches",
-    "pipelines.serve",
+    "pipelines.server.api",
+    "pipelines.server.batches",
+    "pipelines.server",
 ]
 TORCHLESS = {  # these decide, and compute nothing; neither do they import what does
     "conf.schema",
@@ -61,24 +64,24 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
     "tiktoken": ("models.tokenizers.tiktoken",),
     "huggingface_hub": ("models.formats.hub",),
     "modelscope": ("models.formats.hub",),
-    "rich": ("pipelines.report",),
-    "yaml": ("conf.compose", "models.formats.mindspore_config", "pipelines.topology"),
-    "fastapi": ("pipelines.serve.*",),
-    "starlette": ("pipelines.serve.*", "pipelines.chat_page"),
-    "uvicorn": ("pipelines.serve.*",),
-    "msgspec": ("pipelines.serve.*", "pipelines.engine_process.*", "pipelines.replicas.messages"),
-    "prometheus_client": ("pipelines.serve.*",),
+    "rich": ("pipelines.jobs.report",),
+    "yaml": ("conf.compose", "models.formats.mindspore.config", "pipelines.loading.topology"),
+    "fastapi": ("pipelines.server.*",),
+    "starlette": ("pipelines.server.*", "pipelines.server.chat_page"),
+    "uvicorn": ("pipelines.server.*",),
+    "msgspec": ("pipelines.server.*", "pipelines.replicas.engine_process.*", "pipelines.replicas.messages"),
+    "prometheus_client": ("pipelines.server.*",),
     "ray": (
         "pipelines.replicas.connection",
         "pipelines.replicas.workers",
         "pipelines.replicas.row_replicas",
     ),
-    "pydantic": ("pipelines.api.*", "pipelines.serve.*"),
+    "pydantic": ("pipelines.server.api.*", "pipelines.server.*"),
     "llguidance": ("pipelines.engine.guide",),
-    "httpx": ("pipelines.endpoint",),
-    "lm_eval": ("pipelines.lm_eval",),
-    "gradio": ("pipelines.chat_page",),
-    "matplotlib": ("pipelines.quantize.report", "pipelines.sweep"),
+    "httpx": ("pipelines.server.endpoint",),
+    "lm_eval": ("pipelines.lm_eval", "pipelines.tasks.lm_eval"),
+    "gradio": ("pipelines.server.chat_page",),
+    "matplotlib": ("pipelines.loading.quantize.report", "pipelines.tasks.sweep"),
 }
 
 
@@ -88,8 +91,15 @@ def module_name(file: Path) -> str:
 
 
 # what talks to another process: kernels, ranks, replicas and the engine's own process; what Ray itself sends is Ray's
-TALKING = ("kernels.collectives", "pipelines.ranks", "pipelines.replicas", "pipelines.engine_process")
-TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "runner")
+TALKING = (
+    "kernels.collectives",
+    "pipelines.ranks",
+    "pipelines.loading.driver",
+    "pipelines.loading.rank_worker",
+    "pipelines.loading.worker",
+    "pipelines.replicas",
+)
+TOPS = ("conf", "kernels", "models", "quantization", "pipelines")
 FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY / top).rglob("*.py"))} | {
     "run": REPOSITORY / "run.py"
 }
@@ -111,7 +121,7 @@ def imports(name: str) -> set[str]:
 
 
 def floor(name: str) -> int:
-    return max(i for i, prefix in enumerate(FLOORS) if name == prefix or name.startswith(prefix + "."))
+    return FLOORS.index(max((prefix for prefix in FLOORS if f"{name}.".startswith(f"{prefix}.")), key=len))
 
 
 def top_packages(name: str) -> set[str]:
@@ -227,7 +237,7 @@ def test_a_start_imports_no_more_than_it_uses() -> None:
             f"import kernels; assert kernels.__file__ == {str(ours)!r}; assert not hasattr(kernels, '__version__')",
             "torch",
         ),
-        ("import pipelines.launch, pipelines.serve.app, models.tokenizers", "torch"),
+        ("import pipelines.tasks.launch, pipelines.server.app, models.tokenizers", "torch"),
     ):
         check = f"{code}\nimport sys\nsys.exit(', '.join(set({unused!r}.split()) & sys.modules.keys()) or 0)"
         done = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True)
@@ -245,7 +255,7 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
         "import torch\nfrom kernels.kv_format import FORMATS, allocate\n"
         "caches = [allocate(kind, (1, 16, 2), 64, torch.float32, torch.device('cpu')) for both in FORMATS.values() for kind in both]\n"
         "unused = 'torch._dynamo sympy triton transformers huggingface_hub jinja2 rich matplotlib gguf sentencepiece tiktoken '\n"
-        "unused += 'pipelines.bench pipelines.evaluate pipelines.convert pipelines.quantize.quantize'\n"
+        "unused += 'pipelines.tasks.bench pipelines.tasks.evaluate pipelines.tasks.convert pipelines.loading.quantize.quantize'\n"
         "others = {name for name in sys.modules if name.startswith('models.families.')} - {'models.families.llama'}\n"
         "sys.exit(', '.join(set(unused.split()) & sys.modules.keys() | others) or 0)"
     )

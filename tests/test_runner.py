@@ -21,11 +21,11 @@ from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType, RunConfig
 from kernels import build
 from models.exported.description import EXPORT, GRAPH, WEIGHTS
+from models.exported.runner.build import build_runner
 from models.tokenizers import Tokenizer
 from models.tokenizers.huggingface import HuggingFaceTokenizer
 from models.tokenizers.runner_form import RUNNER_TOKENIZER
-from pipelines.loading import load_engine
-from runner.build import build_runner
+from pipelines.loading.load_engine import load_engine
 from tests.helpers import small_tokenizers
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each

@@ -31,8 +31,8 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
     refuse_mistaken(path)
     from models.formats.huggingface import open_huggingface
     from models.formats.meta import is_meta_layout, open_meta
-    from models.formats.mindspore import is_mindspore_layout, open_mindspore
-    from models.formats.paddle import is_paddle_layout, open_paddle
+    from models.formats.mindspore.checkpoint import is_mindspore_layout, open_mindspore
+    from models.formats.paddle.checkpoint import is_paddle_layout, open_paddle
     from models.formats.sharded import is_sharded_layout, open_sharded
     from models.formats.tensor_parallel import is_tensor_parallel, open_tensor_parallel
 

@@ -1,4 +1,4 @@
-"""The inference engine, floor 4a: it takes token ids, runs many sequences at once, and returns token ids and text.
+"""The inference engine: it takes token ids, runs many sequences at once, and returns token ids and text.
 
 `request`, `block_manager` and `scheduler` decide and do not import torch. `batch`, `kv_cache`, `executor` and `sampler`
 compute.

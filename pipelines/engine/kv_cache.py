@@ -5,7 +5,7 @@ import os
 import torch
 
 from conf.errors import UserError
-from conf.sizes import num_bytes
+from conf.support.sizes import num_bytes
 from kernels.kv_format import KVFormat, PagedVectors, Unquantised, allocate
 from models.batch import KVCache
 from models.layers.attention import Heads

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from conf.terminal import escape_control_chars
+from conf.support.terminal import escape_control_chars
 from kernels.collectives import RankFailed
-from pipelines.interrupt import RankLost
+from pipelines.jobs.interrupt import RankLost
+from pipelines.jobs.run_log import log_of_rank
 from pipelines.ranks.messages import Channel, Gone, Header, Message, Silent, readable
 from pipelines.ranks.rank_context import RankContext
-from pipelines.run_log import log_of_rank
 
 T = TypeVar("T")
 

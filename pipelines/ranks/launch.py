@@ -17,13 +17,13 @@ from pathlib import Path
 
 from conf.errors import UserError
 from conf.schema import Backend, ParallelMode, RunConfig, Task
-from conf.signals import interrupts_waiting
+from conf.support.signals import interrupts_waiting
 from pipelines.ranks.messages import Channel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MOST_PORT = 65535
 FEWEST = 2  # default number of ranks or stages, if neither settings nor a launcher give one
-COMMAND = (sys.executable, "-P", "-m", "pipelines.ranks.worker")
+COMMAND = (sys.executable, "-P", "-m", "pipelines.loading.worker")
 TORCHRUN, SRUN = "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"  # set in every process of the launcher
 SLURM_PORT, SLURM_PORTS = 20_000, 10_000  # below Linux's ephemeral ports
 

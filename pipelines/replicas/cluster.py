@@ -13,8 +13,8 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 
 if TYPE_CHECKING:  # Ray is optional for a job, and the server's HTTP process must not import torch
+    from pipelines.jobs.rows import EngineRows, RowExecutor
     from pipelines.replicas.replicas import Replicas
-    from pipelines.rows import EngineRows, RowExecutor
 
 
 def replicas_of(run: RunConfig) -> "Replicas":

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable
 
-from pipelines.prompts import PromptRow
+from pipelines.jobs.prompts import PromptRow
 
 MAX_LOSSES = 3  # replicas lost with a row before the row is given up
 ALONE_AFTER = 2  # losses after which a row runs alone, so that it cannot fail other rows

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from conf.schema import RunConfig
-from pipelines.journal import dumps
-from pipelines.prompts import PromptRow
-from pipelines.rows import Counts, Loaded, Record
+from pipelines.jobs.journal import dumps
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import Counts, Loaded, Record
 
 
 class Load(msgspec.Struct, frozen=True):

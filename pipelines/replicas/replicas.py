@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from conf.errors import UserError
-from pipelines.engine_process.client import Answer, EngineClient, EngineGone
-from pipelines.engine_process.frames import Beat, Ready, Submit, SubmitPooled
+from pipelines.replicas.engine_process.client import Answer, EngineClient, EngineGone
+from pipelines.replicas.engine_process.frames import Beat, Ready, Submit, SubmitPooled
 
 CHUNK_TOKENS = 16  # tokens of a chunk, as in a block of the KV cache
 LEAD = 0.5  # share of serve.batch_size by which an engine may exceed the least busy engine

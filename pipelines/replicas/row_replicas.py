@@ -14,13 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from conf.errors import UserError, shortened
 from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from pipelines.engine.speculation import DraftCounts
-from pipelines.prompts import PromptRow
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import Counts, EngineRows, Loaded, Record, Row, failed_record
 from pipelines.replicas.connection import PLACE_S, connect, waiting_for
 from pipelines.replicas.dispatch import MAX_LOSSES, Dispatch
 from pipelines.replicas.messages import Failed, Load, Ready, Work, encode, read_answer, read_record, row_bytes
 from pipelines.replicas.resources import ResourceSpec, resources_of
 from pipelines.replicas.row_worker import RowWorker
-from pipelines.rows import Counts, EngineRows, Loaded, Record, Row, failed_record
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Callable, Generator
 
 from conf.errors import UserError
-from conf.terminal import log_warnings
+from conf.support.terminal import log_warnings
 from kernels.threads import use_cores
-from pipelines.fingerprint import replay_fingerprint
-from pipelines.interrupt import RankLost
-from pipelines.memory import explained_out_of_memory
-from pipelines.prompts import PromptRow
+from pipelines.jobs.interrupt import RankLost
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import EngineRows, Record
+from pipelines.loading.fingerprint import replay_fingerprint
+from pipelines.loading.memory import explained_out_of_memory
 from pipelines.ranks.launch import leave_launcher
 from pipelines.replicas.cores import Cores
 from pipelines.replicas.messages import (
@@ -25,7 +26,6 @@ from pipelines.replicas.messages import (
     read_work,
     record_bytes,
 )
-from pipelines.rows import EngineRows, Record
 
 
 class RowWorker:

@@ -13,12 +13,12 @@ from ray.exceptions import RayError
 
 from conf.errors import shortened
 from conf.schema import RunConfig
-from pipelines.engine_process.child import LocalChild
-from pipelines.engine_process.client import EngineClient
-from pipelines.engine_process.suspects import Suspects
 from pipelines.ranks.launch import degrees, leave_launcher
 from pipelines.replicas.connection import PLACE_S, connect, waiting_for
 from pipelines.replicas.cores import Cores
+from pipelines.replicas.engine_process.child import LocalChild
+from pipelines.replicas.engine_process.client import EngineClient
+from pipelines.replicas.engine_process.suspects import Suspects
 from pipelines.replicas.replicas import Replicas
 from pipelines.replicas.resources import ResourceSpec, resources_of
 

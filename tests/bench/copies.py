@@ -26,8 +26,8 @@ from conf.compose import compose_run_config  # noqa: E402
 from conf.decoding import DecodeConfig  # noqa: E402
 from conf.speculation import Speculate  # noqa: E402
 from pipelines.engine import Engine  # noqa: E402
-from pipelines.loading import load_engine  # noqa: E402
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
+from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "copies.json"
 NUM_PROMPTS, BEGUN_WORDS = 8, 4

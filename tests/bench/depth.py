@@ -21,8 +21,8 @@ from conf.compose import compose_run_config  # noqa: E402
 from conf.decoding import DecodeConfig  # noqa: E402
 from models.layers.norm import ResidualStream  # noqa: E402
 from pipelines.engine.batch import build_batch  # noqa: E402
-from pipelines.loading import load_engine  # noqa: E402
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
+from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "depth.json"
 FORMATS: dict[str, list[str]] = {

@@ -21,8 +21,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from pipelines.report import environment, write_atomically  # noqa: E402
-from runner.build import build_runner  # noqa: E402
+from models.exported.runner.build import build_runner  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
 
 PEERS = Path(os.environ.get("QUINTET_PEERS", "~/.cache/quintet-peers")).expanduser()
 PROMPT = list(range(5, 21))

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from models.formats.safetensors_writer import save_tensors  # noqa: E402
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "first_token.json"
 SHAPES = {  # hidden and feed-forward channels, layers, heads, key/value heads, vocabulary

@@ -46,7 +46,7 @@ def main() -> None:
     for job in jobs:
         print(f"{job['rows']:>9,} rows: peak {job['peak_rss_mb']:,.0f} MB, {job['seconds']:.0f} s")
     sys.path.insert(0, str(REPOSITORY))
-    from pipelines.report import environment
+    from pipelines.jobs.report import environment
 
     machine = environment()
     packages = machine["packages"]

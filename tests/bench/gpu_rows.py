@@ -204,7 +204,7 @@ def engine(size: str, scheme: str, rows: int, kv_cache: str = "none", **options:
     """Of random weights."""
     from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
     from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
-    from pipelines.loading import load_engine
+    from pipelines.loading.load_engine import load_engine
 
     activations = Activations.dynamic if scheme in ("a8w8", "fp8") else Activations.none
     group_size = 128 if scheme == "int4" else -1

@@ -20,10 +20,10 @@ from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
 from pipelines.engine import Engine, Output
-from pipelines.kept_prefixes import open_kept, place_kept
-from pipelines.loading import load_engine
-from pipelines.model_source import resolve_model
-from pipelines.prefix import run_prefix
+from pipelines.loading.kept_prefixes import open_kept, place_kept
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
+from pipelines.tasks.prefix import run_prefix
 
 NUM_OTHERS = 16
 PREFIX_CACHE = {"plain": False, "kept": True}

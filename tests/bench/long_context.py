@@ -27,8 +27,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from conf.compose import compose_run_config  # noqa: E402
 from conf.decoding import DecodeConfig  # noqa: E402
-from pipelines.loading import load_engine  # noqa: E402
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
+from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "long_context.json"
 PEER = Path(__file__).with_name("long_context_peer.py")

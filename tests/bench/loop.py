@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from conf.compose import compose_run_config  # noqa: E402
 from conf.schema import DecodeConfig  # noqa: E402
 from pipelines.engine import engine as engine_module  # noqa: E402
-from pipelines.loading import load_engine  # noqa: E402
+from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 WARMUP = 8  # steps that are not counted
 

@@ -33,10 +33,10 @@ from conf.compose import compose_run_config
 from kernels import build
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
 from kernels.threads import use_cores
-from pipelines.bandwidth import memory_bandwidth
-from pipelines.parallel_planner import plan_layouts
-from pipelines.report import environment, write_atomically
-from pipelines.topology import Topology
+from pipelines.jobs.report import environment, write_atomically
+from pipelines.loading.bandwidth import memory_bandwidth
+from pipelines.loading.parallel_planner import plan_layouts
+from pipelines.loading.topology import Topology
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = [1 << power for power in range(13, 26)]  # bytes of a piece: 8 KB to 32 MB
@@ -228,7 +228,7 @@ def children(pid: int) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"pipelines.ranks.worker" in (process / "cmdline").read_bytes():
+            if parent == pid and b"pipelines.loading.worker" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
         except OSError:  # it has ended meanwhile
             continue

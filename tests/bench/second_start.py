@@ -19,7 +19,7 @@ def once(started: float, overrides: list[str]) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from conf.compose import compose_run_config
     from conf.decoding import DecodeConfig
-    from pipelines.loading import load_engine
+    from pipelines.loading.load_engine import load_engine
 
     marks = [time.time()]
     engine = load_engine(compose_run_config([*overrides, "model.keep_packed=true"]), 1)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 import httpx  # noqa: E402
 
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
 
 PEERS = Path(os.environ.get("QUINTET_PEERS", "~/.cache/quintet-peers")).expanduser()
 START_S = 600.0

@@ -32,7 +32,7 @@ import httpx  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
 from tests.helpers.server import ready_url, start_server  # noqa: E402
 
 TINY = REPOSITORY / "models" / "tiny"
@@ -69,7 +69,7 @@ class Server:
     def child(self) -> int | None:
         """Return the id of the engine's process, None while there is none."""
         for pid in map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()):
-            if b"pipelines.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"pipelines.replicas.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         return None
 

@@ -26,8 +26,8 @@ from pipelines.engine import Engine, Output  # noqa: E402
 from pipelines.engine.proposers import Proposer  # noqa: E402
 from pipelines.engine.request import Sequence  # noqa: E402
 from pipelines.engine.speculation import Speculator  # noqa: E402
-from pipelines.loading import load_engine  # noqa: E402
-from pipelines.report import environment, write_atomically  # noqa: E402
+from pipelines.jobs.report import environment, write_atomically  # noqa: E402
+from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "speculation.json"
 PROMPT_TOKENS = 64

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models.tiny.corpus import Question, questions
 from pipelines import TextGenerationPipeline, pipeline
-from pipelines.report import environment
+from pipelines.jobs.report import environment
 
 SEED = 2024  # of the held-out questions; the training text never holds one, whatever the seeds
 RESULT = Path(__file__).parent / "results" / "tiny_questions.json"

@@ -7,7 +7,7 @@ import pytest
 
 from conf.compose import compose_run_config, from_json
 from conf.errors import UserError
-from pipelines.fingerprint import plain
+from pipelines.loading.fingerprint import plain
 from tests.helpers.cases import each
 
 TP = ["parallel=tp", "parallel.tp=2"]

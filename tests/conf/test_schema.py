@@ -6,7 +6,7 @@ import conf.decoding
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
-from conf.sizes import num_bytes
+from conf.support.sizes import num_bytes
 from conf.tasks import BenchConfig, CheckpointFormat, ConvertConfig, EvaluateConfig, PredictConfig, SweepConfig
 from tests.helpers.cases import each
 

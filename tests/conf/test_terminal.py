@@ -3,7 +3,7 @@
 import logging
 import unicodedata
 
-from conf.terminal import EscapingFormatter, escape_control_chars, escape_line
+from conf.support.terminal import EscapingFormatter, escape_control_chars, escape_line
 from tests.helpers.cases import each
 
 OBEYED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) == "Cc"]

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.random_adapters import write_random_adapter
 

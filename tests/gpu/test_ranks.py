@@ -15,7 +15,7 @@ from kernels.collectives import RankFailed
 from kernels.collectives.nccl import Nccl
 from kernels.collectives.torch_group import serve_addresses
 from kernels.cuda_graph import GraphPool
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
 
 HOST = "127.0.0.1"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from conf.decoding import DecodeConfig
 from conf.schema import RunConfig
 from pipelines.engine import Engine, Output
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [[7, 3, 90, 20], [5], [33, 41, 8, 5, 17, 60, 2, 9, 11], [7, 3, 90, 20, 44], [12, 13]]

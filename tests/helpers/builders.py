@@ -14,14 +14,14 @@ from conf.tasks import PredictConfig
 from models.causal_lm import CausalLM
 from models.layers.dense import PackedDenseMethod
 from models.layers.linear import Linear
-from pipelines.assembly import assemble
-from pipelines.device import prepare_device
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
-from pipelines.loading import load_engine
-from pipelines.model_source import resolve_model
-from pipelines.planning import plan_model
-from pipelines.request_settings import read_request_settings
+from pipelines.loading.assembly import assemble
+from pipelines.loading.device import prepare_device
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model
+from pipelines.loading.request_settings import read_request_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = (

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from conf.schema import RunConfig
 from kernels.kv_format import Unquantised
-from pipelines.assembly import load_planned
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.model_source import resolve_model
-from pipelines.planning import plan_model, shard_plan, without_quantization
-from pipelines.quantize.layers import calibration_batches
-from pipelines.quantize.ranks import kept_of, message_of
-from pipelines.quantize.share import Share
+from pipelines.loading.assembly import load_planned
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model, shard_plan, without_quantization
+from pipelines.loading.quantize.layers import calibration_batches
+from pipelines.loading.quantize.ranks import kept_of, message_of
+from pipelines.loading.quantize.share import Share
 from pipelines.ranks.threads import ThreadRankContext
 from quantization.file_layout import file_layout
 from quantization.kept_parts import KeptPart

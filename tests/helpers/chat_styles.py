@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer, load_tokenizer
-from pipelines.api.conversation import Chat
+from pipelines.server.api.conversation import Chat
 from tests.helpers.small_tokenizers import byte_level, save
 
 CHATML = """\

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.serving import tiny_run
 
 PROMPT = "Once upon a time"

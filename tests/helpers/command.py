@@ -10,13 +10,13 @@ import pytest
 
 from conf.compose import compose_run_config, dump, for_hydra
 from conf.errors import UserError
-from pipelines.launch import launch
+from pipelines.tasks.launch import launch
 from tests.helpers.builders import REPOSITORY, said
 
 # A signal that comes when so many rows of a folder are finished, and neither earlier nor later, however busy the machine is.
 INTERRUPTED = """
 import os, runpy, sys
-from pipelines.journal import Journal
+from pipelines.jobs.journal import Journal
 
 number, folder, num_rows = int(sys.argv.pop(1)), sys.argv.pop(1), int(sys.argv.pop(1))
 append = Journal.append

@@ -12,7 +12,7 @@ from torch import Tensor
 from conf.compose import dump
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.tasks import CheckpointFormat, ConvertConfig
-from pipelines.convert import run_convert
+from pipelines.tasks.convert import run_convert
 
 SHARDED = CheckpointFormat.sharded
 

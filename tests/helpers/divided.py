@@ -11,15 +11,15 @@ from conf.schema import RunConfig
 from kernels.collectives import NO_NEIGHBOURS, Alone, Group, Neighbours
 from models.causal_lm import CausalLM
 from models.sharding import ParallelLayout
-from pipelines.assembly import assemble
-from pipelines.device import prepare_device
 from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
-from pipelines.model_source import resolve_model
-from pipelines.planning import ModelPlan, plan_model, shard_plan
+from pipelines.loading.assembly import assemble
+from pipelines.loading.device import prepare_device
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import ModelPlan, plan_model, shard_plan
+from pipelines.loading.request_settings import read_request_settings
 from pipelines.ranks.rank_context import layout_of
 from pipelines.ranks.threads import ThreadRankContext
-from pipelines.request_settings import read_request_settings
 from tests.helpers.rank_threads import run_ranks, run_stages
 
 LAYER_KINDS = {  # what is cut in ways of its own, and a model of tests/helpers/catalog.py that has it

@@ -6,7 +6,7 @@ from typing import Any
 from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from pipelines.engine import Engine
-from pipelines.ranks.driver import DriverExecutor
+from pipelines.loading.driver import DriverExecutor
 
 PROMPTS = [[1, 5, 9, 23, 40, 41, 42], [1, 7], [1, *range(30, 70)], [1, 5, 9, 23, 40, 41, 42, 3, 3]]
 

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pipelines.engine_process.frames import Deltas, ToEngine
-from pipelines.engine_process.loading import Served
-from pipelines.engine_process.process import EngineProcess
+from pipelines.replicas.engine_process.frames import Deltas, ToEngine
+from pipelines.replicas.engine_process.loading import Served
+from pipelines.replicas.engine_process.process import EngineProcess
 from tests.helpers.serving import Sample
 from tests.helpers.waiting import LIMIT_S
 

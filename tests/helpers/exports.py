@@ -18,7 +18,7 @@ from conf.schema import DType, RunConfig, Task
 from conf.tasks import ExportConfig, PredictConfig
 from models.formats.manifest import verify_manifest
 from pipelines.engine import Engine
-from pipelines.export import run_export
+from pipelines.tasks.export import run_export
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.catalog import FAMILIES as WITHOUT_MARKS
 from tests.helpers.catalog import MARKS, link

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from pipelines.engine_process.client import Answer, EngineGone, EngineRefused
-from pipelines.engine_process.frames import Beat, Delta, Done, Logprob, Ready, Submit, SubmitPooled
+from pipelines.replicas.engine_process.client import Answer, EngineGone, EngineRefused
+from pipelines.replicas.engine_process.frames import Beat, Delta, Done, Logprob, Ready, Submit, SubmitPooled
 
 READY = Ready(
     context_length=64,

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from conf.schema import RunConfig
-from pipelines import report
-from pipelines.predict import PredictRows
-from pipelines.prompts import PromptRow
-from pipelines.rows import RowRequest
+from pipelines.jobs import report
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import RowRequest
+from pipelines.tasks.predict import PredictRows
 
 POISON = "poison"
 

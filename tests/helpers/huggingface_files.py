@@ -14,8 +14,8 @@ from torch import Tensor
 
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
 from conf.tasks import PredictConfig
-from pipelines.loading import load_engine
-from pipelines.report import NoProgress
+from pipelines.jobs.report import NoProgress
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import weights_of
 from tests.helpers.fork_server import true_starts
 
@@ -106,7 +106,7 @@ START = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncod
 MEASURE = """
 import resource, sys
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,7 +10,7 @@ from conf.decoding import DecodeConfig
 from conf.schema import RunConfig, Task
 from conf.tasks import PrefixConfig
 from pipelines.engine import Engine, Output
-from pipelines.prefix import run_prefix
+from pipelines.tasks.prefix import run_prefix
 
 BEGINNING = [5 + i * 7 % 83 for i in range(41)]
 OTHER = [9 + i * 5 % 79 for i in range(37)]

@@ -17,24 +17,24 @@ from starlette.types import ASGIApp
 
 from conf.schema import ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
-from pipelines.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswer, MessageAnswer, ResponseAnswer
-from pipelines.api.answers import DONE, Event
-from pipelines.api.conversation import Chat
-from pipelines.api.generation import Generation, RequestContext
-from pipelines.api.named import Named
-from pipelines.api.parsing import check_request
-from pipelines.api.requests import Body
-from pipelines.api.writers import Writer
-from pipelines.batches.jobs import BatchJobs
-from pipelines.engine_process.client import RemoteEngine
-from pipelines.engine_process.frames import Submit
-from pipelines.serve.app import add_errors, create_app
-from pipelines.serve.engine_session import EngineSession
-from pipelines.serve.guard import Guard
-from pipelines.serve.records import Record
-from pipelines.serve.routes import ROUTES, continued
-from pipelines.serve.service import EngineResponse, Result, Service, Stream, timeout_s
-from pipelines.serve.stream import written
+from pipelines.replicas.engine_process.client import RemoteEngine
+from pipelines.replicas.engine_process.frames import Submit
+from pipelines.server.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswer, MessageAnswer, ResponseAnswer
+from pipelines.server.api.answers import DONE, Event
+from pipelines.server.api.conversation import Chat
+from pipelines.server.api.generation import Generation, RequestContext
+from pipelines.server.api.named import Named
+from pipelines.server.api.parsing import check_request
+from pipelines.server.api.requests import Body
+from pipelines.server.api.writers import Writer
+from pipelines.server.app import add_errors, create_app
+from pipelines.server.batches.jobs import BatchJobs
+from pipelines.server.engine_session import EngineSession
+from pipelines.server.guard import Guard
+from pipelines.server.records import Record
+from pipelines.server.routes import ROUTES, continued
+from pipelines.server.service import EngineResponse, Result, Service, Stream, timeout_s
+from pipelines.server.stream import written
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.serving import run_async, tokenizer
 

@@ -53,7 +53,7 @@ def record_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def main() -> None:
-    from pipelines.ranks import worker
+    from pipelines.loading import worker
 
     with socket.socket(socket.AF_UNIX) as stream, pytest.MonkeyPatch.context() as patch:
         stream.connect(os.environ["MEETING"])

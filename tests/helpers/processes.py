@@ -27,7 +27,7 @@ def ours() -> dict[int, tuple[int, str]]:
 
 def engines() -> dict[int, int]:
     """The processes of our engines, each with its worker's."""
-    return {pid: parent for pid, (parent, command) in ours().items() if "pipelines.engine_process" in command}
+    return {pid: parent for pid, (parent, command) in ours().items() if "pipelines.replicas.engine_process" in command}
 
 
 def row_workers() -> list[int]:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pipelines.prompts import Prompts, read_prompts
+from pipelines.jobs.prompts import Prompts, read_prompts
 
 HELLO = [{"role": "user", "content": "hi"}]
 

@@ -25,9 +25,9 @@ from conf.quantization import (
 from conf.schema import RunConfig, Task
 from conf.tasks import PredictConfig
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
-from pipelines.quantize import model as quantize_model
-from pipelines.quantize import quantize
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.quantize import model as quantize_model
+from pipelines.loading.quantize import quantize
 from tests.helpers.builders import run_config
 
 STATIC, DYNAMIC = Activations.static, Activations.dynamic
@@ -106,7 +106,7 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
         return made[-1]
 
     quantize_assemble = quantize_model.assemble
-    with patch.object(quantize_model, "assemble", assemble), patch("pipelines.quantize.report.draw"):
+    with patch.object(quantize_model, "assemble", assemble), patch("pipelines.loading.quantize.report.draw"):
         quantize.run_quantize(run, output_dir, dump)
     return made[0]  # others may have been made meanwhile
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from conf.decoding import DecodeConfig
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, engine_of, run_config, weights_of
 from tests.helpers.huggingface_files import CONFIG, make_tensors, peak_of_loading, write_config
 

@@ -9,12 +9,12 @@ import sys
 from conf.compose import from_json
 from kernels import build
 from models.weights import module_bytes
-from pipelines.assembly import load_planned
-from pipelines.device import prepare_device
-from pipelines.model_source import resolve_model
-from pipelines.planning import plan_model, shard_plan
+from pipelines.jobs.report import peak_memory_bytes, reset_peak_memory
+from pipelines.loading.assembly import load_planned
+from pipelines.loading.device import prepare_device
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model, shard_plan
 from pipelines.ranks.rank_context import create_memory, layout_of, shared_memory_context
-from pipelines.report import peak_memory_bytes, reset_peak_memory
 
 
 def main() -> None:

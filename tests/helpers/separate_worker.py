@@ -2,8 +2,8 @@
 
 import ray
 
+from pipelines.jobs.rows import EngineRows
 from pipelines.replicas import cores, row_worker
-from pipelines.rows import EngineRows
 
 
 class RowWorker(row_worker.RowWorker):

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, Task
 from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer, load_tokenizer
-from pipelines.engine_process.client import EngineClient, RemoteEngine
-from pipelines.engine_process.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
+from pipelines.replicas.engine_process.client import EngineClient, RemoteEngine
+from pipelines.replicas.engine_process.frames import Beat, Delta, Done, Logprob, Submit, SubmitPooled
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.waiting import LIMIT_S
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from conf.quantization import KVCacheFormat, QuantConfig
 from conf.schema import DeviceConfig, DeviceType
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import run_config
 
 PEFT_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {

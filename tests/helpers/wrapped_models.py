@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from conf.decoding import DecodeConfig
-from pipelines.model_source import resolve_model
+from pipelines.loading.model_source import resolve_model
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.oracle import NEW_TOKENS, TOLERANCE, random_prompts
 

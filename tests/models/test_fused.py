@@ -12,7 +12,7 @@ from conf.schema import DType
 from kernels.rms_norm import rms_norm
 from models.layers import norm
 from models.layers.linear import MergedLinear
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import all_logits, run_config, write_llama
 from tests.helpers.cases import each
 

@@ -15,7 +15,7 @@ from kernels import build
 from kernels.kv_format import PagedVectors
 from models.batch import Batch, BatchShape, KVCache
 from models.causal_lm import CausalLM
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
 

@@ -25,8 +25,8 @@ from conf.errors import UserError
 from conf.schema import ModelConfig
 from models.heads import HeadKind
 from pipelines.engine.request import Pooling
-from pipelines.loading import load_engine
-from pipelines.model_source import resolve_model
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
 from tests.helpers.builders import run_config
 from tests.helpers.cases import each
 from tests.helpers.oracle import random_prompts, write_model

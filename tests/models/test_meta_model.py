@@ -14,9 +14,9 @@ from conf.schema import ModelConfig, Weights
 from conf.tasks import CheckpointFormat
 from models.decoder import DecoderLayer
 from models.layers.linear import Linear
-from pipelines.loading import load_engine
-from pipelines.model_source import resolve_model
-from pipelines.quantize.preflight import print_preflight
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.quantize.preflight import print_preflight
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.conversion import convert

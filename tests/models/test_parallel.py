@@ -16,10 +16,10 @@ from kernels.collectives import Threads
 from kernels.linear import FloatWeight, compressed
 from models.layers.linear import Linear
 from models.sharding import ParallelLayout
-from pipelines.device import prepare_device
-from pipelines.drafting import predicting_ahead
-from pipelines.model_source import resolve_model
-from pipelines.planning import plan_model, shard_plan
+from pipelines.loading.device import prepare_device
+from pipelines.loading.drafting import predicting_ahead
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model, shard_plan
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each

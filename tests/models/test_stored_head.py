@@ -13,7 +13,7 @@ from transformers import (
 
 from conf.quantization import QuantConfig, QuantScheme
 from conf.tasks import CheckpointFormat
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import all_logits, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.conversion import convert

@@ -17,7 +17,7 @@ from kernels.linear import matmul, pack_codes
 from kernels.quantize_rows import QuantizedActivations, quantize_rows
 from models.layers.linear import Linear
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import MANY_ROWS, IntMethod
 from quantization.scheme import LinearScheme
@@ -121,7 +121,7 @@ def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: p
     data = write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
     run = quantize_run(LLAMA, CALIBRATED["int8 gptq"], None, data)
     none = load_engine(run, 3)
-    monkeypatch.setattr("pipelines.quantize.share.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # nothing may be calibrated again
     auto = load_engine(replace(run, quant=replace(run.quant, activations=AUTO)), 3)
     assert all_logits(auto, FEW).equal(all_logits(none, FEW))
     assert not all_logits(auto, MANY).equal(all_logits(none, MANY))

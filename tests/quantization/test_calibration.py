@@ -11,7 +11,7 @@ from conf.schema import DType
 from kernels import build
 from models.linear_layers import linear_layer
 from pipelines.engine import Engine
-from pipelines.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother

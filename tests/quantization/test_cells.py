@@ -16,7 +16,7 @@ from conf.schema import DeviceConfig, DeviceType
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import REPOSITORY, generate, run_config, write_llama
 from tests.helpers.catalog import SHARED_PROMPTS as PROMPTS
 from tests.helpers.drafts import Hostile, at_random

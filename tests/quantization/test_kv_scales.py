@@ -18,7 +18,7 @@ from conf.tasks import PredictConfig
 from kernels.kv_format import StaticFloat8, StaticInt8, Unquantised
 from models.config import ConfigReader
 from models.registry import find_architecture
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from quantization.kv_scales import attention_names
 from quantization.layouts.kv_cache import read_kv_cache_scheme
 from tests.helpers.builders import all_logits, engine_of, run_config, write_llama
@@ -239,7 +239,7 @@ def predict_run(source: Path, quant: QuantConfig, data: Path) -> RunConfig:
 def test_predicting_calibrates_once(source: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     first = load_engine(predict_run(source, STATIC_INT8, data), 3)
-    monkeypatch.setattr("pipelines.quantize.share.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # nothing may be calibrated again
     again = load_engine(predict_run(source, STATIC_INT8, data), 3)
     assert [folder.name.rpartition("-")[0] for folder in (tmp_path / "quantized").iterdir()] == [
         "float-none-rtn-kv_int8"

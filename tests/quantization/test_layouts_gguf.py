@@ -19,8 +19,8 @@ from kernels.linear import BlockWeight, FloatWeight
 from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
 from models.layers.linear import Linear
-from pipelines.loading import load_engine
-from pipelines.quantize.quantize import run_quantize
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.quantize.quantize import run_quantize
 from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantization
 from quantization.layouts.sharded import ShardedLayout
 from quantization.linear import BlockMethod, IntMethod

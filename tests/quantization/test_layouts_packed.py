@@ -12,7 +12,7 @@ from conf.errors import UserError
 from conf.schema import Weights
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from quantization.codes import CodeKind
 from quantization.gptq import Hessian, gptq
 from quantization.layouts import awq, read_quantization

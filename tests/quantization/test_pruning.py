@@ -28,8 +28,8 @@ from conf.quantization import (
 from conf.schema import RunConfig
 from models.config import ConfigReader
 from models.linear_layers import linear_specs
-from pipelines.loading import load_engine
-from pipelines.quantize.calibration_data import read_calibration_data
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.quantize.calibration_data import read_calibration_data
 from quantization.layouts import read_quantization
 from quantization.pruning import pruned_entries
 from tests.helpers.builders import all_logits, run_config, write_llama

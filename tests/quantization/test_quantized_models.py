@@ -12,7 +12,7 @@ from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from models.layers.moe import Experts
 from pipelines.engine import Engine
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import all_logits, complete, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS

@@ -29,7 +29,7 @@ from conf.quantization import QuantConfig, QuantizedFormat, SmoothConfig
 from models.linear_layers import linear_layer
 from pipelines import pipeline
 from pipelines.engine import Engine
-from pipelines.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.plan import float_weight, plan
 from quantization.quantizer import is_sequential, parts_of

@@ -25,7 +25,7 @@ from models.adapters import has_adapters
 from models.layers.moe import Experts
 from pipelines.engine import Engine
 from pipelines.engine.graph_steps import GraphSteps
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.adapters import load_with, outputs, write_adapter
 from tests.helpers.builders import complete, engine_of, run_config, write_llama
 from tests.helpers.catalog import GOLDENS

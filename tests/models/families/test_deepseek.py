@@ -13,7 +13,7 @@ from conf.errors import UserError
 from conf.schema import DType
 from models.config import ConfigReader
 from models.registry import find_architecture
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import all_logits, complete, engine_of, generate, run_config, weights_of
 from tests.helpers.cases import each
 from tests.helpers.deepseek import CASES, SMALL, V2_GROUPS, V3_GROUPS, YARN, build, change_config

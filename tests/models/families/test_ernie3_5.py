@@ -16,7 +16,7 @@ from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from models.config import ConfigReader
 from models.families.ernie3_5 import read_config
 from models.formats import open_checkpoint
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import all_logits, engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.catalog import greedy

@@ -12,7 +12,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.schema import DeviceType, DType, Weights
 from models.formats import open_checkpoint
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.cases import each
 from tests.helpers.huggingface_files import (
     CONFIG,

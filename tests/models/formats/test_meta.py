@@ -15,7 +15,7 @@ from conf.schema import Weights
 from models.families.llama import LlamaConfig, read_config
 from models.formats.meta import AT_ONCE, read_meta_config
 from models.tokenizers import load_tokenizer
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import SHARED, all_logits, engine_of, run_config, weights_of
 from tests.helpers.cases import each
 from tests.helpers.huggingface_files import Recording, make_tensors, peak_of_loading

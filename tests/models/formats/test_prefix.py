@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from conf.errors import UserError
 from models.formats.prefix import read_prefix
-from pipelines.model_source import resolve_model
-from pipelines.planning import plan_model
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.catalog import link

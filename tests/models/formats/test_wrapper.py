@@ -12,9 +12,9 @@ from torch import Tensor
 
 from conf.errors import UserError
 from models.formats.wrapper import text_config
-from pipelines.loading import load_engine
-from pipelines.model_source import resolve_model
-from pipelines.request_settings import read_request_settings
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
+from pipelines.loading.request_settings import read_request_settings
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
 from tests.helpers.oracle import write_random

@@ -19,7 +19,7 @@ from pipelines.engine import Engine
 from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.request import SequenceGroup
 from pipelines.engine.steps import StepOutputs
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.adapters import write_adapter
 from tests.helpers.builders import KEY_VALUE_BYTES, engine_of, generate, run_config, write_llama
 from tests.helpers.cases import each

@@ -17,7 +17,7 @@ from conf.schema import DType
 from kernels import build
 from pipelines.engine import Completion, Engine
 from pipelines.engine.request import SequenceGroup
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, run_config, write_llama
 from tests.helpers.builders import engine_of as small_engine
 from tests.helpers.cases import each

@@ -20,7 +20,7 @@ from pipelines.engine import Engine
 from pipelines.engine.batch import NewTokens, flat_batch
 from pipelines.engine.proposers.mtp import MtpProposer
 from pipelines.engine.request import Sequence, SequenceGroup
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.adapters import change_adapter, write_adapter
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.cases import each

@@ -13,7 +13,7 @@ from conf.decoding import DecodeConfig
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import DType
 from kernels import build
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, link

@@ -13,7 +13,7 @@ from models.batch import Batch, BatchShape
 from pipelines.engine import Engine, executor, recorded_steps
 from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.steps import StepOutputs, Steps
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import complete, generate, run_config, write_llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are recorded where the C++ kernels are")

@@ -20,7 +20,7 @@ from conf.schema import DType
 from conf.speculation import Speculate, SpeculationConfig
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling, SequenceGroup
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import SMALL, all_logits, complete, generate, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.catalog import SHARED_PROMPTS

@@ -12,7 +12,7 @@ import fcntl, resource, socket, subprocess, sys, threading, time
 
 from kernels.collectives import NO_NEIGHBOURS, Alone
 from models.sharding import ParallelLayout
-from pipelines.interrupt import RankLost
+from pipelines.jobs.interrupt import RankLost
 from pipelines.ranks.control import Worker, Workers
 from pipelines.ranks.messages import LENGTHS, Channel
 from pipelines.ranks.rank_context import RankContext

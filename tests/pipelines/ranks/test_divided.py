@@ -19,13 +19,12 @@ from conf.quantization import KVCacheFormat, QuantConfig, QuantScheme
 from conf.schema import DeviceConfig, DeviceType, RunConfig
 from conf.speculation import Speculate
 from kernels import build
-from pipelines import parallel_planner
 from pipelines.engine import Engine
 from pipelines.engine.request import SequenceGroup
-from pipelines.loading import load_engine
-from pipelines.model_source import resolve_model
-from pipelines.ranks import driver
-from pipelines.ranks.driver import DriverExecutor
+from pipelines.loading import driver, parallel_planner
+from pipelines.loading.driver import DriverExecutor
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_source import resolve_model
 from pipelines.ranks.launch import Rank, joined
 from pipelines.ranks.messages import Channel
 from tests.helpers.builders import KEY_VALUE_BYTES, run_config, write_llama

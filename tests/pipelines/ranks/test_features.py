@@ -18,10 +18,10 @@ from conf.speculation import Speculate, SpeculationConfig
 from kernels import build
 from pipelines.engine import Engine
 from pipelines.engine.adapters import Adapters
-from pipelines.interrupt import RankLost
-from pipelines.loading import load_engine
-from pipelines.output_folder import kept_folder
-from pipelines.ranks.driver import DriverExecutor
+from pipelines.jobs.interrupt import RankLost
+from pipelines.jobs.output_folder import kept_folder
+from pipelines.loading.driver import DriverExecutor
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.adapters import ALL_LINEAR, Rows, completions, outputs, write_adapter
 from tests.helpers.builders import generate, run_config, write_llama
 from tests.helpers.cases import each

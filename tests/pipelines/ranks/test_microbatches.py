@@ -14,7 +14,7 @@ from conf.schema import ParallelConfig, ParallelMode
 from kernels import build
 from models.batch import Batch
 from pipelines.engine.steps import StepOutputs
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from pipelines.ranks import launch
 from tests.helpers.builders import engine_of, generate, run_config, write_llama
 from tests.helpers.meeting_worker import NUM_MEETINGS, TIMEOUT_S, Meetings, meet, record_nothing

@@ -11,7 +11,7 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.schema import ExpertPlacement, ParallelConfig, ParallelMode, RunConfig, Sum
 from kernels import build
-from pipelines.loading import load_engine
+from pipelines.loading.load_engine import load_engine
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.catalog import write_family
 from tests.helpers.command import refusal

@@ -17,9 +17,9 @@ import pytest
 
 from conf.schema import ParallelConfig, ParallelMode
 from kernels import build
-from pipelines.fingerprint import plain
-from pipelines.loading import load_engine
-from pipelines.ranks.driver import DriverExecutor
+from pipelines.loading.driver import DriverExecutor
+from pipelines.loading.fingerprint import plain
+from pipelines.loading.load_engine import load_engine
 from pipelines.ranks.messages import Channel, Header
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.conversion import SHARDED, convert

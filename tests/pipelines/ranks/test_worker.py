@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipelines.ranks import worker
+from pipelines.loading import worker
 from pipelines.ranks.launch import joined
 from pipelines.ranks.messages import Channel, Gone
 from pipelines.ranks.rendezvous import join, listen
@@ -26,7 +26,7 @@ def run_worker(channel, start):
     raise Gone
 
 
-sys.modules["pipelines.ranks.rank_worker"] = types.SimpleNamespace(run_worker=run_worker)
+sys.modules["pipelines.loading.rank_worker"] = types.SimpleNamespace(run_worker=run_worker)
 atexit.register(time.sleep, 600)  # as where a large model is given back
 atexit.register(print, "ends", flush=True)
 worker.follow(Channel(socket.socket(fileno=int(sys.argv[1]))))

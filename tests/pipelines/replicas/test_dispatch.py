@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.prompts import PromptRow
+from pipelines.jobs.prompts import PromptRow
 from pipelines.replicas.dispatch import MAX_LOSSES, Dispatch
 
 WINDOW = 4

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from conf.errors import UserError
 from conf.serving import ServeConfig
-from pipelines.api.errors import ApiError
-from pipelines.engine_process.client import EngineClient, EngineGone
-from pipelines.engine_process.frames import Beat, Ready, Submit, SubmitPooled
 from pipelines.replicas.cluster import replicas_of
+from pipelines.replicas.engine_process.client import EngineClient, EngineGone
+from pipelines.replicas.engine_process.frames import Beat, Ready, Submit, SubmitPooled
 from pipelines.replicas.replicas import CHUNK_TOKENS, LEAD, Replicas, chunks_of
-from pipelines.serve.admission import Admission
+from pipelines.server.admission import Admission
+from pipelines.server.api.errors import ApiError
 from tests.helpers.serving import run_async, tiny_run
 
 BATCH_SIZE = 8

@@ -14,9 +14,9 @@ from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode
 from conf.tasks import PredictConfig
 from kernels import build
-from pipelines.journal import Journal
-from pipelines.predict import run_predict
+from pipelines.jobs.journal import Journal
 from pipelines.replicas.cluster import _ray
+from pipelines.tasks.predict import run_predict
 from tests.helpers.processes import ours, row_workers
 from tests.helpers.rank_runs import RESULTS, are_gone, write_prompts
 from tests.helpers.serving import tiny_run

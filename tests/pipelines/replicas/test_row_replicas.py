@@ -20,11 +20,11 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import ParallelConfig, ParallelMode, RunConfig, Task
 from conf.tasks import PredictConfig
-from pipelines.embed import run_embed
-from pipelines.journal import Journal
-from pipelines.predict import run_predict
-from pipelines.prompts import PromptRow
+from pipelines.jobs.journal import Journal
+from pipelines.jobs.prompts import PromptRow
 from pipelines.replicas.cluster import rows_on_ray
+from pipelines.tasks.embed import run_embed
+from pipelines.tasks.predict import run_predict
 from tests.helpers.faulty_rows import POISON, PoisonRows, UnequalRows, UnloadableRows
 from tests.helpers.processes import row_workers
 from tests.helpers.serving import tiny_run

@@ -14,10 +14,9 @@ from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode, RunConfig
 from conf.tasks import PredictConfig
 from kernels import build
-from pipelines.embed import EmbedRows
-from pipelines.journal import dumps
-from pipelines.predict import PredictRows
-from pipelines.prompts import PromptRow, parse_row
+from pipelines.jobs.journal import dumps
+from pipelines.jobs.prompts import PromptRow, parse_row
+from pipelines.jobs.rows import EngineRows, Record
 from pipelines.replicas.messages import (
     Failed,
     Load,
@@ -31,7 +30,8 @@ from pipelines.replicas.messages import (
     row_bytes,
 )
 from pipelines.replicas.row_worker import RowWorker
-from pipelines.rows import EngineRows, Record
+from pipelines.tasks.embed import EmbedRows
+from pipelines.tasks.predict import PredictRows
 from tests.helpers.builders import run_config
 from tests.helpers.launchers import SRUN
 

@@ -17,10 +17,10 @@ import pytest
 from conf.errors import UserError
 from conf.schema import RunConfig, Task
 from conf.serving import ServeConfig
-from pipelines.engine_process.client import EngineClient, EngineGone, EngineRefused
-from pipelines.engine_process.frames import Delta, Submit
 from pipelines.ranks.launch import joined
 from pipelines.replicas.cluster import replicas_of
+from pipelines.replicas.engine_process.client import EngineClient, EngineGone, EngineRefused
+from pipelines.replicas.engine_process.frames import Delta, Submit
 from pipelines.replicas.replicas import Replicas
 from tests.helpers.command import run
 from tests.helpers.launchers import SRUN, TORCHRUN

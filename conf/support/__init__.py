@@ -1,0 +1,1 @@
+"""What the config and all layers above use: terminal text, signals, sizes."""

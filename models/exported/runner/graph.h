@@ -1,0 +1,198 @@
+// A step of a model as a sequence of calls, in the JSON schema of torch.export. A file selects among the listed
+// functions; their arguments are numbers, weights and earlier results.
+#pragma once
+
+#include <algorithm>
+#include <map>
+
+#include "../../../kernels/kv_format.h"
+#include "json.h"
+
+// The inputs of a graph that come from a batch, in order. The cache's tensors follow, then the weights.
+enum Field : size_t {
+  TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES, NUM_FIELDS
+};
+
+// The keys or the values of a layer.
+struct Side {
+  int64_t num_heads, channels;
+  size_t number;  // index in the graph's inputs
+  Type dtype;
+};
+
+class Step;
+using Operator = void (*)(Step &);
+
+// Returns null if the operator is not listed in operators.cpp.
+Operator find_operator(const std::string &target);
+
+struct Call {
+  std::string name;
+  Operator function;
+  Json::Object arguments = {};
+  std::vector<size_t> outputs = {};     // the values that it computes
+  std::vector<size_t> ended = {};       // the values that no later call reads
+  std::vector<std::string> known = {};  // names of the arguments that the function has requested
+  bool is_checked = false;              // whether it was called before: its weights and the names of its arguments are valid
+};
+
+inline Dtype dtype_of(Type type) {
+  require(type == Type::float32 || type == Type::bfloat16 || type == Type::float16, "its numbers are no floats");
+  return type == Type::float32 ? Dtype::float32 : type == Type::bfloat16 ? Dtype::bfloat16 : Dtype::float16;
+}
+
+// The view that a call has of a step: its arguments by name, and its results.
+class Step {
+ public:
+  Step(const std::vector<Side> &sides, size_t num_inputs, std::vector<Tensor> &values, Call &call)
+      : call(call), sides_(sides), num_inputs_(num_inputs), values_(values) {}
+
+  Call &call;
+
+  // Returns null if the argument is missing.
+  const Json *find(std::string_view name) {
+    if (!call.is_checked) call.known.emplace_back(name);
+    const Json *found = Json::find(call.arguments, name);
+    return found && !found->is_null() ? found : nullptr;
+  }
+  const Json &operator[](std::string_view name) {
+    const Json *found = find(name);
+    require(found, std::string(name) + " is missing");
+    return *found;
+  }
+  const Tensor &tensor(const Json &argument) const {
+    require(values_[argument.tensor()].data, "a value that nothing computed");
+    return values_[argument.tensor()];
+  }
+  const Tensor &tensor(std::string_view name) { return tensor((*this)[name]); }
+  const Tensor *optional(std::string_view name) { return find(name) ? &tensor(name) : nullptr; }
+  int64_t integer(std::string_view name, int64_t missing) { return find(name) ? find(name)->integer() : missing; }
+  float number(std::string_view name, double missing) { return static_cast<float>(find(name) ? find(name)->number() : missing); }
+  Type type(std::string_view name) { return static_cast<Type>((*this)[name].integer()); }
+
+  // Returns a weight of the exported model, which is the same in every step. Raises Refused if the argument is another
+  // value.
+  const Tensor &weight(const Json &argument) const {
+    const size_t number = argument.tensor();
+    require(number >= NUM_FIELDS + sides_.size() && number < num_inputs_, "a weight that is none of the artefact");
+    return tensor(argument);
+  }
+  // Returns a field of the batch. Raises Refused if the argument is another value: kernels use its numbers as memory
+  // offsets.
+  const Tensor &field(std::string_view name, Field field) {
+    require((*this)[name].tensor() == field, std::string(name) + " are not those of the batch");
+    return tensor(name);
+  }
+  // Returns the keys or values that the arguments NAME_tensors, NAME_format and so on describe.
+  PagedVectors side(const std::string &name) {
+    const auto &list = (*this)[name + "_tensors"].list();
+    require(list.size() == 1, name + " is no cache");
+    const auto found = std::find_if(sides_.begin(), sides_.end(), [&](const Side &side) { return side.number == list[0].tensor(); });
+    require(found != sides_.end() && (*this)[name + "_format"].text() == "none" && !find(name + "_scales") &&
+                integer(name + "_channels", 0) == found->channels && type(name + "_dtype") == found->dtype,
+            name + " has another format");
+    const Tensor &stored = values_[found->number];
+    constexpr int32_t HAS_MARGIN = true;  // allocated by `empty`
+    return {stored.data, nullptr, stored.shape[1], found->num_heads, found->channels, found->channels, 0, KVFormat::unquantised,
+            dtype_of(found->dtype), HAS_MARGIN};
+  }
+  void give(size_t output, Tensor result) {
+    require(output < call.outputs.size(), "it has more results than the graph wants");
+    values_[call.outputs[output]] = std::move(result);
+  }
+
+ private:
+  const std::vector<Side> &sides_;
+  size_t num_inputs_;
+  std::vector<Tensor> &values_;
+};
+
+class Graph {
+ public:
+  std::vector<Side> sides;
+  std::vector<Tensor> inputs;  // unset entries for fields and cache, then the weights
+
+  // Raises Refused if the graph calls functions that are not listed.
+  Graph(const Json &graph, std::vector<Side> sides_, const std::vector<Tensor> &weights) : sides(std::move(sides_)) {
+    inputs.resize(NUM_FIELDS + sides.size());
+    inputs.insert(inputs.end(), weights.begin(), weights.end());
+    for (const Json &each : graph["inputs"].list()) new_value(each["as_tensor"]);
+    require(last_.size() == inputs.size(), "its graph has other inputs");
+    for (const Json &node : graph["nodes"].list()) {
+      const std::string &target = node["target"].text();
+      if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // a check that every trace contains; it computes nothing
+      Call &call = calls_.emplace_back(Call{target, find_operator(target)});
+      require(call.function, "the runner does not compute " + target);
+      for (const Json &each : node["inputs"].list()) call.arguments.emplace_back(each["name"].text(), argument(each["arg"]));
+      for (const Json &each : node["outputs"].list()) {
+        const auto &[kind, value] = kind_and_value(each);
+        if (kind == "as_tensors")
+          for (const Json &part : value.list()) call.outputs.push_back(new_value(part));
+        else if (kind != "as_none")
+          call.outputs.push_back(new_value(value));
+      }
+    }
+    const auto &outputs = graph["outputs"].list();
+    require(outputs.size() == 2, "its graph has other outputs");
+    logits_ = argument(outputs[1]).tensor();
+    for (size_t number = inputs.size(); number < last_.size(); ++number)
+      if (number != logits_) calls_[last_[number]].ended.push_back(number);
+  }
+
+  // Returns logits. Raises Refused if a call cannot be executed.
+  Tensor run() {
+    std::vector<Tensor> values = inputs;
+    values.resize(last_.size());
+    for (Call &call : calls_) {
+      try {
+        Step step(sides, inputs.size(), values, call);
+        call.function(step);
+        for (const auto &[name, value] : call.arguments)
+          require(call.is_checked || std::find(call.known.begin(), call.known.end(), name) != call.known.end(), name + " is not known");
+        call.is_checked = true;
+      } catch (const Refused &error) {
+        throw Refused(call.name + " cannot be computed: " + error.what());
+      }
+      for (const size_t number : call.ended) values[number] = Tensor();
+    }
+    return values[logits_];
+  }
+
+ private:
+  std::vector<Call> calls_;
+  std::map<std::string, size_t> numbers_;  // index of each value, by name
+  std::vector<size_t> last_;               // per value: the last call that computes or reads it
+  size_t logits_ = 0;
+
+  static const std::pair<std::string, Json> &kind_and_value(const Json &json) {
+    require(json.object().size() == 1, "an argument has several kinds");
+    return json.object().front();
+  }
+
+  size_t new_value(const Json &value) {
+    require(numbers_.emplace(value["name"].text(), last_.size()).second, "a value is computed twice");
+    last_.push_back(calls_.size() - 1);
+    return last_.size() - 1;
+  }
+
+  // Returns an argument of the last call. Names of values are replaced by their indices.
+  Json argument(const Json &json) {
+    const auto &[kind, value] = kind_and_value(json);
+    if (kind == "as_none") return {nullptr};
+    if (kind == "as_optional_tensor") return argument(value);
+    if (kind == "as_tensor") {
+      const auto found = numbers_.find(value["name"].text());
+      require(found != numbers_.end(), "a value is read before it is computed");
+      last_[found->second] = calls_.size() - 1;
+      return {found->second};
+    }
+    if (kind == "as_tensors" || kind == "as_optional_tensors") {
+      Json::List list;
+      for (const Json &each : value.list()) list.push_back(argument(kind == "as_tensors" ? Json{Json::Object{{"as_tensor", each}}} : each));
+      return {list};
+    }
+    for (const char *plain : {"as_int", "as_ints", "as_float", "as_bool", "as_bools", "as_string", "as_scalar_type"})
+      if (kind == plain) return value;
+    throw Refused("an argument of the kind " + kind + " is not read");
+  }
+};

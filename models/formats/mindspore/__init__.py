@@ -1,0 +1,1 @@
+"""MindSpore's checkpoints."""

@@ -1,1 +1,0 @@
-"""Floor 4: the types of OpenAI's API, without torch and HTTP: requests, decode settings, answers and errors."""

@@ -1,0 +1,151 @@
+"""Run the rows of a job on an engine: a task makes a request from each row, and a record from its output."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from conf.decoding import DecodeConfig
+from conf.schema import RunConfig
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.speculation import DraftCounts
+from pipelines.jobs import report
+from pipelines.jobs.journal import Fingerprint
+from pipelines.jobs.prompts import PromptRow
+
+Row = dict[str, Any]
+"""A row of a job's results."""
+Record = dict[str, Any]
+"""A line of the journal: the `row`, the `digest` of its input, `num_cached_tokens`, and further data of the task."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready for rows."""
+
+    decode: DecodeConfig
+    """Default settings of rows: the run's, completed by the checkpoint's."""
+    fingerprint: Fingerprint
+    """Everything that determines a row's results, except its input and its seed."""
+    weight_bytes: int
+    num_values: int = 0
+    """Numbers per row; 0 if rows become texts."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The engine's counts since the model was loaded."""
+
+    num_generated_tokens: int
+    drafts: DraftCounts
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """The engine request of a row."""
+
+    request: Request
+    """Its id is the row's index."""
+    prompt: str | None = None
+    """The model's input as text, for the results."""
+    answer: Callable[[Output], Row] | None = None
+    """Formats the output as a line of an OpenAI batch; None if the row is not a line of a batch."""
+    num_truncated: int = 0
+    """Tokens of the row's text that are not in the request."""
+
+
+class RowExecutor(Protocol):
+    """Runs rows, in any order."""
+
+    @property
+    def loaded(self) -> Loaded: ...
+
+    @property
+    def num_generated_tokens(self) -> int: ...
+
+    def counts(self) -> Counts: ...
+
+    def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
+        """Yield the records of finished rows until no row is left. A list may be empty.
+
+        `next_row` is called when the engine has room. It returns None if there is no row now. `seed`: for rows that set
+        none.
+        """
+
+
+class EngineRows(ABC):
+    """Runs rows on one engine. A subclass defines the request and the record of a row."""
+
+    def __init__(self, engine: Engine, loaded: Loaded) -> None:
+        self.engine = engine
+        self.loaded = loaded
+
+    @classmethod
+    @abstractmethod
+    def load(
+        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
+    ) -> "EngineRows":
+        """Load the model of `run`. Raises UserError if it cannot be loaded, and for settings with which no row can run.
+
+        `rows`: used to name a value that fits them in an error.
+        """
+
+    @abstractmethod
+    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
+        """Return the request of a row. An exception becomes the row's error."""
+
+    @abstractmethod
+    def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
+        """Return the journal record of a finished row: its `row`, and further data for the job's files."""
+
+    @staticmethod
+    @abstractmethod
+    def failed(row: PromptRow, error: BaseException) -> Record:
+        """Return the journal record of a failed row. Raises the exception again if it does not belong to the row."""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self.engine.num_generated_tokens
+
+    def counts(self) -> Counts:
+        """Return the counts of this process. The peak memory includes its ranks."""
+        engine = self.engine
+        peak = report.peak_memory_of(engine)
+        return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)
+
+    def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
+        """Yield the records of the rows that each step finished, as `RowExecutor.steps` does."""
+        taken: dict[int, tuple[PromptRow, RowRequest | None]] = {}
+
+        def next_request() -> Request | Output | None:
+            row = next_row()
+            if row is None:
+                return None
+            try:
+                row_request = self.ask(row, seed)
+            except BaseException as error:
+                taken[row.index] = row, None
+                return Output(row.index, [], 0, 0, error=error)
+            taken[row.index] = row, row_request
+            return row_request.request
+
+        with closing(self.engine.steps(next_request)) as steps:
+            for outputs in steps:
+                yield [self._record(*taken.pop(output.request_id), output) for output in outputs]
+
+    def _record(self, row: PromptRow, row_request: RowRequest | None, output: Output) -> Record:
+        if output.error is not None:
+            return failed_record(row, self.failed(row, output.error))
+        assert row_request is not None
+        return {
+            "digest": row.digest,
+            "num_cached_tokens": output.num_cached_tokens,
+            **self.record(row, row_request, output),
+        }
+
+
+def failed_record(row: PromptRow, failed: Record) -> Record:
+    """Return the journal record of a failed row. `failed`: the task's part of the record."""
+    return {"digest": row.digest, "num_cached_tokens": 0, **failed}

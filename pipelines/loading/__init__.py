@@ -1,0 +1,1 @@
+"""The stages from a config to an engine: resolve a model, plan it, calibrate, shard, load."""

@@ -1,0 +1,102 @@
+"""Plan the draft models with weights: a smaller model, or the model's own MTP layer."""
+
+from dataclasses import replace
+from typing import TypeAlias
+
+from conf.errors import UserError
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
+from conf.schema import DType, ModelConfig, RunConfig
+from conf.speculation import Speculate
+from conf.tasks import PredictConfig
+from models.meta_model import open_model
+from models.tokenizers import Tokenizer
+from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.request_settings import RequestSettings
+
+PlannedRun: TypeAlias = tuple[RunConfig, ModelPlan]
+"""A run and the plan of its model."""
+REMEDY = "give a smaller model of the same family"
+
+
+def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> PlannedRun | None:
+    """Plan the draft model for `target`, in its dtype and KV cache format; None if the run does not use a draft model.
+
+    The returned run is the run of the draft model alone. Raises UserError if its tokens differ from the model's, and if
+    it cannot take the run's prompts.
+    """
+    if run.decode.speculate is not Speculate.model:
+        return None
+    path = run.decode.speculation.model_path
+    if path is None:
+        raise UserError("decode.speculate=model needs the model that drafts: give decode.speculation.model_path=FOLDER")
+    model = ModelConfig(
+        path=path,
+        hub=run.model.hub,
+        dtype=DType[str(target.dtype).removeprefix("torch.")],
+        weights=run.model.weights,
+        allow_pickle=run.model.allow_pickle,
+        verify=run.model.verify,
+        keep_packed=run.model.keep_packed,
+    )
+    try:
+        source = resolve_model(model)
+        _compare(source, target.source, settings)
+        quant = QuantConfig(kv_cache=target.static_cache or run.quant.kv_cache)
+        alone = replace(
+            run,
+            model=model,
+            quant=quant,
+            predict=PredictConfig(),  # may name an adapter of the target model
+            calibrate=CalibrateConfig(),
+            quantize=QuantizeConfig(),
+        )
+        return alone, plan_model(alone, source, target.device, packed=True)
+    except UserError as error:
+        raise UserError(f"decode.speculation.model_path={path}: {error}") from error
+
+
+def predicting_ahead(source: ModelSource) -> ModelSource:
+    """Return the source with its MTP layer. Raises UserError if config.json or the files do not have an MTP layer."""
+    shape = source.shape.predicting_ahead()
+    if shape is not None and source.has_weights:
+        model, files = open_model(source.architecture, shape, source.checkpoint)
+        layer = f"{model.layout.layers}.{shape.num_hidden_layers}."
+        if not any(name.startswith(layer) for file in files for name in file.shapes):
+            shape = None
+    if shape is None:
+        raise UserError(
+            f"decode.speculate=mtp needs a layer that predicts further tokens, as DeepSeek-V3 has one, and {source.checkpoint.path} "
+            "has none: give decode.speculate=ngram, or another checkpoint"
+        )
+    return replace(source, shape=shape)
+
+
+def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings) -> None:
+    shape, context = source.shape, settings.context
+    # If both have the same tokenizer, ids beyond the tokenizer are padding: Qwen2.5 0.5B has 128 fewer of them than 7B.
+    num_needed = target.shape.vocab_size
+    if settings.tokenizer:
+        num_needed = min(num_needed, settings.tokenizer.size)
+    if shape.vocab_size != target.shape.vocab_size and (shape.vocab_size < num_needed or not settings.tokenizer):
+        sizes = f"{shape.vocab_size} tokens, but the model's {target.shape.vocab_size}"
+        raise UserError(f"its vocabulary has {sizes}: {REMEDY}")
+    if shape.context_length < context.num_tokens:
+        remedy = f"give model.max_length={shape.context_length}, or another model"
+        raise UserError(f"it takes {shape.context_length} tokens, but the run {context}: {remedy}")
+    if shape.needs_whole_prompt or target.shape.needs_whole_prompt:
+        raise UserError("a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram")
+    own = source.checkpoint.load_tokenizer() if settings.tokenizer else None
+    if own and settings.tokenizer:
+        _compare_tokenizers(own, settings.tokenizer)
+
+
+def _compare_tokenizers(own: Tokenizer, expected: Tokenizer) -> None:
+    for token in range(max(own.size, expected.size)):
+        texts = [_text(tokenizer, token) for tokenizer in (own, expected)]
+        if texts[0] != texts[1]:
+            raise UserError(f"its token {token} is {texts[0]!r}, but the model's {texts[1]!r}: {REMEDY}")
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str | None:
+    return tokenizer.decode([token], skip_special_tokens=False) if token < tokenizer.size else None

@@ -1,0 +1,355 @@
+"""Rank 0, the driver: it loads the model together with the workers, and sends them every operation before it computes
+its own share.
+"""
+
+import os
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import Backend, DeviceType, RunConfig
+from conf.tasks import SweepConfig
+from kernels import build
+from kernels.all_finite import all_finite
+from kernels.collectives.gloo import Gloo
+from kernels.collectives.torch_group import serve_addresses
+from kernels.threads import set_threads, use_cores
+from models.batch import Batch, KVCache
+from models.causal_lm import CausalLM
+from pipelines.engine.adapter_slots import AdapterId
+from pipelines.engine.adapters import Adapters
+from pipelines.engine.executor import Executor
+from pipelines.engine.steps import StepOutputs
+from pipelines.loading.fingerprint import common_fingerprint, plain
+from pipelines.loading.planning import ModelPlan, check_plan, shard_plan
+from pipelines.ranks.control import Worker, Workers
+from pipelines.ranks.launch import (
+    Joined,
+    Rank,
+    backend_of,
+    bound,
+    check_gpus,
+    cores_of_ranks,
+    degrees,
+    joined,
+    spawn,
+)
+from pipelines.ranks.messages import Gone, Header
+from pipelines.ranks.rank_context import RankContext, create_memory, layout_of, shared_memory_context, torch_context
+from pipelines.ranks.rendezvous import addresses, await_ranks
+from pipelines.ranks.tensors import described, numbers_of, read
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Begun:
+    """A step in flight. Its outputs come from the last pipeline stage."""
+
+    outputs: StepOutputs | None = None
+
+
+class Driver:
+    """Rank 0's side of a model that several ranks run."""
+
+    def __init__(self, workers: Workers, cpus: set[int]) -> None:
+        """`cpus`: the CPU affinity before the run, which is restored at the end."""
+        self.workers, self.context = workers, workers.context
+        self.begun: deque[_Begun] = deque()
+        """Steps whose outputs have not arrived yet, including steps of an earlier executor."""
+        self.close = weakref.finalize(self, _end, workers, cpus)
+        """Ends the workers. Also runs when this object is garbage-collected."""
+
+    def part(self, plan: ModelPlan) -> ModelPlan:
+        """Return the plan of rank 0's shard. Raises UserError as `shard_plan` does."""
+        return shard_plan(plan, self.context.parallel_layout, self.context.group, self.context.neighbours)
+
+    def fewest_blocks(self, own: int) -> int:
+        """Return how many KV cache blocks fit on every rank.
+
+        `own`: rank 0's number. Raises RankLost if a rank cannot load its shard.
+        """
+        return min(own, *(int(answer["num_blocks"]) for answer in self.workers.answers()))
+
+    def executor(
+        self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
+    ) -> Executor:
+        return DriverExecutor(self, model, cache, num_graph_sequences, table_width, decode_threads)
+
+    def adapters(self, *arguments: Any) -> Adapters:
+        """Return rank 0's adapters, which the workers load too. Takes the arguments of `Adapters`."""
+        return DriverAdapters(self.workers, *arguments)
+
+
+def _end(workers: Workers, cpus: set[int]) -> None:
+    workers.close()
+    use_cores(cpus)
+
+
+def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
+    """Start the worker ranks of `run`, or wait for a launcher's, and send them what to load.
+
+    `whole`: the plan of the unsharded model. Raises UserError if the ranks are not available.
+    """
+    source, num_gpus = whole.source, torch.cuda.device_count() if whole.device.type == "cuda" else 0
+    library = build.library()
+    if library is None and not num_gpus:
+        what = "needs the C++ kernels, which are off: give them, or parallel=single"
+        raise UserError(f"parallel={run.parallel.mode.name} {what}")
+    launched = _launched()
+    (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
+    backend = backend_of(run, launched, tp, num_gpus)
+    if launched is None:
+        check_plan(whole, layout_of(0, tp, pp, run.parallel))
+        if backend is Backend.nccl:
+            check_gpus(tp * pp, num_gpus)
+    ranks = spawn(tp * pp) if launched is None else await_ranks(launched)
+    cores = _cores(launched, ranks, cpus)
+    is_near = launched is None or launched.address is None  # rank 0 has then verified the files for all ranks
+    model = replace(run.model, verify=run.model.verify and not is_near)
+    device = replace(run.device, type=DeviceType[whole.device.type])  # resolves auto, so that it is equal on all ranks
+    start = {
+        "tp": tp,
+        "pp": pp,
+        "num_local": launched.num_local if launched else tp * pp,
+        "num_gpus": num_gpus,
+        "backend": backend.name,
+        "head": source.architecture.head.name,
+        "packed": whole.packed,
+        "run": plain(asdict(replace(run, model=model, device=device, sweep=SweepConfig()))),
+    }
+    starts = [
+        start | {"rank": rank.rank, "local_rank": rank.rank, "name": rank.name, "cores": cores[rank.rank]}
+        for rank in ranks
+    ]
+    if backend is not Backend.shared_memory:
+        common = common_fingerprint(source.checkpoint.path)
+        own = _begin_in_groups(run, ranks, [start | {"common": common} for start in starts])
+    else:
+        assert library is not None
+        num_cpus = len(cpus.union(*(rank.cpus for rank in ranks)))
+        own = _begin_in_memory(run, library, ranks, starts, spins=num_cpus >= tp * pp)
+    use_cores(cores[0] or (launched.cores(cpus) if launched else cpus))
+    if library is not None:
+        torch.set_num_threads(run.device.threads or library.get_threads())
+    set_threads(run.device.threads)
+    workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
+    return Driver(Workers(workers, own, run.parallel.heartbeat_s), cpus)
+
+
+def _launched() -> Joined | None:
+    """Return rank 0's place in a launcher's job; None without a launcher.
+
+    Raises UserError if the launcher started this process as another rank.
+    """
+    launched = joined(os.environ)
+    if launched is not None and launched.rank > 0:
+        what = f"{launched.launcher} has started this script {launched.size} times, but a model in Python starts its ranks itself"
+        raise UserError(f"{what}: run it without {launched.launcher}")
+    return launched
+
+
+def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
+    """Return the CPUs of each rank, starting with rank 0, which may use `cpus`.
+
+    None where the launcher has not bound ranks of one machine to separate CPUs, so that they must divide them.
+    """
+    if launched is None:
+        return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
+    host = None if launched.address is None else socket.gethostname()
+    everyone = [(host, cpus), *((rank.host, rank.cpus) for rank in ranks)]
+    return [sorted(own) if alone else None for (_, own), alone in zip(everyone, bound(everyone), strict=True)]
+
+
+def _begin_in_memory(
+    run: RunConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
+) -> RankContext:
+    tp, pp = starts[0]["tp"], starts[0]["pp"]
+    fd = create_memory(library, tp, pp)
+    try:
+        for rank, start in zip(ranks, starts, strict=True):
+            with suppress(Gone):  # the watcher thread reports the reason
+                rank.channel.send(start | {"spins": spins})
+                rank.channel.send_file(fd)
+        return shared_memory_context(library, fd, layout_of(0, tp, pp, run.parallel), spins)
+    finally:
+        os.close(fd)
+
+
+def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> RankContext:
+    own, *others = addresses(ranks)
+    server = serve_addresses(own)
+    for rank, start, address in zip(ranks, starts, others, strict=True):
+        with suppress(Gone):  # the watcher thread reports the reason
+            rank.channel.send(start | {"store": [own, server.port], "address": address})
+    start = starts[0]
+    parallel_layout = layout_of(0, start["tp"], start["pp"], run.parallel)
+    local = start["num_local"], start["num_gpus"]
+    return torch_context(Backend[start["backend"]], (own, server.port), own, parallel_layout, *local, server)
+
+
+class DriverAdapters(Adapters):
+    """Rank 0's adapters. Every load, unload and slot fill is repeated on the workers."""
+
+    def __init__(self, workers: Workers, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._workers = workers
+
+    def fill(self, slot: int, id: AdapterId) -> None:
+        self._workers.tell({"op": "fill_slot", "slot": slot, "name": id.name})
+        super().fill(slot, id)
+
+    def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
+        has_grown = super().load(name, folder, in_use)
+        header = {
+            "op": "load_adapter",
+            "name": name,
+            "folder": str(folder.absolute()),
+            "digest": self.find(name).digest,
+        }
+        self._workers.tell(header)
+        return has_grown
+
+    def unload(self, name: str, in_use: Container[AdapterId | None]) -> None:
+        super().unload(name, in_use)
+        self._workers.tell({"op": "unload_adapter", "name": name})
+
+
+class DriverExecutor(Executor):
+    """Computes rank 0's share of each step while the workers compute theirs."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        model: CausalLM,
+        cache: KVCache,
+        num_graph_sequences: int,
+        table_width: int,
+        decode_threads: int | None,
+    ) -> None:
+        self.driver, self._workers = driver, driver.workers
+        groups = driver.context.group, *driver.context.neighbours
+        if any(isinstance(group, Gloo) for group in groups):
+            num_graph_sequences = 0  # a CUDA graph cannot capture gloo's transfers through the CPU
+        sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
+        self._workers.tell({"op": "make_executor", "num_graph_sequences": num_graph_sequences, **sizes})
+        super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
+        tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
+        self._answering = tp * (pp - 1) if pp > 1 else None
+        """The rank that returns a step's results; None: rank 0 has them."""
+        self.num_microbatches = pp
+        self._begun = driver.begun
+
+    @property
+    def weight_bytes(self) -> int:
+        return super().weight_bytes + int(self._of_others("weight_bytes"))
+
+    def step_weight_bytes(self, num_sequences: int) -> float:
+        return super().step_weight_bytes(num_sequences) + self._of_others("step_weight_bytes", num_sequences)
+
+    @property
+    def peak_memory_of_others(self) -> int:
+        return int(self._of_others("peak_memory_bytes"))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return super().kv_bytes_per_token + int(self._of_others("kv_bytes_per_token"))
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            self._led({"op": "copy_blocks", "copies": copies}, [], partial(super().copy_blocks, copies))
+
+    def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        if token_ids is not None:
+            batch.token_ids.copy_(token_ids)  # the workers do not have the chosen tokens
+        if self._answering is not None:
+            return self.begin(batch)()
+        return self._led({"op": "execute"}, [batch], partial(super().execute, batch))
+
+    def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
+        if self._answering is None:
+            return super().begin(batch)
+        self._led({"op": "execute"}, [batch], partial(super().execute, batch))
+        begun = _Begun()
+        self._begun.append(begun)
+        return partial(self._ended, begun)
+
+    def _ended(self, begun: _Begun) -> StepOutputs:
+        while begun.outputs is None:
+            self._take_first()
+        return begun.outputs
+
+    def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
+        results = self._led({"op": "execute_whole"}, [batch, whole], partial(super().execute_whole, batch, whole))
+        if self._answering is None:
+            return results
+        hidden, logits, every = self._answer()
+        return StepOutputs(hidden, logits, all_finite(logits)), every
+
+    def hidden(self, batch: Batch) -> Tensor:
+        own = self._led({"op": "hidden"}, [batch], partial(super().hidden, batch))
+        return own if self._answering is None else self._answer()[0]
+
+    def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
+        own = self._led({"op": "hidden_from"}, [batch], partial(super().hidden_from, batch, embeddings), embeddings)
+        return own if self._answering is None else self._answer()[0]
+
+    def predict_ahead(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self._led({"op": "predict_ahead"}, [batch], partial(super().predict_ahead, hidden, batch), hidden)
+
+    def clear_ahead(self) -> None:
+        self._led({"op": "clear_ahead"}, [], super().clear_ahead)
+
+    def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
+        header = {"op": "store", "slots": slots}
+        self._led(header, [], partial(super().store, keys_and_values, slots), keys_and_values)
+
+    def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
+        header = {"op": "write_blocks", "name": name, "blocks": blocks}
+        self._led(header, [], partial(super().write_blocks, name, content, blocks), content)
+
+    def unchecked_logits(self, hidden: Tensor) -> Tensor:
+        own = self._led({"op": "logits"}, [], partial(super().unchecked_logits, hidden), hidden)
+        return own if self._answering is None else self._answer()[0]
+
+    def _led(self, header: Header, batches: list[Batch], compute: Callable[[], T], tensor: Tensor | None = None) -> T:
+        """Broadcast an operation and run rank 0's share. Raises RankLost if another rank failed.
+
+        The message contains the numbers of the batches, then those of the tensor.
+        """
+        own = [] if tensor is None else [tensor]
+        header |= {"shapes": [batch.shape for batch in batches], "tensors": described(own)}
+        content = numbers_of([*(batch.numbers for batch in batches), *own])
+        self._workers.tell(header, content)
+        return self._workers.meanwhile(compute)
+
+    def _answer(self) -> list[Tensor]:
+        while self._begun:
+            self._take_first()
+        return self._next_answer()
+
+    def _take_first(self) -> None:
+        """Take the outputs of the oldest step in flight: answers arrive in message order."""
+        hidden, logits = self._next_answer()
+        self._begun.popleft().outputs = StepOutputs(hidden, logits, all_finite(logits))
+
+    def _next_answer(self) -> list[Tensor]:
+        assert self._answering is not None
+        header, content = self._workers.answer_of(self._answering)
+        return [tensor.to(self._device) for tensor in read(header["tensors"], content)]
+
+    def _of_others(self, name: str, num_sequences: int = 1) -> float:
+        while self._begun:
+            self._take_first()
+        self._workers.tell({"op": "count", "num_sequences": num_sequences})
+        return sum(float(answer[name]) for answer in self._workers.answers())

@@ -1,0 +1,102 @@
+"""Embeddings of rows, pooled as the checkpoint's sentence-transformers files or the settings say."""
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from conf.errors import UserError, list_known_names
+from conf.pooling import PoolingMode
+from conf.schema import RunConfig
+from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
+from models.heads import HeadKind
+from models.tokenizers import Tokenizer
+from models.tokenizers.truncation import truncated
+from pipelines.engine import Engine, Output
+from pipelines.engine.request import Pooling
+from pipelines.jobs.prompt_encoder import PromptEncoder
+from pipelines.jobs.prompts import PromptRow
+from pipelines.loading.model_source import ModelSource
+from pipelines.loading.pooler import PooledPrompt, Pooler
+
+NAME = re.compile(r"[\w-]+")  # the name of an instruction; an instruction's text contains a space or a colon
+
+
+class Embedder(Pooler):
+    """Computes vectors from rows, by the `embed` settings of the run."""
+
+    head = HeadKind.none
+
+    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
+        super().__init__(run, source, engine)
+        config, files = run.embed, read_embedding_files(source.checkpoint.path)
+        mode = config.pooling.name if config.pooling is not PoolingMode.auto else files.pooling or "last"
+        self._pooling = Pooling[mode]
+        self._normalizes = files.normalizes if config.normalize is None else config.normalize
+        self._instruction = _instruction(config.instruction, files)
+        settings, tokenizer = run.predict, engine.tokenizer
+        self._encoder = PromptEncoder(tokenizer, settings.add_special_tokens, settings.chat_template, False)
+        is_plain = settings.add_special_tokens and settings.chat_template in ("auto", "none")
+        self._eos = _missing_eos(tokenizer) if tokenizer and is_plain else None
+        self._max_tokens = files.max_tokens and min(files.max_tokens, engine.context.num_tokens)
+
+    @property
+    def pooling(self) -> Pooling:
+        return self._pooling
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "pooling": self._pooling.name,
+            "normalize": self._normalizes,
+            "instruction": self._instruction,
+            "eos": self._eos,
+            "max_tokens": self._max_tokens,
+        }
+
+    @property
+    def num_values(self) -> int:
+        outputs: int = self.engine.executor.model.head.shape[0]  # type: ignore[index, assignment]
+        return outputs
+
+    def encode(self, row: PromptRow) -> PooledPrompt:
+        """Return the row's tokens: the instruction, the prompt, and an eos if the tokenizer's settings request one.
+
+        A prompt is truncated to the checkpoint's max_seq_length, as in sentence-transformers.
+        """
+        if row.prompt is None:
+            if self._instruction and row.error is None:
+                raise UserError(
+                    "embed.instruction stands before a prompt, and the row has none: give a prompt, or embed.instruction=''"
+                )
+            return PooledPrompt(self._encoder.encode(row).token_ids)
+        text, end = self._instruction + row.prompt, [] if self._eos is None else [self._eos]
+        token_ids, num_truncated = self._encoder.encode(PromptRow(row.index, prompt=text)).token_ids, 0
+        if self._max_tokens and self.engine.tokenizer:
+            most = self._max_tokens - len(end)
+            token_ids, num_truncated = truncated(self.engine.tokenizer, text, token_ids, most)
+        return PooledPrompt([*token_ids, *end], num_truncated)
+
+    def values(self, output: Output) -> Tensor:
+        vector: Tensor = output.pooled  # [E]
+        if not self._normalizes:
+            return vector
+        exact = vector.double()
+        return exact.div(exact.norm().clamp(min=1e-12)).float()  # torch's normalize uses the same minimum norm
+
+
+def _missing_eos(tokenizer: Tokenizer) -> int | None:
+    """Return the eos if the tokenizer's settings request one that the tokenizer does not append."""
+    eos = tokenizer.eos_token_id
+    return eos if appends_eos(tokenizer.source) and tokenizer.encode("a", True)[-1:] != [eos] else None
+
+
+def _instruction(given: str | None, files: EmbeddingFiles) -> str:
+    if given is None:
+        return files.prompts[files.default_prompt] if files.default_prompt else ""
+    if given in files.prompts:
+        return files.prompts[given]
+    if NAME.fullmatch(given):
+        known = list_known_names(list(files.prompts), given) if files.prompts else "the checkpoint has none"
+        raise UserError(f"embed.instruction={given} is the name of no prompt: {known}; a text has a space or a colon")
+    return given

@@ -1,0 +1,215 @@
+"""Files of task=prefix: keys and values of prompts, which `device.kept_prefixes` loads into a later KV cache.
+
+A safetensors file holds `tokens` int64 [N], the tokens of all prompts in order, and for each layer the cache's tensors
+[M, G, *], by cache slot. M is N plus the virtual tokens of soft prefixes. The metadata holds the identity of the model
+and settings, and the prompts' boundaries.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from kernels import build
+from models.formats.huggingface import SafetensorsFile
+from models.formats.safetensors_writer import save_tensors
+from pipelines.engine import Engine
+from pipelines.engine.block_manager import extend_hashes
+from pipelines.jobs.journal import Fingerprint
+from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
+from pipelines.loading.model_source import ModelSource
+
+TOKENS = "tokens"
+UNSHARED = "is not possible with this model, whose prompts cannot share their beginnings"
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """A prompt of a file."""
+
+    num_tokens: int
+    num_prefix_tokens: int
+    """Virtual tokens of the soft prefix in front of it."""
+    prefix: str
+    """Digest of the soft prefix; empty if there is none."""
+    adapter: str
+    """Digest of the adapter that was used to compute it; empty if there was none."""
+    root: str
+    """The `root_hash` of its blocks, in hexadecimal digits."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_prefix_tokens + self.num_tokens
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    weights: SafetensorsFile
+    rows: list[KeptRow]
+
+    @property
+    def path(self) -> Path:
+        return self.weights.path
+
+
+def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerprint:
+    """Return what keys and values depend on, besides the tokens.
+
+    Includes the instruction set and the versions, because they change the rounding.
+    """
+    on_gpu = run.device.type.name != "cpu" and torch.cuda.is_available()
+    cpu = build.instruction_set() if build.library() is not None else "none"
+    return {
+        "model.dtype": str(dtype).removeprefix("torch."),
+        "model.weights": run.model.weights.name,
+        "quant": plain_quant(run.quant),
+        "kernels": torch.cuda.get_device_name() if on_gpu else cpu,
+        "code": code_digest("*.py", "*.cpp", "*.h"),
+        "torch": torch.__version__,
+        **file_fingerprint(source.checkpoint.path, "model"),
+    }
+
+
+def save_kept(
+    path: Path, identity: Fingerprint, rows: list[KeptRow], token_ids: list[int], stored: dict[str, Tensor]
+) -> None:
+    """Write a file, which appears when it is complete.
+
+    `stored`: tensors [M, G, *] by the names of `Executor.cache_tensors`.
+    """
+    metadata = {"identity": json.dumps(identity), "rows": json.dumps([asdict(row) for row in rows])}
+    save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
+
+
+def open_kept(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> list[KeptFile]:
+    """Open the files of `device.kept_prefixes`. Reads only their headers.
+
+    Raises UserError for a file that is missing, damaged, or of another model, setting or version, and names the
+    differences.
+    """
+    if not run.device.kept_prefixes:
+        return []
+    if source.shape.keys_depend_on_length or source.shape.needs_whole_prompt:
+        raise UserError(f"device.kept_prefixes {UNSHARED}: leave it out")
+    wanted, files = identity(run, source, dtype), list[KeptFile]()
+    for name in run.device.kept_prefixes:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise UserError(f"device.kept_prefixes: {path} is not a file: make it by task=prefix prefix.output={path}")
+        file = SafetensorsFile(path)
+        found = _json(path, file.metadata.get("identity"), dict)
+        if others := sorted(key for key in wanted | found if wanted.get(key) != found.get(key)):
+            remedy = "make it again by task=prefix, or leave it out"
+            raise UserError(f"device.kept_prefixes: {path} is of other {', '.join(others)}: {remedy}")
+        files.append(KeptFile(file, _rows(path, file)))
+    return files
+
+
+def place_kept(engine: Engine, files: list[KeptFile]) -> None:
+    """Copy the files' contents into pinned blocks of the engine's cache, where `find_prefix` finds them.
+
+    Raises UserError for tensor shapes that differ from the cache's, for soft prefixes and adapters that the engine does
+    not have, for numbers that are not finite, and for too few blocks.
+    """
+    for file in files:
+        _check_tensors(engine, file)
+        _check_parts(engine, file)
+        (_, token_ids), *_ = file.weights.read([TOKENS])
+        found = _missing_blocks(engine, file, token_ids.tolist())
+        blocks = engine.scheduler.block_manager
+        if len(found) >= blocks.num_free_blocks:  # a row needs at least one block
+            what = f"device.kept_prefixes: {file.path} needs {len(found)} blocks of the KV cache"
+            raise UserError(
+                f"{what}, but {blocks.num_free_blocks} are free: raise device.kv_cache_memory, or leave it out"
+            )
+        table = blocks.allocate(len(found))
+        engine.pin(table)
+        for block, value in zip(table, found, strict=True):
+            blocks.remember(block, value)
+        places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
+        for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
+            if not content.float().isfinite().all():  # fp8 has no isfinite
+                what = f"{file.path}: {name} holds NaN or infinite numbers"
+                raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
+            engine.executor.write_blocks(name, content[places], table)
+
+
+def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
+    """Return the hashes of the full blocks that the cache does not hold, each with its first slot in the file."""
+    blocks, size = engine.scheduler.block_manager, engine.block_size
+    missing: dict[bytes, int] = {}
+    first_token = first_slot = 0
+    for row in file.rows:
+        hashes: list[bytes] = []
+        own = token_ids[first_token : first_token + row.num_tokens]
+        extend_hashes(hashes, own, row.num_slots // size, size, bytes.fromhex(row.root), row.num_prefix_tokens)
+        for number in range(row.num_prefix_tokens // size, len(hashes)):
+            if not blocks.find_prefix([hashes[number]]):
+                missing.setdefault(hashes[number], first_slot + number * size)
+        first_token += row.num_tokens
+        first_slot += row.num_slots
+    return missing
+
+
+def _check_tensors(engine: Engine, file: KeptFile) -> None:
+    num_slots = sum(row.num_slots for row in file.rows)
+    stored, model = engine.executor.cache_tensors, engine.executor.model
+    own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
+    # Layers of other pipeline stages are checked against the tensor forms of this stage's first layer.
+    first, others = f"layers.{model.own_layers.start}.", range(model.own_layers.stop, model.config.num_hidden_layers)
+    like_first = {name.removeprefix(first): form for name, form in own.items() if name.startswith(first)}
+    wanted = own | {f"layers.{number}.{name}": form for number in others for name, form in like_first.items()}
+    wanted[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"
+    found = {name: f"{file.weights.dtypes[name]}{list(shape)}" for name, shape in file.weights.shapes.items()}
+    if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
+        what = f"{wrong[0]} is {found.get(wrong[0], 'missing')}, not {wanted.get(wrong[0], 'in this cache')}"
+        raise UserError(f"device.kept_prefixes: {file.path}: {what}: make it again by task=prefix")
+
+
+def _check_parts(engine: Engine, file: KeptFile) -> None:
+    prefixes = {(prefix.digest, prefix.num_tokens) for prefix in engine.requests.prefixes.values()} | {("", 0)}
+    adapters = {adapter.digest for adapter in engine.adapters.ids} | {""}
+    for row in file.rows:
+        if (row.prefix, row.num_prefix_tokens) not in prefixes:
+            what, setting = f"after the soft prefix {row.prefix[:12]}...", "model.prefixes"
+        elif row.adapter not in adapters:
+            what, setting = f"with the adapter {row.adapter[:12]}...", "model.adapters"
+        else:
+            continue
+        what = f"{file.path} holds a prompt {what}, which is not in {setting}"
+        raise UserError(f"device.kept_prefixes: {what}: give it too, or leave the file out")
+
+
+def _rows(path: Path, file: SafetensorsFile) -> list[KeptRow]:
+    rows: list[KeptRow] = []
+    for values in _json(path, file.metadata.get("rows"), list):
+        try:
+            row = KeptRow(**values)
+            counts = type(row.num_tokens) is type(row.num_prefix_tokens) is int
+            if not counts or row.num_tokens < 1 or row.num_prefix_tokens < 0:
+                raise ValueError
+            bytes.fromhex(row.prefix + row.adapter)
+            bytes.fromhex(row.root)
+        except (TypeError, ValueError) as error:
+            raise _damaged(path) from error
+        rows.append(row)
+    return rows
+
+
+def _json(path: Path, text: str | None, kind: type) -> Any:
+    try:
+        values = json.loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path) from error
+    if not isinstance(values, kind):
+        raise _damaged(path)
+    return values
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"device.kept_prefixes: {path} is damaged, or was not made by task=prefix: make it again")

@@ -1,0 +1,118 @@
+"""Load an engine from a RunConfig. A scheme that needs calibration is calibrated once; later runs find its model."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from conf.errors import UserError
+from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
+from conf.schema import ParallelMode, RunConfig
+from conf.speculation import Speculate
+from models.heads import HeadKind
+from pipelines.engine import Engine
+from pipelines.jobs.report import NO_PROGRESS, ProgressSink
+from pipelines.loading.assembly import assemble
+from pipelines.loading.device import prepare_device
+from pipelines.loading.drafting import plan_draft, predicting_ahead
+from pipelines.loading.model_source import ModelSource, OpenModel, moved, resolve_model
+from pipelines.loading.planning import plan_model
+from pipelines.loading.request_settings import RequestSettings, read_request_settings
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(
+    run: RunConfig,
+    max_num_requests: int,
+    progress: ProgressSink = NO_PROGRESS,
+    head: HeadKind | None = HeadKind.vocabulary,
+    open_model: OpenModel | None = None,
+) -> Engine:
+    """Open the checkpoint of `run` and return its engine, for at most `max_num_requests` concurrent requests.
+
+    `head`: as for `resolve_model`. `open_model`, if given, replaces `resolve_model`. Raises UserError as
+    `prepare_device`, `resolve_model` and `load_engine_on` do.
+    """
+    device = prepare_device(run.device)
+    source = open_model(head) if open_model else resolve_model(run.model, head)
+    return load_engine_on(device, run, source, max_num_requests, progress)
+
+
+def load_engine_on(
+    device: torch.device, run: RunConfig, source: ModelSource, max_num_requests: int, progress: ProgressSink
+) -> Engine:
+    """Return the engine of the opened checkpoint of `run` on the prepared device.
+
+    Raises UserError for an invalid checkpoint or tokenizer, and as `find_or_make` does.
+    """
+    if run.parallel.mode is ParallelMode.ray:
+        raise UserError(
+            "parallel=ray is for the rows of a job, which run.py runs, and not for one engine: leave it out"
+        )
+    if run.parallel.mode is ParallelMode.auto:
+        raise UserError("parallel=auto is chosen by run.py alone: give parallel=single")
+    if max_num_requests > run.device.max_batched_tokens:
+        raise UserError(
+            f"batch_size={max_num_requests} is more than device.max_batched_tokens={run.device.max_batched_tokens}, and every row that "
+            "runs needs a token of each step: give a smaller batch_size, or more device.max_batched_tokens"
+        )
+    run, source = calibrated(run, source, progress)
+    settings = read_request_settings(run.model, source)
+    if run.decode.speculate is Speculate.mtp:
+        source = predicting_ahead(source)
+    if run.parallel.mode.divides:
+        return _load_with_ranks(device, run, source, settings, max_num_requests, progress)
+    plan = plan_model(run, source, device, packed=True)
+    draft = plan_draft(run, plan, settings)
+    source.warn_of_unread_keys()
+    return assemble(run, plan, settings, max_num_requests, progress.loaded, draft)
+
+
+def _load_with_ranks(
+    device: torch.device,
+    run: RunConfig,
+    source: ModelSource,
+    settings: RequestSettings,
+    max_num_requests: int,
+    progress: ProgressSink,
+) -> Engine:
+    """Return the engine of rank 0. Closing the engine ends the other ranks."""
+    from pipelines.loading.driver import start_driver  # here, because a run without ranks does not need it
+
+    whole = plan_model(run, source, device, packed=True)
+    driver = start_driver(run, whole)
+    try:
+        draft = plan_draft(run, whole, settings)  # on rank 0 only, not sharded
+        plan = driver.part(whole)
+        source.warn_of_unread_keys()
+        return assemble(run, plan, settings, max_num_requests, progress.loaded, draft, driver)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:
+    """Return the run and the checkpoint of the calibrated model; unchanged if the scheme needs no calibration."""
+    if run.quant.needs_calibration and source.is_quantized:
+        if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
+            unused = "calibrate and quantize.format are not used by a model that is quantised already"
+            raise UserError(f"{unused}: leave them out, or give the float model")
+    elif run.quant.needs_calibration:
+        if source.architecture.head is not HeadKind.vocabulary:
+            what = f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
+            remedy = (
+                "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
+            )
+            raise UserError(f"{what}: {remedy}")
+        from pipelines.loading.quantize.quantize import find_or_make  # here, because other runs do not calibrate
+
+        folder = find_or_make(run, source, progress)
+        log.warning("what runs is the calibrated model in %s", folder)
+        found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
+        model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
+        if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
+            quant = replace(quant, activations=Activations.auto)
+        run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
+        source = resolve_model(run.model)
+    return run, source

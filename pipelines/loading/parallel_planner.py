@@ -1,0 +1,322 @@
+"""`parallel=auto`: enumerate the parallel layouts of a model for a topology, estimate each, and choose one.
+
+No weights are read. The time of a decode step is the longer of memory time and arithmetic time, plus link time. Prompts
+are not counted.
+"""
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError
+from conf.schema import DeviceConfig, ParallelConfig, ParallelMode, RunConfig, Task
+from conf.support.sizes import num_bytes
+from kernels import build
+from kernels.kv_format import FORMATS, STATIC_FORMATS
+from models.layers.attention import Heads
+from pipelines.engine.kv_cache import AUTO_SHARE, BLOCK_SIZE, allocate_kv_cache
+from pipelines.jobs.report import print_columns
+from pipelines.loading.device import prepare_device
+from pipelines.loading.memory import step_bytes
+from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.parallel_costs import Cost, ParallelCosts
+from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.topology import Topology, find_topology, read_topology
+from pipelines.ranks.rank_context import layout_of
+
+ROW_TOKENS = 2048  # tokens of a row, prompt and answer, unless model.max_length is smaller
+OVERLAP = 3  # exponent that joins memory and arithmetic time: 1 is their sum, infinity their maximum
+NO_RANKS = "ranks need a CPU and the C++ kernels"
+EQUAL = 0.95  # share of the highest tokens/s that counts as equal: then fewer ranks win
+
+
+@dataclass(frozen=True)
+class Workload:
+    num_rows: int
+    """Concurrent rows of all replicas together."""
+    row_tokens: int
+    block_size: int
+    step_bytes: int
+    """Bytes of the tensors that are live in a step."""
+    itemsize: int
+    """Bytes of a number that ranks exchange."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A parallel layout and its estimate."""
+
+    tp: int
+    pp: int
+    replicas: int
+    stages: tuple[range, ...] = ()
+    weight_bytes: int = 0
+    """Of the rank with the most."""
+    cache_tokens: int = 0
+    """Of one replica."""
+    tokens_per_s: float = 0.0
+    limit: str = ""
+    """The bottleneck of the slowest stage, or the reason why the layout is impossible."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def is_possible(self) -> bool:
+        return self.tokens_per_s > 0
+
+    def __str__(self) -> str:
+        parts = [("tp", self.tp), ("pp", self.pp), ("replicas", self.replicas)]
+        return " ".join(f"{name}={number}" for name, number in parts if number > 1) or "single"
+
+
+def planned(run: RunConfig) -> RunConfig | None:
+    """Return the run with the chosen layout. With `parallel.dry_run`, print all layouts and return None.
+
+    Raises UserError if nothing fits, and if the chosen layout cannot be started from here.
+    """
+    candidates, topology, workload = plan_layouts(run)
+    best = choose(candidates)
+    if run.parallel.dry_run:
+        print(f"{topology}\n{workload.num_rows:,} rows of {workload.row_tokens:,} tokens\n")
+        print_columns(table(candidates, best))
+        print(f"choice: {best or 'none, because nothing fits'}")
+        return None
+    if best is None:
+        limit = [each.limit for each in candidates if each.limit != NO_RANKS][-1]
+        raise UserError(f"parallel=auto: no division of this model fits here: {limit}: give quant=int4")
+    print(f"parallel=auto: {best}")
+    return replace(run, parallel=_parallel(run, best))
+
+
+def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
+    if best.num_ranks == 1:
+        return ParallelConfig(ParallelMode.single)
+    if best.replicas > 1 and run.task is not Task.predict:
+        raise UserError(f"parallel=auto chose {best}, which task={run.task.name} cannot run: give parallel=single")
+    tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
+    mode = ParallelMode.tp_pp if tp and pp else ParallelMode.tp if tp else ParallelMode.pp
+    found = ParallelConfig(ParallelMode.ray if best.replicas > 1 else mode, best.replicas, tp, pp)
+    return replace(found, sum=run.parallel.sum, experts=run.parallel.experts) if tp else found
+
+
+def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
+    """Return all layouts of the run's model, the topology and the workload.
+
+    Raises UserError as loading an engine does.
+    """
+    source, path = resolve_model(run.model), run.parallel.topology
+    if source.artefact is not None:
+        raise UserError(
+            f"parallel=auto does not plan for {run.model.path}, which is exported: give the model that it was made of"
+        )
+    device = prepare_device(run.device) if path is None else torch.device("cpu")
+    topology = None if path is None else read_topology(Path(path).expanduser())
+    kind = topology.kind if topology else device.type
+    block_size = run.device.block_size or BLOCK_SIZE[kind]
+    plan, costs = _costs(run, source, block_size, packed=kind == "cpu", compresses=path is None)
+    rows = run.bench.batch_size if run.task is Task.bench else run.predict.batch_size
+    rows *= max(run.decode.n or 1, run.decode.num_beams or 1)
+    topology = topology or find_topology(device, plan.dtype)
+    length = min(run.model.max_length or ROW_TOKENS, source.shape.context_length, ROW_TOKENS)
+    num_tokens, vocab_size = run.device.max_batched_tokens, source.shape.vocab_size
+    step = step_bytes(plan.max_layer_values, vocab_size, plan.dtype, num_tokens, rows)
+    workload = Workload(rows, length, block_size, step, plan.dtype.itemsize)
+    planner = _Planner(run.device, costs, topology, workload)
+    has_ranks = path is not None or (device.type == "cpu" and build.library() is not None)
+    candidates = [
+        planner.candidate(tp, pp, replicas)
+        if has_ranks or tp * pp == 1
+        else Candidate(tp, pp, replicas, limit=NO_RANKS)
+        for tp, pp, replicas in parallel_layouts(topology, rows)
+    ]
+    return candidates, topology, workload
+
+
+def parallel_layouts(topology: Topology, num_rows: int) -> list[tuple[int, int, int]]:
+    """Return (tp, pp, replicas) of every layout that leaves no device idle.
+
+    For a single device, two ranks that share it are included.
+
+    There are no more replicas than rows. The ranks of a stage are on one machine.
+    """
+    each, machines = topology.num_devices, topology.num_machines
+    total = each * machines
+    found = []
+    for tp in (p for p in range(1, each + 1) if each % p == 0):
+        for pp in (s for s in range(1, total // tp + 1) if total % (tp * s) == 0):
+            found.append((tp, pp, min(total // (tp * pp), num_rows)))
+    return found if total > 1 else [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+
+
+def choose(candidates: list[Candidate]) -> Candidate | None:
+    """Return the layout with the most tokens per second; None if none fits.
+
+    Among nearly equal layouts the fewest ranks win, then the fewest ranks per replica.
+    """
+    most = max((each.tokens_per_s for each in candidates), default=0.0)
+    good = [each for each in candidates if each.is_possible and each.tokens_per_s >= EQUAL * most]
+    return min(good, key=lambda each: (each.num_ranks, each.tp * each.pp, each.pp, -each.tokens_per_s), default=None)
+
+
+class _Planner:
+    """Estimates a layout."""
+
+    def __init__(self, config: DeviceConfig, costs: ParallelCosts, topology: Topology, workload: Workload) -> None:
+        self._config, self._costs, self._topology, self._work = config, costs, topology, workload
+
+    def candidate(self, tp: int, pp: int, replicas: int) -> Candidate:
+        try:
+            stages = self._costs.stages(pp)
+            costs = [[self._costs.rank(layers, tp, rank) for rank in range(tp)] for layers in stages]
+        except UserError as error:  # more ranks than heads, or more stages than layers
+            return Candidate(tp, pp, replicas, limit=str(error).partition(":")[0])
+        ranks = [cost for stage in costs for cost in stage]
+        num_blocks, limit = self._num_blocks(ranks, tp * pp)
+        tokens = num_blocks * self._work.block_size
+        found = Candidate(tp, pp, replicas, tuple(stages), max(cost.weight_bytes for cost in ranks), tokens, 0.0, limit)
+        num_rows = min(-(-self._work.num_rows // replicas), tokens // self._work.row_tokens)
+        if limit or not num_rows:
+            return replace(found, limit=limit or f"the cache has no {self._work.row_tokens:,} tokens for a row")
+        seconds, limit = self._step(costs, num_rows, tp)
+        rows = min(self._work.num_rows, replicas * num_rows)
+        return replace(found, tokens_per_s=rows / seconds, limit=limit)
+
+    def _sharing(self, num_ranks: int) -> int:
+        return -(-num_ranks // (self._topology.num_devices * self._topology.num_machines))
+
+    def _num_blocks(self, ranks: list[Cost], num_ranks: int) -> tuple[int, str]:
+        """Return the number of cache blocks that fit on every rank, and the reason if none fit."""
+        usable = self._config.memory_fraction * self._topology.memory / self._sharing(num_ranks)
+        free = [usable - cost.weight_bytes - self._work.step_bytes for cost in ranks]
+        if min(free) <= 0:
+            need = max(cost.weight_bytes for cost in ranks) + self._work.step_bytes
+            return 0, f"a rank needs {need / 1e9:,.1f} GB without its cache, and may have {usable / 1e9:,.1f}"
+        setting = self._config.kv_cache_memory
+        if setting == "auto":
+            room = [AUTO_SHARE * each for each in free]
+        else:
+            room = [min(each, num_bytes(setting, int(each * num_ranks)) / num_ranks) for each in free]
+        return int(min(each // cost.cache_bytes for each, cost in zip(room, ranks, strict=True))), ""
+
+    def _step(self, costs: list[list[Cost]], num_rows: int, tp: int) -> tuple[float, str]:
+        """Return the seconds in which all rows get a token, and the longest kind of work of the slowest stage.
+
+        There are as many microbatches as stages, so that all stages are busy at once.
+        """
+        num_microbatches = min(len(costs), num_rows)
+        microbatch_rows = -(-num_rows // num_microbatches)
+        of_stages = [
+            [self._rank(cost, microbatch_rows, tp, len(costs), num_microbatches) for cost in stage] for stage in costs
+        ]
+        stages = [max(ranks, key=_seconds) for ranks in of_stages]
+        slowest = max(stages, key=_seconds)
+        seconds = max(sum(map(_seconds, stages)), num_microbatches * _seconds(slowest))
+        return seconds, max(slowest, key=slowest.__getitem__)
+
+    def _rank(self, cost: Cost, num_rows: int, tp: int, pp: int, num_microbatches: int) -> dict[str, float]:
+        topology, work, sharing = self._topology, self._work, self._sharing(tp * pp)
+        share = self._costs.active_share(num_rows)
+        bandwidth, flops = topology.bandwidth / min(sharing, tp * num_microbatches), topology.flops(num_rows) / sharing
+        if sharing > 1:  # each rank has at most half of the cores
+            bandwidth = min(bandwidth, topology.half_bandwidth)
+        link = self._hop(tp * pp, num_rows) if pp > 1 else 0.0
+        if tp > 1:
+            received = num_rows * cost.gathered * work.itemsize * (tp - 1) / tp
+            link += cost.num_gathers * topology.link.latency_s + received / topology.link.bandwidth
+        return {
+            "weights": (cost.read_bytes + share * cost.expert_bytes) / bandwidth,
+            "cache": num_rows * work.row_tokens / work.block_size * cost.cache_bytes / bandwidth,
+            "arithmetic": 2 * num_rows * (cost.macs + self._costs.active_share(1) * cost.expert_macs) / flops,
+            "link": link,
+        }
+
+    def _hop(self, num_ranks: int, num_rows: int) -> float:
+        is_far = num_ranks > self._topology.num_devices
+        link = self._topology.network if is_far and self._topology.network else self._topology.link
+        return link.seconds(num_rows * self._costs.hidden_size * self._work.itemsize)
+
+
+def _seconds(times: dict[str, float]) -> float:
+    """Return a rank's seconds: memory and arithmetic overlap, the links follow.
+
+    The overlap is a power sum, a smooth maximum: if both take equally long, each sometimes waits for the other.
+    """
+    memory, arithmetic = times["weights"] + times["cache"], times["arithmetic"]
+    return float((memory**OVERLAP + arithmetic**OVERLAP) ** (1 / OVERLAP) + times["link"])
+
+
+def table(candidates: list[Candidate], best: Candidate | None) -> dict[str, list[str]]:
+    """Return a table with a row for each candidate, with the choice marked."""
+
+    def column(cell: str, known: list[bool], of: list[str]) -> list[str]:
+        return [value if is_known else cell for value, is_known in zip(of, known, strict=True)]
+
+    known = [bool(each.stages) for each in candidates]
+    possible = [each.is_possible for each in candidates]
+    return {
+        "": ["->" if each is best else "" for each in candidates],
+        "tp": [str(each.tp) for each in candidates],
+        "pp": [str(each.pp) for each in candidates],
+        "replicas": [str(each.replicas) for each in candidates],
+        "layers of the stages": column("-", known, [_layers(each.stages) for each in candidates]),
+        "weights of a rank (GB)": column("-", known, [f"{each.weight_bytes / 1e9:,.3f}" for each in candidates]),
+        "cache (tokens)": column("-", known, [f"{each.cache_tokens:,}" for each in candidates]),
+        "tokens/s": column("-", possible, [f"{each.tokens_per_s:,.1f}" for each in candidates]),
+        "limit": [each.limit for each in candidates],
+    }
+
+
+def _layers(stages: tuple[range, ...]) -> str:
+    """Return the layer counts of the stages: `8 8 7`, or `14x8 2x7` for 14 stages of 8 layers and 2 stages of 7."""
+    runs = [(len([*group]), size) for size, group in groupby(map(len, stages))]
+    return " ".join(f"{number}x{size}" if number > 1 else str(size) for number, size in runs)
+
+
+def _layer_kinds(run: RunConfig, source: ModelSource) -> tuple[Hashable, ...]:
+    """Return a key per layer. Layers with equal keys have equal names, shapes and dtypes."""
+    kinds: tuple[Hashable, ...] = source.shape.layer_kinds
+    if run.quant.overrides:  # overrides may name a single layer
+        return tuple(range(len(kinds)))
+    if not (source.has_weights and source.is_quantized):
+        return kinds
+    held: list[set[Hashable]] = [set() for _ in kinds]
+    for file in source.checkpoint.open_weights({}):
+        for name, shape in file.shapes.items():
+            number = re.search(r"\.(\d+)(\..*)", name)
+            if number and int(number[1]) < len(held):
+                held[int(number[1])].add((number[2], shape, file.dtypes[name]))
+    return tuple(zip(kinds, map(frozenset, held), strict=True))
+
+
+def _costs(
+    run: RunConfig, source: ModelSource, block_size: int, packed: bool, compresses: bool = False
+) -> tuple[ModelPlan, ParallelCosts]:
+    """Return the plan of the model's first layers, which include one of each kind, and the costs of the whole model.
+
+    `packed`: as for `plan_model`. `compresses`: as for `ParallelCosts`.
+    """
+    if run.quant.needs_calibration and not source.is_quantized:
+        raise UserError(
+            "parallel=auto plans no model that is going to be calibrated: quantise it by task=quantize first"
+        )
+    kinds = _layer_kinds(run, source)
+    num_layers = 1 + max(map(kinds.index, kinds))
+    first = replace(source, shape=replace(source.shape, num_hidden_layers=num_layers))
+    plan = plan_model(run, first, torch.device("cpu"), packed)
+
+    def block_bytes(heads: Heads) -> int:
+        if plan.static_cache is None:
+            keys, values = FORMATS[run.quant.kv_cache.name]
+        else:
+            keys = values = STATIC_FORMATS[plan.static_cache.name](torch.ones(heads.num_key_value_heads))
+        cache = allocate_kv_cache([heads], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta"))
+        return sum(tensor.nbytes for tensor in cache.tensors)
+
+    own = layout_of(0, 1, 1, run.parallel)
+    return plan, ParallelCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts, compresses)

@@ -1,0 +1,92 @@
+"""A pooler makes a request of a row, and numbers of its output: an embedding or scores."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import RunConfig
+from models.heads import HeadKind
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.request import Pooling
+from pipelines.engine.request_factory import check_pooled
+from pipelines.jobs import report
+from pipelines.jobs.prompts import PromptRow
+from pipelines.loading.device import prepare_device
+from pipelines.loading.load_engine import load_engine_on
+from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
+
+
+class PooledPrompt(NamedTuple):
+    token_ids: list[int]
+    num_truncated: int = 0
+    """Tokens of the text that were cut off by the checkpoint's max_seq_length."""
+
+
+class Pooler(ABC):
+    """Makes a request from a row, and numbers from its output."""
+
+    head: ClassVar[HeadKind | None]
+    """The head that the model needs, as for `resolve_model`."""
+
+    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
+        """Raises UserError for settings that contradict the checkpoint."""
+        self.engine = engine
+        self._prefix, self._adapter = run.predict.prefix, run.predict.adapter
+        engine.requests.prefix(self._prefix)
+
+    @property
+    @abstractmethod
+    def pooling(self) -> Pooling:
+        """Return the pooling of a row's outputs."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Resolved settings of the task that determine the numbers, by name."""
+
+    @property
+    @abstractmethod
+    def num_values(self) -> int:
+        """Numbers per row."""
+
+    @abstractmethod
+    def encode(self, row: PromptRow) -> PooledPrompt:
+        """Return the row's tokens. Raises UserError for a row that cannot be run."""
+
+    @abstractmethod
+    def values(self, output: Output) -> Tensor:
+        """Return the float32 numbers of a finished row."""
+
+    def request(self, row: PromptRow, decode: DecodeConfig) -> tuple[Request, int]:
+        """Return the row's request and the number of its truncated tokens.
+
+        `decode` is overridden by the row's own settings.
+
+        Raises UserError for a row that cannot be run.
+        """
+        token_ids, num_truncated = self.encode(row)
+        if row.prediction is not None:
+            raise UserError("a prediction is not used where nothing is generated: leave it out")
+        own = decode.replaced(row.decode)
+        prefix = self._prefix if row.prefix is None else row.prefix
+        adapter = self._adapter if row.adapter is None else row.adapter
+        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter), num_truncated
+
+
+def open_pooler(
+    make: type[Pooler],
+    run: RunConfig,
+    progress: report.ProgressSink = report.NO_PROGRESS,
+    open_model: OpenModel | None = None,
+) -> tuple[ModelSource, Pooler]:
+    """Load the model of `run` with the head that the pooler needs. `open_model`: as for `load_engine`.
+
+    Raises UserError as `load_engine_on` does, and for `decode` settings.
+    """
+    check_pooled(run.decode)
+    device = prepare_device(run.device)
+    source = open_model(make.head) if open_model else resolve_model(run.model, make.head)
+    return source, make(run, source, load_engine_on(device, run, source, run.predict.batch_size, progress))

@@ -1,0 +1,179 @@
+"""Estimate the duration of a quantisation: measure one layer of each kind, with random weights."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from conf.schema import DType, RunConfig, Task
+from pipelines.engine import Engine
+from pipelines.loading.assembly import assemble
+from pipelines.loading.fingerprint import sha256_of
+from pipelines.loading.planning import ModelPlan, plan_model, without_quantization
+from pipelines.loading.quantize.calibration_data import CalibrationData
+from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.report import measured_texts
+from pipelines.loading.quantize.share import Share
+from pipelines.loading.request_settings import RequestSettings
+from quantization.calibration import NUM_SAMPLES
+from quantization.file_layout import FileLayout
+from quantization.part_files import REST, PartFiles
+from quantization.quantizer import QuantizedLayer, parts_of
+from quantization.scheme import LinearScheme
+
+START_S = 3.0  # imports, and tokenizing the texts
+REPORT_S = 2.0  # its picture
+HEAD_OUTPUTS = 8192  # outputs of the measured head: the time of a larger head is proportional
+READ_BYTES = 2**26  # measured bytes of the checkpoint, from which the whole is estimated: larger than any cache
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """Measured time of a part, in seconds."""
+
+    per_token: float
+    """Seconds per token to observe the part and to advance."""
+    fixed: float
+    """Seconds to choose the part's codes, to place them and to write them."""
+
+
+@dataclass(frozen=True)
+class PredictionCost:
+    """Seconds of one held-out text of the report."""
+
+    layers: float
+    head: float
+
+
+def expected_seconds(
+    run: RunConfig, plan: ModelPlan, settings: RequestSettings, layout: FileLayout, data: CalibrationData, folder: Path
+) -> float:
+    """Return the estimated seconds to quantise a planned float model, including this estimate.
+
+    It writes temporary files near `folder`.
+    """
+    start, model = time.perf_counter(), plan.model
+    parts = parts_of(model, layout.schemes)
+    kinds = _kinds(plan, parts)
+    engine = _first_layers(run, plan, settings, max(kinds) + 1)
+    samples = _folded(data.samples, engine)
+    text = _folded(measured_texts(data.held_out, engine.sees_later_tokens), engine)[0]
+    with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
+        files = PartFiles(Path(scratch))
+        keep_rest = _seconds_to_keep_rest(engine, files)
+        before = _predict(engine, text)
+        costs = _measure(run, engine, files, replace(layout, schemes=_schemes(parts, kinds)), samples)
+        after = _predict(engine, text)
+    num_tokens, head_share = sum(map(len, data.samples)), model.config.vocab_size / engine.vocab_size
+    layers = [costs[kind] for kind in kinds]
+    seconds = START_S + _seconds_to_read(plan) + keep_rest * head_share
+    seconds += sum(cost.fixed + num_tokens * cost.per_token for cost in layers)
+    if len(parts) > len(layers):
+        seconds += num_tokens * costs[-1].per_token + head_share * costs[-1].fixed
+    if run.task is Task.quantize:
+        num_texts, depth = len(data.held_out), len(layers) / engine.executor.model.config.num_hidden_layers
+        predictions = (depth * cost.layers + head_share * cost.head for cost in (before, after))
+        seconds += REPORT_S + num_texts * sum(predictions)
+    return seconds + time.perf_counter() - start
+
+
+def _kinds(plan: ModelPlan, parts: list[QuantizedLayer]) -> list[int]:
+    """Return for each decoder layer the index of the first layer whose parameters have the same names and shapes."""
+    shapes = [(name, parameter.shape) for name, parameter in plan.model.named_parameters()]
+    own = [
+        [(name.removeprefix(part.prefix), shape) for name, shape in shapes if name.startswith(part.prefix)]
+        for part in parts[: plan.model.config.num_hidden_layers]
+    ]
+    return list(map(own.index, own))
+
+
+def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearScheme]:
+    """Return the schemes of the measured layers, each as in the last layer of its kind, and the head's schemes."""
+    last = {kind: parts[index] for index, kind in enumerate(kinds)}
+    schemes = {name: scheme for head in parts[len(kinds) :] for name, scheme in head.schemes.items()}
+    for part, kind in zip(parts[: max(kinds) + 1], kinds, strict=False):
+        like = last[kind]
+        schemes |= {part.prefix + name.removeprefix(like.prefix): scheme for name, scheme in like.schemes.items()}
+    return schemes
+
+
+def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, num_layers: int) -> Engine:
+    """Return an engine of the model's first layers and of a part of its vocabulary, with random weights."""
+    shape = plan.model.config
+    # A model that sees the whole prompt searches it for special ids, so it needs the whole vocabulary.
+    vocab_size = shape.vocab_size if shape.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
+    source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
+    dtype = DType[str(plan.dtype).removeprefix("torch.")]
+    float_run = without_quantization(replace(run, model=replace(run.model, dtype=dtype)))
+    small = plan_model(float_run, source, plan.device, packed=False)
+    parent, _, name = small.model.layout.layers.rpartition(".")
+    setattr(small.model.get_submodule(parent), name, nn.ModuleList(small.model.layers[:num_layers]))
+    small.model.config = replace(small.model.config, num_hidden_layers=num_layers)
+    small.model.own_layers = range(num_layers)
+    return assemble(float_run, small, settings, 1)
+
+
+def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
+    """Return texts of about NUM_SAMPLES tokens, with ids of the engine's vocabulary.
+
+    The searches, whose time does not grow with the number of tokens, use that many.
+    """
+    taken: list[list[int]] = []
+    for text in texts:
+        if sum(map(len, taken)) < NUM_SAMPLES:
+            taken.append([token_id % engine.vocab_size for token_id in text])
+    return taken
+
+
+def _measure(
+    run: RunConfig, engine: Engine, files: PartFiles, layout: FileLayout, samples: list[list[int]]
+) -> list[PartCost]:
+    costs, num_tokens = [], sum(map(len, samples))
+    batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
+    share = Share(run.quant, layout, engine.executor.model, batches, cache)
+    for part in share.parts:
+        start, growing = time.perf_counter(), -share.calibrator.batch_seconds
+        chosen = share.choose(part)
+        assert chosen is not None
+        share.place(part, chosen.tensors)
+        files.write(part, chosen)
+        sha256_of(files.path_of(part))
+        growing += share.calibrator.batch_seconds
+        costs.append(PartCost(growing / num_tokens, time.perf_counter() - start - growing))
+    return costs
+
+
+def _seconds_to_keep_rest(engine: Engine, files: PartFiles) -> float:
+    start, layers = time.perf_counter(), f"{engine.executor.model.layout.layers}."
+    files.write_rest(
+        {name: tensor.data for name, tensor in engine.executor.model.named_parameters() if not name.startswith(layers)}
+    )
+    sha256_of(files.folder / REST)
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def _predict(engine: Engine, text: list[int]) -> PredictionCost:
+    start = time.perf_counter()
+    hidden = engine.hidden_states([text], [len(text)])
+    middle = time.perf_counter()
+    engine.executor.logits(hidden).float().log_softmax(-1)
+    return PredictionCost(middle - start, time.perf_counter() - middle)
+
+
+def _seconds_to_read(plan: ModelPlan) -> float:
+    """Return the seconds to read and check the whole checkpoint, estimated from its first tensors."""
+    size = sum(math.prod(file.shapes[n]) * file.dtypes[n].itemsize for file in plan.files for n in file.shapes)
+    done, start = 0, time.perf_counter()
+    for _, tensor in chain.from_iterable(file.read(file.shapes) for file in plan.files):
+        copied = tensor.to(plan.dtype, copy=True)
+        copied.amax().isnan(), copied.sum(dtype=torch.float32).isfinite()
+        done += tensor.nbytes
+        if done >= READ_BYTES:
+            break
+    return (time.perf_counter() - start) * size / done if done else 0.0

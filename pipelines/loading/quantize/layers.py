@@ -1,0 +1,65 @@
+"""Quantise the layers of an engine's float model in order, on calibration samples."""
+
+from dataclasses import replace
+
+from conf.errors import UserError
+from models.batch import Batch, KVCache
+from pipelines.engine import Engine
+from pipelines.engine.batch import whole_batch
+from pipelines.jobs.report import ProgressSink
+from pipelines.loading.quantize.share import Share
+from quantization.calibration import PROBE_TOKENS
+from quantization.part_files import PartFiles
+from quantization.quantizer import LinearReport
+
+
+def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> list[LinearReport]:
+    """Quantise all parts of the model in order and keep each in `files`. Parts of an earlier run are read.
+
+    `share`: the process's share, or rank 0's. Raises UserError if a part cannot be quantised.
+    """
+    reports: list[LinearReport] = []
+    for i, part in enumerate(share.parts):
+        if files.has(part):
+            kept = files.read(part)
+            share.pass_over(part)
+            share.place(part, kept.tensors)
+        else:
+            chosen = share.choose(part)
+            assert chosen is not None
+            kept = replace(chosen, tensors=chosen.tensors | share.place(part, chosen.tensors))
+            files.write(part, kept)
+        reports += kept.reports
+        progress.quantized(i + 1, len(share.parts))
+    return reports
+
+
+def calibration_cache(engine: Engine) -> KVCache:
+    """Return the engine's cache for one layer. A batch is one step, so all layers can use the same cache in turn."""
+    return KVCache(engine.executor.cache.layers[:1])
+
+
+def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]:
+    """Return a batch with the start of the first sample, then batches of all samples, each as large as a step.
+
+    If tokens see later tokens, the first batch holds the whole first sample. Raises UserError for samples that are too
+    long.
+    """
+    longest = max(map(len, samples))
+    num_at_once = engine.num_at_once(longest)
+    if not num_at_once:
+        raise UserError(
+            f"a sample of {longest} tokens is more than device.max_batched_tokens, or than the KV cache holds: "
+            "give a smaller calibrate.sequence_length"
+        )
+    width = -(-longest // engine.block_size)  # blocks per sample
+
+    def batch(prompts: list[list[int]]) -> Batch:
+        tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
+        features = [engine.executor.prompt_features(prompt) for prompt in prompts]
+        return engine.executor.on_device(
+            whole_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
+        )
+
+    probe = samples[0] if engine.sees_later_tokens else samples[0][:PROBE_TOKENS]
+    return [batch([probe]), *(batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once))]

@@ -1,0 +1,122 @@
+"""`task=quantize`: prune or quantise a model layer by layer, with a report of the loss of quality.
+
+A run that ended early is resumed by the next run of the same model, settings and texts: finished layers are kept.
+"""
+
+import json
+import logging
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conf.errors import UserError, check
+from conf.quantization import KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
+from conf.schema import ExpertPlacement, ParallelConfig, RunConfig, Sum
+from models.formats.manifest import MANIFEST
+from pipelines.jobs import report
+from pipelines.jobs.output_folder import kept_folder, only_maker, refuse_existing
+from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.quantize.job import default_target
+from pipelines.loading.quantize.model import make_model
+from pipelines.loading.quantize.preflight import print_preflight
+from pipelines.loading.quantize.report import perplexity
+from pipelines.ranks.launch import joined
+
+log = logging.getLogger(__name__)
+
+
+def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Quantise the model. Raises UserError if it cannot be quantised; finished layers are kept for the next run."""
+    run.decode.check_unset("by task=quantize", "leave it out")
+    kv_cache, is_static, activations = run.quant.kv_cache, run.quant.has_static_kv_cache, run.quant.activations
+    wanted = "int8, int4, a8w8 or fp8 with task=quantize, quant.kv_cache_scales=static, or a quant.sparsity.method"
+    changes_weights = run.quant.scheme is not QuantScheme.none or run.quant.sparsity.prunes
+    check(is_static or changes_weights, "quant", "none", wanted)
+    later = "with task=quantize and give it when the model is used"
+    check(not run.model.keep_packed, "model.keep_packed", "true", f"false {later}")
+    wanted = f"none {later}, or quant.kv_cache_scales=static"
+    check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
+    check(activations is activations.of_model, "quant.activations", activations.name, f"none {later}")
+    source = resolve_model(run.model)
+    if source.is_quantized:
+        raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=_for_format(run))
+    output = run.quantize.output
+    given = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
+    if run.quantize.dry_run:
+        print_preflight(run, source, given.parent if given else kept_folder("quantized"))
+        return
+    start, target = time.perf_counter(), given or default_target(run, source)
+    refuse_existing(target, run.quantize.overwrite, "quantize")
+    with nullcontext() if given else only_maker(target), report.progress_bar() as progress:
+        refuse_existing(target, run.quantize.overwrite, "quantize")  # another run may have made it meanwhile
+        metrics = make_model(run, source, target, progress, with_report=True)
+    metrics |= {"quantize_s": time.perf_counter() - start}
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, target, output_dir)
+
+
+def _for_format(run: RunConfig) -> QuantConfig:
+    """Return the settings, without the head's scheme in conf/quant/int4.yaml if the format has no quantised head."""
+    quant = run.quant
+    if run.quantize.format is not QuantizedFormat.awq or quant.overrides != {"lm_head": "int8"}:
+        return quant
+    log.warning("quantize.format=awq has no quantised head: lm_head stays as it is, and not int8")
+    return replace(quant, overrides={}, skip=[*quant.skip, "lm_head"])
+
+
+def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressSink) -> Path:
+    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`.
+
+    Makes it if it does not exist.
+
+    Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
+    """
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant), parallel=_for_calibration(run.parallel))
+    target = default_target(run, source)
+    if (target / MANIFEST).is_file():
+        return target
+    with only_maker(target):
+        if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
+            make_model(run, source, target, progress, with_report=False)
+    return target
+
+
+def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the parallel settings of the calibration.
+
+    Under a launcher one process calibrates and the other ranks wait.
+    """
+    if joined(os.environ) is not None:
+        return ParallelConfig()
+    return replace(parallel, sum=Sum.gather, experts=ExpertPlacement.split)
+
+
+def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
+    report.print_table(
+        [
+            ("layers", f"{metrics['num_layers']:,}"),
+            (
+                "weights",
+                f"{metrics['weight_bytes_before'] / 1e6:,.1f} MB before, {metrics['weight_bytes'] / 1e6:,.1f} MB now",
+            ),
+            *(
+                [("zeros", f"{metrics['sparsity']:.1%} of all weights, in the pruned layers")]
+                if "sparsity" in metrics
+                else ()
+            ),
+            (
+                "perplexity",
+                f"{perplexity(metrics['perplexity_before'])} before, {perplexity(metrics['perplexity'])} now",
+            ),
+            ("KL divergence", f"{metrics['kl_mean']:.3g}"),
+            ("equal most likely tokens", f"{metrics['top1_agreement']:.2%}"),
+            ("time", f"{metrics['quantize_s']:.1f} s"),
+            ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
+        ]
+    )
+    print(f"model: {target}")
+    print(f"output: {output_dir}")

@@ -1,0 +1,1 @@
+"""The Python interfaces: `pipeline()`, `LLM`, streamers. `pipelines` exports their public names."""

@@ -1,0 +1,358 @@
+"""vLLM's offline API: a script of `vllm.LLM` runs with the import `from pipelines import LLM, SamplingParams`.
+
+Names, defaults and results are vLLM's (docs.vllm.ai, LLM class). An unsupported argument raises an error that names it.
+Nothing is ignored silently.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from conf.errors import UserError, shortened
+from conf.schema import RunConfig
+from models.tokenizers import Tokenizer
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.request import TokenLogprobs
+from pipelines.jobs import report
+from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.jobs.prompts import PromptRow, parse_row
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.memory import explained_out_of_memory
+from pipelines.loading.model_source import resolve_model
+from pipelines.python.composing import compose_run
+from pipelines.python.pooled_pipeline import EmbeddingPipeline
+from pipelines.python.sampling_params import SamplingParams
+from pipelines.python.vllm_arguments import run_settings
+
+INPUTS = ("prompt", "prompt_token_ids", "messages")
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's natural log probability, its rank (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+Logprobs = list[dict[int, Logprob]]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    """Sum over the chosen tokens; None without `logprobs`."""
+    logprobs: Logprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+    """The stop string or the id of the stop token; None for the model's own eos."""
+    lora_request: str | None = None
+
+    def finished(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    """The model's input as text; None if token ids were given."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """None for the first token, which has no prediction."""
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+    lora_request: str | None = None
+    metrics: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+    """This field and the three fields before it are always None: the engine does not have these features."""
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """A prompt's vector."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
+OWN_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Names in generation_config.json, and in vLLM."""
+TASKS = {"auto": "auto", "generate": "generate", "embed": "pooling", "embedding": "pooling"}
+"""Values of `task`, the argument that `runner` replaces in later versions of vLLM."""
+DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's own dtype names, and torch's."""
+DEFAULT_SEQUENCES = 256  # vLLM's default maximum
+
+
+class LLM:
+    """An engine with the methods of vLLM's LLM.
+
+    >>> LLM("tiny").generate("Once upon a time", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+    Concurrent calls from several threads run one after another.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: str | torch.dtype = "auto",
+        quantization: str | None = None,
+        seed: int | None = 0,
+        runner: str = "auto",
+        task: str = "auto",
+        max_num_seqs: int | None = None,
+        chat_template: str | Path | None = None,
+        overrides: Iterable[str] = (),
+        **arguments: Any,
+    ) -> None:
+        """Load the model.
+
+        `model`: a folder, GGUF file, hub id or option of conf/model. `runner`: "pooling" for `embed`, else for
+        `generate` and `chat`. `quantization`: the checkpoint's own method, such as awq. `chat_template`: the default of
+        `chat`. `overrides`: our settings, as on the command line, such as quant=int8. The other arguments of vLLM are
+        in pipelines/python/vllm_arguments.py.
+
+        Raises UserError for an argument or value that is not supported, and if the model cannot be loaded.
+        """
+        runner = _executor(runner, task)
+        settings, texts = run_settings(arguments)
+        name = str(dtype).removeprefix("torch.")
+        name = DTYPES.get(name, name)
+        choices = {"task": "embed" if runner == "pooling" else "predict"}
+        given = [*settings, *overrides]
+        run = compose_run(model, choices, None if name == "auto" else name, tokenizer, given, texts)
+        if run.predict.max_prompt_tokens is not None:
+            raise UserError("predict.truncate is not used by LLM: give SamplingParams(truncate_prompt_tokens=N)")
+        if quantization is not None:
+            _check_quantization(quantization, run)
+        num_sequences = DEFAULT_SEQUENCES if max_num_seqs is None else max_num_seqs
+        self._embedder = EmbeddingPipeline(run, batch_size=num_sequences) if runner == "pooling" else None
+        self.engine: Engine = self._embedder.engine if self._embedder else load_engine(run, num_sequences)
+        self._of_engine = {name: getattr(run.decode, name) for name in ("speculate", "speculation")}
+        self._prefix_cache = run.decode.prefix_cache
+        self._template = "auto" if chat_template is None else str(chat_template)
+        self._seed = seed
+        self._turn = threading.Lock()
+        self._ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the default settings of `generate`: the checkpoint's, else vLLM's."""
+        known = {each.name for each in fields(SamplingParams)}
+        own = {OWN_NAMES.get(name, name): value for name, value in self.engine.requests.decode_defaults.items()}
+        return SamplingParams(**{name: value for name, value in own.items() if name in known})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: str | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts: texts, lists of token ids, or dictionaries with a "prompt" or "prompt_token_ids".
+
+        `sampling_params`: one for all prompts, one for each, or None for the checkpoint's own. `lora_request`: a name
+        in model.adapters. `prompt_token_ids`: the prompts, as in the first versions of vLLM. Raises UserError for the
+        first invalid prompt, before any prompt runs.
+        """
+        if (prompts is None) == (prompt_token_ids is None):
+            raise UserError("generate takes prompts or prompt_token_ids: give one of them")
+        rows = _rows(cast(Any, prompt_token_ids if prompts is None else prompts))
+        return self._generate(rows, sampling_params, use_tqdm, lora_request, self._encoder())
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: str | None = None,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of conversations.
+
+        `chat_template`: the path of a Jinja file; None: the default of this LLM.
+        """
+        many = messages if messages and isinstance(messages[0], list) else [messages]
+        rows = [_row(index, {"messages": each}) for index, each in enumerate(many)]
+        template = self._template if chat_template is None else str(chat_template)
+        encoder = self._encoder(template, add_generation_prompt)
+        return self._generate(rows, sampling_params, use_tqdm, lora_request, encoder)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt. Needs `runner="pooling"`."""
+        if self._embedder is None:
+            raise UserError('embed needs a model that was loaded for it: give runner="pooling" to LLM')
+        rows = _rows(prompts)
+        tokens = [self._encoder().encode(row) for row in rows]
+        vectors = self._embedder([{"prompt_token_ids": each.token_ids} for each in tokens])
+        return [
+            EmbeddingRequestOutput(str(next(self._ids)), each.token_ids, EmbeddingOutput(vector.tolist()))
+            for each, vector in zip(tokens, vectors, strict=True)
+        ]
+
+    def _encoder(self, template: str = "none", add_generation_prompt: bool = True) -> PromptEncoder:
+        return PromptEncoder(self.engine.tokenizer, True, template, add_generation_prompt)
+
+    def _generate(
+        self,
+        rows: list[PromptRow],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        adapter: str | None,
+        encoder: PromptEncoder,
+    ) -> list[RequestOutput]:
+        if self._embedder is not None:
+            raise UserError('generate and chat need a model that was loaded for them: leave runner="pooling" out')
+        params = self._params_of(rows, given)
+        with (
+            self._turn,
+            explained_out_of_memory(),
+            report.progress_bar() if use_tqdm else nullcontext(report.NO_PROGRESS) as sink,
+        ):
+            asked = [self._ask(row, each, encoder, adapter) for row, each in zip(rows, params, strict=True)]
+            outputs = self._run([request for _, request in asked], sink)
+        rows_of = zip(asked, outputs, params, strict=True)
+        return [self._output(*each, output, own.detokenize, adapter) for each, output, own in rows_of]
+
+    def _params_of(
+        self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * len(rows)
+        if len(given) != len(rows):
+            raise UserError(
+                f"there are {len(given)} sampling_params for {len(rows)} prompts: give one, or one for each"
+            )
+        return list(given)
+
+    def _ask(
+        self, row: PromptRow, params: SamplingParams, encoder: PromptEncoder, adapter: str | None
+    ) -> tuple[EncodedPrompt, Request]:
+        decode = replace(params.decode(), **self._of_engine)
+        decode = replace(decode, prefix_cache=decode.prefix_cache and self._prefix_cache)
+        number = next(self._ids)
+        if decode.seed is None and self._seed is not None:
+            decode = replace(decode, seed=self._seed + number)  # every prompt of a script gets its own seed
+        try:
+            prompt = encoder.encode(row)
+            if row.prompt_token_ids is not None:
+                prompt = replace(prompt, text=None)
+            token_ids = params.truncated(prompt.token_ids, self.engine.context.num_tokens)
+            return prompt, self.engine.request(number, token_ids, decode, adapter=adapter)
+        except UserError as error:
+            raise UserError(f"prompt {row.index}: {error}") from error
+
+    def _run(self, requests: list[Request], progress: report.ProgressSink) -> list[Output]:
+        outputs: dict[int, Output] = {}
+        start, before = time.perf_counter(), self.engine.num_generated_tokens
+        with closing(self.engine.generate(requests)) as running:
+            for output in running:
+                if output.error:
+                    raise output.error
+                outputs[output.request_id] = output
+                speed = (self.engine.num_generated_tokens - before) / (time.perf_counter() - start)
+                progress.generated(len(outputs), len(requests), speed)
+        return [outputs[request.id] for request in requests]
+
+    def _output(
+        self, prompt: EncodedPrompt, request: Request, output: Output, with_texts: bool, adapter: str | None
+    ) -> RequestOutput:
+        completions = []
+        tokenizer = self.engine.tokenizer if with_texts else None
+        for index, each in enumerate(output.completions):
+            steps = each.logprobs
+            total = None if steps is None else sum(s.logprobs[id] for s, id in zip(steps, each.token_ids, strict=True))
+            reason = None if each.stop_reason in self.engine.requests.eos_token_ids else each.stop_reason
+            logprobs = None if steps is None else [_named(step, tokenizer) for step in steps]
+            rest = total, logprobs, each.finish_reason.value, reason, adapter
+            text = (each.text or "") if with_texts else ""
+            completions.append(CompletionOutput(index, text, each.token_ids, *rest))
+        of_prompt = output.prompt_logprobs
+        named = None if of_prompt is None else [None, *(_named(step, tokenizer) for step in of_prompt)]
+        identity = str(request.id), prompt.text, request.prompt_token_ids
+        return RequestOutput(*identity, named, completions, output.num_cached_tokens, lora_request=adapter)
+
+
+def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    return {
+        id: Logprob(value, step.ranks[id], None if tokenizer is None else tokenizer.decode([id], False))
+        for id, value in step.logprobs.items()
+    }
+
+
+def _rows(prompts: Prompt | Sequence[Prompt]) -> list[PromptRow]:
+    one = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
+    many: list[Any] = [prompts] if one else list(prompts)
+    return [_row(index, each) for index, each in enumerate(many)]
+
+
+def _row(index: int, prompt: Any) -> PromptRow:
+    if isinstance(prompt, str):
+        return PromptRow(index, prompt=prompt)
+    values = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+    if not isinstance(values, dict) or len(values) != 1 or next(iter(values)) not in INPUTS:
+        what = 'a text, a list of token ids, or a dictionary with "prompt" or "prompt_token_ids"'
+        raise UserError(f"prompt {index} is {shortened(repr(prompt))}: give {what}")
+    row = parse_row(index, values)
+    if row.error is not None:
+        raise UserError(f"prompt {index}: {row.error}")
+    return row
+
+
+def _executor(runner: str, task: str) -> str:
+    if runner not in ("auto", "generate", "pooling"):
+        raise UserError(f"runner={runner} is not allowed: give auto, generate or pooling")
+    if task not in TASKS:
+        raise UserError(f"task={task} is not taken: give generate or embed; pipeline('score') scores")
+    named = {runner, TASKS[task]} - {"auto"}
+    if len(named) > 1:
+        raise UserError(f"task={task} contradicts runner={runner}: leave one of them out")
+    return named.pop() if named else "auto"
+
+
+def _check_quantization(name: str, run: RunConfig) -> None:
+    checkpoint = resolve_model(run.model).checkpoint
+    config = checkpoint.config.raw("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if checkpoint.path.suffix == ".gguf":
+        method = "gguf"
+    if name.lower().removesuffix("_marlin").replace("_", "-") != str(method).replace("_", "-"):
+        has = f"has {method}" if method else "is not quantised: give overrides=['quant=int4'] to quantise it"
+        raise UserError(f"quantization={name!r} contradicts the checkpoint {run.model.path}, which {has}")

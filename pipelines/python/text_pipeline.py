@@ -1,0 +1,388 @@
+"""The Python API for text generation: the same composition and engine as `run.py`, without files."""
+
+import logging
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, overload
+
+from conf.decoding import NEUTRAL, DecodeConfig
+from conf.errors import UserError, list_known_names
+from conf.schema import RunConfig
+from pipelines.engine import Engine, Output, Request
+from pipelines.engine.request import Sink, TokenLogprobs
+from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.jobs.prompts import PromptRow, rows_from_python
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.memory import explained_out_of_memory
+from pipelines.loading.model_source import OpenModel
+from pipelines.python.composing import compose_run
+from pipelines.python.held import compose_held, is_held
+from pipelines.python.pooled_pipeline import EmbeddingPipeline, PooledPipeline, ScorePipeline
+from pipelines.python.streamers import Streamer
+
+log = logging.getLogger(__name__)
+
+Result = dict[str, Any]
+
+
+class Prepared(NamedTuple):
+    prompt: EncodedPrompt
+    request: Request
+    first_text: int
+    """Number of texts of all prompts before it."""
+
+
+SAMPLING_TEMPERATURE = 1.0  # for do_sample=True with a greedy config
+
+
+@overload
+def pipeline(task: Literal["text_generation"], *options: Any, **arguments: Any) -> "TextGenerationPipeline": ...
+
+
+@overload
+def pipeline(task: Literal["embedding", "score"], *options: Any, **arguments: Any) -> "PooledPipeline": ...
+
+
+@overload
+def pipeline(task: str, *options: Any, **arguments: Any) -> "TextGenerationPipeline | PooledPipeline": ...
+
+
+def pipeline(
+    task: str,
+    model: Any = "tiny",
+    quant: str = "none",
+    decode: str = "greedy",
+    device: str = "auto",
+    parallel: str = "single",
+    dtype: Any = None,
+    tokenizer: Any = None,
+    overrides: list[str] | None = None,
+    **arguments: Any,
+) -> "TextGenerationPipeline | PooledPipeline":
+    """Return a pipeline for the named config options.
+
+    >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
+    >>> pipe("Once upon a time", max_new_tokens=20)
+
+    `model`: an option of conf/model, a folder, a GGUF file, a hub id or a PreTrainedModel of transformers, whose
+    weights are copied in memory. `dtype`: a name or torch's dtype ("bfloat16", torch.bfloat16); None: as stored.
+    `tokenizer`: a folder, a GGUF file, a hub id, a tokenizer of transformers or of another pipeline; None: the model's
+    own. `overrides`: as on the command line. `arguments`: defaults for every call. Raises UserError, a ValueError, for
+    an unknown task, option or argument, and if the model cannot be loaded.
+    """
+    if task not in TASKS:
+        raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
+    pipeline_class = TASKS[task]
+    choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel, "task": pipeline_class.task}
+    if is_held(model) or is_held(tokenizer):
+        run, open_model = compose_held(model, choices, dtype, tokenizer, overrides or [])
+        return pipeline_class(run, open_model, **arguments)
+    return pipeline_class(compose_run(model, choices, dtype, tokenizer, overrides or []), **arguments)
+
+
+class TextGenerationPipeline:
+    """Continues prompts.
+
+    Each result is `{'text_generation_text': [prompt and continuation]}`, with several texts if n or
+    num_return_sequences is above 1.
+
+    Sampled results have a `seed`. `logprobs` adds `token_ids` and `logprobs` of each text. `prompt_logprobs` adds
+    `prompt_token_ids` and `prompt_logprobs`. Both hold, for each token (of a prompt all but the first), the logprob and
+    rank of it and of the most likely tokens, by id. `engine` runs token ids directly. Concurrent calls from several
+    threads run one after another.
+    """
+
+    task = "predict"
+
+    def __init__(self, run: RunConfig, open_model: OpenModel | None = None, **arguments: Any) -> None:
+        """`open_model`: as for `load_engine`. `arguments`: defaults for every call."""
+        self.run = run
+        self._defaults = _checked_arguments(arguments)
+        _decode(run.decode, self._defaults, None)  # fails before the model is loaded
+        with explained_out_of_memory():
+            self.engine: Engine = load_engine(
+                run, self._defaults.get("batch_size", run.predict.batch_size), open_model=open_model
+            )
+        self._suggested = self.engine.requests.resolve(DecodeConfig()).temperature
+        self._decode = _decode(run.decode, self._defaults, self._suggested)
+        self.tokenizer = self.engine.tokenizer
+        self._turn = threading.Lock()
+        self._caller: int | None = None  # the thread that holds the lock
+
+    def __repr__(self) -> str:
+        engine, quant = self.engine, self.run.quant
+        parts = {
+            "model": self.run.model.path,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "device": engine.device.type,
+            "quant": quant.scheme.name,
+            "kv_cache": quant.kv_cache.name,
+            "weights": f"{engine.executor.weight_bytes / 1e6:,.1f} MB",
+            "context": engine.context.num_tokens,
+            "batch_size": engine.max_num_requests,
+        }
+        unset = vars(DecodeConfig())
+        parts |= {name: v for name, v in vars(self._decode).items() if v not in (unset[name], NEUTRAL.get(name))}
+        if "speculate" in parts:
+            parts["speculate"] = self._decode.speculate.name
+        if "speculation" in parts:
+            parts["speculation"] = self._decode.speculation.changed()
+        return f"TextGenerationPipeline({', '.join(f'{name}={value}' for name, value in parts.items())})"
+
+    def __reduce__(self) -> NoReturn:
+        remedy = "make one in each process, by pipeline(...) with the same arguments"
+        raise UserError(
+            f"a pipeline holds threads, memory and captured steps, which cannot be pickled or copied: {remedy}"
+        )
+
+    @overload
+    def __call__(self, prompts: Iterator[Any], **arguments: Any) -> Iterator[Result]: ...
+
+    @overload
+    def __call__(self, prompts: Any, **arguments: Any) -> list[Result]: ...
+
+    def __call__(self, prompts: Any, **arguments: Any) -> list[Result] | Iterator[Result]:
+        """Continue the prompts, and return their results in order.
+
+        `prompts`: a text; a conversation, `[{"role": "user", "content": "Hi"}, ...]`; a row as in a .jsonl (a
+        dictionary); or a list of these. A generator of prompts is read when the engine has room, and returns an
+        iterator of the results, in order: memory stays constant.
+
+        Arguments: every field of DecodeConfig; `do_sample`; `return_full_text` (False omits the prompt); `streamer`;
+        `batch_size` (maximum concurrent sequences); `add_special_tokens`; `chat_template`; `prefix` and `adapter`
+        (names, for prompts that set none). They override the constructor's arguments.
+
+        Raises UserError for the first invalid prompt; for a list, before any prompt runs.
+        """
+        streamer: Streamer | None = _checked_streamer({**self._defaults, **arguments}.get("streamer"))
+        try:
+            given = {**self._defaults, **_checked_arguments(arguments)}
+            decode = _decode(self._decode, arguments, self._suggested)
+            results = self._results(prompts, decode, given, self._encoder(given), streamer)
+            if isinstance(prompts, Iterator):
+                if streamer:
+                    raise UserError("a streamer needs to know how many prompts there are: give a list, not a generator")
+                return self._turn_by_turn(results)
+            with self._own_turn(), explained_out_of_memory():
+                all_results = list(results)
+        except BaseException as error:
+            if streamer:
+                streamer.end(error)
+            raise
+        if streamer:
+            streamer.end(None)
+        return all_results
+
+    def _turn_by_turn(self, results: Generator[Result, None, None]) -> Iterator[Result]:
+        """Yield the results. Other calls may run between two results."""
+        try:
+            while True:
+                with self._own_turn(), explained_out_of_memory():
+                    result = next(results, None)
+                if result is None:
+                    return
+                yield result
+        finally:
+            with self._own_turn():
+                results.close()
+
+    @contextmanager
+    def _own_turn(self) -> Iterator[None]:
+        """Hold the pipeline's lock. Raises UserError if this thread holds it already, which would be a deadlock."""
+        if self._caller == threading.get_ident():
+            others = "nor can a generator of prompts"
+            raise UserError(
+                f"a streamer cannot call the pipeline that calls it: keep the text, and call afterwards; {others}"
+            )
+        with self._turn:
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    def _encoder(self, given: dict[str, Any]) -> PromptEncoder:
+        batch_size, most = given.get("batch_size"), self.engine.max_num_requests
+        if batch_size is not None and batch_size > most:
+            limit = f"the {most} that this pipeline was made for"
+            raise UserError(f"batch_size={batch_size} is more than {limit}: give fewer, or make it for more")
+        if self.tokenizer is None:
+            raise UserError(
+                "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
+            )
+        settings = self.run.predict
+        return PromptEncoder(
+            self.tokenizer,
+            given.get("add_special_tokens", settings.add_special_tokens),
+            str(given.get("chat_template", settings.chat_template)),
+            truncate=settings.truncate,
+            max_tokens=settings.max_prompt_tokens,
+        )
+
+    def _results(
+        self,
+        prompts: Any,
+        decode: DecodeConfig,
+        given: dict[str, Any],
+        encoder: PromptEncoder,
+        streamer: Streamer | None,
+    ) -> Generator[Result, None, None]:
+        """Yield results in order.
+
+        A generator's prompts are taken when the engine has room. A list is checked whole before it runs.
+        """
+        prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, given, streamer)
+        if not isinstance(prompts, Iterator):
+            prepared = list(prepared)
+            if streamer:
+                streamer.start(sum(each.request.params.n for each in prepared))
+        full_text = given.get("return_full_text", True)
+        running: dict[int, Prepared] = {}  # by row index
+
+        def requests() -> Iterator[Request]:
+            for each in prepared:
+                running[each.request.id] = each
+                yield each.request
+
+        if streamer and full_text and not streamer.skip_prompt:
+            for each in prepared:
+                if each.prompt.text:
+                    for sample in range(each.request.params.n):
+                        streamer.put(each.first_text + sample, each.prompt.text)
+        finished: dict[int, Result] = {}  # results that wait for an earlier row
+        next_row = 0
+        with closing(self.engine.generate(requests(), given.get("batch_size"))) as outputs:
+            for output in outputs:
+                row = output.request_id
+                if output.error:
+                    raise output.error
+                prompt, request, first_text = running.pop(row)
+                finished[row] = _result(prompt, full_text, request, output)
+                if streamer:
+                    for sample in range(request.params.n):
+                        streamer.end_row(first_text + sample)
+                while next_row in finished:
+                    yield finished.pop(next_row)
+                    next_row += 1
+
+    def _prepare(
+        self,
+        rows: Iterable[PromptRow],
+        encoder: PromptEncoder,
+        decode: DecodeConfig,
+        given: dict[str, Any],
+        streamer: Streamer | None,
+    ) -> Iterator[Prepared]:
+        num_texts, prefix = 0, given.get("prefix", self.run.predict.prefix)
+        adapter = given.get("adapter", self.run.predict.adapter)
+        for row in rows:
+            sink = _sink(streamer, num_texts) if streamer else None
+            try:
+                prompt = encoder.encode(row)
+                own, prediction = decode.replaced(row.decode), prompt.prediction_token_ids
+                behind = prefix if row.prefix is None else row.prefix
+                name = adapter if row.adapter is None else row.adapter
+                request = self.engine.request(row.index, prompt.token_ids, own, sink, prediction, behind, name)
+            except UserError as error:
+                raise UserError(f"prompt {row.index}: {error}") from error
+            yield Prepared(prompt, request, num_texts)
+            num_texts += request.params.n
+
+
+def _sink(streamer: Streamer, first_text: int) -> Sink:
+    def put(sample: int, token_ids: list[int], text: str, logprobs: list[TokenLogprobs]) -> None:
+        if text:
+            streamer.put(first_text + sample, text)
+
+    return put
+
+
+def _result(prompt: EncodedPrompt, full_text: bool, request: Request, output: Output) -> Result:
+    completions, prefix = output.completions, (prompt.text or "") if full_text else ""
+    result: Result = {"text_generation_text": [prefix + (completion.text or "") for completion in completions]}
+    if request.params.samples:
+        result["seed"] = request.params.seed
+    if request.params.logprobs is not None:
+        result["token_ids"] = [completion.token_ids for completion in completions]
+        result["logprobs"] = [_steps(completion.logprobs or []) for completion in completions]
+    if prompt.num_truncated:
+        result["num_truncated_tokens"] = prompt.num_truncated
+    if output.prompt_logprobs is not None:
+        result["prompt_token_ids"] = request.prompt_token_ids
+        result["prompt_logprobs"] = _steps(output.prompt_logprobs)
+    return result
+
+
+def _steps(steps: list[TokenLogprobs]) -> list[dict[int, dict[str, float]]]:
+    return [
+        {token: {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
+        for step in steps
+    ]
+
+
+TASKS: dict[str, type[TextGenerationPipeline] | type[PooledPipeline]] = {
+    "text_generation": TextGenerationPipeline,
+    "embedding": EmbeddingPipeline,
+    "score": ScorePipeline,
+}
+DECODE_ARGUMENTS = tuple(field.name for field in fields(DecodeConfig))
+OTHER_ARGUMENTS = (
+    "do_sample",
+    "return_full_text",
+    "streamer",
+    "batch_size",
+    "add_special_tokens",
+    "chat_template",
+    "prefix",
+    "adapter",
+)
+
+
+def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    if unknown := [name for name in arguments if name not in DECODE_ARGUMENTS + OTHER_ARGUMENTS]:
+        names = DECODE_ARGUMENTS + OTHER_ARGUMENTS
+        raise UserError(f"argument {unknown[0]} does not exist: {list_known_names(names, unknown[0])}")
+    for name in ("do_sample", "return_full_text", "add_special_tokens"):
+        if not isinstance(arguments.get(name, True), bool):
+            raise UserError(f"{name}={arguments[name]!r} is not allowed: give True or False")
+    if not isinstance(arguments.get("chat_template", ""), str | Path):
+        raise UserError(f"chat_template={arguments['chat_template']!r} is not allowed: give auto, none or a path")
+    if not isinstance(arguments.get("prefix"), str | None):
+        raise UserError(f"prefix={arguments['prefix']!r} is not allowed: give a name of model.prefixes")
+    if not isinstance(arguments.get("adapter", ""), str | None):
+        raise UserError(f"adapter={arguments['adapter']!r} is not allowed: give a name of model.adapters")
+    batch_size = arguments.get("batch_size", 1)
+    if type(batch_size) is not int or batch_size < 1:
+        raise UserError(f"batch_size={batch_size!r} is not allowed: give a number above 0")
+    return arguments
+
+
+def _checked_streamer(streamer: Any) -> Any:
+    if streamer is not None and (isinstance(streamer, type) or not hasattr(streamer, "end_row")):
+        raise UserError(
+            f"streamer={streamer!r} is no streamer: give TextStreamer(), TextIteratorStreamer() or one of your own"
+        )
+    return streamer
+
+
+def _decode(base: DecodeConfig, given: dict[str, Any], suggested: float | None) -> DecodeConfig:
+    """Return the decode settings of a call. `suggested`: the checkpoint's sampling temperature, if it has one."""
+    values = {name: value for name, value in given.items() if name in DECODE_ARGUMENTS}
+    do_sample = given.get("do_sample")
+    if do_sample is False:
+        if values.get("temperature"):  # a warning, as in transformers, and not an error
+            log.warning("do_sample=False makes no use of temperature=%s", values["temperature"])
+        values["temperature"] = 0.0
+    elif do_sample:
+        if values.get("temperature") == 0:
+            raise UserError("do_sample=True contradicts temperature=0, which is greedy: leave one of them out")
+        for name in ("num_beams", "penalty_alpha"):
+            if (value := values.get(name, getattr(base, name))) not in (None, NEUTRAL[name]):
+                raise UserError(
+                    f"do_sample=True contradicts {name}={value}, which does not sample: leave one of them out"
+                )
+        values.setdefault("temperature", base.temperature or suggested or SAMPLING_TEMPERATURE)
+    return base.replaced(values)

@@ -1,0 +1,119 @@
+"""Loads the model of the first frame in the engine's process."""
+
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.quantization import Activations
+from conf.schema import RunConfig, Weights
+from models.formats.hub import find_checkpoint
+from models.formats.sentence_transformers import read_embedding_files
+from models.heads import HeadKind
+from pipelines.engine import Engine
+from pipelines.engine.request_factory import check_pooled
+from pipelines.jobs.report import NoProgress, ProgressSink, progress_bar
+from pipelines.loading.device import prepare_device
+from pipelines.loading.embedder import Embedder
+from pipelines.loading.fingerprint import model_fingerprint, plain, replay_fingerprint, template_fingerprint
+from pipelines.loading.load_engine import load_engine_on
+from pipelines.loading.memory import explained_out_of_memory
+from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.replicas.engine_process.channel import Channel
+from pipelines.replicas.engine_process.frames import Ready
+
+
+@dataclass(frozen=True)
+class Served:
+    """A loaded model, ready to serve."""
+
+    engine: Engine
+    embedder: Embedder | None
+    """None unless the checkpoint is an embedding model."""
+    decode: DecodeConfig
+    """Default decode settings of a request."""
+    ready: Ready
+
+
+class _WhileWanted(NoProgress):
+    """Shows the progress. Ends the process if the other end of the channel closes during loading."""
+
+    def __init__(self, channel: Channel, shown: ProgressSink) -> None:
+        self._channel = channel
+        self._shown = shown
+
+    def loaded(self, done: int, total: int) -> None:
+        self._check()
+        self._shown.loaded(done, total)
+
+    def quantized(self, num_layers: int, total_layers: int) -> None:
+        self._check()
+        self._shown.quantized(num_layers, total_layers)
+
+    def calibrating(self) -> AbstractContextManager[None]:
+        return self._shown.calibrating()
+
+    def _check(self) -> None:
+        if self._channel.is_closed:
+            raise SystemExit(1)
+
+
+def load_served(run: RunConfig, channel: Channel) -> Served:
+    """Load the model of `run` for `serve.batch_size` concurrent requests. Raises UserError as `load_engine_on` does."""
+    model = run.model
+    path = find_checkpoint(
+        model.path, model.weights is Weights.checkpoint, model.allow_pickle, model.hub, model.revision
+    )
+    embeds = read_embedding_files(path).pooling is not None
+    with explained_out_of_memory(), progress_bar() as progress:
+        device = prepare_device(run.device)
+        source = resolve_model(model, HeadKind.none if embeds else HeadKind.vocabulary)
+        engine = load_engine_on(device, run, source, run.serve.batch_size, _WhileWanted(channel, progress))
+    embedder, decode = None, run.decode
+    if embeds:
+        check_pooled(decode)
+        embedder = Embedder(run, source, engine)
+    else:
+        decode = engine.requests.resolve(_sampled(decode, engine.requests.decode_defaults))
+        engine.requests.check(decode)
+        with suppress(UserError):  # no guides; else this prepares their vocabulary before the first request
+            engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
+    return Served(engine, embedder, decode, described(replace(run, decode=decode), source, engine, embedder))
+
+
+def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
+    """Set temperature to 1, the default of OpenAI's API, unless the run or the checkpoint chooses how to decode."""
+    given = suggested | {name: value for name, value in vars(decode).items() if value is not None}
+    if "temperature" in given or (given.get("num_beams") or 1) > 1 or given.get("penalty_alpha"):
+        return decode
+    return replace(decode, temperature=1.0)
+
+
+def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Embedder | None = None) -> Ready:
+    """Return the Ready frame of a loaded model. `run`: has resolved `decode` settings."""
+    settings = {} if embedder is None else embedder.settings
+    blocks = engine.scheduler.block_manager
+    return Ready(
+        context_length=engine.context.num_tokens,
+        vocab_size=engine.vocab_size,
+        fingerprint=_fingerprint(run, source, engine, {} if embedder is None else {"embed": settings}),
+        decode=plain(asdict(run.decode)),
+        num_cache_tokens=(blocks.num_blocks - blocks.num_pinned_blocks) * blocks.block_size,
+        embeds=embedder is not None,
+        instruction=settings.get("instruction", ""),
+        final_token_id=settings.get("eos"),
+        max_text_tokens=settings.get("max_tokens"),
+        prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
+    )
+
+
+def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:
+    """Return the fingerprint of the answers' bits, or None if the bits depend on more than the request."""
+    if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
+        return None
+    parts |= {
+        "serve.chat_template": template_fingerprint(run.serve.chat_template),
+        "serve.response_template": run.serve.response_template,
+    }
+    return replay_fingerprint(model_fingerprint(run, source, engine) | parts)

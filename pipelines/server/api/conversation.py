@@ -1,0 +1,241 @@
+"""Converts messages and tools of requests to token ids, and texts of answers to messages. Without torch."""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from conf.errors import UserError
+from conf.schema import ModelConfig
+from conf.serving import ServeConfig
+from models.formats import open_tokenizer
+from models.formats.hub import find_checkpoint, find_tokenizer
+from models.tokenizers.answers import FORMATS, AnswerFormat, AnswerReader, Content, Part, Reasoning
+from models.tokenizers.base import Message, Tokenizer, Tool, TooLong, UnreadArgument
+from models.tokenizers.template_files import read_template
+from pipelines.server.api.errors import bad_request, too_long
+from pipelines.server.api.requests import ChatRequest, NamedTool, check_depth
+from pipelines.server.api.settings import guide_of
+from pipelines.server.api.tool_guides import CALL_TOKENS, Literals, after_reasoning, tool_guide
+
+NUM_THREADS = max(2, os.cpu_count() or 2)
+LONG_TEXT = 256 << 10  # characters; encoding takes 0.3 s
+CALL_ID_LENGTH = 9  # Mistral's templates require it
+
+T = TypeVar("T")
+
+
+class ChatPrompt:
+    """The prompt of a chat request, and the parser settings of its answers."""
+
+    def __init__(
+        self,
+        text: str,
+        token_ids: list[int],
+        settings: dict[str, Any],
+        form: AnswerFormat,
+        tool_names: list[str],
+        reasons: bool,
+        dropped: list[str],
+    ) -> None:
+        """`reasons`: whether the prompt ends where reasoning begins. `dropped`: see AnswerReader."""
+        self._dropped = dropped
+        self.text = text
+        self.token_ids = token_ids
+        self.settings = settings
+        """DecodeConfig settings that the tools and the reasoning require."""
+        self._form, self._tool_names, self._reasons = form, tool_names, reasons
+        self._digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
+        self._samples = itertools.count()
+
+    def reader(self) -> "MessageReader":
+        """Return a parser for the answer of the next sample."""
+        reader = AnswerReader(self._form, self._tool_names, self._reasons, self._dropped)
+        return MessageReader(reader, f"{self._digest} {next(self._samples)}")
+
+
+class MessageReader:
+    """Splits the text of an answer into message deltas: content, reasoning_content and tool_calls."""
+
+    def __init__(self, reader: AnswerReader, call_seed: str) -> None:
+        """`call_seed`: source of the call ids. Repeated requests get the same ids."""
+        self._reader = reader
+        self._call_seed = call_seed
+        self._num_calls = 0
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        """Return the deltas that the next piece of text completes."""
+        return [self._delta(part) for part in self._reader.read(text)]
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the remaining deltas at the end of the answer."""
+        return [self._delta(part) for part in self._reader.end()]
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        if isinstance(part, Content):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text}
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        made = hashlib.sha256(f"{self._call_seed} {index}".encode()).hexdigest()[:CALL_ID_LENGTH]
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"tool_calls": [{"index": index, "id": part.id or made, "type": "function", "function": function}]}
+
+
+class Chat:
+    """Encodes conversations with a tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Tokenizer | None, config: ServeConfig) -> None:
+        """Raises UserError for a template that cannot be read, and for an unknown response_template."""
+        self.tokenizer = tokenizer
+        self._is_off = config.chat_template == "none"
+        self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
+        own = tokenizer.answer_format(self._template) if tokenizer else "text"
+        self._form = own if config.response_template == "auto" else config.response_template
+        self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
+
+    @classmethod
+    def open(cls, model: ModelConfig, config: ServeConfig) -> "Chat":
+        """Open the chat of a model. Raises UserError if its tokenizer cannot be read, and as __init__ does."""
+        if model.tokenizer is None:
+            return cls(None, config)
+        if model.tokenizer:
+            path = find_tokenizer(model.tokenizer, model.hub, model.revision)
+        else:
+            path = find_checkpoint(model.path, False, False, model.hub, model.revision)
+        return cls(open_tokenizer(path), config)
+
+    async def encode(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
+        """Return a request's prompt, encoded in a thread. Raises ApiError (400) with the field to blame.
+
+        `max_tokens`: a prompt that certainly has more tokens is rejected before encoding; None: no limit.
+        """
+        num_chars = len(request.model_dump_json(exclude_none=True))
+        return await self.in_thread(num_chars, self.prompt, request, max_tokens)
+
+    async def in_thread(self, num_chars: int, encode: Callable[..., T], *arguments: Any) -> T:
+        """Run `encode` in a thread and return its result.
+
+        Long texts share one thread, so that short texts never wait for them.
+        """
+        pool = self._long if num_chars > LONG_TEXT else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, encode, *arguments)
+
+    def close(self) -> None:
+        for pool in (self._short, self._long):
+            pool.shutdown(cancel_futures=True)
+
+    def prompt(self, request: ChatRequest, max_tokens: int | None = None) -> ChatPrompt:
+        """Return a request's prompt. `max_tokens`: as in `encode`. Raises ApiError (400) with the field to blame."""
+        if self.tokenizer is None or self._is_off:
+            setting = "model.tokenizer=null" if self.tokenizer is None else "serve.chat_template=none"
+            raise bad_request(
+                f"this server has {setting}, so it takes no messages: send /v1/completions a prompt", "messages"
+            )
+        if request.add_special_tokens:
+            raise bad_request(
+                "add_special_tokens=true is not allowed: the chat template writes these tokens", "add_special_tokens"
+            )
+        # The template gets the tools also with tool_choice=none. The choice only affects how the answer is parsed.
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+        text, token_ids = self._encoded(self.tokenizer, request, tools, max_tokens)
+        form = FORMATS[self._form]
+        reasons = any(not region.read_calls and text.rstrip().endswith(region.opening) for region in form.regions)
+        names = [tool["function"]["name"] for tool in tools] if request.tool_choice != "none" else []
+        if names and not form.calls:
+            message = "calls of tools in this model's format cannot be read: leave tools out, or give tool_choice=none"
+            raise bad_request(message, "tools")
+        settings = self._settings(request, tools if names else [], form if names else form.without_calls(), reasons)
+        # Where special tokens mark calls they stay in the text. All other special tokens, such as EOS, are dropped.
+        left = [] if settings.get("skip_special_tokens", True) else self.tokenizer.special_texts
+        dropped = [text for text in left if not any(text in literal for literal in form.literals + [*CALL_TOKENS])]
+        return ChatPrompt(text, token_ids, settings, form, names, reasons, dropped)
+
+    def _encoded(
+        self, tokenizer: Tokenizer, request: ChatRequest, tools: list[Tool], max_tokens: int | None
+    ) -> tuple[str, list[int]]:
+        arguments = dict(request.chat_template_kwargs or {})
+        effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
+        messages = [self._message(message) for message in request.conversation()]
+        try:
+            return tokenizer.encode_messages(
+                messages,
+                self._template,
+                tools=tools or None,
+                template_arguments=arguments | effort,
+                max_tokens=max_tokens,
+            )
+        except TooLong as error:
+            raise too_long(f"at least {error.num_tokens}", max_tokens, "messages") from error
+        except UnreadArgument as error:
+            own = error.name in ("tools", *effort)
+            raise bad_request(str(error), error.name if own else f"chat_template_kwargs.{error.name}") from error
+        except UserError as error:
+            raise bad_request(str(error).replace("predict.chat_template", "serve.chat_template"), "messages") from error
+
+    def _message(self, message: Message) -> Message:
+        """Return a message for templates. Role developer becomes system, and call arguments become objects.
+
+        DeepSeek's template takes call arguments as text.
+        """
+        if message["role"] == "developer":
+            return message | {"role": "system"}
+        if not message.get("tool_calls"):
+            own = {name: value for name, value in message.items() if name != "tool_calls"}
+            return own | ({"content": ""} if own.get("content") is None else {})
+        calls = []
+        for call in message["tool_calls"]:
+            text = call["function"]["arguments"] or "{}"
+            given = text if self._form == "deepseek" else _arguments(text)
+            calls.append(call | {"function": call["function"] | {"arguments": given}})
+        return message | {"tool_calls": calls}
+
+    def _settings(self, request: ChatRequest, tools: list[Tool], form: AnswerFormat, reasons: bool) -> dict[str, Any]:
+        assert self.tokenizer
+        settings: dict[str, Any] = {}
+        special = {text: id for text in form.literals if (id := self.tokenizer.special_token_id(text)) is not None}
+        if special and (tools or reasons):
+            if request.skip_special_tokens:
+                remedy = "the model's calls and reasoning are marked by such tokens: leave it out"
+                raise bad_request(f"skip_special_tokens=true is not allowed here: {remedy}", "skip_special_tokens")
+            settings["skip_special_tokens"] = False
+        choice = request.tool_choice
+        is_required = choice == "required" or isinstance(choice, NamedTool)
+        is_strict = any(tool["function"].get("strict") for tool in tools)
+        is_parallel = request.parallel_tool_calls is not False
+        guide = guide_of(request)
+        if tools and (is_required or is_strict or not is_parallel):
+            if guide:
+                raise bad_request(
+                    "the answer's form is given twice: leave out response_format, or tool_choice and strict", "tools"
+                )
+            named = choice.function.name if isinstance(choice, NamedTool) else None
+            allowed = {i: tool for i, tool in enumerate(tools) if named in (None, tool["function"]["name"])}
+            literal = Literals(self.tokenizer)
+            settings["guide"] = tool_guide(self._form, allowed, literal, is_required, is_parallel, reasons)
+        elif guide and reasons:
+            settings["guide"] = after_reasoning(guide)
+        return settings
+
+
+def _read_template(path: str) -> str:
+    try:
+        return read_template(Path(path).expanduser())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"serve.chat_template={path} cannot be read ({error}): give auto, none or a Jinja file"
+        ) from error
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the JSON object in a text, or the text itself if a model wrote something else."""
+    try:
+        arguments = check_depth(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text

@@ -1,0 +1,238 @@
+"""Writers of answers: the engine's output in the formats of chat completions and of completions."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pipelines.replicas.engine_process.frames import Logprob
+from pipelines.server.api.answers import (
+    DONE,
+    ChoiceText,
+    CompletionLogprobs,
+    Event,
+    TokenTexts,
+    api_finish_reason,
+    api_stop_reason,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from pipelines.server.api.conversation import MessageReader
+from pipelines.server.api.errors import ApiError
+from pipelines.server.api.generation import Generation
+from pipelines.server.api.requests import ChatRequest, CompletionRequest
+
+
+class Writer(Protocol):
+    """Writes one answer, as a body or as events."""
+
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
+        """Return the whole answer. `said`: the complete output of each choice."""
+        ...
+
+    def begin(self) -> list[Event]:
+        """Return the first events, before the engine has produced output."""
+        ...
+
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+        """Return the events for the next part of a choice. `known`: the part that a resuming client has."""
+        ...
+
+    def end(self) -> list[Event]:
+        """Return the last events."""
+        ...
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the last event of a stream that fails."""
+        ...
+
+
+class ChatWriter:
+    """Writes the answer to a chat request."""
+
+    def __init__(self, generation: Generation, request: ChatRequest, make_reader: Callable[[], MessageReader]) -> None:
+        """`make_reader`: returns a parser for the answer of a sample."""
+        self.generation = generation
+        self._request = request
+        self._make_reader = make_reader
+        choices = generation.choices
+        self._readers = [make_reader() for _ in choices]
+        self._token_ids: list[list[int]] = [[] for _ in choices]
+        self._has_reasoning = [False] * len(choices)
+        self._has_tool_calls = [False] * len(choices)
+
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
+        choices = [self._choice(index, each) for index, each in enumerate(said)]
+        generation, more = self.generation, dict[str, Any]()
+        if self._request.prompt_logprobs is not None:
+            more["prompt_logprobs"] = _prompt_logprobs(generation, 0, self._request.prompt_logprobs)
+        if self._request.return_token_ids:
+            more["prompt_token_ids"] = generation.prompts[0]
+        return generation.info.body(choices, usage=self._usage(), **more)
+
+    def begin(self) -> list[Event]:
+        """Return a chunk with the role for each choice of which the client has nothing."""
+        first = {"role": "assistant", "content": ""}
+        new = [index for index, choice in enumerate(self.generation.choices) if choice.is_new]
+        return [self.generation.event([self._chunk(index, first, None)]) for index in new]
+
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+        """Return the chunks of the message deltas and of the end. The last delta carries the log probabilities."""
+        self._pieces(index, known)
+        pieces = self._pieces(index, rest)
+        if not pieces and rest.token_ids and (rest.logprobs or self._request.return_token_ids):
+            pieces = [{}]
+        bodies = [self._chunk(index, piece, None) for piece in pieces]
+        if bodies:
+            bodies[-1] = self._chunk(index, pieces[-1], rest)
+        if rest.finish_reason is not None:
+            bodies.append(self._chunk(index, {}, None) | _ending(rest, self._has_tool_calls[index]))
+        return [self.generation.event([body]) for body in bodies]
+
+    def usage_chunk(self) -> list[Event]:
+        """Return the chunk with the usage, if the request asks for it."""
+        return [Event(self.generation.info.body([], usage=self._usage()))] if self.generation.wants_usage else []
+
+    def end(self) -> list[Event]:
+        return [*self.usage_chunk(), DONE]
+
+    def failed(self, error: ApiError) -> Event:
+        return Event(error.body())
+
+    def _usage(self) -> dict[str, Any]:
+        reasoning = [ids for ids, has in zip(self._token_ids, self._has_reasoning, strict=True) if has]
+        counts = [num_reasoning_tokens(self.generation.texts, ids, self._make_reader()) for ids in reasoning]
+        return self.generation.usage(sum(counts))
+
+    def _choice(self, index: int, said: ChoiceText) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        for piece in self._pieces(index, said):
+            for name, value in piece.items():
+                if isinstance(value, list):
+                    message.setdefault(name, []).extend(value)
+                else:
+                    message[name] = (message.get(name) or "") + value
+        if not self._has_tool_calls[index]:
+            message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", []):
+            call.pop("index", None)
+        body = {"index": index, "message": message, "logprobs": self._logprobs(said.logprobs)}
+        if self._request.return_token_ids:
+            body["token_ids"] = said.token_ids
+        return body | _ending(said, self._has_tool_calls[index])
+
+    def _chunk(self, index: int, piece: dict[str, Any], said: ChoiceText | None) -> dict[str, Any]:
+        logprobs = self._logprobs(said.logprobs) if said and said.logprobs else None
+        body = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None}
+        if said is not None and self._request.return_token_ids:
+            body["token_ids"] = said.token_ids
+        return body
+
+    def _pieces(self, index: int, said: ChoiceText) -> list[dict[str, Any]]:
+        reader = self._readers[index]
+        self._token_ids[index] += said.token_ids
+        pieces = reader.read(said.text)
+        if said.finish_reason is not None:
+            pieces = pieces + reader.end()
+        self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
+        self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
+        return pieces
+
+    def _logprobs(self, steps: list[Logprob]) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(self.generation.texts, steps, self._request.top_logprobs or 0)
+
+
+class CompletionWriter:
+    """Writes the answer to a request for completions of one or several prompts."""
+
+    def __init__(self, generation: Generation, request: CompletionRequest) -> None:
+        self.generation = generation
+        self._request = request
+        self._logprobs = [CompletionLogprobs(generation.texts, request.logprobs or 0) for _ in generation.choices]
+
+    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
+        choices = [self._choice(index, self._wanted(each)) for index, each in enumerate(said)]
+        return self.generation.info.body(choices, usage=self.generation.usage())
+
+    def begin(self) -> list[Event]:
+        """Return a chunk with the echoed prompt for each choice of which the client has nothing."""
+        choices = self.generation.choices if self._request.echo else []
+        new = [index for index, choice in enumerate(choices) if choice.is_new]
+        return [self.generation.event([self._chunk(index, ChoiceText(self._echoed(index)))]) for index in new]
+
+    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+        """Return the chunk for the next part of a choice."""
+        rest = self._wanted(rest)
+        self._logprobs[index].read(known.logprobs)
+        if not (rest.text or rest.token_ids or rest.finish_reason):
+            return []
+        return [self.generation.event([self._chunk(index, rest)])]
+
+    def end(self) -> list[Event]:
+        """Return the usage if the request asks for it, and [DONE]."""
+        usage = self.generation.info.body([], usage=self.generation.usage())
+        return [Event(usage), DONE] if self.generation.wants_usage else [DONE]
+
+    def failed(self, error: ApiError) -> Event:
+        return Event(error.body())
+
+    def _wanted(self, said: ChoiceText) -> ChoiceText:
+        """Return the output that the client gets. With max_tokens=0 the engine's single token is dropped."""
+        if self._request.max_tokens != 0:
+            return said
+        self.generation.num_generated = 0
+        return ChoiceText(finish_reason=said.finish_reason and "length")
+
+    def _choice(self, index: int, said: ChoiceText) -> dict[str, Any]:
+        request, prompt = self._request, index // self.generation.num_samples
+        token_ids, done = self.generation.prompts[prompt], self.generation.dones[prompt]
+        echoed = self._echoed(index)
+        logprobs = None
+        if request.logprobs is not None:
+            parts = []
+            if request.echo:
+                parts.append(self._logprobs[index].read_prompt(echoed, token_ids, done.prompt_logprobs or []))
+            parts.append(self._logprobs[index].read(said.logprobs))
+            logprobs = {name: [each for part in parts for each in part[name]] for name in parts[0]}
+        body = {"index": index, "text": echoed + said.text, "logprobs": logprobs, **_ending(said)}
+        if request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = _prompt_logprobs(self.generation, prompt, request.prompt_logprobs)
+        if request.return_token_ids:
+            body |= {"prompt_token_ids": token_ids, "token_ids": said.token_ids}
+        return body
+
+    def _chunk(self, index: int, said: ChoiceText) -> dict[str, Any]:
+        logprobs = self._logprobs[index].read(said.logprobs) if said.logprobs else None
+        body = {"index": index, "text": said.text, "logprobs": logprobs, **_ending(said)}
+        if self._request.return_token_ids:
+            body["token_ids"] = said.token_ids
+        return body
+
+    def _echoed(self, index: int) -> str:
+        """Return the prompt's text that begins a choice, as the request wrote it."""
+        if not self._request.echo:
+            return ""
+        prompt = self._request.prompts[index // self.generation.num_samples]
+        return prompt if isinstance(prompt, str) else self.generation.texts.joined(prompt)
+
+
+def _ending(said: ChoiceText, has_tool_calls: bool = False) -> dict[str, Any]:
+    """Return the finish and stop reasons of a choice; null while it continues."""
+    if said.finish_reason is None:
+        return {"finish_reason": None, "stop_reason": None}
+    reason = api_finish_reason(said.finish_reason, has_tool_calls)
+    return {"finish_reason": reason, "stop_reason": api_stop_reason(said.finish_reason, said.stop_reason)}
+
+
+def _prompt_logprobs(generation: Generation, prompt: int, num_top: int) -> list[dict[str, Any] | None]:
+    return prompt_logprobs(generation.texts, generation.dones[prompt].prompt_logprobs or [], num_top)
+
+
+def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: MessageReader) -> int:
+    """Return the number of tokens from the first to the last reasoning token. `reader`: new, fed token by token."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
+    written[-1] += reader.end()
+    found = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
+    return found[-1] - found[0] + 1 if found else 0

@@ -1,0 +1,98 @@
+"""Lines of OpenAI's batches in `task=predict`: their requests, and their answers in the format of /v1/batches."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from pipelines.engine import Engine, Output, Request
+from pipelines.jobs.prompt_encoder import PromptEncoder
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import Row, RowRequest
+from pipelines.loading.model_source import ModelSource
+from pipelines.replicas.engine_process.frames import Done
+from pipelines.replicas.engine_process.loading import described
+from pipelines.replicas.engine_process.process import told_error, told_logprobs, whole_delta
+from pipelines.server.api.batch_lines import BatchRequest, RefusedLine, row_of
+from pipelines.server.api.batches import answer_line
+from pipelines.server.api.conversation import Chat
+from pipelines.server.api.errors import SERVER_ERROR, ApiError, bad_request
+from pipelines.server.api.generation import Generation, RequestContext
+from pipelines.server.api.named import named
+from pipelines.server.api.requests import ChatRequest
+from pipelines.server.api.writers import ChatWriter, CompletionWriter, Writer
+
+
+class BatchAnswers:
+    """Converts the lines of a batch to engine requests, and their outputs to answers."""
+
+    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine, encoder: PromptEncoder) -> None:
+        """`run`: has resolved `decode` settings. Raises UserError for a chat template that cannot be read."""
+        run = replace(run, serve=replace(run.serve, chat_template=run.predict.chat_template))
+        self._run, self._engine, self._encoder = run, engine, encoder
+        self._served = described(run, source, engine)
+        self._chat = Chat(engine.tokenizer, run.serve)
+
+    def ask(self, row: PromptRow) -> RowRequest:
+        """Return the engine request of a line. Raises RefusedLine if the line cannot be run."""
+        assert row.batch is not None
+        try:
+            _, body = row_of(row.batch)
+            if row.error is not None:  # invalid id or text
+                raise UserError(row.error)
+            return self._asked(row, body)
+        except RefusedLine:
+            raise
+        except ApiError as error:
+            raise RefusedLine(error, error.message) from error
+        except UserError as error:
+            raise RefusedLine(bad_request(str(error), None), str(error)) from error
+
+    def _asked(self, row: PromptRow, body: BatchRequest) -> RowRequest:
+        tokenizer, own = self._engine.tokenizer, self._run.predict
+        row_request = named(self._run.model, body.model)
+        adapter, prefix = row_request.adapter or own.adapter, row_request.prefix or own.prefix
+        served = self._served.after(prefix)
+        if isinstance(body, ChatRequest):
+            head = RequestContext(f"chatcmpl-{_id(row)}", body.model)
+            prompt = self._chat.prompt(body, served.context_length)
+            text: str | None = prompt.text
+            generation = Generation(body, [prompt.token_ids], served, head, tokenizer, prompt.settings)
+            writer: Writer = ChatWriter(generation, body, prompt.reader)
+        else:
+            head, encoded = RequestContext(f"cmpl-{_id(row)}", body.model), self._encoder.encode(row)
+            text = encoded.text
+            generation = Generation(body, [encoded.token_ids], served, head, tokenizer)
+            writer = CompletionWriter(generation, body)
+        try:
+            decode = self._run.decode.replaced(generation.settings[0])
+            request = self._engine.request(row.index, generation.prompts[0], decode, prefix=prefix, adapter=adapter)
+        except UserError as error:
+            raise generation.refused(str(error)) from error
+        return RowRequest(request, text, partial(_answer, row, request, generation, writer))
+
+
+def _answer(row: PromptRow, request: Request, generation: Generation, writer: Writer, output: Output) -> Row:
+    deltas = [whole_delta(request, *item) for item in enumerate(output.completions)]
+    said = [generation.take(0, delta)[2] for delta in deltas]
+    logprobs = told_logprobs(request.prompt_token_ids[1:], output.prompt_logprobs, request.params.prompt_logprobs)
+    counts = output.num_prompt_tokens, output.num_cached_tokens, generation.num_generated
+    generation.dones = {0: Done(row.index, *counts, 0.0, None, 0.0, prompt_logprobs=logprobs)}
+    return _line(row, 200, writer.body(said))
+
+
+def refusal(row: PromptRow, error: BaseException) -> Row:
+    """Return the answer to a line that failed."""
+    if not isinstance(error, RefusedLine):
+        return _line(row, 500, ApiError(500, told_error(error, row.index), SERVER_ERROR).body())
+    return _line(row, error.error.status, error.error.body())
+
+
+def _line(row: PromptRow, status: int, body: Any) -> Row:
+    return answer_line(f"batch_req_{_id(row)}", row.id, status, _id(row), body)
+
+
+def _id(row: PromptRow) -> str:
+    """Return the id of a line's answer. It is equal in each run of the same file."""
+    return f"{row.digest}{row.index:016x}"

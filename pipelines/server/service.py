@@ -1,0 +1,206 @@
+"""The state that all requests share: engine, limits, metrics, log, and shutdown."""
+
+import asyncio
+import logging
+import math
+import os
+import time
+import traceback
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from conf.errors import UserError, list_known_names
+from conf.schema import RunConfig
+from pipelines.replicas.engine_process.client import RemoteEngine
+from pipelines.server.admission import Admission
+from pipelines.server.api.answers import Event
+from pipelines.server.api.errors import ApiError, failed
+from pipelines.server.api.generation import RequestContext
+from pipelines.server.api.named import Named, named
+from pipelines.server.api.requests import Body
+from pipelines.server.engine_session import EngineSession, loaded
+from pipelines.server.metrics import Metrics
+from pipelines.server.records import Record, RequestLog
+from pipelines.server.stream import HEADERS, ClientGone, Ends, ReaderStopped, Sender, abort, written
+
+log = logging.getLogger(__name__)
+
+PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds, and not logged
+NAMED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+"""Body fields that do not affect the answer. They are copied to the log."""
+
+
+class Stream(NamedTuple):
+    """A response of server-sent events."""
+
+    events: AsyncGenerator[bytes]
+    failed: Callable[[ApiError], Event]
+    """Returns the last event of a stream that fails."""
+
+
+Result: TypeAlias = dict[str, Any] | Stream
+
+
+class Service:
+    """The server without its routes."""
+
+    def __init__(self, run: RunConfig, engine: RemoteEngine, request_log: RequestLog | None = None) -> None:
+        """Raises UserError if an adapter or a soft prefix has the model's own name."""
+        self.config = run.serve
+        self.engine = engine
+        self.model_name = run.serve.model_name or Path(os.path.abspath(run.model.path)).name
+        for key, paths in (("adapters", run.model.adapters), ("prefixes", run.model.prefixes)):
+            if self.model_name in (paths or {}):
+                what = f"model.{key}={self.model_name} is not allowed"
+                raise UserError(f"{what}: it is the model's own name, give serve.model_name=NAME")
+        self.model_names = [self.model_name, *sorted(run.model.adapters or {}), *sorted(run.model.prefixes or {})]
+        """The names that requests may give as `model`. The model's own name is first."""
+        self._model = run.model
+        self.created = int(time.time())
+        self.metrics = Metrics(engine, self.model_name)
+        self.admission = Admission(engine, run.serve, self.metrics.rejected)
+        self.is_draining = False
+        self.stopping = asyncio.Event()
+        """Set when the remaining requests must end."""
+        self.idle = asyncio.Event()
+        """Set while no request is in progress."""
+        self.idle.set()
+        self._num_active = 0
+        self._log = request_log
+
+    def began(self) -> None:
+        self._num_active += 1
+        self.idle.clear()
+
+    def done(self, record: Record, is_logged: bool) -> None:
+        """Count and log a completed request.
+
+        `is_logged`: False for unauthenticated requests, whose number is unbounded.
+        """
+        record.total_s = time.time() - record.began
+        if self._log is not None and is_logged and record.path not in PROBES:
+            self._log.write(record)
+        self._num_active -= 1
+        if self._num_active == 0:
+            self.idle.set()
+
+    def named(self, model: str) -> Named:
+        """Return the adapter or soft prefix that `model` names; neither for the model itself. Raises ApiError (404)."""
+        if model in self.model_names:
+            return named(self._model, model)
+        known = list_known_names(self.model_names, model)
+        raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
+
+    def session(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> EngineSession:
+        """Return the engine session of a request. `prefix`: prefix of the answer's id. Raises ApiError (404, 503)."""
+        record.model = body.model or self.model_name
+        record.client = body.model_dump(include=NAMED, exclude_none=True) or None
+        asked = self.named(record.model)
+        loaded(self.engine)
+        context = RequestContext(prefix + record.id, record.model, record.key, last_event_id)
+        return EngineSession(self.engine, self.admission, self.metrics, record, context, asked)
+
+
+class EngineResponse(Response):
+    """Runs `work` and sends its result, as one body or as events. Cancels it on disconnect, timeout or shutdown.
+
+    An error before the response begins sets the status. A later error becomes the last event.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        session: EngineSession,
+        num_sequences: int,
+        timeout_s: float,
+        work: Callable[[EngineSession], Coroutine[Any, Any, Result]],
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._session = session
+        self._num_sequences = num_sequences
+        self._timeout_s = timeout_s
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError and ClientGone before the response begins."""
+        service, session, seconds, why = self._service, self._session, self._timeout_s, None
+        ends = Ends(receive, seconds, service.stopping)
+        sender = Sender(send, service.config.send_timeout_s)
+        try:
+            with service.admission.place(self._num_sequences, seconds):
+                result = await ends.run(self._work(session))
+                if isinstance(result, Stream):
+                    why = await self._send_events(result, ends, sender)
+            if not isinstance(result, Stream):
+                await sender.send_head([(b"content-type", b"application/json")])
+                await sender.send(msgspec.json.encode(result), more_body=False)
+        except ClientGone:
+            why = "disconnected"
+            raise
+        except ReaderStopped:
+            why = "not_read"
+            abort(scope)
+        except ApiError as error:
+            why = (error.code or error.type) if error.status in (503, 504) else None
+            raise
+        finally:
+            session.end(why)
+
+    async def _send_events(self, stream: Stream, ends: Ends, sender: Sender) -> str | None:
+        """Send the events, or the error that ends them. Return the reason of an early end. Raises ReaderStopped."""
+
+        async def forward() -> None:
+            with sender.kept_alive():
+                async with aclosing(stream.events) as parts:
+                    async for part in parts:
+                        await sender.send(part)
+
+        why = None
+        try:
+            await sender.send_head(HEADERS)
+            await ends.run(forward())
+        except ClientGone:
+            return "disconnected"
+        except ApiError as error:
+            why = error.code or error.type
+            await sender.send(written([stream.failed(error)]))
+        except ReaderStopped:
+            raise
+        except Exception:
+            why = "failed"
+            log.error("a stream failed:\n%s", traceback.format_exc())
+            await sender.send(written([stream.failed(failed())]))
+        await sender.send(b"", more_body=False)
+        return why
+
+
+def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:
+    """Return the time limit of a request in seconds.
+
+    SDKs send a read timeout, the longest wait for the next bytes. Without streaming this is the total time.
+    """
+    given = []
+    if (own := headers.get("x-request-timeout")) is not None:
+        if (seconds := _seconds(own)) is None:
+            message = f"the header x-request-timeout={own[:50]} is not allowed: give seconds, a number above 0"
+            raise ApiError(400, message, param="x-request-timeout")
+        given.append(seconds)
+    if not is_stream and (seconds := _seconds(headers.get("x-stainless-read-timeout", ""))) is not None:
+        given.append(seconds)
+    return min(most, *given) if given else most
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None

@@ -1,0 +1,140 @@
+"""`task=convert`: write a checkpoint of any format in another format.
+
+At most one tensor is in memory at a time, or one file of a pickled source.
+"""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.errors import UserError
+from conf.quantization import QuantConfig
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, typed
+from conf.tasks import CheckpointFormat, ConvertDType
+from models.causal_lm import CausalLM
+from models.config import ConfigReader
+from models.formats.base import WeightFile
+from models.formats.lora import merge_lora
+from models.formats.manifest import write_manifest
+from models.formats.safetensors_writer import entries_of
+from models.meta_model import open_model
+from models.weights import DTYPES, CastFile, match_tensors
+from pipelines.jobs import report
+from pipelines.jobs.output_folder import complete_folder, refuse_existing
+from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.planning import plan_model
+from pipelines.tasks.convert_formats import writer_of
+
+
+def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
+    """Convert the model. Raises UserError before any file is written.
+
+    `convert.output` is either complete or unchanged.
+    """
+    _refuse_unused(run)
+    if run.convert.output is None:
+        raise UserError("convert.output is missing: give the folder to make")
+    start = time.perf_counter()
+    source = resolve_model(run.model)
+    checkpoint = source.checkpoint
+    target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
+    _refuse_overlap(target, checkpoint.path, output_dir)
+    refuse_existing(target, run.convert.overwrite, "convert")
+    model, files, ignored = _open(run, source)
+    if model.config != source.shape:  # the files hold an output head that is not tied
+        untied = checkpoint.config.values | {"tie_word_embeddings": False}
+        checkpoint = replace(checkpoint, config=ConfigReader(untied, str(checkpoint.path)))
+    num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
+    matched = match_tensors(model, files, ignored)
+    if run.convert.lora is not None:
+        files = merge_lora(files, Path(run.convert.lora).expanduser(), model)
+    dtype = DTYPES.get(run.convert.dtype.name)
+    if dtype is not None:
+        files = [CastFile(file, model, matched, dtype) for file in files]
+    write = writer_of(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
+    with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite, "convert") as folder:
+        write_manifest(folder, write(folder, progress.converted))
+    written = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
+    metrics = {
+        "num_tensors": sum(len(file.shapes) for file in files),
+        "num_files": len(written),
+        "bytes_read": num_source_bytes,
+        "bytes_written": sum(written),
+        "convert_s": time.perf_counter() - start,
+        "peak_memory_bytes": report.peak_memory_bytes(torch.device("cpu")),
+    }
+    report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
+    _print(metrics, target, output_dir)
+
+
+def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFile], tuple[str, ...]]:
+    """Return the model on the meta device, its files, and suffixes of tensor names in them that are not parameters.
+
+    A quantised model keeps the layers of its files. Raises UserError for settings that need a float model.
+    """
+    if source.artefact is not None:
+        raise UserError(f"{source.checkpoint.path} is exported already: give the model that it was made of")
+    if source.checkpoint.path.suffix == ".gguf" or not source.is_quantized:  # GGUF codes become floats
+        model, files = open_model(source.architecture, source.shape, source.checkpoint)
+        return model, files, source.architecture.ignored_tensors
+    config = run.convert
+    for name, is_given in {
+        "dtype": config.dtype is not ConvertDType.auto,
+        "lora": config.lora is not None,
+        "format": config.format is CheckpointFormat.gguf,
+    }.items():
+        if is_given:
+            raise UserError(
+                f"convert.{name}={typed(getattr(config, name))} needs floats, but {source.checkpoint.path} is quantised: "
+                "give the float model"
+            )
+    plan = plan_model(run, source, torch.device("cpu"), packed=False)
+    return plan.model, plan.files, plan.ignored_tensors
+
+
+REMEDIES = {  # if the remedy is not to leave the setting out
+    "model.dtype": "give convert.dtype",
+    "model.tokenizer": "its files are copied as they are",
+    "quant.scheme": "give task=quantize",
+}
+
+
+def _refuse_unused(run: RunConfig) -> None:
+    run.decode.check_unset("by task=convert", "leave it out")
+    where = DeviceType.cpu if run.device.type is DeviceType.cpu else DeviceType.auto  # conversion runs on a CPU
+    used = {name: getattr(run.model, name) for name in ("path", "hub", "revision", "allow_pickle", "verify")}
+    unchanged = {"model": ModelConfig(**used), "quant": QuantConfig(), "device": DeviceConfig(where)}
+    for group, section in unchanged.items():
+        for name, default in vars(section).items():
+            if (value := getattr(getattr(run, group), name)) != default:
+                remedy = REMEDIES.get(f"{group}.{name}", "leave it out")
+                raise UserError(f"{group}.{name}={typed(value)} is not used by task=convert: {remedy}")
+
+
+def _refuse_overlap(target: Path, source: Path, output_dir: Path) -> None:
+    made, read, run = target.resolve(), source.resolve(), output_dir.resolve()
+    if made == read or made in read.parents or read in made.parents:
+        raise UserError(f"convert.output={target} is, holds or lies in the source {source}: give a folder elsewhere")
+    if made == run or made in run.parents:
+        raise UserError(
+            f"convert.output={target} is or holds the run's own folder {output_dir}: give a folder elsewhere"
+        )
+
+
+def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
+    report.print_table(
+        [
+            ("tensors", f"{metrics['num_tensors']:,}"),
+            ("read", f"{metrics['bytes_read'] / 1e6:,.1f} MB"),
+            ("written", f"{metrics['bytes_written'] / 1e6:,.1f} MB in {metrics['num_files']} files"),
+            ("time", f"{metrics['convert_s']:.2f} s"),
+            ("peak memory", f"{metrics['peak_memory_bytes'] / 1e6:,.0f} MB"),
+        ]
+    )
+    print(f"model: {target}")
+    print(f"output: {output_dir}")

@@ -1,0 +1,103 @@
+"""Run the task of a composed RunConfig."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.errors import UserError
+from conf.schema import ParallelMode, RunConfig, Task
+from conf.support.signals import interrupts_waiting, reader_may_leave
+from conf.support.terminal import log_warnings
+from pipelines.jobs.interrupt import RankLost
+from pipelines.jobs.report import Dump, reset_peak_memory
+from pipelines.jobs.run_log import run_log
+from pipelines.ranks.launch import degrees, joined
+
+Run = Callable[[RunConfig, Path, Dump], None]
+
+
+def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
+    """Run the task. The config.yaml that `dump` returns is written next to the results, so that they can be repeated.
+
+    Raises UserError.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # printing a row's text must not end the run
+    log_warnings()
+    degrees(run, joined(os.environ))  # raises for a wrong number of ranks before anything is loaded
+    with reader_may_leave(), run_log(run.task.name, output_dir):
+        if run.task is Task.serve:  # the model runs in another process: this one imports no torch
+            from pipelines.server.serve import run_serve
+
+            run_serve(run, output_dir, dump)
+        else:
+            _launch_with_torch(run, output_dir, dump)
+
+
+def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
+    reset_peak_memory()
+    with interrupts_waiting():
+        from pipelines.loading.memory import explained_out_of_memory
+
+        function = _function_of(run.task)
+    if run.parallel.mode is ParallelMode.auto:
+        from pipelines.loading.parallel_planner import planned
+
+        chosen = planned(run)
+        if chosen is None:
+            return
+        run = chosen
+    try:
+        with explained_out_of_memory():
+            function(run, output_dir, dump)
+    except RankLost as error:
+        raise UserError(str(error)) from error
+
+
+def _function_of(task: Task) -> Run:
+    """Return the function of a task. Imports only that task: importing all of them takes a tenth of a second more."""
+    match task:
+        case Task.serve:
+            raise ValueError("task=serve runs without torch")
+        case Task.predict:
+            from pipelines.tasks.predict import run_predict
+
+            return run_predict
+        case Task.bench:
+            from pipelines.tasks.bench import run_bench
+
+            return run_bench
+        case Task.evaluate:
+            from pipelines.tasks.evaluate import run_evaluate
+
+            return run_evaluate
+        case Task.convert:
+            from pipelines.tasks.convert import run_convert
+
+            return run_convert
+        case Task.quantize:
+            from pipelines.loading.quantize.quantize import run_quantize
+
+            return run_quantize
+        case Task.export:
+            from pipelines.tasks.export import run_export
+
+            return run_export
+        case Task.prefix:
+            from pipelines.tasks.prefix import run_prefix
+
+            return run_prefix
+        case Task.embed:
+            from pipelines.tasks.embed import run_embed
+
+            return run_embed
+        case Task.score:
+            from pipelines.tasks.score import run_score
+
+            return run_score
+        case Task.chat:
+            from pipelines.tasks.chat import run_chat
+
+            return run_chat

@@ -1,0 +1,399 @@
+"""Conversations of requests: prompts, what is read of answers, and guides that call tools."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from conf.decoding import DecodeConfig
+from conf.errors import UserError
+from conf.schema import ModelConfig
+from conf.serving import FORMATS as NAMES
+from conf.serving import ServeConfig
+from models.tokenizers import Tokenizer
+from models.tokenizers.answers import FORMATS
+from pipelines.server.api.conversation import LONG_TEXT, Chat
+from pipelines.server.api.errors import ApiError
+from pipelines.server.api.messages import NAMES as MESSAGES_NAMES
+from pipelines.server.api.parsing import parse_request
+from pipelines.server.api.requests import ChatRequest
+from pipelines.server.api.responses import NAMES as RESPONSES_NAMES
+from tests.helpers.cases import each
+from tests.helpers.chat_styles import ARGUMENTS, CALLS, STYLES, WEATHER, chat_of
+from tests.helpers.fork_server import true_starts
+from tests.helpers.small_tokenizers import byte_level, save
+
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+
+USER = {"role": "user", "content": "Hi"}
+LONG = {"role": "user", "content": "a " * (LONG_TEXT // 2 + 1)}
+
+ONE_CALL = {
+    "chatml": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
+    "llama3": '{"name": "f", "parameters": ARGUMENTS}',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>ARGUMENTS"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+}
+
+
+def request(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [USER]} | fields
+    return parse_request(ChatRequest, json.dumps(body).encode())
+
+
+def refused(chat: Chat, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        chat.prompt(request(**fields))
+    assert raised.value.status == 400
+    return raised.value
+
+
+def read(chat: Chat, text: str, size: int = 1, **fields: Any) -> dict[str, Any]:
+    """The message that an answer becomes, in pieces of `size` letters."""
+    reader = chat.prompt(request(**fields)).reader()
+    message: dict[str, Any] = {}
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for delta in [delta for piece in pieces for delta in reader.read(piece)] + reader.end():
+        ((name, value),) = delta.items()
+        message[name] = message[name] + value if name in message else value
+    return message
+
+
+def matches(tokenizer: Tokenizer, lark: str, text: str, special: tuple[str, ...] = ()) -> bool:
+    """Whether a text is one of a grammar, written in bytes and special tokens."""
+
+    class Bytes:
+        eos_token_id, bos_token_id = 256, None
+        tokens = [bytes([i]) for i in range(256)] + [b"<eos>"] * (tokenizer.size - 256)
+        special_token_ids = list(range(256, tokenizer.size))
+
+        def __call__(self, text: bytes) -> list[int]:
+            raise NotImplementedError
+
+    matcher = LLMatcher(
+        LLTokenizer(TokenizerWrapper(Bytes())), json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0
+    )
+    assert not matcher.is_error(), matcher.get_error()
+    ids: list[int] = []
+    while text:
+        name = next((name for name in special if text.startswith(name)), text[0])
+        ids += [tokenizer.special_token_id(name)] if name in special else name.encode()  # type: ignore[list-item]
+        text = text[len(name) :]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.long
+@each("style", STYLES)
+def test_tools_are_told_and_calls_are_read(style: str, tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, style)
+    prompt = chat.prompt(request(tools=TOOLS))
+    assert prompt.token_ids == tokenizer.encode_messages([{"role": "user", "content": "Hi"}], None, tools=TOOLS)[1]
+    for size in (1, 7, 1000):
+        message = read(chat, CALLS[style], size, tools=TOOLS)
+        functions = [call["function"] for call in message["tool_calls"]]
+        assert functions[0] == {"name": "weather", "arguments": ARGUMENTS}
+        assert functions[1:] == ([] if style in ("llama3", "glm4") else [{"name": "clock", "arguments": "{}"}])
+        assert [call["index"] for call in message["tool_calls"]] == list(range(len(functions)))
+        assert "content" not in message
+    assert read(chat, CALLS[style], tools=TOOLS, tool_choice="none") == {"content": CALLS[style]}
+    end = "</s>" * (not prompt.settings.get("skip_special_tokens", True))  # the token that ends an answer
+    assert read(chat, f"Fine.{end}", tools=TOOLS) == {"content": "Fine."}
+    assert prompt.settings == ({"skip_special_tokens": False} if style in ("llama3", "mistral") else {})
+
+
+def test_ids_of_calls_are_the_same_for_the_same_request(tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, "chatml")
+
+    def ids(n: int) -> list[str]:
+        prompt = chat.prompt(request(tools=TOOLS))
+        readers = [prompt.reader() for _ in range(n)]
+        deltas = [delta for reader in readers for delta in reader.read(CALLS["chatml"]) + reader.end()]
+        return [call["id"] for delta in deltas for call in delta.get("tool_calls", [])]
+
+    assert ids(2) == ids(2)
+    assert len(set(ids(2))) == 4
+    assert all(len(id) == 9 and id.isalnum() for id in ids(1))  # what Mistral's templates take
+
+
+def test_ids_that_a_model_writes_come_back_to_it(tmp_path: Path) -> None:
+    """Kimi's templates repeat them, and the model goes on counting."""
+    chat, tokenizer = chat_of(tmp_path, "kimi")
+    calls = read(chat, CALLS["kimi"], tools=TOOLS)["tool_calls"]
+    assert [call["id"] for call in calls] == ["functions.weather:0", "functions.clock:12"]
+    call = {key: value for key, value in calls[1].items() if key != "index"}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": calls[1]["id"], "content": "noon"}
+    messages = [{"role": "user", "content": "Hi"}, answer, result]
+    text = tokenizer.decode(chat.prompt(request(messages=messages, tools=TOOLS)).token_ids, False)
+    begin, _, behind = CALLS["kimi"].partition("<|tool_call_begin|>functions.weather")
+    second = behind.partition("<|tool_call_end|>")[2]
+    assert f"<|im_assistant|>assistant<|im_middle|>{begin}{second}<|im_end|>" in text
+    assert text.endswith("## Return of functions.clock:12\nnoon<|im_end|><|im_assistant|>assistant<|im_middle|>")
+
+
+@pytest.mark.long
+@each("style", STYLES)
+@each("choice", ["required", "named"])
+def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, style)
+    named = {"type": "function", "function": {"name": "weather"}}
+    prompt = chat.prompt(request(tools=TOOLS, tool_choice=named if choice == "named" else choice))
+    lark = prompt.settings["guide"]["lark"]
+    DecodeConfig(guide={"lark": lark})  # what the engine makes of it
+    special = tuple(name for name in STYLES[style][1] if name == "[TOOL_CALLS]")
+    one = CALLS[style] if style in ("llama3", "glm4") else None
+    assert matches(tokenizer, lark, CALLS[style], special) is (choice == "required" or one is not None)
+    assert not matches(tokenizer, lark, CALLS[style].replace("city", "town"), special)
+    assert not matches(tokenizer, lark, "Fine.", special)
+
+
+@each("style", ["chatml", "llama3", "mistral", "deepseek", "kimi"])
+def test_strict_tools_hold_where_calls_are_free(style: str, tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, style)
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+    lark = chat.prompt(request(tools=strict)).settings["guide"]["lark"]
+    special = tuple(name for name in STYLES[style][1] if name == "[TOOL_CALLS]")
+    said = "" if style == "llama3" else "Well: "
+    assert matches(tokenizer, lark, "Fine < [ fine.", special)
+    assert matches(tokenizer, lark, said + CALLS[style], special)
+    assert not matches(tokenizer, lark, said + CALLS[style].replace("city", "town"), special)
+    single = chat.prompt(request(tools=TOOLS, parallel_tool_calls=False)).settings["guide"]["lark"]
+    assert matches(tokenizer, single, said + CALLS[style], special) is (style == "llama3")
+
+
+@each("style", ["chatml", "llama3", "kimi"], quick=["chatml"])
+def test_references_in_the_parameters_of_a_tool(style: str, tmp_path: Path) -> None:
+    """Each is the tool's own: to a definition, to an anchor, and to its whole."""
+    chat, tokenizer = chat_of(tmp_path, style)
+    leaf = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}},
+        "required": ["v"],
+        "additionalProperties": False,
+    }
+    for reference, definition in (("#/$defs/a", leaf), ("#there", {**leaf, "$anchor": "there"}), ("#", leaf)):
+        child = {"type": "array", "items": {"$ref": reference}}
+        parameters = {"$defs": {"a": definition}, **leaf, "properties": {**leaf["properties"], "c": child}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        lark = chat.prompt(request(tools=tools, tool_choice="required")).settings["guide"]["lark"]
+        for arguments, is_right in (
+            ('{"v": 1, "c": [{"v": 2}]}', True),
+            ('{"v": 1, "c": [{"v": 2, "c": []}]}', reference == "#"),
+            ('{"v": 1, "c": [{"v": "2"}]}', False),
+            ('{"v": 1, "c": [{"name": "f"}]}', False),
+        ):
+            call = ONE_CALL[style].replace("ARGUMENTS", arguments)
+            assert matches(tokenizer, lark, call) == is_right, (reference, call)
+
+
+def test_arguments_of_a_call_are_an_object(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+
+    def required(parameters: Any) -> dict[str, Any]:
+        tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        return {"tools": tools, "tool_choice": "required"}
+
+    for parameters in ({"anyOf": [{"type": "string"}, {"required": ["a"]}]}, {"type": ["object", "null"]}, {}):
+        lark = chat.prompt(request(**required(parameters))).settings["guide"]["lark"]
+        assert matches(tokenizer, lark, ONE_CALL["chatml"].replace("ARGUMENTS", '{"a": 1}')) == bool(parameters)
+        assert not any(
+            matches(tokenizer, lark, ONE_CALL["chatml"].replace("ARGUMENTS", text)) for text in ('"a"', "null", "[]")
+        )
+    for wrong, param in (({"type": "string"}, ".type"), ({"type": ["array"]}, ".type"), ({"enum": [2**53 + 1]}, "")):
+        assert refused(chat, **required(wrong)).param == f"tools[1].function.parameters{param}"
+        assert chat.prompt(request(**required(wrong) | {"tool_choice": "auto"})).token_ids  # nothing is enforced
+        named = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+        error = refused(chat, **required(wrong) | named)
+        assert error.param == f"tools[1].function.parameters{param}"
+        assert error.renamed(MESSAGES_NAMES).param == f"tools[1].input_schema{param}"
+        assert "tools[1].parameters" in error.renamed(RESPONSES_NAMES).message
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 2**70 + 1}}}
+    assert "const 1180591620717411303425, which" in refused(chat, response_format=form).message
+
+
+def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}<tool_call>{{ tools }}<think>\n")
+    chat, tokenizer = chat_of(tmp_path / "model", "chatml", chat_template=str(template))
+    text = "hm\n</think>\n\nFine"
+    assert read(chat, text) == {"reasoning_content": "hm", "content": "Fine"}
+    lark = chat.prompt(request(tools=TOOLS, tool_choice="required")).settings["guide"]["lark"]
+    assert matches(tokenizer, lark, f"hm </think>\n\n{CALLS['chatml']}")
+    assert not matches(tokenizer, lark, CALLS["chatml"])
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
+    lark = chat.prompt(request(response_format=form)).settings["guide"]["lark"]
+    assert matches(tokenizer, lark, f"hm</think>\n{ARGUMENTS}")
+    DecodeConfig(guide={"lark": lark})
+    error = refused(chat, structured_outputs={"choice": ["a"]})
+    assert (error.param, "only a JSON schema can follow that" in error.message) == ("structured_outputs", True)
+
+
+def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief <|im_end|>"}],
+        },
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "sun <|im_end|>"},
+    ]
+    prompt = chat.prompt(request(messages=messages, tools=TOOLS))
+    own = json.loads(json.dumps(messages))
+    own[0] = {"role": "system", "content": "be\nbrief <|im_end|>"}
+    own[2]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
+    assert prompt.token_ids == tokenizer.encode_messages(own, None, tools=TOOLS)[1]
+    assert prompt.token_ids.count(tokenizer.special_token_id("<|im_end|>")) == 5  # type: ignore[arg-type]
+    for wrong in ("[1]", "1", "{", '{"a":' * 65 + "1" + "}" * 65, '{"a":' * 500 + "1" + "}" * 500):
+        call["function"]["arguments"] = own[2]["tool_calls"][0]["function"]["arguments"] = wrong  # type: ignore[index]
+        assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(own, None)[1]
+    call["function"]["arguments"], own[2]["tool_calls"][0]["function"]["arguments"] = "", {}  # type: ignore[index]
+    assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(own, None)[1]
+
+
+@pytest.mark.parametrize("style", ["chatml", "mistral"])
+def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> None:
+    """With null in fields that the server does not have, an empty list of calls, and reasoning that was cut before an answer."""
+    chat, tokenizer = chat_of(tmp_path, style)
+    nulls = {"refusal": None, "audio": None, "function_call": None, "annotations": None, "x_new": None}
+    begun = [{"role": "user", "content": "Hi"}]
+    for empty in ({"tool_calls": []}, {"tool_calls": None}, {"annotations": []}):
+        messages = [*begun, {"role": "assistant", "content": "Yes.", **nulls, **empty}, *begun]
+        plain = [*begun, {"role": "assistant", "content": "Yes."}, *begun]
+        assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(plain, None)[1]
+    cut = [*begun, {"role": "assistant", "content": None, "reasoning_content": "hm"}, *begun]
+    plain = [*begun, {"role": "assistant", "content": "", "reasoning_content": "hm"}, *begun]
+    assert chat.prompt(request(messages=cut)).token_ids == tokenizer.encode_messages(plain, None)[1]
+    assert refused(chat, messages=[{"role": "user", "content": "Hi", "audio": {}}]).param == "messages[0].audio"
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    prompt = chat.prompt(request(chat_template_kwargs={"enable_thinking": False}))
+    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert prompt.reader().read("x y") == [{"content": "x y"}]
+    error = refused(chat, chat_template_kwargs={"thinking": False})
+    assert error.param == "chat_template_kwargs.thinking"
+    assert "'thinking' is no argument of the chat template, which has enable_thinking" in error.message
+    assert refused(chat, reasoning_effort="low").param == "reasoning_effort"
+
+
+@pytest.mark.parametrize(
+    ("style", "fields", "param", "message"),
+    [
+        ("chatml", {"add_special_tokens": True}, "add_special_tokens", "the chat template writes these tokens"),
+        ("mistral", {"tools": TOOLS, "skip_special_tokens": True}, "skip_special_tokens", "marked by such tokens"),
+        (
+            "chatml",
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tools",
+            "the answer's form is given twice",
+        ),
+        (
+            "glm4",
+            {"tools": TOOLS, "parallel_tool_calls": False},
+            "tools",
+            "format \\(glm4\\) cannot be enforced so: give tool_choice=auto",
+        ),
+    ],
+)
+def test_what_is_refused(style: str, fields: dict[str, Any], param: str, message: str, tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, style)
+    error = refused(chat, **fields)
+    assert error.param == param
+    with pytest.raises(ApiError, match=message):
+        raise error
+
+
+def test_models_whose_calls_cannot_be_read_or_told(tmp_path: Path) -> None:
+    save(byte_level(), tmp_path)
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
+    assert (refused(chat, tools=TOOLS).param, chat.prompt(request()).settings) == ("tools", {})
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}{{ tools }}")
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig())
+    assert "cannot be read: leave tools out" in refused(chat, tools=TOOLS).message
+    assert chat.prompt(request(tools=TOOLS, tool_choice="none")).settings == {}
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(response_template="hermes"))
+    assert "tool_calls" in read(chat, CALLS["chatml"], tools=TOOLS)
+    chat = Chat.open(ModelConfig(path="x", tokenizer=None), ServeConfig())
+    assert "this server has model.tokenizer=null" in refused(chat).message
+    chat = Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(chat_template="none"))
+    assert "this server has serve.chat_template=none" in refused(chat).message
+    with pytest.raises(
+        UserError, match=r"serve.chat_template=/nowhere cannot be read .*: give auto, none or a Jinja file"
+    ):
+        Chat.open(ModelConfig(path="x", tokenizer=str(tmp_path)), ServeConfig(chat_template="/nowhere"))
+    with pytest.raises(UserError, match="serve.response_template='qwen' is not allowed"):
+        ServeConfig(response_template="qwen")
+    assert {*FORMATS, "auto"} == set(NAMES)
+
+
+def test_short_texts_do_not_wait_for_long_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    encode, may_go_on = type(tokenizer).encode, threading.Event()
+
+    def blocking(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT:
+            assert may_go_on.wait(60.0)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(tokenizer), "encode", blocking)
+
+    async def test() -> None:
+        long = [asyncio.create_task(chat.encode(request(messages=[LONG]))) for _ in range(3)]
+        assert (await chat.encode(request())).token_ids
+        assert await chat.in_thread(1, tokenizer.encode, "a", True)
+        assert not any(task.done() for task in long)
+        may_go_on.set()
+        assert all((await asyncio.gather(*long))[0].token_ids)
+
+    asyncio.run(test())
+    chat.close()
+
+
+def test_long_texts_of_users_are_refused_before_a_template_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, tokenizer = chat_of(tmp_path, "chatml")
+    assert tokenizer.max_token_bytes
+    most = 9 * tokenizer.max_token_bytes
+    reasoning = {"role": "assistant", "content": "a", "reasoning_content": "b" * 2 * most}  # templates leave it out
+    assert chat.prompt(request(messages=[USER, reasoning, USER]), most).token_ids
+    monkeypatch.setattr(tokenizer._templates, "render", None)
+    for messages in ([{**USER, "content": "a" * (most + 1)}], [{**USER, "content": "a" * (most // 2 + 1)}] * 2):
+        with pytest.raises(ApiError, match="the prompt has at least 10 tokens"):
+            chat.prompt(request(messages=messages), 9)
+
+
+@true_starts()
+def test_encoding_in_threads_and_without_torch(tmp_path: Path) -> None:
+    chat, _ = chat_of(tmp_path, "chatml")
+
+    async def encode() -> list[list[int]]:
+        prompts = await asyncio.gather(*(chat.encode(request()) for _ in range(5)))
+        return [prompt.token_ids for prompt in prompts]
+
+    assert asyncio.run(encode()) == [chat.prompt(request()).token_ids] * 5
+    chat.close()
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom conf.schema import ModelConfig\nfrom conf.serving import ServeConfig\n"
+        "from pipelines.server.api.conversation import Chat\n"
+        "import models.formats.gguf.header, models.formats.gguf.tokenizer\n"
+        "assert Chat.open(ModelConfig(path='models/tiny'), ServeConfig()).tokenizer\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[4]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

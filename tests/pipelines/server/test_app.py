@@ -1,0 +1,363 @@
+"""The routes over the fake engine: which there are, who may ask them, what they say, and their description."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from conf.errors import UserError
+from conf.schema import ModelConfig, RunConfig, Task
+from models.tokenizers import Tokenizer
+from pipelines.replicas.engine_process.frames import Submit
+from pipelines.server.service import Service
+from tests.helpers.builders import REPOSITORY
+from tests.helpers.cases import each
+from tests.helpers.fake_engine import READY, FakeEngine
+from tests.helpers.local_http import CHAT, URL, app_of, ask, service_of
+from tests.helpers.serving import run_async, tokenizer
+
+KEYS = {"alice": b"secret-1"}
+
+
+def routes() -> list[tuple[str, str]]:
+    """All routes of the application, by its own list."""
+    guard: Any = app_of_any()
+    inner: FastAPI = guard._app
+    found = [(method, route.path) for route in inner.routes for method in sorted(route.methods)]  # type: ignore[attr-defined]
+    return sorted(found)
+
+
+def app_of_any() -> ASGIApp:
+    async def made() -> ASGIApp:
+        return app_of(service_of(FakeEngine()))
+
+    return run_async(made())
+
+
+def test_there_are_no_other_routes() -> None:
+    assert set(routes()) == {
+        ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/ready"), ("GET", "/v1/models"),
+        ("GET", "/v1/models/{model:path}"), ("GET", "/version"), ("POST", "/detokenize"), ("POST", "/tokenize"),
+        ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/embeddings"),
+        ("POST", "/v1/responses"), ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/files"), ("GET", "/v1/files"),
+        ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"), ("GET", "/v1/files/{file_id}/content"),
+        ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
+        ("POST", "/v1/batches/{batch_id}/cancel"),
+    }  # fmt: skip
+
+
+@pytest.mark.long
+@each(("method", "path"), routes())
+def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
+    path = path.replace("{model:path}", "tiny")
+    without = ask(method, path, keys=KEYS, json={})
+    assert (without.status_code == 401) == (path not in ("/health", "/ready"))
+    wrong = ask(method, path, keys=KEYS, json={}, headers={"authorization": "Bearer secret-2"})
+    assert wrong.status_code == without.status_code
+    right = ask(method, path, keys=KEYS, json={}, headers={"authorization": "Bearer secret-1"})
+    assert right.status_code in (
+        (404,) if "{" in path else (415,) if path == "/v1/files" and method == "POST" else (200, 400)
+    )
+
+
+def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are encoded from here on."""
+    encoded: list[str] = []
+    encode = type(tokenizer()).encode
+
+    def noting(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(type(tokenizer()), "encode", noting)
+    return encoded
+
+
+@each(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a", "TEXT"]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "TEXT"}]}, "messages"),
+        ("/v1/responses", {"input": "TEXT", "store": False}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "TEXT"}], "max_tokens": 1}, None),
+        ("/v1/embeddings", {"input": "TEXT"}, "input"),
+    ],
+)
+def test_what_no_context_holds_is_not_encoded(
+    path: str, body: dict[str, Any], param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, encoded = READY.context_length * (tokenizer().max_token_bytes or 0), encoded_texts(monkeypatch)
+    for num_bytes, least in ((most - 100, 0), (most + 1, READY.context_length + 1)):
+        asked = json.loads(json.dumps(body).replace("TEXT", "x" * num_bytes)) | {"model": "tiny"}
+        answer = ask("POST", path, service_of(FakeEngine(embeds="embed" in path)), json=asked)
+        is_encoded = any("xxx" in text for text in encoded)
+        assert is_encoded == (least == 0)
+        encoded.clear()
+        if least:
+            error = answer.json()["error"]
+            assert answer.status_code == 400
+            assert re.search(
+                r"maximum context length is 64 tokens with the answer's, and the prompt has at least \d+ tokens: shorten it",
+                error["message"],
+            )
+            assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")
+    whole = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})
+    assert whole.json()["count"] > READY.context_length  # which only counts
+
+
+@each(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", CHAT),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/tokenize", {"prompt": "hello"}),
+    ],
+)
+def test_what_finds_no_place_is_not_encoded(path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encoded_texts(monkeypatch)
+    busy = service_of(FakeEngine(embeds="embed" in path), max_waiting_tokens=5)
+    busy.admission.wait(5)
+    assert ask("POST", path, busy, json=body | {"model": "tiny"}).status_code == 429
+    assert not encoded
+    for is_full in (True, False):
+        service = service_of(FakeEngine(embeds="embed" in path), batch_size=1, max_waiting=0)
+        with service.admission.place(is_full, 60.0):
+            answer = ask("POST", path, service, json=body | {"model": "tiny"})
+        assert (answer.status_code == 429, bool(encoded)) == (is_full, not is_full)
+
+
+def test_state() -> None:
+    engine = FakeEngine()
+    service = service_of(engine)
+    assert ask("GET", "/health", service).json() == {"status": "ok"}
+    assert ask("GET", "/ready", service).json() == {"status": "ready"}
+    assert set(ask("GET", "/version", service).json()) == {"version"}
+    service.is_draining = True
+    assert ask("GET", "/health", service).status_code == 200
+    assert (answer := ask("GET", "/ready", service)).status_code == 503
+    assert answer.json()["error"]["code"] == "draining"
+    service.is_draining, engine.info = False, None
+    assert ask("GET", "/health", service).status_code == 200
+    for method, path, body in (
+        ("GET", "/ready", None),
+        ("GET", "/v1/models", None),
+        ("POST", "/v1/chat/completions", CHAT),
+    ):
+        answer = ask(method, path, service, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+
+
+@each(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", CHAT),
+        ("/v1/embeddings", {"input": "hello"}),
+    ],
+)
+def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[str, Any]) -> None:
+    for name, adapter, prefix in (("fr", "fr", None), ("story", None, "story"), ("tiny", None, None)):
+        engine = FakeEngine(embeds="embed" in path, prefixes={"story": 5})
+        service = service_of(engine, {"fr": "/adapters/fr"}, {"story": "/story.npy"})
+        answer = ask("POST", path, service, json={**body, "model": name})
+        assert (answer.status_code, answer.json()["model"]) == (200, name)
+        assert (engine.submitted[-1].adapter, engine.submitted[-1].prefix) == (adapter, prefix)
+
+
+def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY / "models" / "tiny")
+    for path in (".", "../tiny/", str(REPOSITORY / "models" / "tiny")):
+        assert Service(RunConfig(Task.serve, ModelConfig(path=path)), FakeEngine()).model_name == "tiny"
+
+
+def test_adapters_and_prefixes_are_models() -> None:
+    service = service_of(FakeEngine(prefixes={"story": 5}), {"fr": "/adapters/fr"}, {"story": "/story.npy"})
+    models = ask("GET", "/v1/models", service).json()
+    found = [(model["id"], model["parent"], model["max_model_len"]) for model in models["data"]]
+    assert found == [("tiny", None, 64), ("fr", "tiny", 64), ("story", "tiny", 59)]
+    assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
+    assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
+    with pytest.raises(UserError, match="model.adapters=tiny is not allowed: it is the model's own name"):
+        service_of(FakeEngine(), {"tiny": "/adapters/fr"})
+    with pytest.raises(UserError, match="model.prefixes=tiny is not allowed: it is the model's own name"):
+        service_of(FakeEngine(), prefixes={"tiny": "/story.npy"})
+
+
+def test_a_prefix_leaves_less_of_the_context() -> None:
+    """59 of 64 places: the default length fits in them, and longer ones are refused with that number."""
+    engine = FakeEngine(prefixes={"story": 5})
+    for more, status in (({}, 200), ({"max_tokens": 9}, 200), ({"max_tokens": 10}, 400)):
+        body = {"model": "story", "prompt": [7] * 50, **more}
+        answer = ask("POST", "/v1/completions", service_of(engine, prefixes={"story": "/story.npy"}), json=body)
+        assert answer.status_code == status
+        assert engine.submitted[-1].decode["max_new_tokens"] == 9  # type: ignore[union-attr]
+    assert "together more than the model's 59: give at most 9" in answer.json()["error"]["message"]
+
+
+def test_tokens() -> None:
+    ids = tokenizer().encode("Once upon a time", True)
+    answer = ask("POST", "/tokenize", json={"prompt": "Once upon a time", "return_token_strs": True}).json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 64)
+    assert "".join(answer["token_strs"][1:]) == "Once upon a time"
+    plain = ask("POST", "/tokenize", json={"prompt": "Once", "add_special_tokens": False}).json()
+    assert plain["tokens"] == tokenizer().encode("Once", False)
+    chat = ask("POST", "/tokenize", json={"messages": CHAT["messages"]}).json()
+    assert chat["tokens"] == tokenizer().encode_messages([{"role": "user", "content": "hi"}], None)[1]
+    assert ask("POST", "/detokenize", json={"tokens": ids[1:]}).json() == {"prompt": "Once upon a time"}
+    assert ask("POST", "/detokenize", json={"tokens": [10**6]}).json()["error"]["param"] == "tokens"
+    assert ask("POST", "/tokenize", json={"prompt": "a", "messages": CHAT["messages"]}).status_code == 400
+    assert ask("POST", "/tokenize", json={"prompt": "a", "model": "none"}).status_code == 404
+
+
+def test_prompts_that_are_too_many_to_wait_beside_others_run_alone() -> None:
+    """They are not told to come again for ever; each counts while it waits."""
+    body = {"model": "tiny", "prompt": [[11, 12, 13], [14, 15, 16], [17, 18, 19]], "max_tokens": 3}
+    service = service_of(FakeEngine(), max_waiting_tokens=5)
+    answer = ask("POST", "/v1/completions", service, json=body)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["t11 t12 t13 ", "t14 t15 t16 ", "t17 t18 t19 "]
+    assert service.admission.num_waiting_tokens == 0
+    for prompts, status in ((body["prompt"], 429), ([[11, 12], [13, 14]], 200)):
+        service = service_of(FakeEngine(), max_waiting_tokens=5)
+        service.admission.wait(1)
+        assert ask("POST", "/v1/completions", service, json={**body, "prompt": prompts}).status_code == status
+
+
+@each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
+def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
+    """Also where the server's settings ask for more."""
+    engine = FakeEngine(decode={"n": 3, "temperature": 1.0})
+    assert ask("POST", path, service_of(engine, batch_size=1, max_waiting=0), json=body).status_code == 200
+    (submit,) = engine.submitted
+    assert isinstance(submit, Submit)
+    assert submit.decode["n"] == 1
+
+
+@each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
+def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(decode={"num_beams": 4, "num_return_sequences": 2})
+    assert ask("POST", path, service_of(engine), json=body).status_code == 200
+    (submit,) = engine.submitted
+    assert isinstance(submit, Submit)
+    assert submit.decode["num_return_sequences"] == 1
+
+
+@each(
+    ("decode", "asked", "num_places"),
+    [
+        ({"n": 3}, {}, 3),
+        ({"n": 3}, {"n": 2}, 2),
+        ({"num_beams": 4, "num_return_sequences": 2}, {}, 4),
+        ({}, {"n": 2}, 2),
+        ({}, {}, 1),
+    ],
+)
+def test_a_request_takes_a_place_for_each_of_its_sequences(
+    decode: dict[str, Any], asked: dict[str, Any], num_places: int
+) -> None:
+    """Also of those that the server's settings ask for."""
+    messages = {**CHAT, "temperature": 1}
+    for path, body, num_prompts in (
+        ("/v1/chat/completions", messages | asked, 1),
+        ("/v1/completions", {"model": "tiny", "prompt": [[11], [12]], "max_tokens": 3} | asked, 2),
+    ):
+        service = service_of(FakeEngine(decode=decode), batch_size=1, max_waiting=0)
+        service.admission._max_sequences = num_prompts * num_places - 1
+        refused = ask("POST", path, service, json=body)
+        assert refused.status_code == 400
+        assert f"the request has {num_prompts * num_places} sequences" in refused.text
+        service = service_of(FakeEngine(decode=decode), batch_size=1, max_waiting=0)
+        service.admission._max_sequences = num_prompts * num_places
+        assert ask("POST", path, service, json=body).status_code == 200
+
+
+def test_openais_client() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app_of(service_of(engine), KEYS)))
+        client = openai.AsyncOpenAI(api_key="secret-1", base_url=f"{URL}/v1", http_client=http_client, max_retries=0)
+        answer = await client.chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        words = "".join(f"t{token} " for token in engine.submitted[0].prompt_token_ids[:3])
+        assert answer.choices[0].message.content == words
+        assert answer._request_id == answer.id.removeprefix("chatcmpl-")
+        stream = await client.chat.completions.create(**CHAT, stream=True)  # type: ignore[call-overload]
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) == words
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**CHAT, extra_body={"nope": 1})  # type: ignore[call-overload]
+        assert refused.value.param == "nope"
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(**{**CHAT, "model": "none"})  # type: ignore[call-overload]
+        engine.speaks.clear()
+        with pytest.raises(openai.InternalServerError) as late:  # its own read timeout is the deadline
+            await client.with_options(timeout=httpx.Timeout(9, read=0.05)).chat.completions.create(**CHAT)  # type: ignore[call-overload]
+        assert late.value.status_code == 504
+        assert [name async for name in _names(client)] == ["tiny"]
+
+    run_async(test())
+
+
+async def _names(client: openai.AsyncOpenAI) -> Any:
+    async for model in client.models.list():
+        yield model.id
+
+
+def test_metrics_have_vllms_names() -> None:
+    engine = FakeEngine()
+    service = service_of(engine)
+    assert ask("POST", "/v1/chat/completions", service, json=CHAT).status_code == 200
+    text = ask("GET", "/metrics", service).text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
+    assert 'vllm:generation_tokens_total{model_name="tiny"} 3.0' in text
+    for name in (
+        "e2e_request_latency_seconds_bucket", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket",
+        "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_max_num_generation_tokens_bucket",
+        "prompt_tokens_total", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
+        "prefix_cache_queries_total", "prefix_cache_hits_total",
+    ):  # fmt: skip
+        assert f"vllm:{name}{{" in text, name
+    assert 'vllm:iteration_tokens_total_bucket{le="16384.0",model_name="tiny"} 0.0' in text
+    engine.say(num_steps=[4, 0, 2, *[0] * 10, 1], num_step_tokens=20_030)
+    text = ask("GET", "/metrics", service).text
+    for name, value in (
+        *(
+            (f'bucket{{le="{le}",model_name="tiny"}}', n)
+            for le, n in (("1.0", 4), ("8.0", 4), ("16.0", 6), ("+Inf", 7))
+        ),
+        ('count{model_name="tiny"}', 7),
+        ('sum{model_name="tiny"}', 20_030),
+    ):
+        assert f"vllm:iteration_tokens_total_{name} {value}.0\n" in text, name
+
+
+def test_pages_from_elsewhere() -> None:
+    origin = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in ask("OPTIONS", "/v1/chat/completions", headers=origin).headers
+    allowed = service_of(FakeEngine(), allowed_origins=["https://page.example"])
+    answer = ask("OPTIONS", "/v1/chat/completions", allowed, KEYS, headers=origin)
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    other = ask("OPTIONS", "/v1/chat/completions", allowed, headers={**origin, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_description_names_every_route_and_body() -> None:
+    document = ask("GET", "/openapi.json").json()
+    described = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
+    assert described == {(method, path.replace(":path", "")) for method, path in routes()}
+    assert "422" not in json.dumps(document["paths"])
+    references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert references <= document["components"]["schemas"].keys()
+    assert {"ChatRequest", "CompletionRequest", "ErrorBody"} <= references
+    streams = {path for path, each in document["paths"].items() if "text/event-stream" in json.dumps(each)}
+    assert streams == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}

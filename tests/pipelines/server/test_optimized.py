@@ -1,0 +1,37 @@
+"""Refusals and answers do not depend on assertions, which `python -O` leaves out."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.builders import REPOSITORY
+
+# These read, refuse and answer requests: by an application in the test's process, and by a server with the engine's process.
+FILES = {
+    "conf": ("guides",),
+    "pipelines/server/api": ("answers", "batch_lines", "conversation", "requests", "responses", "settings"),
+    "pipelines/replicas/engine_process": ("channel", "client", "frames", "gate", "process", "suspects"),
+    "pipelines/server": (
+        "admission",
+        "anthropic",
+        "app",
+        "batches",
+        "completions",
+        "guard",
+        "messages",
+        "serve",
+        "stream",
+    ),
+}
+TESTS = [f"tests/{folder}/test_{name}.py" for folder, names in FILES.items() for name in names]
+
+
+@pytest.mark.long
+def test_the_server_holds_without_assertions() -> None:
+    """pytest keeps the assertions of the tests themselves. The variable is -O for the servers that they start, too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not long", "-p", "no:cacheprovider", *TESTS]
+    environment = os.environ | {"PYTHONOPTIMIZE": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

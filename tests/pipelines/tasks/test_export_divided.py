@@ -1,0 +1,325 @@
+"""A divided model exported: the ranks' parts run without the checkpoint and without the families, and have the bits of one process."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from conf.errors import UserError
+from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
+from conf.schema import ModelConfig, ParallelConfig, RunConfig, Sum, Task
+from conf.tasks import ConvertConfig, ExportConfig
+from kernels import build
+from kernels.collectives import nodes
+from models.exported.description import EXPORT, describe_division
+from models.exported.trace import Traced, trace
+from models.formats.manifest import verify_manifest
+from models.sharding import ParallelLayout
+from pipelines.engine import Engine
+from pipelines.loading.load_engine import load_engine
+from pipelines.loading.planning import shard_plan
+from pipelines.tasks import export
+from pipelines.tasks.convert import run_convert
+from tests.helpers.adapters import outputs, write_adapter
+from tests.helpers.builders import complete, run_config, write_llama
+from tests.helpers.cases import each
+from tests.helpers.divided import assert_same_bits, plan_of, stage_steps, whole_steps
+from tests.helpers.divided_engines import close, parallel
+from tests.helpers.exports import (
+    A8W8,
+    AUTO,
+    DECODE,
+    FAMILIES,
+    PROMPTS,
+    Exports,
+    answers,
+    exported,
+    family_model,
+    llama,
+    on_export,
+    prompts_for,
+    without_families,
+)
+from tests.helpers.rank_threads import run_ranks
+from tests.helpers.soft_prefixes import write_paddle, write_peft
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
+
+# Layers that are cut in ways of their own, beside those of the checkpoint, and positions that marks in the prompt give; with the number
+# of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions.
+CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1, "deepseek_v3": 2, "chatglm": 2}
+INT4_FP8_CACHE = QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8)
+SCHEMES = [
+    (A8W8, 2),
+    (INT4_FP8_CACHE, 3),
+    (QuantConfig(QuantScheme.fp8, activations=Activations.dynamic, kv_cache=KVCacheFormat.int4), 2),
+]
+
+
+def layer(folder: Path, quant: QuantConfig) -> RunConfig:
+    """Write a model of one layer, and return a run of it."""
+    return llama(folder, quant, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_llama(folder, num_hidden_layers=3, tie_word_embeddings=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, exports: Exports) -> Path:
+    return exports.of(run_config(checkpoint), tp=2, pp=2)
+
+
+@pytest.mark.long
+def test_processes_give_what_one_gives(
+    checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without more, and with an adapter."""
+    layers = ["q_proj", "down_proj"]
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, LlamaForCausalLM, 3, r=5, target_modules=layers)
+    run = run_config(checkpoint, adapters={"a": str(adapter)})
+
+    def found(engine: Engine) -> list[Any]:
+        adapted = outputs(engine, [(prompt, "a") for prompt in PROMPTS], DECODE)
+        return [answers(engine), [each.completions for each in adapted]]
+
+    expected = found(load_engine(run, 3))
+    without_families(monkeypatch)
+    divided = load_engine(parallel(on_export(run, folder), 2, 2), 3)
+    own = found(divided)
+    close(divided)
+    assert own == expected
+
+
+@pytest.mark.long
+def test_prefixes_of_ranks_without_stages(exports: Exports, tmp_path: Path) -> None:
+    """Keys and values, and embeddings that stand in for what the ranks' words give."""
+    model = layer(tmp_path / "model", A8W8)
+    write_paddle(tmp_path / "keys.npy", 5, num_layers=1)
+    write_peft(tmp_path / "embedded", LlamaForCausalLM.from_pretrained(tmp_path / "model"), "prompt_tuning", 3)
+    prefixes = {name: str(tmp_path / name) for name in ("keys.npy", "embedded")}
+    run = replace(model, model=replace(model.model, prefixes=prefixes))
+    divided = load_engine(parallel(on_export(run, exports.of(model, tp=2)), 2), 3)
+    expected, found = (
+        [complete(engine, PROMPTS, DECODE, name) for name in prefixes] for engine in (load_engine(run, 3), divided)
+    )
+    close(divided)
+    assert found == expected
+
+
+@pytest.mark.long
+@each("family, pp", [*CHOSEN.items()])
+def test_families(family: str, pp: int, exports: Exports, tmp_path: Path) -> None:
+    check(family_model(family, tmp_path / family), exports, 2, pp, prompts_for(family))
+
+
+@pytest.mark.matrix
+@each("family", [family for family in FAMILIES if CHOSEN.get(family) != 2])
+def test_the_other_families(family: str, exports: Exports, tmp_path: Path) -> None:
+    check(family_model(family, tmp_path / family), exports, 2, 2, prompts_for(family))
+
+
+@pytest.mark.long
+@each("quant, tp", SCHEMES)
+def test_schemes(quant: QuantConfig, tp: int, exports: Exports, tmp_path: Path) -> None:
+    check(layer(tmp_path / "model", quant), exports, tp, 1)
+
+
+@pytest.mark.matrix
+@each("quant, tp", [(quant, 5 - tp) for quant, tp in SCHEMES])
+def test_schemes_by_the_other_number_of_ranks(quant: QuantConfig, tp: int, exports: Exports, tmp_path: Path) -> None:
+    check(layer(tmp_path / "model", quant), exports, tp, 1)
+
+
+def check(run: RunConfig, exports: Exports, tp: int, pp: int, prompts: list[list[int]] = PROMPTS) -> None:
+    """Steps of ranks that are threads are those of one process."""
+    own = parallel(on_export(run, exports.of(run, tp=tp, pp=pp)), tp, pp)
+    assert_same_bits(whole_steps(run, prompts), stage_steps(own, tp, pp, prompts))
+
+
+@pytest.mark.long
+def test_activations_are_quantised_where_a_run_asks_for_it(exports: Exports, tmp_path: Path) -> None:
+    run = layer(tmp_path / "model", INT4_FP8_CACHE)
+    own = parallel(on_export(run, exports.of(run, tp=3)), 3)
+    whole = whole_steps(replace(run, quant=replace(run.quant, activations=Activations.auto)), PROMPTS)
+    assert_same_bits(whole, stage_steps(replace(own, quant=AUTO), 3, 1, PROMPTS))
+
+
+@pytest.mark.long
+def test_what_the_folder_holds(folder: Path) -> None:
+    content = json.loads((folder / EXPORT).read_text())
+    assert content == describe_division(folder, 2, 2)
+    assert [*content["sha256"]] == [f"rank_{rank}/{EXPORT}" for rank in range(4)]
+    verify_manifest(folder)
+    sizes = [(folder / f"rank_{rank}" / "weights.safetensors").stat().st_size for rank in range(4)]
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+@pytest.mark.long
+@each(
+    "parallel_layout, line",
+    [
+        (ParallelConfig(), "parallel=single does not run .*, which was exported for tp=2 and pp=2: "
+                           "give parallel=tp_pp parallel.tp=2 parallel.pp=2$"),
+        (replace(parallel(RunConfig(), 2, 2).parallel, sum=Sum.reduce), "parallel.sum=reduce contradicts .*: leave it out$"),
+        (parallel(RunConfig(), 2).parallel, "tp=2 and pp=1 do not run .*, which was exported for tp=2 and pp=2: give"),
+    ],
+)  # fmt: skip
+def test_another_division(parallel_layout: ParallelConfig, line: str, folder: Path) -> None:
+    with pytest.raises(UserError, match=line):
+        load_engine(replace(run_config(folder), parallel=parallel_layout), 1)
+
+
+@pytest.mark.long
+def test_what_does_not_take_it(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
+        exported(run_config(folder), tmp_path / "again")
+    run = RunConfig(
+        model=ModelConfig(path=str(folder)), task=Task.convert, convert=ConvertConfig(str(tmp_path / "again"))
+    )
+    with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
+        run_convert(run, tmp_path / "run", lambda run, output_dir: "")
+    with pytest.raises(UserError, match="pp=4 is more than the model's 3 layers: give at most 3"):
+        exported(run_config(checkpoint), tmp_path / "again", pp=4)
+    with pytest.raises(UserError, match="export.tp=0 is not allowed: give a number from 1 to 512"):
+        ExportConfig("folder", tp=0)
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.long
+def test_one_other_bit_of_a_rank_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Traced]()
+
+    def one_bit_off(*arguments: Any) -> Traced:
+        made.append(traced := trace(*arguments))
+        if len(made) < 3:  # of the first rank
+            return traced
+        name = next(name for name in traced.weights if name.endswith("norm.weight"))
+        other = traced.weights[name].clone()
+        other[5] = torch.nextafter(other[5], torch.tensor(torch.inf))
+        return replace(traced, weights=traced.weights | {name: other})
+
+    write_llama(tmp_path / "model", num_hidden_layers=1)
+    monkeypatch.setattr(export, "trace", one_bit_off)
+    with pytest.raises(UserError, match=r"does not take this model \(its graph differs from it in result 0 of \d+\)"):
+        exported(run_config(tmp_path / "model"), tmp_path / "made", tp=2)
+    assert [*tmp_path.iterdir()] == [tmp_path / "model"]
+
+
+def test_ranks_that_give_other_bits_than_one_process(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_another_norm(plan: Any, *arguments: Any) -> Any:
+        own = shard_plan(plan, *arguments)
+        for norm in [layer for layer in own.model.modules() if hasattr(layer, "eps")]:
+            norm.eps = 0.1
+        return own
+
+    monkeypatch.setattr(export, "shard_plan", with_another_norm)
+    with pytest.raises(UserError, match=r"with tp=2 and pp=1 \(result 0 of 20 is not that of one process\): run it as"):
+        exported(run_config(checkpoint), tmp_path / "made", tp=2)
+    assert [*tmp_path.iterdir()] == []
+
+
+def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: int = 1) -> None:
+    """Change a rank's export.json, and let the folder's have its sha256."""
+    file = folder / f"rank_{rank}" / EXPORT
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    (folder / EXPORT).write_text(json.dumps(describe_division(folder, 2, 2)))
+
+
+@pytest.mark.long
+@each(
+    "change, line",
+    [
+        (lambda content: content["part"]["division"].update(tp_rank=0), "it is of ParallelLayout"),
+        (lambda content: content["part"]["division"].update(tp_rank=-1), "none from 0 on"),
+        (lambda content: content["part"]["division"].update(tp_rank=2), "its part is of no rank"),
+        (lambda content: content["part"].update(own_layers=[0, 9]), "its part is of no rank"),
+        (lambda content: content["part"].update(keys=[[0, 2]]), "its part has not keys of each layer"),
+        (lambda content: content["part"].update(width="64"), "none from 0 on"),
+        (lambda content: content["part"]["outputs"].update({"model.layers.0.mlp.up_proj": [[0, 2**20]]}),
+         "outputs that model.layers.0.mlp.up_proj has not"),
+        (lambda content: content["part"]["outputs"].update(other=[[0, 1]]), "is damaged"),
+        (lambda content: content["part"].update(absent=[3]), "lacks what has no name"),
+        (lambda content: content["part"].pop("absent"), "'absent'"),
+        (lambda content: content.pop("part"), "it has not keys and values of each layer"),
+    ],
+)  # fmt: skip
+def test_a_damaged_part_is_one_line(
+    change: Callable[[dict[str, Any]], None], line: str, folder: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True))
+    change_part(copy, change)
+    check_part(copy, line)
+
+
+def check_part(folder: Path, line: str) -> None:
+    plan = plan_of(parallel(run_config(folder), 2, 2))
+    with pytest.raises(UserError, match=line) as error:
+        shard_plan(plan, ParallelLayout(2, 2, 1, 0), None)  # type: ignore[arg-type]
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_a_part_of_another_export_is_one_line(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    shutil.copyfile(copy / "rank_0" / EXPORT, copy / "rank_1" / EXPORT)
+    check_part(
+        copy, f"rank_1/{EXPORT} is damaged .its sha256 is another one than {EXPORT} says.: export the model anew"
+    )
+    (copy / "rank_1" / EXPORT).unlink()
+    check_part(copy, f"rank_1/{EXPORT} is damaged .No such file or directory.: export the model anew")
+
+
+def test_nodes_of_another_form_are_refused() -> None:
+    """A graph is a stranger's: sizes below 0 would be places in memory."""
+
+    def work(group: Any) -> None:
+        functions, x = nodes.node_functions(group), torch.zeros(3, 2)
+        for name, arguments in (
+            ("gather", (x, [2, -2])),
+            ("gather", (x, [])),
+            ("gather", (x, [2, 2, 2])),
+            ("gather_first", (x, [2, -2], group.rank)),
+            ("gather_first", (x, [2, 2], 1 - group.rank)),
+            ("owned_rows", (x, torch.zeros(4, dtype=torch.int64))),
+            ("owned_rows", (x, torch.zeros(3))),
+        ):
+            with pytest.raises(ValueError, match=r"widths|node of rank|owners"):
+                functions[name](*arguments)
+
+    run_ranks(2, work)
+
+
+def test_the_fakes_have_the_shapes_of_the_collectives() -> None:
+    def work(group: Any) -> None:
+        x, owners = torch.full((3, 2 + group.rank), float(group.rank)), torch.tensor([0, 1, 1])
+        rows = torch.full((3, 4), float(group.rank))
+        found: dict[str, Tensor] = {}
+        functions = nodes.node_functions(group)
+        for name, arguments in {
+            "gather": (x, [2, 3]),
+            "gather_first": (x, [2, 3], group.rank),
+            "owned_rows": (rows, owners),
+        }.items():
+            found[name] = functions[name](*arguments)
+            meta = [each.to("meta") if isinstance(each, Tensor) else each for each in arguments]
+            assert getattr(torch.ops.quintet, name)(*meta).shape == found[name].shape
+        assert found["owned_rows"][:, 0].tolist() == [0, 1, 1]
+        assert found["gather"].equal(torch.cat((torch.zeros(3, 2), torch.ones(3, 3)), dim=1))
+
+    run_ranks(2, work)

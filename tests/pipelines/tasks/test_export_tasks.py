@@ -1,0 +1,135 @@
+"""Tasks from an exported model give what they give from the model that it was made of."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from conf.compose import dump
+from conf.decoding import DecodeConfig
+from conf.pooling import EmbedConfig
+from conf.schema import RunConfig, Task
+from conf.tasks import BenchConfig, EvaluateConfig, PredictConfig
+from kernels import build
+from pipelines.loading.load_engine import load_engine
+from pipelines.tasks.bench import run_bench
+from pipelines.tasks.embed import run_embed
+from pipelines.tasks.evaluate import run_evaluate
+from pipelines.tasks.predict import run_predict
+from tests.helpers.builders import generate, run_config
+from tests.helpers.exports import Exports
+from tests.helpers.server import served
+from tests.helpers.speculative_jobs import NGRAM, ROWS, job, metrics, rows_file
+
+pytestmark = pytest.mark.long
+TEXTS = ["Once upon a time, there was a little girl.", "今天天气很好", "don't"]
+
+
+@pytest.fixture(scope="module")
+def folders(chatty: Path, exports: Exports) -> dict[str, Path]:
+    """A model and what was made of it."""
+    return {"model": chatty, "artefact": exports.of(run_config(chatty))}
+
+
+def of(folder: Path, task: Task, data: Path | None = None, **settings: Any) -> RunConfig:
+    run = run_config(folder)
+    predict = PredictConfig(data=str(data), batch_size=3) if data else PredictConfig()
+    return replace(run, task=task, model=replace(run.model, tokenizer=""), predict=predict, **settings)
+
+
+def texts_file(folder: Path) -> Path:
+    return rows_file(folder, [{"prompt": text} for text in TEXTS])
+
+
+def test_predict(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Rows of many settings in one run: beams, drawn samples, penalties, a prediction; with drafts."""
+    data = rows_file(tmp_path, ROWS)
+    for name, folder in folders.items():
+        run_predict(job(folder, data, **NGRAM), tmp_path / name, dump)
+    for file in ("predictions.jsonl", "text_generation_result.txt"):
+        assert (tmp_path / "artefact" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
+    own, expected = metrics(tmp_path / "artefact"), metrics(tmp_path / "model")
+    assert own["num_drafted_tokens"] == expected["num_drafted_tokens"] > 0
+    assert own["num_accepted_tokens"] == expected["num_accepted_tokens"]
+
+
+def test_evaluate(folders: dict[str, Path], tmp_path: Path) -> None:
+    data = texts_file(tmp_path)
+    for name, folder in folders.items():
+        run_evaluate(of(folder, Task.evaluate, evaluate=EvaluateConfig(data=str(data))), tmp_path / name, dump)
+    own, expected = metrics(tmp_path / "artefact"), metrics(tmp_path / "model")
+    assert own["num_scored_tokens"] > 0
+    names = ("num_scored_tokens", "nll_per_token", "perplexity")
+    assert [own[name] for name in names] == [expected[name] for name in names]
+
+
+def test_embed(folders: dict[str, Path], tmp_path: Path) -> None:
+    data = texts_file(tmp_path)
+    for name, folder in folders.items():
+        run_embed(of(folder, Task.embed, data, embed=EmbedConfig()), tmp_path / name, dump)
+    own, expected = (np.load(tmp_path / name / "embeddings.npy") for name in ("artefact", "model"))
+    assert own.shape[0] == len(TEXTS)
+    assert np.abs(own).max() > 0
+    assert (own == expected).all()
+
+
+def test_bench(folders: dict[str, Path], tmp_path: Path) -> None:
+    sizes = BenchConfig(prompt_tokens=9, new_tokens=4, repeats=1)
+    for name, folder in folders.items():
+        run_bench(of(folder, Task.bench, bench=sizes), tmp_path / name, dump)
+    own, expected = metrics(tmp_path / "artefact"), metrics(tmp_path / "model")
+    assert own.keys() == expected.keys()
+    assert own["decode_tokens_per_s"] > 0
+
+
+def test_serve(folders: dict[str, Path], tmp_path: Path) -> None:
+    asked = {"model": "chatty", "prompt": TEXTS[0], "max_tokens": 12, "temperature": 0.7, "seed": 3}
+    settings = f"model.path={folders['artefact']}", "serve.model_name=chatty", "model.dtype=float32"
+    with served(tmp_path / "run", *settings) as (_, url):
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+    engine = load_engine(of(folders["model"], Task.predict), 1)
+    assert engine.tokenizer is not None
+    decode = DecodeConfig(max_new_tokens=12, temperature=0.7, seed=3)
+    (expected,) = generate(engine, [engine.tokenizer.encode(TEXTS[0], True)], decode)
+    assert answer["choices"][0]["text"] == expected.completions[0].text
+
+
+def test_generation_settings_are_the_checkpoints(chatty: Path, exports: Exports, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(chatty, tmp_path / "model"))
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 5, "eos_token_id": [1, 7]}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    requests = load_engine(run_config(exports.of(run_config(model))), 1).requests
+    assert {name: requests.decode_defaults[name] for name in ("temperature", "top_k")} == {
+        "temperature": 0.7,
+        "top_k": 5,
+    }
+    assert {1, 7} <= set(requests.eos_token_ids)
+
+
+def test_the_prefix_cache(folders: dict[str, Path]) -> None:
+    prompt, decode = [*range(20, 60)], DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
+    found = []
+    for folder in folders.values():
+        engine = load_engine(run_config(folder), 1)
+        found.append([generate(engine, [prompt], decode)[0] for _ in range(2)])
+    assert [each.num_cached_tokens for each in found[1]] == [each.num_cached_tokens for each in found[0]]
+    assert found[1][1].num_cached_tokens > 0
+    assert [each.completions for each in found[1]] == [each.completions for each in found[0]]
+
+
+@pytest.mark.skipif(build.library() is None, reason="C++ kernels alone are recorded")
+def test_steps_are_recorded(folders: dict[str, Path]) -> None:
+    """What comes again is replayed, with the tokens of calls."""
+    decode = DecodeConfig(max_new_tokens=20, ignore_eos=True, logprobs=2)
+    answers = []
+    for folder in folders.values():
+        engine = load_engine(run_config(folder), 1)
+        answers.append(generate(engine, [[3, 4, 5]], decode)[0].completions)
+        assert engine.executor.decode_steps.can_record
+        assert engine.executor.decode_steps.shapes
+    assert answers[1] == answers[0]
