@@ -77,8 +77,15 @@ def _copy(library: Library, x: Tensor, to: Tensor) -> None:
     missing = (0,) * (MAX_AXES - x.ndim)
     strides = ([each * x.itemsize for each in (*missing, *part.stride()[:-1])] for part in (x, to))
     from_strides, to_strides = strides
-    outer = *(1 for _ in missing), *x.shape[:-1]
-    library.torch_copy(*(x.data_ptr(), *from_strides, to.data_ptr(), *to_strides), *(*outer, x.shape[-1] * x.itemsize))
+    library.torch_copy(
+        x.data_ptr(),
+        *from_strides,
+        to.data_ptr(),
+        *to_strides,
+        *(1 for _ in missing),
+        *x.shape[:-1],
+        x.shape[-1] * x.itemsize,
+    )
 
 
 CALLS: dict[Any, Callable[..., bool]] = {

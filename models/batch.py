@@ -174,8 +174,14 @@ class Batch:
             numbers += field
             while len(numbers) % ALIGNMENT:
                 numbers.append(0)
-        counts = len(token_ids), len(block_tables), width, len(prompt_features[0]), len(output_rows)
-        shape = BatchShape(*counts, num_adapted=len(adapter_slots or []))
+        shape = BatchShape(
+            len(token_ids),
+            len(block_tables),
+            width,
+            len(prompt_features[0]),
+            len(output_rows),
+            num_adapted=len(adapter_slots or []),
+        )
         return Batch(torch.frombuffer(array("q", numbers), dtype=torch.int64), shape)
 
 

@@ -205,8 +205,15 @@ class Quantizer:
         if self._config.method is QuantMethod.gptq:
             assert group.hessian is not None
             config = self._config.gptq
-            how = config.damping, config.act_order, config.static_groups, weight != 0 if is_pruned else None
-            chosen, damping = gptq(weight, group.hessian.mean(), scheme.weights, *how)
+            chosen, damping = gptq(
+                weight,
+                group.hessian.mean(),
+                scheme.weights,
+                config.damping,
+                config.act_order,
+                config.static_groups,
+                weight != 0 if is_pruned else None,
+            )
             return chosen, f"damping raised to {damping:g}" if damping > config.damping else ""
         if self._config.auto_clip:
             weight = search_clip(weight, group.sample, scheme.weights)

@@ -60,8 +60,15 @@ class SharedMemory:
         rows, owners, out = rows.contiguous(), owners.contiguous(), torch.empty_like(rows)
         row_bytes = self._checked_row(rows.shape[1] * rows.element_size())
         self._library.shared_owned_rows(
-            *(self._address, self.rank, self.size, self._spins, rows.data_ptr(), len(rows), row_bytes),
-            *(owners.data_ptr(), out.data_ptr()),
+            self._address,
+            self.rank,
+            self.size,
+            self._spins,
+            rows.data_ptr(),
+            len(rows),
+            row_bytes,
+            owners.data_ptr(),
+            out.data_ptr(),
         )
         return out
 
@@ -81,8 +88,14 @@ class SharedMemory:
             num_bytes = [self._checked_row(width * x.element_size()) for width in widths]
             self._row_bytes[key] = (ctypes.c_int64 * len(widths))(*num_bytes)
         self._library.shared_gather(
-            *(self._address, self.rank, self.size, self._spins, x.data_ptr(), len(x)),
-            *(ctypes.addressof(self._row_bytes[key]), None if out is None else out.data_ptr()),
+            self._address,
+            self.rank,
+            self.size,
+            self._spins,
+            x.data_ptr(),
+            len(x),
+            ctypes.addressof(self._row_bytes[key]),
+            None if out is None else out.data_ptr(),
         )
 
     def _checked_row(self, num_bytes: int) -> int:

@@ -32,8 +32,14 @@ def kv_store(
         raise UnsupportedArguments
     key, value, slots = _heads_together(key), _heads_together(value), slots.contiguous()
     cpp.kv_store(
-        *(key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
-        *(ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
+        key.data_ptr(),
+        value.data_ptr(),
+        key.stride(0),
+        value.stride(0),
+        ctypes.addressof(keys),
+        ctypes.addressof(values),
+        slots.data_ptr(),
+        slots.shape[0],
     )
     return
 
@@ -74,10 +80,24 @@ def rope_and_store(
     weights = [None if norm is None else norm.contiguous() for norm in norms]
     out = torch.empty(*query.shape, dtype=query.dtype)
     cpp.rope_and_store(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0)),
-        *(query.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved),
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        query.shape[1],
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[1],
+        interleaved,
         *(None if weight is None else weight.data_ptr() for weight in weights),
-        *(eps, out.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values), slots.data_ptr(), slots.shape[0]),
+        eps,
+        out.data_ptr(),
+        ctypes.addressof(keys),
+        ctypes.addressof(values),
+        slots.data_ptr(),
+        slots.shape[0],
     )
     return out
 

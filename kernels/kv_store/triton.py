@@ -63,7 +63,6 @@ def _launch(
 ) -> None:
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     query_norm, key_norm = (None if norm is None else norm.contiguous() for norm in (query_norm, key_norm))
-    slots = slots.contiguous()
     num_tokens, heads, channels = query.shape
     groups, value_channels = value.shape[1:]
     if not (num_tokens and channels):
@@ -72,9 +71,19 @@ def _launch(
     at_once = min(triton.next_power_of_2(max(heads, 1)), max(1024 // size, 1), 8)  # 32 channels per thread
     programs = triton.cdiv(heads, at_once) + (2 * groups if value_channels else groups)
     _store[(num_tokens, programs)](
-        *(query, key, value, cos, sin, query_norm, key_norm, output, slots, eps),
-        *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        *(key_cache.tensors[0], key_cache.scales, value_cache.tensors[0], value_cache.scales),
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
+        output,
+        slots.contiguous(),
+        eps,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
         heads=heads,
         groups=groups,
         channels=channels,
@@ -90,13 +99,17 @@ def _launch(
 
 
 def _layout(name: str, cache: PagedVectors) -> dict[str, Any]:
-    """Return how a program holds a vector of the cache: all channels in one row, or one row of bytes per int4 group."""
+    """Return the cache's tensors, and how a program holds a vector: all channels in one row, or one row of bytes per
+    int4 group.
+    """
     assert all(part.is_contiguous() for part in cache.tensors)
     stored, scales = cache.tensors[0], cache.scales
     rows, columns, group_size = 1, stored.shape[-1], 0
     if scales is not None and scales.ndim == 5:  # [N, B, G, P/C, 2]
         rows, columns, group_size = scales.shape[-2], columns // scales.shape[-2], 2 * columns // scales.shape[-2]
     return {
+        f"{name}_codes": stored,
+        f"{name}_scales": scales,
         f"{name}_group_size": group_size,
         f"{name}_is_static": cache.has_static_scales,
         f"{name.upper()}_ROWS": triton.next_power_of_2(rows),

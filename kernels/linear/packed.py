@@ -86,8 +86,13 @@ def _group_parts(group: WeightGroup | None) -> tuple[list[Tensor], int, int, int
 def _make_group(
     memories: Sequence[Tensor], num_outputs: int, num_inputs: int, group_size: int, codes: int, has_zero_points: bool
 ) -> WeightGroup | None:
-    sizes = num_outputs, num_inputs, group_size, codes, has_zero_points
-    return WeightGroup([_make_weight(memory, *sizes) for memory in memories]) if memories else None
+    return (
+        WeightGroup(
+            [_make_weight(memory, num_outputs, num_inputs, group_size, codes, has_zero_points) for memory in memories]
+        )
+        if memories
+        else None
+    )
 
 
 ROWS, WEIGHT, GROUP = (
@@ -217,10 +222,17 @@ def matmul_swiglu(
         raise UnsupportedArguments
     out, (x, rows) = torch.empty(len(x), gate.num_outputs, dtype=x.dtype), _rows(x, gate)
     cpp.matmul_swiglu(
-        *(*rows, *x.shape, *_format_numbers(gate)),
-        *(gate.memory.data_ptr(), gate.is_compressed, None if gate_bias is None else gate_bias.data_ptr()),
-        *(up.memory.data_ptr(), up.is_compressed, None if up_bias is None else up_bias.data_ptr()),
-        *(out.data_ptr(), gate.num_outputs),
+        *rows,
+        *x.shape,
+        *_format_numbers(gate),
+        gate.memory.data_ptr(),
+        gate.is_compressed,
+        None if gate_bias is None else gate_bias.data_ptr(),
+        up.memory.data_ptr(),
+        up.is_compressed,
+        None if up_bias is None else up_bias.data_ptr(),
+        out.data_ptr(),
+        gate.num_outputs,
     )
     return out
 
@@ -277,10 +289,18 @@ def grouped_matmul(
     x, rows = _rows(x, first)
     scales_apart = rows[2] if isinstance(x, Tensor) else x.scales.shape[1]  # not 0 even if there is only one row
     cpp.grouped_matmul(
-        *(*rows[:2], scales_apart, rows[3], first.num_inputs, *_format_numbers(first)),
-        *(weights.addresses, weights.are_compressed),
+        *rows[:2],
+        scales_apart,
+        rows[3],
+        first.num_inputs,
+        *_format_numbers(first),
+        weights.addresses,
+        weights.are_compressed,
         *((None, None) if ups is None else (ups.addresses, ups.are_compressed)),
-        *(starts.data_ptr(), out.data_ptr(), len(weights.weights), first.num_outputs),
+        starts.data_ptr(),
+        out.data_ptr(),
+        len(weights.weights),
+        first.num_outputs,
     )
     return out
 
@@ -313,8 +333,13 @@ def matmul_per_head(cpp: Library, x: Tensor, weights: WeightGroup) -> Tensor:
     x = x.transpose(0, 1).contiguous()  # [H, M, K]
     out = torch.empty(*x.shape[:2], first.num_outputs, dtype=x.dtype)
     cpp.matmul_per_head(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, weights.addresses, weights.are_compressed),
-        *(out.data_ptr(), first.num_outputs),
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        *x.shape,
+        weights.addresses,
+        weights.are_compressed,
+        out.data_ptr(),
+        first.num_outputs,
     )
     return out.transpose(0, 1)
 

@@ -57,7 +57,13 @@ def _multiply(cpp: Library, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     out = torch.empty(*x.shape[:2], weight.shape[1], dtype=x.dtype)
     cpp.linear(
-        *(x.data_ptr(), DTYPES[x.dtype], *x.shape, weight.data_ptr(), *weight.stride()),
-        *(None if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[1]),
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        *x.shape,
+        weight.data_ptr(),
+        *weight.stride(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        weight.shape[1],
     )
     return out

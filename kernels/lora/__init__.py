@@ -34,9 +34,22 @@ def lora_add(cpp: Library, y: Tensor, x: Tensor, table: AdapterTable, slots: Ten
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
     hidden = torch.empty(num_rows, table.max_rank)
     cpp.lora_add(
-        *(y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), dtype, table.a.data_ptr(), table.b.data_ptr()),
-        *(table.ranks.data_ptr(), table.scales.data_ptr(), slots.data_ptr(), hidden.data_ptr()),
-        *(num_rows, num_inputs, num_outputs, table.num_slots, table.max_rank),
+        y.data_ptr(),
+        y.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        dtype,
+        table.a.data_ptr(),
+        table.b.data_ptr(),
+        table.ranks.data_ptr(),
+        table.scales.data_ptr(),
+        slots.data_ptr(),
+        hidden.data_ptr(),
+        num_rows,
+        num_inputs,
+        num_outputs,
+        table.num_slots,
+        table.max_rank,
     )
 
 

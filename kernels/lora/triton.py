@@ -35,10 +35,17 @@ def lora_add(y: Tensor, x: Tensor, table: AdapterTable, slots: Tensor) -> None:
     blocks = num_rows // ROWS + num_slots  # upper bound: each adapter rounds up
     shared = {"num_slots": num_slots, "max_rank": table.max_rank, "ROWS": ROWS}
     _shrink[(blocks, parts)](
-        *(x, table.a, table.ranks, order, starts, hidden, x.stride(0)), inputs=x.shape[1], INPUTS=INPUTS, **shared
+        x, table.a, table.ranks, order, starts, hidden, x.stride(0), inputs=x.shape[1], INPUTS=INPUTS, **shared
     )
     _expand[(blocks, triton.cdiv(y.shape[1], OUTPUTS))](
-        *(hidden, table.b, table.ranks, table.scales, order, starts, y, y.stride(0)),
+        hidden,
+        table.b,
+        table.ranks,
+        table.scales,
+        order,
+        starts,
+        y,
+        y.stride(0),
         outputs=y.shape[1],
         OUTPUTS=OUTPUTS,
         **shared,

@@ -11,7 +11,11 @@ def mask_logits(logits: Tensor, bitmask: Tensor) -> None:
     rows, vocab_size = logits.shape
     if logits.numel():
         _mask_logits[rows, triton.cdiv(vocab_size, SIZE)](
-            *(logits, bitmask.contiguous(), *logits.stride(), vocab_size, triton.cdiv(vocab_size, 32)),
+            logits,
+            bitmask.contiguous(),
+            *logits.stride(),
+            vocab_size,
+            triton.cdiv(vocab_size, 32),
             SIZE=SIZE,
         )
 

@@ -29,8 +29,14 @@ def route(cpp: Library, logits: Tensor, num_chosen: int, renormalise: bool) -> t
     weights = torch.empty(num_tokens, num_chosen)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
     cpp.route(
-        *(logits.data_ptr(), dtype, weights.data_ptr(), chosen.data_ptr()),
-        *(num_tokens, num_chosen, num_experts, renormalise),
+        logits.data_ptr(),
+        dtype,
+        weights.data_ptr(),
+        chosen.data_ptr(),
+        num_tokens,
+        num_chosen,
+        num_experts,
+        renormalise,
     )
     return weights, chosen
 
@@ -83,8 +89,17 @@ def route_corrected(
     weights = torch.empty(num_tokens, num_chosen)
     chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
     cpp.route_corrected(
-        *(logits.data_ptr(), correction.data_ptr(), weights.data_ptr(), chosen.data_ptr()),
-        *(num_tokens, num_chosen, num_experts, renormalise, is_softmax, num_groups, num_kept),
+        logits.data_ptr(),
+        correction.data_ptr(),
+        weights.data_ptr(),
+        chosen.data_ptr(),
+        num_tokens,
+        num_chosen,
+        num_experts,
+        renormalise,
+        is_softmax,
+        num_groups,
+        num_kept,
     )
     return weights, chosen
 
@@ -104,8 +119,15 @@ def group_rows(cpp: Library, x: Tensor, chosen: Tensor, num_experts: int) -> tup
     rows = torch.empty(num_tokens * num_chosen, x.shape[1], dtype=x.dtype)
     starts, places = torch.empty(num_experts + 1, dtype=torch.int64), torch.empty_like(chosen)
     cpp.group_rows(
-        *(x.data_ptr(), chosen.data_ptr(), rows.data_ptr(), places.data_ptr(), starts.data_ptr()),
-        *(num_tokens, num_chosen, num_experts, x.shape[1] * x.itemsize),
+        x.data_ptr(),
+        chosen.data_ptr(),
+        rows.data_ptr(),
+        places.data_ptr(),
+        starts.data_ptr(),
+        num_tokens,
+        num_chosen,
+        num_experts,
+        x.shape[1] * x.itemsize,
     )
     return rows, starts, places
 
@@ -125,7 +147,7 @@ def combine_rows(cpp: Library, parts: Tensor, weights: Tensor, places: Tensor) -
     parts, weights, places = parts.contiguous(), weights.contiguous(), places.contiguous()
     out = torch.empty(len(places), parts.shape[1], dtype=parts.dtype)
     cpp.combine_rows(
-        *(parts.data_ptr(), dtype, weights.data_ptr(), places.data_ptr(), out.data_ptr()), *places.shape, parts.shape[1]
+        parts.data_ptr(), dtype, weights.data_ptr(), places.data_ptr(), out.data_ptr(), *places.shape, parts.shape[1]
     )
     return out
 

@@ -91,7 +91,15 @@ def _launch(
         size, group = triton.next_power_of_2(channels), triton.next_power_of_2(group_size)
         warps = min(max(size // 512, 1), 16)  # 16 elements per thread
         _rms_norm[(x.numel() // channels,)](
-            *(x, residual, weight, output, scales, total, eps, weight_offset, channels),
+            x,
+            residual,
+            weight,
+            output,
+            scales,
+            total,
+            eps,
+            weight_offset,
+            channels,
             SIZE=size,
             GROUP=group,
             num_warps=warps,

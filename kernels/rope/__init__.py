@@ -28,8 +28,17 @@ def rope(cpp: Library, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = 
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(num_tokens, num_heads, channels, dtype=x.dtype)
     cpp.rope(
-        *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), dtype),
-        *(num_tokens, num_heads, channels, cos.shape[1], token_stride, interleaved),
+        x.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        out.data_ptr(),
+        dtype,
+        num_tokens,
+        num_heads,
+        channels,
+        cos.shape[1],
+        token_stride,
+        interleaved,
     )
     return out
 
@@ -53,7 +62,13 @@ def rope_angles(
     num_tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(num_tokens, half, dtype=dtype) for _ in range(2))
     cpp.rope_angles(
-        *(positions.data_ptr(), frequencies.data_ptr(), factor, cos.data_ptr(), sin.data_ptr()),
-        *(number, num_tokens, half),
+        positions.data_ptr(),
+        frequencies.data_ptr(),
+        factor,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        number,
+        num_tokens,
+        half,
     )
     return cos, sin

@@ -27,8 +27,14 @@ def swiglu(cpp: Library, gate: Tensor, up: Tensor) -> Tensor:
     num_rows, channels = gate.shape
     out = torch.empty(num_rows, channels, dtype=gate.dtype)
     cpp.swiglu(
-        *(gate.data_ptr(), up.data_ptr(), out.data_ptr(), dtype),
-        *(num_rows, channels, gate.stride(0), up.stride(0)),
+        gate.data_ptr(),
+        up.data_ptr(),
+        out.data_ptr(),
+        dtype,
+        num_rows,
+        channels,
+        gate.stride(0),
+        up.stride(0),
     )
     return out
 

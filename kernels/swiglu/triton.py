@@ -38,7 +38,14 @@ def _launch(gate: Tensor, up: Tensor, output: Tensor, scales: Tensor | None, cha
         size = triton.next_power_of_2(channels_of_a_program)
         warps = min(max(size // 256, 1), 16)
         _swiglu[grid](
-            *(gate, up, output, scales, gate.stride(0), up.stride(0), channels, channels_of_a_program),
+            gate,
+            up,
+            output,
+            scales,
+            gate.stride(0),
+            up.stride(0),
+            channels,
+            channels_of_a_program,
             SIZE=size,
             num_warps=warps,
         )

@@ -174,8 +174,7 @@ class _Builder:
         hidden, *others = (self._values[each["as_tensor"]["name"]].number for each in self._graph["outputs"])
         (logits,) = others or [hidden]
         end = 1 + max(number for number, call in enumerate(calls) if hidden in call.outputs)
-        parts = self._fields, calls[:end], calls[end:], self._num_values
-        return Graph(*parts, hidden, logits, self._num_quantized)
+        return Graph(self._fields, calls[:end], calls[end:], self._num_values, hidden, logits, self._num_quantized)
 
     def _call(self, node: Mapping[str, Any]) -> Call:
         target = node["target"]

@@ -22,8 +22,12 @@ from models.layers.sliding_window import read_window
 from models.layout import ModelLayout
 
 UNUSED = (
-    *("activation_function", "layer_norm_epsilon", "scale_attention_softmax_in_fp32", "scale_attn_weights"),
-    *("embedding_dropout", "residual_dropout"),
+    "activation_function",
+    "layer_norm_epsilon",
+    "scale_attention_softmax_in_fp32",
+    "scale_attn_weights",
+    "embedding_dropout",
+    "residual_dropout",
 )
 """Keys of the hub's files without effect. Other keys replace the first two, and the last two are training settings."""
 

@@ -69,8 +69,9 @@ def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torc
         for name, parameter in other_parameters(model).items():
             module, _, leaf = name.rpartition(".")
             if module not in layers:
-                wanted = tuple(parameter.shape), parameter_dtype(model, name, dtype)
-                assign(model, name, take(own[module], leaf, *wanted))
+                assign(
+                    model, name, take(own[module], leaf, tuple(parameter.shape), parameter_dtype(model, name, dtype))
+                )
         for name, layer in layers.items():
             layer.restore(own[name], dtype)
     except (KeyError, ValueError) as error:

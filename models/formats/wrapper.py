@@ -27,8 +27,12 @@ TEXT_TYPES = {
 }
 """The equivalent architecture by the text's `model_type`. They are equivalent if all positions are text positions."""
 OTHER_TOWERS = (
-    *("vision_tower.", "multi_modal_projector.", "visual."),
-    *("model.vision_tower.", "model.multi_modal_projector.", "model.visual."),
+    "vision_tower.",
+    "multi_modal_projector.",
+    "visual.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.visual.",
 )
 """Name prefixes of tensors that text does not use."""
 TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.": ""}

@@ -257,13 +257,14 @@ def progress_bar() -> Iterator[ProgressSink]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
+    with Progress(
         TextColumn("{task.description:>8}"),
         BarColumn(),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
         yield _Bar(progress)
 
 

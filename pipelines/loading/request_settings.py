@@ -64,6 +64,8 @@ def _tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
     if tokenizer and tokenizer.size > vocab_size:
         log.warning(
             "the tokenizer in %s has ids up to %s, but the model's vocabulary is %s: prompts with such ids are errors",
-            *(tokenizer.source, tokenizer.size - 1, vocab_size),
+            tokenizer.source,
+            tokenizer.size - 1,
+            vocab_size,
         )
     return tokenizer

@@ -165,8 +165,9 @@ class Route(NamedTuple):
         if not self.has_samples:
             return self.num_prompts(body)
         num_samples = getattr(body, "n", None) or decode.get("n") or 1
-        others = decode.get("num_return_sequences") or 1, decode.get("num_beams") or 1
-        return self.num_prompts(body) * max(num_samples, *others)
+        return self.num_prompts(body) * max(
+            num_samples, decode.get("num_return_sequences") or 1, decode.get("num_beams") or 1
+        )
 
 
 ROUTES = {

@@ -34,8 +34,18 @@ INT4 = QuantConfig(QuantScheme.int4, group_size=32)
 FAMILIES = WITHOUT_MARKS | {"chatglm": partial(link, "chatglm")}
 """What writes a model of each; every architecture is among them (test_kv_families)."""
 OF_RUNNER = [
-    *("baichuan-13b", "baichuan-7b", "baichuan2-13b", "bloom", "chatglm3", "gpt2", "llama3", "llama_tied_bias"),
-    *("mistral", "opt", "qwen2", "qwen3"),
+    "baichuan-13b",
+    "baichuan-7b",
+    "baichuan2-13b",
+    "bloom",
+    "chatglm3",
+    "gpt2",
+    "llama3",
+    "llama_tied_bias",
+    "mistral",
+    "opt",
+    "qwen2",
+    "qwen3",
 ]
 """Families that the runner without Python computes."""
 

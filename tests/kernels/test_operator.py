@@ -224,17 +224,19 @@ class Layer(nn.Module):
 
 
 NODES = [
-    *(
-        "rope_angles",
-        "rms_norm",
-        "rope",
-        "matmul_together",
-        "swiglu",
-        "matmul_together",
-        "matmul_swiglu",
-        "matmul_together",
-    ),
-    *("add_rms_norm", "matmul_swiglu", "quantize_rows", "matmul_together", "all_finite"),
+    "rope_angles",
+    "rms_norm",
+    "rope",
+    "matmul_together",
+    "swiglu",
+    "matmul_together",
+    "matmul_swiglu",
+    "matmul_together",
+    "add_rms_norm",
+    "matmul_swiglu",
+    "quantize_rows",
+    "matmul_together",
+    "all_finite",
 ]
 
 

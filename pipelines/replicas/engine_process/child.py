@@ -55,7 +55,8 @@ class LocalChild:
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         try:
             process = await asyncio.create_subprocess_exec(
-                *(*COMMAND, str(theirs.fileno())),
+                *COMMAND,
+                str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # an interrupt from the terminal must reach only the parent

@@ -53,6 +53,7 @@ def digest_of(submit: Submit | SubmitPooled) -> bytes:
     """Return a digest that is equal for repeated submissions of a request. The seed is excluded: it may be random."""
     settings = submit.decode if isinstance(submit, Submit) else {"cache_salt": submit.cache_salt}
     options = {name: value for name, value in settings.items() if name != "seed"}
-    named = submit.adapter, submit.prefix
-    content = msgspec.msgpack.encode((submit.prompt_token_ids, options, *named), order="deterministic")
+    content = msgspec.msgpack.encode(
+        (submit.prompt_token_ids, options, submit.adapter, submit.prefix), order="deterministic"
+    )
     return hashlib.sha256(content).digest()

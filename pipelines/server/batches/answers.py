@@ -77,8 +77,18 @@ def _answer(row: PromptRow, request: Request, generation: Generation, writer: Wr
     deltas = [whole_delta(request, *item) for item in enumerate(output.completions)]
     said = [generation.take(0, delta)[2] for delta in deltas]
     logprobs = told_logprobs(request.prompt_token_ids[1:], output.prompt_logprobs, request.params.prompt_logprobs)
-    counts = output.num_prompt_tokens, output.num_cached_tokens, generation.num_generated
-    generation.dones = {0: Done(row.index, *counts, 0.0, None, 0.0, prompt_logprobs=logprobs)}
+    generation.dones = {
+        0: Done(
+            row.index,
+            output.num_prompt_tokens,
+            output.num_cached_tokens,
+            generation.num_generated,
+            0.0,
+            None,
+            0.0,
+            prompt_logprobs=logprobs,
+        )
+    }
     return _line(row, 200, writer.body(said))
 
 

@@ -13,15 +13,26 @@ from tests.helpers.triton_cases import SHARED_BYTES
 REPOSITORY = Path(__file__).resolve().parents[3]
 STACK_BYTES = 64  # prefill over latents of 576 channels needs 56, 4,096 rows of float8 experts 48; all others none
 TIGHT = (  # parts of names: every kernel, every kind of code in one of them, and what leaves the least registers and shared memory
-    *("attention decode 1 llama", "attention decode 64 int", "attention prefill gemma", "attention prefill fp8 static"),
-    *("attention prefill float32", "attention alibi", "attention window", "attention prefix", "attention latent"),
-    *("kv_store int", "rows", "matmul 1 ", "matmul 16 w8a16", "matmul 4096", "sampling 128", "lora 64"),
-    *(
-        "moe 1 mixtral-8x7b w4a16 g128",
-        "moe 8 mixtral-8x7b floats",
-        "moe 4096 mixtral-8x7b fp8",
-        "moe 4096 mixtral-8x7b w8a8",
-    ),
+    "attention decode 1 llama",
+    "attention decode 64 int",
+    "attention prefill gemma",
+    "attention prefill fp8 static",
+    "attention prefill float32",
+    "attention alibi",
+    "attention window",
+    "attention prefix",
+    "attention latent",
+    "kv_store int",
+    "rows",
+    "matmul 1 ",
+    "matmul 16 w8a16",
+    "matmul 4096",
+    "sampling 128",
+    "lora 64",
+    "moe 1 mixtral-8x7b w4a16 g128",
+    "moe 8 mixtral-8x7b floats",
+    "moe 4096 mixtral-8x7b fp8",
+    "moe 4096 mixtral-8x7b w8a8",
 )
 
 

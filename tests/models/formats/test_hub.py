@@ -66,8 +66,15 @@ def store(*files: str) -> Path:
 )
 def test_a_tag_chooses_a_gguf_file(tag: str, file: str, with_weights: bool) -> None:
     folder = store(
-        *("name-Q4_K_M.gguf", "name-Q4_K_S.gguf", "name.q4_k.gguf", "name-IQ4_K.gguf", "mmproj-F16.gguf", "F16.gguf"),
-        *("Q8_0/name-Q8_0-00001-of-00002.gguf", "Q8_0/name-Q8_0-00002-of-00002.gguf", "name-Q4_K_M.gguf.json"),
+        "name-Q4_K_M.gguf",
+        "name-Q4_K_S.gguf",
+        "name.q4_k.gguf",
+        "name-IQ4_K.gguf",
+        "mmproj-F16.gguf",
+        "F16.gguf",
+        "Q8_0/name-Q8_0-00001-of-00002.gguf",
+        "Q8_0/name-Q8_0-00002-of-00002.gguf",
+        "name-Q4_K_M.gguf.json",
     )
     assert find_checkpoint(f"org/name:{tag}", with_weights=with_weights, allow_pickle=False) == folder / file
 

@@ -92,8 +92,14 @@ def test_an_interrupt_does_not_end_a_rank_that_begins(number: signal.Signals) ->
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        *(("a", "a"), ("a,b", "a"), ("a-1,b", "a-1"), ("n[1-3]", "n1"), ("n[007,9]", "n007"), ("n[5]x,m", "n5x")),
-        *(("m,n[1-3]", "m"), ("r[1-2]n[03-9]-x,m", "r1n03-x")),
+        ("a", "a"),
+        ("a,b", "a"),
+        ("a-1,b", "a-1"),
+        ("n[1-3]", "n1"),
+        ("n[007,9]", "n007"),
+        ("n[5]x,m", "n5x"),
+        ("m,n[1-3]", "m"),
+        ("r[1-2]n[03-9]-x,m", "r1n03-x"),
     ],
 )
 def test_the_first_host_of_a_list_of_nodes(nodes: str, first: str) -> None:

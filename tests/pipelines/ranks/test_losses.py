@@ -43,8 +43,12 @@ PROMPTS = ("device.max_batched_tokens=1", "predict.batch_size=1", "decode.max_ne
         pytest.param(signal.SIGKILL, TP_PP, 3, (), marks=pytest.mark.matrix),
     ],
     ids=[
-        *("killed in decode", "killed in a prompt", "stopped in decode"),
-        *("beside rank 0", "the first of the last stage, in a prompt", "the second of the last stage"),
+        "killed in decode",
+        "killed in a prompt",
+        "stopped in decode",
+        "beside rank 0",
+        "the first of the last stage, in a prompt",
+        "the second of the last stage",
     ],
 )
 def test_a_lost_rank_is_one_line_and_the_job_goes_on(

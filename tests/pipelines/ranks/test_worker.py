@@ -17,7 +17,7 @@ from tests.helpers.launchers import SRUN
 SLOW = """
 import atexit, socket, sys, time, types
 
-from pipelines.ranks import worker
+from pipelines.loading import worker
 from pipelines.ranks.messages import Channel, Gone
 
 

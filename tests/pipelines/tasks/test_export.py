@@ -65,9 +65,29 @@ from tests.helpers.tiers import tiers
 
 # Between them, with deepseek_v3 in test_export_divided.py, they have all operators and all arguments that graphs give these.
 CHOSEN = [
-    *("baichuan-13b", "baichuan2-13b", "bloom", "chatglm", "chatglm3", "cohere2", "deepseek_v2", "ernie4_5"),
-    *("ernie4_5_moe", "gemma2", "gemma3", "glm4_moe", "gpt2", "gpt_neox", "llama3", "llama_tied_bias", "ministral3"),
-    *("opt", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3"),
+    "baichuan-13b",
+    "baichuan2-13b",
+    "bloom",
+    "chatglm",
+    "chatglm3",
+    "cohere2",
+    "deepseek_v2",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "gemma2",
+    "gemma3",
+    "glm4_moe",
+    "gpt2",
+    "gpt_neox",
+    "llama3",
+    "llama_tied_bias",
+    "ministral3",
+    "opt",
+    "phi3",
+    "qwen",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
 ]
 
 
@@ -250,7 +270,7 @@ def test_killed_at_its_last_step_it_leaves_no_folder(tmp_path: Path) -> None:
     """All is written and proved by then; the next one takes what was left hidden."""
     write_llama(tmp_path / "model", num_hidden_layers=1)
     driver = (
-        "import sys; from pathlib import Path; from pipelines import export; from tests.helpers.builders import run_config; "
+        "import sys; from pathlib import Path; from pipelines.tasks import export; from tests.helpers.builders import run_config; "
         "from tests.helpers.kill import before; from tests.helpers.exports import exported; "
         "before(export, 'write_manifest', 1); exported(run_config(Path(sys.argv[1])), Path(sys.argv[2]))"
     )

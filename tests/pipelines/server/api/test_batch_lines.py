@@ -92,8 +92,11 @@ def test_a_batch_is_predicted_as_its_rows_are(tmp_path: Path) -> None:
     for name, content in (("batch", lines), ("rows", rows)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in content))
         done = run(
-            *("device=cpu", "decode.max_new_tokens=5", f"predict.data={tmp_path / name}.jsonl"),
-            *("decode.seed=1", f"hydra.run.dir={tmp_path / name}"),
+            "device=cpu",
+            "decode.max_new_tokens=5",
+            f"predict.data={tmp_path / name}.jsonl",
+            "decode.seed=1",
+            f"hydra.run.dir={tmp_path / name}",
         )
         assert done.returncode == 0, done.stderr
         said[name] = [json.loads(row) for row in (tmp_path / name / "predictions.jsonl").read_text().splitlines()]
