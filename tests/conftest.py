@@ -1,5 +1,6 @@
-"""Fixtures of the whole suite, and what a run of it may cost: the number of processes is counted and has a limit."""
+"""Settings of the whole suite. The number of processes that a run starts is counted and has a limit."""
 
+import gc
 import os
 import time
 from contextlib import suppress
@@ -18,20 +19,9 @@ with suppress(ModuleNotFoundError):  # an image with a GPU need not have it
 # Before torch is imported: a second thread has nothing to do in models of this size, and on a busy machine it keeps the first waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-
-# Before triton is imported: without a GPU its kernels are interpreted. tests/kernels/triton/test_compiled.py compiles them elsewhere.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from kernels import build  # noqa: E402
-from pipelines.engine.request import SequenceGroup  # noqa: E402
 from tests.helpers import fork_server  # noqa: E402
 from tests.helpers.budget import PROCESSES, QUICK, ProcessCount  # noqa: E402
-from tests.helpers.builders import write_llama  # noqa: E402
-from tests.helpers.exports import Exports  # noqa: E402
 from tests.helpers.matrix_record import write_record  # noqa: E402
-from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
 
 STARTED, BEGAN = pytest.StashKey[ProcessCount](), pytest.StashKey[float]()
 
@@ -44,6 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED], config.stash[BEGAN] = ProcessCount(), time.monotonic()
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()
+        config.pluginmanager.import_plugin("tests.helpers.fixtures")
+        gc.disable()  # the tests' modules make a million objects, and none of them is garbage
+
+
+def pytest_collection_finish() -> None:
+    """From now on the garbage collector visits only what the tests make."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind counts what is left at the end
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,42 +73,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if config.option.matrix_record:
         seconds = time.monotonic() - config.stash[BEGAN]
         write_record(config.option.matrix_record, terminalreporter.stats, seconds)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Random tensors of a test are the same whichever tests ran before it, so that a failure fails again."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled() -> None:
-    """The kernels are compiled before any test: a process that a test starts would say so if it had to do it."""
-    build.library()
-
-
-@pytest.fixture(scope="session")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder: vocabulary 330, context 128, eos </s>; random, so its text is any bytes."""
-    folder = tmp_path_factory.mktemp("chatty")
-    tokenizer = byte_level()
-    write_llama(folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=1, bos_token_id=0)
-    (folder / "generation_config.json").unlink()
-    save(tokenizer, folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """Exported models, which all workers of a session share."""
-    base = tmp_path_factory.getbasetemp()
-    return Exports((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "exports")
-
-
-@pytest.fixture
-def preempted(monkeypatch: pytest.MonkeyPatch) -> list[SequenceGroup]:
-    """The requests that give their blocks up during the test, in order."""
-    groups: list[SequenceGroup] = []
-    restart = SequenceGroup.restart
-    monkeypatch.setattr(SequenceGroup, "restart", lambda group: (groups.append(group), restart(group))[1])
-    return groups

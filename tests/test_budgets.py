@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.budget import CASES
+from tests.helpers.statements import statements
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOPS = ("conf", "kernels", "models", "quantization", "pipelines", "tests")
@@ -29,7 +30,7 @@ def lines(file: Path) -> list[str]:
 
 
 def functions(code: str) -> Iterator[Function]:
-    return (node for node in ast.walk(ast.parse(code)) if isinstance(node, Function))
+    return (node for node in statements(code) if isinstance(node, Function))
 
 
 def lines_allowed(function: Function) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.helpers.fork_server import true_starts
+from tests.helpers.statements import statements
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PIPELINES = [
@@ -109,7 +110,7 @@ FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY 
 def imports(name: str) -> set[str]:
     """Modules that `name` imports, also inside functions; a submodule by its own name where it is one of ours."""
     found = set()
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in statements(FILES[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -201,7 +202,7 @@ def every_package_is_installed() -> Iterator[str]:
 def no_test_module_imports_another() -> Iterator[str]:
     """What several of them need is in tests/helpers."""
     for file in sorted((REPOSITORY / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in statements(file):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             if module.startswith("tests.") and module.rpartition(".")[2].startswith(("test_", "conftest")):
                 yield f"{file.relative_to(REPOSITORY)} imports {module}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sized
 from pathlib import Path
 
-from tests.helpers.builders import REPOSITORY
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_record(file: Path, stats: dict[str, Sized], seconds: float) -> None:
