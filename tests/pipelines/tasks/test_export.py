@@ -35,7 +35,7 @@ from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.parallel_planner import plan_layouts
 from pipelines.loading.planning import plan_model
-from pipelines.tasks import export, export_steps
+from pipelines.tasks import export_files, export_steps
 from pipelines.tasks.convert import run_convert
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
 from tests.helpers.cases import each
@@ -307,7 +307,7 @@ def test_one_other_bit_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
         return replace(traced, weights=traced.weights | {name: other})
 
     write_llama(tmp_path / "model", num_hidden_layers=1)
-    monkeypatch.setattr(export, "trace", one_bit_off)
+    monkeypatch.setattr(export_files, "trace", one_bit_off)
     with pytest.raises(
         UserError, match=r"does not take this model \(its graph differs from it in result 0 of \d+\): run it as it is"
     ):

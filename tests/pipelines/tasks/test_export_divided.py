@@ -25,7 +25,7 @@ from models.sharding import ParallelLayout
 from pipelines.engine import Engine
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.planning import shard_plan
-from pipelines.tasks import export
+from pipelines.tasks import export_files, export_parts
 from pipelines.tasks.convert import run_convert
 from tests.helpers.adapters import outputs, write_adapter
 from tests.helpers.builders import complete, run_config, write_llama
@@ -210,7 +210,7 @@ def test_one_other_bit_of_a_rank_leaves_no_folder(tmp_path: Path, monkeypatch: p
         return replace(traced, weights=traced.weights | {name: other})
 
     write_llama(tmp_path / "model", num_hidden_layers=1)
-    monkeypatch.setattr(export, "trace", one_bit_off)
+    monkeypatch.setattr(export_files, "trace", one_bit_off)
     with pytest.raises(UserError, match=r"does not take this model \(its graph differs from it in result 0 of \d+\)"):
         exported(run_config(tmp_path / "model"), tmp_path / "made", tp=2)
     assert [*tmp_path.iterdir()] == [tmp_path / "model"]
@@ -225,7 +225,7 @@ def test_ranks_that_give_other_bits_than_one_process(
             norm.eps = 0.1
         return own
 
-    monkeypatch.setattr(export, "shard_plan", with_another_norm)
+    monkeypatch.setattr(export_parts, "shard_plan", with_another_norm)
     with pytest.raises(UserError, match=r"with tp=2 and pp=1 \(result 0 of 20 is not that of one process\): run it as"):
         exported(run_config(checkpoint), tmp_path / "made", tp=2)
     assert [*tmp_path.iterdir()] == []

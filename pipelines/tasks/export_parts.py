@@ -1,0 +1,85 @@
+"""The parts of an export, one for each rank: load them, and prove that their files give the same bits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from kernels.collectives.nodes import Recordable
+from models.batch import KVCache
+from models.causal_lm import CausalLM
+from models.exported.description import part_folder, read_description
+from models.exported.model import ExportedLM
+from models.sharding import ParallelLayout
+from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.loading.assembly import cache_formats, load_planned
+from pipelines.loading.planning import ModelPlan, plan_model, shard_plan
+from pipelines.ranks.threads import ThreadRankContext, run_ranks
+from pipelines.tasks.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
+
+NOT_TAKEN, AS_IT_IS = "task=export does not take this model", "run it as it is"
+
+
+@dataclass(frozen=True)
+class ShardExport:
+    """A model, or a rank's shard, with its KV cache and the results of the steps that verify its graph."""
+
+    parallel_layout: ParallelLayout
+    model: CausalLM
+    cache: KVCache
+    results: Results
+
+
+def load_parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[ShardExport]:
+    """Return the loaded model, or each rank's shard, after the steps.
+
+    Raises UserError if ranks give other bits than one process.
+    """
+    tp, pp = run.export.tp, run.export.pp
+    if tp * pp == 1:
+        return [_loaded(run, plan, steps)]
+
+    def planned() -> ModelPlan:
+        return plan_model(run, plan.source, plan.device, packed=True)
+
+    def part(context: ThreadRankContext) -> ShardExport:
+        own = shard_plan(planned(), context.parallel_layout, Recordable(context.group), context.neighbours)
+        return _loaded(run, own, steps)
+
+    expected = _loaded(run, planned(), steps).results.outputs
+    parts = run_ranks(tp, pp, part)
+    number = differing(expected, parts[-tp].results.outputs)  # from the first rank of the last stage
+    if number is not None:
+        what = f"result {number} of {len(expected)} is not that of one process"
+        raise UserError(f"{NOT_TAKEN} with tp={tp} and pp={pp} ({what}): {AS_IT_IS}")
+    return parts
+
+
+def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> ShardExport:
+    load_planned(run, plan)
+    formats, sizes = cache_formats(run, plan), (NUM_BLOCKS, BLOCK_SIZE)
+    cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
+    results = steps.results(plan.model, cache)  # also fills caches that the model computes once
+    return ShardExport(plan.parallel_layout, plan.model, cache, results)
+
+
+def prove(folder: Path, parts: list[ShardExport], steps: Steps) -> list[ExportedLM]:
+    """Return the models loaded from the files. Raises UserError if one fails, and if one bit of a result differs."""
+    tp, pp = parts[0].parallel_layout.tp, parts[0].parallel_layout.pp
+
+    def found(context: ThreadRankContext) -> tuple[ExportedLM, Results]:
+        rank = context.parallel_layout.rank
+        own, group = part_folder(folder, context.parallel_layout), context.group if len(parts) > 1 else None
+        exported = ExportedLM(read_description(folder, rank), own, True, group, context.neighbours)
+        exported.load()
+        return exported, steps.results(exported, parts[rank].cache)
+
+    try:
+        models = run_ranks(tp, pp, found)
+    except UserError as error:
+        raise UserError(f"{NOT_TAKEN} ({error.__cause__ or error}): {AS_IT_IS}") from error
+    for part, (_, results) in zip(parts, models, strict=True):
+        own, others = ([*each.outputs, *each.stored] for each in (part.results, results))
+        if (number := differing(own, others)) is not None:
+            raise UserError(f"{NOT_TAKEN} (its graph differs from it in result {number} of {len(own)}): {AS_IT_IS}")
+    return [exported for exported, _ in models]
