@@ -10,9 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations
-from conf.schema import DeviceConfig, RunConfig
+from conf.schema import DeviceConfig
 from conf.speculation import BESIDE_AUTO, Speculate
 from kernels.kv_format import FORMATS, KVFormat
 from models.batch import KVCache
@@ -25,7 +26,6 @@ from pipelines.engine.executor import Executor
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.proposers.mtp import MtpProposer
-from pipelines.loading.drafting import PlannedRun
 from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
 from pipelines.loading.packed_cache import load_packed
@@ -43,12 +43,13 @@ AUTO_SEQUENCES = 16  # minimum of an automatic KV cache: rows may request beams 
 
 
 def assemble(
-    run: RunConfig,
     plan: ModelPlan,
+    device: DeviceConfig,
+    decode: DecodeConfig,
     settings: RequestSettings,
     max_num_requests: int,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
-    draft: PlannedRun | None = None,
+    draft: ModelPlan | None = None,
     driver: "Driver | None" = None,
 ) -> Engine:
     """Build the engine of a planned model for at most `max_num_requests` concurrent requests.
@@ -57,22 +58,20 @@ def assemble(
     dtype. `driver`: the driver of the ranks that compute the model together. Raises UserError if the weights do not
     match the model, and if memory is too small.
     """
-    decode = run.decode.resolved(settings.decode_defaults)
+    decode = decode.resolved(settings.decode_defaults)
     num_sequences = max_num_requests * max(decode.n, decode.num_beams or 1)
-    plans = [(run, plan)] if draft is None else [(run, plan), draft]
-    reserved = _reserve_memory(run.device, [each for _, each in plans], num_sequences)
-    prefixes = read_prefixes(run.model.prefixes or {}, plan, settings)
-    kept = open_kept(run, plan.source, plan.dtype)
-    for its_run, each in plans:
-        load_planned(its_run, each, on_bytes)
-    adapters = make_adapters(run, plan, Adapters if driver is None else driver.adapters)
-    for name, folder in (run.model.adapters or {}).items():
-        adapters.load(name, Path(folder).expanduser(), in_use=())
+    plans = [plan] if draft is None else [plan, draft]
+    reserved = _reserve_memory(device, plans, num_sequences)
+    prefixes = read_prefixes(plan.options.prefixes or {}, plan, settings)
+    kept = open_kept(device.kept_prefixes, plan)
+    for planned in plans:
+        load_planned(planned, on_bytes)
+    adapters = _load_adapters(plan, driver)
     num_tokens = [settings.context.num_tokens] * max(AUTO_SEQUENCES, num_sequences)
     num_tokens += [prefix.num_tokens for prefix in prefixes.values()]
     num_tokens += [row.num_slots for file in kept for row in file.rows]
-    caches = _make_caches(run.device, plans, num_tokens, reserved, driver)
-    num_graph_sequences = num_sequences if run.device.cuda_graphs and plan.packed else 0
+    caches = _make_caches(device, plans, num_tokens, reserved, driver)
+    num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
     engine = Engine(
         plan.model,
         caches[0],
@@ -81,10 +80,10 @@ def assemble(
         settings.eos_token_ids,
         settings.decode_defaults,
         max_num_requests,
-        run.device.max_batched_tokens,
+        device.max_batched_tokens,
         num_graph_sequences=num_graph_sequences,
-        decode_threads=run.device.decode_threads,
-        unavailable_proposers=_unavailable_proposers(run, plan, draft),
+        decode_threads=device.decode_threads,
+        unavailable_proposers=_unavailable_proposers(plan, draft),
         adapters=adapters,
         make_executor=Executor if driver is None else driver.executor,
     )
@@ -95,32 +94,39 @@ def assemble(
 
 
 def _place_proposers(
-    engine: Engine, plan: ModelPlan, draft: PlannedRun | None, caches: list[KVCache], num_graph_sequences: int
+    engine: Engine, plan: ModelPlan, draft: ModelPlan | None, caches: list[KVCache], num_graph_sequences: int
 ) -> None:
     limits = engine.block_size, engine.scheduler.max_batched_tokens
     if draft:
-        executor = engine.executor.beside(draft[1].model, caches[1], num_graph_sequences)
+        executor = engine.executor.beside(draft.model, caches[1], num_graph_sequences)
         engine.speculator.proposers[Speculate.model] = ModelProposer(executor, *limits, engine.vocab_size)
     if plan.model.config.predicts_ahead:
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.executor, *limits)
 
 
-def make_adapters(run: RunConfig, plan: ModelPlan, make: Callable[..., Adapters] = Adapters) -> Adapters:
+def make_adapters(plan: ModelPlan, make: Callable[..., Adapters] = Adapters) -> Adapters:
     """Return the empty adapter table of the loaded model. `make` is called with the arguments of Adapters."""
     checkpoint = plan.source.checkpoint
     smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
     return make(
-        plan.model, plan.dtype, plan.device, run.model.max_adapters, folds, smoothing, plan.whole_files or plan.files
+        plan.model, plan.dtype, plan.device, plan.options.max_adapters, folds, smoothing, plan.whole_files or plan.files
     )
 
 
-def _unavailable_proposers(run: RunConfig, plan: ModelPlan, draft: PlannedRun | None) -> dict[Speculate, str]:
+def _load_adapters(plan: ModelPlan, driver: "Driver | None") -> Adapters:
+    adapters = make_adapters(plan, Adapters if driver is None else driver.adapters)
+    for name, folder in (plan.options.adapters or {}).items():
+        adapters.load(name, Path(folder).expanduser(), in_use=())
+    return adapters
+
+
+def _unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Speculate, str]:
     reasons = {}
     if draft is None:
         reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
     if not plan.model.config.predicts_ahead:
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
-    if run.quant.activations is Activations.auto:
+    if plan.quant.activations is Activations.auto:
         reasons |= {each: BESIDE_AUTO for each in Speculate if each is not Speculate.none}
     return reasons
 
@@ -144,9 +150,7 @@ def _reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences:
     return step
 
 
-def load_planned(
-    run: RunConfig, plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda done, total: None
-) -> None:
+def load_planned(plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Load the planned model's weights (random, kept packed, or from the files), then fuse its packed layers."""
     model, dtype, device = plan.model, plan.dtype, plan.device
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
@@ -154,45 +158,45 @@ def load_planned(
         model.load()
         if model.quantized is not None and not model.graph.num_quantized:
             raise UserError(NO_FLOATS_BEFORE_INTEGERS)
-        if run.model.adapters:
+        if plan.options.adapters:
             _ = model.adapted_graph  # a damaged adapter graph fails here, not in a step
         return
     if not plan.files:
         initialise_randomly(model, dtype, device)
-    elif run.model.keep_packed:
-        load_packed(run, plan, read)
+    elif plan.options.keep_packed:
+        load_packed(plan, read)
     else:
         read()
     if plan.packed:
         fuse_layers(model, device)
 
 
-def most_blocks(run: RunConfig, plan: ModelPlan, num_ranks: int, num_sharing: int) -> int:
+def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_sharing: int) -> int:
     """Return the number of KV cache blocks for which this rank has memory.
 
     `num_ranks` ranks share the cache, `num_sharing` of them share this memory. Raises UserError as `choose_num_blocks`
     does.
     """
-    config, heads = run.device, plan.model.attention_heads
+    heads = plan.model.attention_heads
     size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
-    formats = cache_formats(run, plan)
+    formats = cache_formats(plan)
     return choose_num_blocks(
         heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks, num_sharing
     )
 
 
 def _make_caches(
-    config: DeviceConfig, plans: list[PlannedRun], num_tokens: list[int], reserved: int, driver: "Driver | None"
+    config: DeviceConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int, driver: "Driver | None"
 ) -> list[KVCache]:
     """Allocate one KV cache per model, all with the same number of blocks, next to `reserved` bytes for a step.
 
     `num_tokens`: tokens of each sequence and prefix that an automatic cache has room for, if memory allows.
     """
-    device, dtype = plans[0][1].device, plans[0][1].dtype
+    device, dtype = plans[0].device, plans[0].dtype
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
-    layers = [(plan.model.attention_heads, cache_formats(run, plan)) for run, plan in plans]
+    layers = [(plan.model.attention_heads, cache_formats(plan)) for plan in plans]
     heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
     sizes = wanted_blocks, block_size, config.kv_cache_memory, free
     ranks = (driver.context.size, driver.context.num_sharing) if driver else ()
@@ -202,7 +206,7 @@ def _make_caches(
     return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
 
 
-def cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
+def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
     """Return the format of each layer's keys and values.
 
     Static scales are read from the loaded model. An MTP layer has no static scales.
@@ -210,5 +214,5 @@ def cache_formats(run: RunConfig, plan: ModelPlan) -> list[tuple[KVFormat, KVFor
     if isinstance(plan.model, ExportedLM):
         return plan.model.kv_formats
     static = static_kv_formats(plan.model, plan.static_cache) if plan.static_cache else []
-    dynamic = FORMATS[(plan.static_cache or run.quant.kv_cache).name]
+    dynamic = FORMATS[(plan.static_cache or plan.quant.kv_cache).name]
     return static + [dynamic] * (len(plan.model.attention_heads) - len(static))

@@ -1,57 +1,49 @@
 """Plan the draft models with weights: a smaller model, or the model's own MTP layer."""
 
 from dataclasses import replace
-from typing import TypeAlias
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig
-from conf.schema import DType, ModelConfig, RunConfig
+from conf.quantization import QuantConfig
+from conf.schema import DType, ModelConfig, ParallelMode
 from conf.speculation import Speculate
-from conf.tasks import PredictConfig
 from models.meta_model import open_model
 from models.tokenizers import Tokenizer
 from pipelines.loading.model_source import ModelSource, resolve_model
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.planning import ModelPlan, check_mode, plan_model
 from pipelines.loading.request_settings import RequestSettings
 
-PlannedRun: TypeAlias = tuple[RunConfig, ModelPlan]
-"""A run and the plan of its model."""
 REMEDY = "give a smaller model of the same family"
 
 
-def plan_draft(run: RunConfig, target: ModelPlan, settings: RequestSettings) -> PlannedRun | None:
-    """Plan the draft model for `target`, in its dtype and KV cache format; None if the run does not use a draft model.
+def plan_draft(
+    decode: DecodeConfig, mode: ParallelMode, target: ModelPlan, settings: RequestSettings
+) -> ModelPlan | None:
+    """Plan the draft model for `target`, in its dtype and KV cache format; None if `decode` does not use a draft model.
 
-    The returned run is the run of the draft model alone. Raises UserError if its tokens differ from the model's, and if
-    it cannot take the run's prompts.
+    `mode`: the run's, for an exported draft model. Raises UserError if its tokens differ from the model's, and if it
+    cannot take the run's prompts.
     """
-    if run.decode.speculate is not Speculate.model:
+    if decode.speculate is not Speculate.model:
         return None
-    path = run.decode.speculation.model_path
+    path = decode.speculation.model_path
     if path is None:
         raise UserError("decode.speculate=model needs the model that drafts: give decode.speculation.model_path=FOLDER")
     model = ModelConfig(
         path=path,
-        hub=run.model.hub,
+        hub=target.options.hub,
         dtype=DType[str(target.dtype).removeprefix("torch.")],
-        weights=run.model.weights,
-        allow_pickle=run.model.allow_pickle,
-        verify=run.model.verify,
-        keep_packed=run.model.keep_packed,
+        weights=target.options.weights,
+        allow_pickle=target.options.allow_pickle,
+        verify=target.options.verify,
+        keep_packed=target.options.keep_packed,
     )
     try:
         source = resolve_model(model)
         _compare(source, target.source, settings)
-        quant = QuantConfig(kv_cache=target.static_cache or run.quant.kv_cache)
-        alone = replace(
-            run,
-            model=model,
-            quant=quant,
-            predict=PredictConfig(),  # may name an adapter of the target model
-            calibrate=CalibrateConfig(),
-            quantize=QuantizeConfig(),
-        )
-        return alone, plan_model(alone, source, target.device, packed=True)
+        check_mode(source, mode)
+        quant = QuantConfig(kv_cache=target.static_cache or target.quant.kv_cache)
+        return plan_model(model, quant, source, target.device, packed=True)
     except UserError as error:
         raise UserError(f"decode.speculation.model_path={path}: {error}") from error
 

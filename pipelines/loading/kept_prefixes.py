@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.schema import RunConfig
+from conf.quantization import QuantConfig
+from conf.schema import Weights
 from kernels import build
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
@@ -23,6 +24,7 @@ from pipelines.engine.block_manager import extend_hashes
 from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
 from pipelines.loading.model_source import ModelSource
+from pipelines.loading.planning import ModelPlan
 
 TOKENS = "tokens"
 UNSHARED = "is not possible with this model, whose prompts cannot share their beginnings"
@@ -57,18 +59,19 @@ class KeptFile:
         return self.weights.path
 
 
-def identity(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> Fingerprint:
+def identity(
+    source: ModelSource, weights: Weights, quant: QuantConfig, dtype: torch.dtype, device: torch.device
+) -> Fingerprint:
     """Return what keys and values depend on, besides the tokens.
 
     Includes the instruction set and the versions, because they change the rounding.
     """
-    on_gpu = run.device.type.name != "cpu" and torch.cuda.is_available()
     cpu = build.instruction_set() if build.library() is not None else "none"
     return {
         "model.dtype": str(dtype).removeprefix("torch."),
-        "model.weights": run.model.weights.name,
-        "quant": plain_quant(run.quant),
-        "kernels": torch.cuda.get_device_name() if on_gpu else cpu,
+        "model.weights": weights.name,
+        "quant": plain_quant(quant),
+        "kernels": torch.cuda.get_device_name() if device.type == "cuda" else cpu,
         "code": code_digest("*.py", "*.cpp", "*.h"),
         "torch": torch.__version__,
         **file_fingerprint(source.checkpoint.path, "model"),
@@ -86,18 +89,20 @@ def save_kept(
     save_tensors(path, {TOKENS: torch.tensor(token_ids, dtype=torch.int64), **stored}, metadata)
 
 
-def open_kept(run: RunConfig, source: ModelSource, dtype: torch.dtype) -> list[KeptFile]:
-    """Open the files of `device.kept_prefixes`. Reads only their headers.
+def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
+    """Open the files of `device.kept_prefixes`, for the planned model. Reads only their headers.
 
     Raises UserError for a file that is missing, damaged, or of another model, setting or version, and names the
     differences.
     """
-    if not run.device.kept_prefixes:
+    if not names:
         return []
+    source = plan.source
     if source.shape.keys_depend_on_length or source.shape.needs_whole_prompt:
         raise UserError(f"device.kept_prefixes {UNSHARED}: leave it out")
-    wanted, files = identity(run, source, dtype), list[KeptFile]()
-    for name in run.device.kept_prefixes:
+    wanted = identity(source, plan.options.weights, plan.quant, plan.dtype, plan.device)
+    files: list[KeptFile] = []
+    for name in names:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"device.kept_prefixes: {path} is not a file: make it by task=prefix prefix.output={path}")

@@ -16,7 +16,7 @@ from pipelines.loading.assembly import assemble
 from pipelines.loading.device import prepare_device
 from pipelines.loading.drafting import plan_draft, predicting_ahead
 from pipelines.loading.model_source import ModelSource, OpenModel, moved, resolve_model
-from pipelines.loading.planning import plan_model
+from pipelines.loading.planning import check_mode, plan_model
 from pipelines.loading.request_settings import RequestSettings, read_request_settings
 
 log = logging.getLogger(__name__)
@@ -61,12 +61,13 @@ def load_engine_on(
     settings = read_request_settings(run.model, source)
     if run.decode.speculate is Speculate.mtp:
         source = predicting_ahead(source)
+    check_mode(source, run.parallel.mode)
     if run.parallel.mode.divides:
         return _load_with_ranks(device, run, source, settings, max_num_requests, progress)
-    plan = plan_model(run, source, device, packed=True)
-    draft = plan_draft(run, plan, settings)
+    plan = plan_model(run.model, run.quant, source, device, packed=True)
+    draft = plan_draft(run.decode, run.parallel.mode, plan, settings)
     source.warn_of_unread_keys()
-    return assemble(run, plan, settings, max_num_requests, progress.loaded, draft)
+    return assemble(plan, run.device, run.decode, settings, max_num_requests, progress.loaded, draft)
 
 
 def _load_with_ranks(
@@ -80,13 +81,13 @@ def _load_with_ranks(
     """Return the engine of rank 0. Closing the engine ends the other ranks."""
     from pipelines.loading.driver import start_driver  # here, because a run without ranks does not need it
 
-    whole = plan_model(run, source, device, packed=True)
+    whole = plan_model(run.model, run.quant, source, device, packed=True)
     driver = start_driver(run, whole)
     try:
-        draft = plan_draft(run, whole, settings)  # on rank 0 only, not sharded
+        draft = plan_draft(run.decode, run.parallel.mode, whole, settings)  # on rank 0 only, not sharded
         plan = driver.part(whole)
         source.warn_of_unread_keys()
-        return assemble(run, plan, settings, max_num_requests, progress.loaded, draft, driver)
+        return assemble(plan, run.device, run.decode, settings, max_num_requests, progress.loaded, draft, driver)
     except BaseException:
         driver.close()
         raise

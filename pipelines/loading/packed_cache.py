@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from conf.schema import RunConfig
 from kernels import build
 from models.formats.packed_file import NotUsable, is_packed, read_packed, restore, save_packed
 from models.sharding import ParallelLayout
@@ -28,7 +27,7 @@ from pipelines.loading.planning import ModelPlan
 log = logging.getLogger(__name__)
 
 
-def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> None:
+def load_packed(plan: ModelPlan, read: Callable[[], None]) -> None:
     """Map the planned model's weights from the kept file. If it is not usable, `read` the weights and write the file.
 
     A file of other files, settings or code is replaced. Several processes may do this at once. Raises UserError as
@@ -37,7 +36,7 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
     if plan.device.type != "cpu":
         unused = f"model.keep_packed=true is not used by device={plan.device.type}"
         raise UserError(f"{unused}: leave it out, or give device=cpu")
-    path, identity = _place(run, plan), _identity(plan.source)
+    path, identity = _place(plan), _identity(plan.source)
     try:
         restore(plan.model, path, read_packed(path, identity), plan.dtype)
     except NotUsable as error:
@@ -52,22 +51,22 @@ def load_packed(run: RunConfig, plan: ModelPlan, read: Callable[[], None]) -> No
         log.warning("model.keep_packed: %s %s; it is made now, %.0f MB", path, error, path.stat().st_size / 1e6)
 
 
-def _place(run: RunConfig, plan: ModelPlan) -> Path:
+def _place(plan: ModelPlan) -> Path:
     """Return the path of the file: one per model, head, quantisation and dtype.
 
     A newer checkpoint or newer code replaces it.
     """
-    local = Path(run.model.path).expanduser()
-    model = local.resolve() if local.exists() else Path(run.model.path)  # or a hub id
-    quant = {name: value for name, value in asdict(run.quant).items() if name != "kv_cache"}
-    quant |= {"activations": run.quant.activations.of_model}
+    local = Path(plan.options.path).expanduser()
+    model = local.resolve() if local.exists() else Path(plan.options.path)  # or a hub id
+    quant = {name: value for name, value in asdict(plan.quant).items() if name != "kv_cache"}
+    quant |= {"activations": plan.quant.activations.of_model}
     head = plan.source.architecture.head.name
     what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
     if plan.model.config.predicts_ahead:
         what["predicts_ahead"] = True
     if plan.parallel_layout != ParallelLayout():
         what["division"] = plan.parallel_layout
-    names = model.name, run.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
+    names = model.name, plan.quant.scheme.name, str(plan.dtype).removeprefix("torch."), _digest(what)[:12]
     return kept_folder("packed") / f"{'-'.join(names)}.safetensors"
 
 

@@ -308,7 +308,7 @@ def _costs(
     kinds = _layer_kinds(run, source)
     num_layers = 1 + max(map(kinds.index, kinds))
     first = replace(source, shape=replace(source.shape, num_hidden_layers=num_layers))
-    plan = plan_model(run, first, torch.device("cpu"), packed)
+    plan = plan_model(run.model, run.quant, first, torch.device("cpu"), packed)
 
     def block_bytes(heads: Heads) -> int:
         if plan.static_cache is None:

@@ -16,7 +16,7 @@ from conf.quantization import (
     QuantizeConfig,
     QuantScheme,
 )
-from conf.schema import DType, ParallelMode, RunConfig
+from conf.schema import DType, ModelConfig, ParallelMode, RunConfig
 from kernels.collectives import NO_NEIGHBOURS, Group, Neighbours
 from models.causal_lm import CausalLM
 from models.exported.description import Description, part_folder, read_description
@@ -53,6 +53,10 @@ class ModelPlan:
     """Suffixes of tensor names in the files that are not parameters."""
     dtype: torch.dtype
     device: torch.device
+    options: ModelConfig
+    """The options with which the model was opened."""
+    quant: QuantConfig
+    """The options of quantisation: those of the KV cache and of activations apply to a quantised checkpoint, too."""
     packed: bool
     """Whether layers hold their weights in the kernels' packed form, and decode steps are captured."""
     static_cache: KVCacheFormat | None
@@ -67,43 +71,55 @@ class ModelPlan:
     """The shard of each sharded tensor, by name. Other tensors are replicated."""
 
 
-def plan_model(run: RunConfig, source: ModelSource, device: torch.device, packed: bool) -> ModelPlan:
+def plan_model(
+    options: ModelConfig, quant: QuantConfig, source: ModelSource, device: torch.device, packed: bool
+) -> ModelPlan:
     """Build the model on the meta device, with the layers that the checkpoint or the `quant` option requires.
 
     `packed`: pack the layers; not for a model whose layers are replaced later. A scheme that needs calibration must be
     the checkpoint's own. Raises UserError for files that cannot be opened, and if the options contradict them.
     """
     if source.artefact is not None:
-        return _plan_exported(run, source, source.artefact, device)
+        return _plan_exported(options, quant, source, source.artefact, device)
     config = source.checkpoint.config
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()
     max_values = max_layer_values(model)
-    _quantize(model, run.quant, read_quantization(config, files, device), files)
-    static_cache = _place_cache_scales(model, run.quant, source, files)
-    dtype = DTYPES[stored_dtype(config, files) if run.model.dtype is DType.auto else run.model.dtype.name]
+    _quantize(model, quant, read_quantization(config, files, device), files)
+    static_cache = _place_cache_scales(model, quant, source, files)
+    dtype = DTYPES[stored_dtype(config, files) if options.dtype is DType.auto else options.dtype.name]
     if packed:
         pack_layers(model, dtype, device)
     ignored = (*source.architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
-    return ModelPlan(source, model, files, ignored, dtype, device, packed, static_cache, max_values)
+    return ModelPlan(source, model, files, ignored, dtype, device, options, quant, packed, static_cache, max_values)
 
 
-def _plan_exported(run: RunConfig, source: ModelSource, artefact: Description, device: torch.device) -> ModelPlan:
+def _plan_exported(
+    options: ModelConfig, quant: QuantConfig, source: ModelSource, artefact: Description, device: torch.device
+) -> ModelPlan:
     folder = source.checkpoint.path
     if device.type != "cpu":
         raise UserError(f"device={device.type} does not run {folder}, which is packed for a CPU: give device=cpu")
-    mode, made_for = run.parallel.mode, artefact.parallel_layout
-    if artefact.part is None and mode is not ParallelMode.single:
-        raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
-    if artefact.part is not None and not mode.divides:
-        raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(made_for)}")
-    given = replace(run.quant, activations=run.quant.activations.of_model)
+    given = replace(quant, activations=quant.activations.of_model)
     if given != QuantConfig() and plain_quant(given) != artefact.quant:
         raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
-    model = ExportedLM(artefact, part_folder(folder, made_for), source.architecture.head is not HeadKind.none).eval()
-    if run.quant.activations is Activations.auto:
+    model = ExportedLM(
+        artefact, part_folder(folder, artefact.parallel_layout), source.architecture.head is not HeadKind.none
+    ).eval()
+    if quant.activations is Activations.auto:
         model.quantized = quantized_if_many
-    return ModelPlan(source, model, [], (), artefact.dtype, device, True, None, 0)
+    return ModelPlan(source, model, [], (), artefact.dtype, device, options, quant, True, None, 0)
+
+
+def check_mode(source: ModelSource, mode: ParallelMode) -> None:
+    """Raise UserError if `source` is an exported model that does not run in this mode."""
+    if source.artefact is None:
+        return
+    folder = source.checkpoint.path
+    if source.artefact.part is None and mode is not ParallelMode.single:
+        raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
+    if source.artefact.part is not None and not mode.divides:
+        raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(source.artefact.parallel_layout)}")
 
 
 def _ranks_of(parallel_layout: ParallelLayout) -> str:
@@ -161,8 +177,12 @@ def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
 
 
 def without_quantization(run: RunConfig) -> RunConfig:
-    """Return the run of the float model for calibration. It computes no rows, so it has no prefixes and adapters."""
-    model, device = replace(run.model, prefixes=None, adapters=None), replace(run.device, kept_prefixes=[])
+    """Return the run of the float model for calibration.
+
+    It computes no rows, so it has no prefixes and adapters. It reads the weights once, so it does not keep them packed.
+    """
+    model = replace(run.model, prefixes=None, adapters=None, keep_packed=False)
+    device = replace(run.device, kept_prefixes=[])
     floats = replace(run, model=model, device=device, predict=replace(run.predict, adapter=None))
     return replace(floats, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())
 

@@ -99,13 +99,13 @@ class RankWorker:
             self._compare(start["common"], common_fingerprint(source.checkpoint.path))
         if run.decode.speculate is Speculate.mtp:
             source = predicting_ahead(source)
-        whole = plan_model(run, source, device, packed=start["packed"])
+        whole = plan_model(run.model, run.quant, source, device, packed=start["packed"])
         plan = shard_plan(whole, parallel_layout, context.group, context.neighbours)
-        load_planned(run, plan)
+        load_planned(plan)
         self._run, self._plan = run, plan
-        self._adapters = make_adapters(run, plan)
+        self._adapters = make_adapters(plan)
         self._cache: KVCache | None = None
-        channel.send({"num_blocks": most_blocks(run, plan, context.size, context.num_sharing)})
+        channel.send({"num_blocks": most_blocks(plan, run.device, context.size, context.num_sharing)})
 
     def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
         names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
@@ -158,7 +158,7 @@ class RankWorker:
         plan, config = self._plan, self._run.device
         if self._cache is None:
             sizes = header["num_blocks"], config.block_size or BLOCK_SIZE[plan.device.type]
-            formats = cache_formats(self._run, plan)
+            formats = cache_formats(plan)
             self._cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
         graphs, width = header["num_graph_sequences"], header["table_width"]
         self._executor = Executor(plan.model, self._cache, graphs, width, config.decode_threads)

@@ -93,7 +93,7 @@ def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFil
                 f"convert.{name}={typed(getattr(config, name))} needs floats, but {source.checkpoint.path} is quantised: "
                 "give the float model"
             )
-    plan = plan_model(run, source, torch.device("cpu"), packed=False)
+    plan = plan_model(run.model, run.quant, source, torch.device("cpu"), packed=False)
     return plan.model, plan.files, plan.ignored_tensors
 
 

@@ -58,7 +58,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     quant = plain_quant(run.quant)
     run, source = calibrated(run, source, report.NO_PROGRESS)
     settings = read_request_settings(run.model, source)
-    plan = plan_model(run, source, device, packed=True)
+    plan = plan_model(run.model, run.quant, source, device, packed=True)
     steps = Steps.of(plan.model)
     parts = load_parts(run, plan, steps)
     with complete_folder(target, overwrite, "export") as folder:

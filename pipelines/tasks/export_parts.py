@@ -40,7 +40,7 @@ def load_parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[ShardExpor
         return [_loaded(run, plan, steps)]
 
     def planned() -> ModelPlan:
-        return plan_model(run, plan.source, plan.device, packed=True)
+        return plan_model(run.model, run.quant, plan.source, plan.device, packed=True)
 
     def part(context: ThreadRankContext) -> ShardExport:
         own = shard_plan(planned(), context.parallel_layout, Recordable(context.group), context.neighbours)
@@ -56,8 +56,8 @@ def load_parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[ShardExpor
 
 
 def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> ShardExport:
-    load_planned(run, plan)
-    formats, sizes = cache_formats(run, plan), (NUM_BLOCKS, BLOCK_SIZE)
+    load_planned(plan)
+    formats, sizes = cache_formats(plan), (NUM_BLOCKS, BLOCK_SIZE)
     cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
     results = steps.results(plan.model, cache)  # also fills caches that the model computes once
     return ShardExport(plan.parallel_layout, plan.model, cache, results)

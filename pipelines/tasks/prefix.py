@@ -56,7 +56,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     if not kept.rows:
         what = f"no prompt of prefix.data fills a block of the KV cache, device.block_size={engine.block_size}"
         raise UserError(f"{what}: give longer prompts, or smaller blocks")
-    kept.save(target, identity(made, source, engine.dtype))
+    kept.save(target, identity(source, made.model.weights, made.quant, engine.dtype, engine.device))
     metrics = {
         **kept.metrics,
         "num_blank_lines": prompts.num_blank_lines,

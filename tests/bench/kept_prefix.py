@@ -11,7 +11,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,6 +22,7 @@ from pipelines.engine import Engine, Output
 from pipelines.loading.kept_prefixes import open_kept, place_kept
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
+from pipelines.loading.planning import plan_model
 from pipelines.tasks.prefix import run_prefix
 
 NUM_OTHERS = 16
@@ -50,15 +50,14 @@ def first_token(engine: Engine, prompt: list[int], prefix_cache: bool) -> tuple[
 def measured(run: RunConfig, kept: Path, token_ids: list[int], rounds: int) -> dict[str, object]:
     """Measure both engines in turns; the first round, which records steps, does not count."""
     engines = {"plain": load_engine(run, 1), "kept": load_engine(run, 1)}
-    source = resolve_model(run.model)
-    kept_run = replace(run, device=replace(run.device, kept_prefixes=[str(kept)]))
+    plan = plan_model(run.model, run.quant, resolve_model(run.model), engines["kept"].device, packed=True)
     start = time.perf_counter()
-    place_kept(engines["kept"], open_kept(kept_run, source, engines["kept"].dtype))
+    place_kept(engines["kept"], open_kept([str(kept)], plan))
     place_s = time.perf_counter() - start
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     equal, generator = True, random.Random(1)
     for _ in range(rounds + 1):
-        others = [generator.randrange(3, source.shape.vocab_size) for _ in range(NUM_OTHERS)]
+        others = [generator.randrange(3, plan.source.shape.vocab_size) for _ in range(NUM_OTHERS)]
         outputs = {}
         for name, engine in engines.items():
             took, outputs[name] = first_token(engine, token_ids + others, PREFIX_CACHE[name])

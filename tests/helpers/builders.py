@@ -92,8 +92,8 @@ def engine_of(
 def unpacked_engine(run: RunConfig, batch_size: int) -> Engine:
     """An engine whose layers hold their weights as the checkpoint does, as calibration wants them."""
     source = resolve_model(run.model)
-    plan = plan_model(run, source, prepare_device(run.device), packed=False)
-    return assemble(run, plan, read_request_settings(run.model, source), batch_size)
+    plan = plan_model(run.model, run.quant, source, prepare_device(run.device), packed=False)
+    return assemble(plan, run.device, run.decode, read_request_settings(run.model, source), batch_size)
 
 
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:

@@ -57,10 +57,10 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
 
     def of_rank(context: ThreadRankContext) -> Quantized:
         source = resolve_model(run.model)
-        whole, plan = (plan_model(float_run, source, CPU, packed=False) for _ in range(2))
+        whole, plan = (plan_model(float_run.model, float_run.quant, source, CPU, packed=False) for _ in range(2))
         layout = file_layout(whole.model, run.quant, run.quantize.format)
         plan = shard_plan(plan, context.parallel_layout, context.group, context.neighbours)
-        load_planned(float_run, plan)
+        load_planned(plan)
         formats = [(Unquantised(), Unquantised())]
         cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, formats, plan.dtype, CPU)
         parted = () if tp * pp == 1 else (whole.model, plan.shards, context.group)

@@ -35,7 +35,7 @@ LAYER_KINDS = {  # what is cut in ways of its own, and a model of tests/helpers/
 
 
 def plan_of(run: RunConfig) -> ModelPlan:
-    return plan_model(run, resolve_model(run.model), prepare_device(run.device), packed=True)
+    return plan_model(run.model, run.quant, resolve_model(run.model), prepare_device(run.device), packed=True)
 
 
 def rank_plan(
@@ -48,7 +48,7 @@ def rank_engine(
     run: RunConfig, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours = NO_NEIGHBOURS
 ) -> Engine:
     plan = rank_plan(run, parallel_layout, group, neighbours)
-    return assemble(run, plan, read_request_settings(run.model, plan.source), 3)
+    return assemble(plan, run.device, run.decode, read_request_settings(run.model, plan.source), 3)
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ def main() -> None:
         library, create_memory(library, tp, pp), layout_of(rank, tp, pp, run.parallel), spins=False
     )
     device = prepare_device(run.device)
-    plan = plan_model(run, resolve_model(run.model), device, packed=True)
+    plan = plan_model(run.model, run.quant, resolve_model(run.model), device, packed=True)
     plan = shard_plan(plan, place.parallel_layout, place.group, place.neighbours)
     weight_bytes = sum(module_bytes(plan.model, plan.dtype).values())
     reset_peak_memory()
     before = peak_memory_bytes(device)
-    load_planned(run, plan)
+    load_planned(plan)
     print(json.dumps({"weight_bytes": weight_bytes, "peak_bytes": peak_memory_bytes(device) - before}))
 
 

@@ -110,12 +110,12 @@ def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, nu
     source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
     dtype = DType[str(plan.dtype).removeprefix("torch.")]
     float_run = without_quantization(replace(run, model=replace(run.model, dtype=dtype)))
-    small = plan_model(float_run, source, plan.device, packed=False)
+    small = plan_model(float_run.model, float_run.quant, source, plan.device, packed=False)
     parent, _, name = small.model.layout.layers.rpartition(".")
     setattr(small.model.get_submodule(parent), name, nn.ModuleList(small.model.layers[:num_layers]))
     small.model.config = replace(small.model.config, num_hidden_layers=num_layers)
     small.model.own_layers = range(num_layers)
-    return assemble(float_run, small, settings, 1)
+    return assemble(small, float_run.device, float_run.decode, settings, 1)
 
 
 def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """Make the folder of a quantised model: calibrate layer by layer, and measure the loss of quality for a report."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,9 @@ def make_model(
     source.warn_of_unread_keys()
     log.warning("calibrating %s on %s: %s; it is kept in %s", what, samples, ready.duration, target)
     with progress.calibrating():
-        float_run = without_quantization(replace(run, model=replace(run.model, keep_packed=False)))  # it is read once
+        float_run = without_quantization(run)
         if not run.parallel.mode.divides:
-            engine = assemble(float_run, ready.plan, settings, 1, progress.loaded)
+            engine = assemble(ready.plan, float_run.device, float_run.decode, settings, 1, progress.loaded)
             batches, cache = calibration_batches(engine, ready.data.samples), calibration_cache(engine)
             share = Share(run.quant, ready.layout, engine.executor.model, batches, cache)
             return _make(run, engine, share, ready, target, progress, with_report)
@@ -65,8 +64,8 @@ def _make_with_ranks(
     whole = ready.plan
     driver = start_driver(float_run, whole)
     try:
-        plan = driver.part(plan_model(float_run, whole.source, whole.device, packed=False))
-        engine = assemble(float_run, plan, settings, 1, progress.loaded, driver=driver)
+        plan = driver.part(plan_model(float_run.model, float_run.quant, whole.source, whole.device, packed=False))
+        engine = assemble(plan, float_run.device, float_run.decode, settings, 1, progress.loaded, driver=driver)
         batches, cache = calibration_batches(engine, ready.data.samples), calibration_cache(engine)
         share = DriverShare(run, ready.layout, plan, whole, batches, cache, driver.workers)
         return _make(run, engine, share, ready, target, progress, with_report)

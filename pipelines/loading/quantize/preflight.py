@@ -36,7 +36,8 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
     the model will be.
     """
     device = prepare_device(run.device)  # sets the threads for the time estimate
-    plan = plan_model(without_quantization(run), source, device, packed=False)
+    float_run = without_quantization(run)
+    plan = plan_model(float_run.model, float_run.quant, source, device, packed=False)
     layout = file_layout(plan.model, run.quant, run.quantize.format)
     are_prompts = source.shape.needs_whole_prompt
     data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)

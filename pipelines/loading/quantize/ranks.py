@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from conf.compose import from_json
+from conf.quantization import QuantConfig
 from conf.schema import RunConfig
 from models.batch import Batch, KVCache
 from models.parallel import stage_layers
 from pipelines.loading.fingerprint import plain
-from pipelines.loading.planning import ModelPlan, plan_model, without_quantization
+from pipelines.loading.planning import ModelPlan, plan_model
 from pipelines.loading.quantize.share import Share
 from pipelines.ranks.control import Workers
 from pipelines.ranks.messages import Channel, Header
@@ -120,7 +121,7 @@ class WorkerShare:
         """`plan`: the rank's shard. `header`: rank 0's first message. Raises UserError as `plan_model` does."""
         self._channel, self._context = channel, context
         run = from_json(header["run"])
-        whole = plan_model(without_quantization(run), plan.source, plan.device, packed=False).model
+        whole = plan_model(run.model, QuantConfig(), plan.source, plan.device, packed=False).model
         layout = file_layout(whole, run.quant, run.quantize.format)
         self._share = Share(run.quant, layout, plan.model, batches, cache, whole, plan.shards, context.group)
 

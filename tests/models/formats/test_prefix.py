@@ -25,7 +25,7 @@ from tests.helpers.written_models import write_written
 
 def read(model: Path, path: Path) -> Any:
     run = run_config(model, allow_pickle=True)
-    plan = plan_model(run, resolve_model(run.model), torch.device("cpu"), packed=False)
+    plan = plan_model(run.model, run.quant, resolve_model(run.model), torch.device("cpu"), packed=False)
     return read_prefix(path, plan.model, str(plan.source.checkpoint.config.raw("model_type")))
 
 
@@ -207,5 +207,7 @@ def test_models_that_take_no_prefix_of_peft_are_named(tmp_path: Path, family: st
 
 
 def open_heads(run: Any) -> tuple[int, int, int]:
-    heads = plan_model(run, resolve_model(run.model), torch.device("cpu"), packed=False).model.attention_heads
+    heads = plan_model(
+        run.model, run.quant, resolve_model(run.model), torch.device("cpu"), packed=False
+    ).model.attention_heads
     return len(heads), heads[0].num_key_value_heads, heads[0].head_dim

@@ -374,6 +374,6 @@ def test_where_nothing_can_be_kept() -> None:
         ModelConfig("x", keep_packed=True, weights=Weights.random)
     run = job(GOLDENS / "llama3")
     source = resolve_model(run.model)
-    plan = plan_model(run, source, torch.device("cuda"), packed=False)
+    plan = plan_model(run.model, run.quant, source, torch.device("cuda"), packed=False)
     with pytest.raises(UserError, match="model.keep_packed=true is not used by device=cuda"):
-        load_packed(run, plan, lambda: None)
+        load_packed(plan, lambda: None)

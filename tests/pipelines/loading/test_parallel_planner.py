@@ -171,7 +171,7 @@ def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
 def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
     config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random))
     source = resolve_model(config.model)
-    model = plan_model(config, source, torch.device("cpu"), packed=False).model
+    model = plan_model(config.model, config.quant, source, torch.device("cpu"), packed=False).model
     plan, costs = parallel_planner._costs(config, source, 16, packed=False)  # noqa: SLF001
     cost = costs.rank(range(model.config.num_hidden_layers), 1, 0)
     assert cost.weight_bytes == weight_bytes(model, plan.dtype)
@@ -238,11 +238,11 @@ def check_ranks(
         with pytest.raises(UserError, match="query heads"):
             costs.rank(range(1), tp, 0)
         return []
-    whole = plan_model(config, source, torch.device("cpu"), packed).model
+    whole = plan_model(config.model, config.quant, source, torch.device("cpu"), packed).model
     assert costs.stages(pp) == stage_layers(whole, pp, plan.dtype)
     models = []
     for stage, rank in product(range(pp), range(tp)):
-        own = plan_model(config, source, torch.device("cpu"), packed).model
+        own = plan_model(config.model, config.quant, source, torch.device("cpu"), packed).model
         shard_model(own, layout_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
         cost = costs.rank(costs.stages(pp)[stage], tp, rank)
         assert cost.weight_bytes == weight_bytes(own, plan.dtype)

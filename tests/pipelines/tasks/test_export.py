@@ -34,7 +34,7 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.parallel_planner import plan_layouts
-from pipelines.loading.planning import plan_model
+from pipelines.loading.planning import check_mode, plan_model
 from pipelines.tasks import export_files, export_steps
 from pipelines.tasks.convert import run_convert
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
@@ -353,15 +353,15 @@ def test_settings_that_contradict_it(artefact: Path, change: Callable[[RunConfig
 
 def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
     run = run_config(artefact)
-    source, divided = resolve_model(run.model), replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2))
+    source = resolve_model(run.model)
     with pytest.raises(UserError, match="parallel=tp does not run .*, whose graph is of one process: leave it out"):
-        plan_model(divided, source, torch.device("cpu"), packed=True)
+        check_mode(source, ParallelMode.tp)
     with pytest.raises(
         UserError, match="parallel=auto does not plan for .*, which is exported: give the model that it was"
     ):
         plan_layouts(replace(run, parallel=ParallelConfig(ParallelMode.auto)))
     with pytest.raises(UserError, match="device=cuda does not run .*, which is packed for a CPU: give device=cpu"):
-        plan_model(run, source, torch.device("cuda"), packed=True)
+        plan_model(run.model, run.quant, source, torch.device("cuda"), packed=True)
 
 
 def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
