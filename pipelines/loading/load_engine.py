@@ -1,12 +1,10 @@
 """Load an engine from a RunConfig. A scheme that needs calibration is calibrated once; later runs find its model."""
 
 import logging
-from dataclasses import replace
 
 import torch
 
 from conf.errors import UserError
-from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, QuantizeConfig
 from conf.schema import ParallelMode, RunConfig
 from conf.speculation import Speculate
 from models.heads import HeadKind
@@ -15,8 +13,9 @@ from pipelines.jobs.report import NO_PROGRESS, ProgressSink
 from pipelines.loading.assembly import assemble
 from pipelines.loading.device import prepare_device
 from pipelines.loading.drafting import plan_draft, predicting_ahead
-from pipelines.loading.model_source import ModelSource, OpenModel, moved, resolve_model
+from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
 from pipelines.loading.planning import check_mode, plan_model
+from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.loading.request_settings import RequestSettings, read_request_settings
 
 log = logging.getLogger(__name__)
@@ -91,29 +90,3 @@ def _load_with_ranks(
     except BaseException:
         driver.close()
         raise
-
-
-def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:
-    """Return the run and the checkpoint of the calibrated model; unchanged if the scheme needs no calibration."""
-    if run.quant.needs_calibration and source.is_quantized:
-        if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
-            unused = "calibrate and quantize.format are not used by a model that is quantised already"
-            raise UserError(f"{unused}: leave them out, or give the float model")
-    elif run.quant.needs_calibration:
-        if source.architecture.head is not HeadKind.vocabulary:
-            what = f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
-            remedy = (
-                "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
-            )
-            raise UserError(f"{what}: {remedy}")
-        from pipelines.loading.quantize.quantize import find_or_make  # here, because other runs do not calibrate
-
-        folder = find_or_make(run, source, progress)
-        log.warning("what runs is the calibrated model in %s", folder)
-        found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
-        model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
-        if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
-            quant = replace(quant, activations=Activations.auto)
-        run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
-        source = resolve_model(run.model)
-    return run, source

@@ -21,9 +21,9 @@ from pipelines.jobs import report
 from pipelines.jobs.output_folder import complete_folder, refuse_existing
 from pipelines.loading.device import prepare_device
 from pipelines.loading.fingerprint import plain_quant
-from pipelines.loading.load_engine import calibrated
 from pipelines.loading.model_source import moved, resolve_model
 from pipelines.loading.planning import plan_model
+from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.loading.request_settings import read_request_settings
 from pipelines.tasks.export_files import write_part, write_runner_tokenizer
 from pipelines.tasks.export_parts import load_parts, prove

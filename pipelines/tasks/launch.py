@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from conf.errors import UserError
@@ -57,47 +58,6 @@ def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
 
 
 def _function_of(task: Task) -> Run:
-    """Return the function of a task. Imports only that task: importing all of them takes a tenth of a second more."""
-    match task:
-        case Task.serve:
-            raise ValueError("task=serve runs without torch")
-        case Task.predict:
-            from pipelines.tasks.predict import run_predict
-
-            return run_predict
-        case Task.bench:
-            from pipelines.tasks.bench import run_bench
-
-            return run_bench
-        case Task.evaluate:
-            from pipelines.tasks.evaluate import run_evaluate
-
-            return run_evaluate
-        case Task.convert:
-            from pipelines.tasks.convert import run_convert
-
-            return run_convert
-        case Task.quantize:
-            from pipelines.loading.quantize.quantize import run_quantize
-
-            return run_quantize
-        case Task.export:
-            from pipelines.tasks.export import run_export
-
-            return run_export
-        case Task.prefix:
-            from pipelines.tasks.prefix import run_prefix
-
-            return run_prefix
-        case Task.embed:
-            from pipelines.tasks.embed import run_embed
-
-            return run_embed
-        case Task.score:
-            from pipelines.tasks.score import run_score
-
-            return run_score
-        case Task.chat:
-            from pipelines.tasks.chat import run_chat
-
-            return run_chat
+    """Return `run_NAME` of the task's module. Imports only that task: importing all takes a tenth of a second more."""
+    function: Run = getattr(import_module(f"pipelines.tasks.{task.name}"), f"run_{task.name}")
+    return function

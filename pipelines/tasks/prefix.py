@@ -21,8 +21,9 @@ from pipelines.jobs.prompt_encoder import PromptEncoder
 from pipelines.jobs.prompts import GIVE, PromptRow, read_prompts
 from pipelines.loading.device import prepare_device
 from pipelines.loading.kept_prefixes import UNSHARED, KeptRow, identity, save_kept
-from pipelines.loading.load_engine import calibrated, load_engine_on
+from pipelines.loading.load_engine import load_engine_on
 from pipelines.loading.model_source import resolve_model
+from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.tasks.row_tasks import read_batch_line
 
 

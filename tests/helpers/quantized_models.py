@@ -27,7 +27,7 @@ from conf.tasks import PredictConfig
 from pipelines.engine import Engine
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.quantize import model as quantize_model
-from pipelines.loading.quantize import quantize
+from pipelines.tasks.quantize import run_quantize
 from tests.helpers.builders import run_config
 
 STATIC, DYNAMIC = Activations.static, Activations.dynamic
@@ -107,7 +107,7 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
 
     quantize_assemble = quantize_model.assemble
     with patch.object(quantize_model, "assemble", assemble), patch("pipelines.loading.quantize.report.draw"):
-        quantize.run_quantize(run, output_dir, dump)
+        run_quantize(run, output_dir, dump)
     return made[0]  # others may have been made meanwhile
 
 

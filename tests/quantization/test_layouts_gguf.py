@@ -20,7 +20,7 @@ from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
 from models.layers.linear import Linear
 from pipelines.loading.load_engine import load_engine
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantization
 from quantization.layouts.sharded import ShardedLayout
 from quantization.linear import BlockMethod, IntMethod

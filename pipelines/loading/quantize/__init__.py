@@ -1,1 +1,1 @@
-"""`task=quantize`, and the calibrated models of `quant`. `quantize.py` finds or makes one, layer by layer."""
+"""The calibrated models of `quant`. `calibrated.py` finds one, `model.py` makes one, layer by layer."""

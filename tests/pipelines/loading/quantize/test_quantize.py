@@ -31,7 +31,7 @@ from models.formats.manifest import verify_manifest
 from models.tokenizers import load_tokenizer
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.quantize.calibration_data import read_calibration_data
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from quantization.layouts.base import StoredWeight
 from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY, all_logits, engine_of, run_config

@@ -13,7 +13,7 @@ from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import GptqConfig, QuantConfig, QuantizedFormat, SparsityConfig, SparsityMethod
 from pipelines.loading.load_engine import load_engine
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from quantization.layouts.packing import unpack
 from tests.helpers.builders import all_logits, run_config
 from tests.helpers.cases import each

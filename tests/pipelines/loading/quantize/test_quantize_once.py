@@ -27,10 +27,11 @@ from pipelines.jobs import report
 from pipelines.jobs.output_folder import only_maker
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize import estimate as quantize_estimate
-from pipelines.loading.quantize import quantize
+from pipelines.loading.quantize import model as making
+from pipelines.loading.quantize.calibrated import find_or_make
 from pipelines.loading.quantize.preflight import preflight
-from pipelines.loading.quantize.quantize import find_or_make
 from pipelines.loading.request_settings import read_request_settings
+from pipelines.tasks.quantize import run_quantize
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS
@@ -43,14 +44,17 @@ NUM_TOKENS = 6 * 16  # of quantize_run's samples, which are all in one step
 DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
-from pipelines.loading.quantize import quantize
+from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading.model_source import resolve_model
+from pipelines.loading.quantize import model as making
+from pipelines.loading.quantize.calibrated import find_or_make
+from pipelines.tasks.quantize import run_quantize
 from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
 model, data, made = map(Path, json.loads(sys.argv[1]))
 os.environ["QUINTET_OUTPUTS"] = str(made.parent)
 waiting, ended = os.pipe(), os.pipe()
-make_model = quantize.make_model
+make_model = making.make_model
 dead = made.parent / "dead"
 
 
@@ -76,9 +80,9 @@ for i in range(3):
     children.append(os.fork())
     if children[-1] == 0:
         logging.getLogger().addHandler(Waiting())
-        quantize.make_model = die_first
+        making.make_model = die_first
         run = quantize_run(model, CALIBRATED["a8w8 dynamic smoothquant"], None, data)
-        folder = quantize.find_or_make(run, resolve_model(run.model), quantize.report.NO_PROGRESS)
+        folder = find_or_make(run, resolve_model(run.model), NO_PROGRESS)
         os.write(ended[1], b"found " if (folder / "config.json").is_file() else b"nothing ")
         os._exit(0)
 codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
@@ -122,7 +126,7 @@ def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monk
     """And then finds that it is there: no message speaks of another run that writes."""
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     run = replace(quantize_run(LLAMA, CALIBRATED["a8w8 dynamic smoothquant"], None, data), task=Task.quantize)
-    make_model, waiting, refused = quantize.make_model, threading.Event(), []
+    make_model, waiting, refused = making.make_model, threading.Event(), []
 
     class Noted(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -131,7 +135,7 @@ def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monk
 
     def make_by_task() -> None:
         with pytest.raises(UserError) as raised:
-            quantize.run_quantize(run, tmp_path / "run", lambda *_: "")
+            run_quantize(run, tmp_path / "run", lambda *_: "")
         refused.append(str(raised.value))
 
     task, handler = threading.Thread(target=make_by_task), Noted()
@@ -141,7 +145,7 @@ def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monk
         assert waiting.wait(60)
         return make_model(*arguments, **options)
 
-    monkeypatch.setattr(quantize, "make_model", beside_a_task)
+    monkeypatch.setattr(making, "make_model", beside_a_task)
     logging.getLogger().addHandler(handler)
     try:
         folder = find_or_make(run, resolve_model(run.model), report.NO_PROGRESS)

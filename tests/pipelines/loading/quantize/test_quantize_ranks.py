@@ -13,7 +13,7 @@ from conf.errors import UserError
 from conf.quantization import QuantConfig, SparsityConfig, SparsityMethod, SparsityPattern
 from conf.schema import DType
 from pipelines.jobs.interrupt import RankLost
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from quantization.part_files import PartFiles
 from tests.helpers.builders import all_logits
 from tests.helpers.calibrated_ranks import quantized_by

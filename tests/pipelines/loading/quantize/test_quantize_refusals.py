@@ -15,7 +15,7 @@ from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import Activations, CalibrateConfig, KVCacheFormat, QuantConfig, SmoothConfig
 from conf.schema import DType, RunConfig, Weights
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS

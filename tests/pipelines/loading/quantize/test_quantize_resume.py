@@ -15,7 +15,7 @@ from conf.compose import dump
 from conf.errors import UserError
 from conf.quantization import QuantConfig, SparsityConfig, SparsityMethod
 from conf.schema import RunConfig
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.cases import each
@@ -30,7 +30,7 @@ import json, os, signal, sys
 from pathlib import Path
 from conf.compose import dump
 from pipelines.loading.quantize import preflight as quantize_preflight
-from pipelines.loading.quantize.quantize import run_quantize
+from pipelines.tasks.quantize import run_quantize
 from quantization.quantizer import Quantizer
 from tests.helpers.kill import before
 from tests.helpers.quantized_models import CALIBRATED, make, quantize_run

@@ -14,16 +14,14 @@ from typing import Any
 
 from conf.errors import UserError, check
 from conf.quantization import KVCacheFormat, QuantConfig, QuantizedFormat, QuantScheme
-from conf.schema import ExpertPlacement, ParallelConfig, RunConfig, Sum
-from models.formats.manifest import MANIFEST
+from conf.schema import RunConfig
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import kept_folder, only_maker, refuse_existing
-from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize.job import default_target
 from pipelines.loading.quantize.model import make_model
 from pipelines.loading.quantize.preflight import print_preflight
 from pipelines.loading.quantize.report import perplexity
-from pipelines.ranks.launch import joined
 
 log = logging.getLogger(__name__)
 
@@ -66,33 +64,6 @@ def _for_format(run: RunConfig) -> QuantConfig:
         return quant
     log.warning("quantize.format=awq has no quantised head: lm_head stays as it is, and not int8")
     return replace(quant, overrides={}, skip=[*quant.skip, "lm_head"])
-
-
-def find_or_make(run: RunConfig, source: ModelSource, progress: report.ProgressSink) -> Path:
-    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`.
-
-    Makes it if it does not exist.
-
-    Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
-    """
-    run = replace(run, calibrate=run.calibrate.resolved(run.quant), parallel=_for_calibration(run.parallel))
-    target = default_target(run, source)
-    if (target / MANIFEST).is_file():
-        return target
-    with only_maker(target):
-        if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
-            make_model(run, source, target, progress, with_report=False)
-    return target
-
-
-def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the parallel settings of the calibration.
-
-    Under a launcher one process calibrates and the other ranks wait.
-    """
-    if joined(os.environ) is not None:
-        return ParallelConfig()
-    return replace(parallel, sum=Sum.gather, experts=ExpertPlacement.split)
 
 
 def _print(metrics: dict[str, Any], target: Path, output_dir: Path) -> None:
