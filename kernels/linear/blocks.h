@@ -48,17 +48,18 @@ template <class Reader> struct Block {
 };
 
 // The addresses that a reader prefetches: PREFETCH_BYTES ahead in its tile, and near its end in the tiles that are read
-// next.
+// next. Addresses are numbers here: a pointer outside of its array is undefined.
 struct Ahead {
-  const uint8_t *near_end;
+  uintptr_t near_end;
   int64_t skipped;
 
   // For a tile that is one of `num_tiles` read in turn.
   Ahead() = default;
   Ahead(const uint8_t *tile, int64_t tile_bytes, int64_t num_tiles)
-      : near_end(tile + tile_bytes - PREFETCH_BYTES), skipped((num_tiles - 1) * tile_bytes) {}
+      : near_end(reinterpret_cast<uintptr_t>(tile) + tile_bytes - PREFETCH_BYTES), skipped((num_tiles - 1) * tile_bytes) {}
   template <int64_t BYTES = 64> void fetch(const uint8_t *at) const {
-    const uint8_t *later = at + PREFETCH_BYTES + (at < near_end ? 0 : skipped);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(at);
+    const uintptr_t later = address + PREFETCH_BYTES + (address < near_end ? 0 : skipped);
     UNROLL
     for (int64_t byte = 0; byte < BYTES; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T1);
   }
