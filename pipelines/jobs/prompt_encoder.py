@@ -15,7 +15,7 @@ from pipelines.jobs.prompts import PromptRow, check_unicode
 @dataclass(frozen=True)
 class EncodedPrompt:
     text: str | None
-    """The model's input as text; None without a tokenizer."""
+    """The model's input as text; None if only its token ids are known."""
     token_ids: list[int]
     prediction_token_ids: list[int] = field(default_factory=list)
     num_truncated: int = 0

@@ -12,6 +12,7 @@ from pipelines.engine import Engine, Output, Request
 from pipelines.engine.speculation import DraftCounts
 from pipelines.jobs import report
 from pipelines.jobs.journal import Fingerprint
+from pipelines.jobs.prompt_encoder import EncodedPrompt
 from pipelines.jobs.prompts import PromptRow
 
 Row = dict[str, Any]
@@ -48,12 +49,9 @@ class RowRequest:
 
     request: Request
     """Its id is the row's index."""
-    prompt: str | None = None
-    """The model's input as text, for the results."""
+    prompt: EncodedPrompt
     answer: Callable[[Output], Row] | None = None
     """Formats the output as a line of an OpenAI batch; None if the row is not a line of a batch."""
-    num_truncated: int = 0
-    """Tokens of the row's text that are not in the request."""
 
 
 class RowExecutor(Protocol):

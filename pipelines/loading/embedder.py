@@ -14,10 +14,10 @@ from models.tokenizers import Tokenizer
 from models.tokenizers.truncation import truncated
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
-from pipelines.jobs.prompt_encoder import PromptEncoder
+from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.jobs.prompts import PromptRow
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.pooler import PooledPrompt, Pooler
+from pipelines.loading.pooler import Pooler
 
 NAME = re.compile(r"[\w-]+")  # the name of an instruction; an instruction's text contains a space or a colon
 
@@ -59,7 +59,7 @@ class Embedder(Pooler):
         outputs: int = self.engine.executor.model.head.shape[0]  # type: ignore[index, assignment]
         return outputs
 
-    def encode(self, row: PromptRow) -> PooledPrompt:
+    def encode(self, row: PromptRow) -> EncodedPrompt:
         """Return the row's tokens: the instruction, the prompt, and an eos if the tokenizer's settings request one.
 
         A prompt is truncated to the checkpoint's max_seq_length, as in sentence-transformers.
@@ -69,13 +69,13 @@ class Embedder(Pooler):
                 raise UserError(
                     "embed.instruction stands before a prompt, and the row has none: give a prompt, or embed.instruction=''"
                 )
-            return PooledPrompt(self._encoder.encode(row).token_ids)
+            return self._encoder.encode(row)
         text, end = self._instruction + row.prompt, [] if self._eos is None else [self._eos]
         token_ids, num_truncated = self._encoder.encode(PromptRow(row.index, prompt=text)).token_ids, 0
         if self._max_tokens and self.engine.tokenizer:
             most = self._max_tokens - len(end)
             token_ids, num_truncated = truncated(self.engine.tokenizer, text, token_ids, most)
-        return PooledPrompt([*token_ids, *end], num_truncated)
+        return EncodedPrompt(text, [*token_ids, *end], num_truncated=num_truncated)
 
     def values(self, output: Output) -> Tensor:
         vector: Tensor = output.pooled  # [E]

@@ -1,7 +1,7 @@
 """A pooler makes a request of a row, and numbers of its output: an embedding or scores."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -9,20 +9,16 @@ from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
 from models.heads import HeadKind
-from pipelines.engine import Engine, Output, Request
+from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.engine.request_factory import check_pooled
 from pipelines.jobs import report
+from pipelines.jobs.prompt_encoder import EncodedPrompt
 from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import RowRequest
 from pipelines.loading.device import prepare_device
 from pipelines.loading.load_engine import load_engine_on
 from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
-
-
-class PooledPrompt(NamedTuple):
-    token_ids: list[int]
-    num_truncated: int = 0
-    """Tokens of the text that were cut off by the checkpoint's max_seq_length."""
 
 
 class Pooler(ABC):
@@ -53,27 +49,26 @@ class Pooler(ABC):
         """Numbers per row."""
 
     @abstractmethod
-    def encode(self, row: PromptRow) -> PooledPrompt:
+    def encode(self, row: PromptRow) -> EncodedPrompt:
         """Return the row's tokens. Raises UserError for a row that cannot be run."""
 
     @abstractmethod
     def values(self, output: Output) -> Tensor:
         """Return the float32 numbers of a finished row."""
 
-    def request(self, row: PromptRow, decode: DecodeConfig) -> tuple[Request, int]:
-        """Return the row's request and the number of its truncated tokens.
-
-        `decode` is overridden by the row's own settings.
+    def request(self, row: PromptRow, decode: DecodeConfig) -> RowRequest:
+        """Return the request of a row. The row's settings override `decode`.
 
         Raises UserError for a row that cannot be run.
         """
-        token_ids, num_truncated = self.encode(row)
+        prompt = self.encode(row)
         if row.prediction is not None:
             raise UserError("a prediction is not used where nothing is generated: leave it out")
         own = decode.replaced(row.decode)
         prefix = self._prefix if row.prefix is None else row.prefix
         adapter = self._adapter if row.adapter is None else row.adapter
-        return self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter), num_truncated
+        token_ids = prompt.token_ids
+        return RowRequest(self.engine.pooled_request(row.index, token_ids, self.pooling, own, prefix, adapter), prompt)
 
 
 def open_pooler(

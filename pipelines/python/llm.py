@@ -23,6 +23,8 @@ from pipelines.engine.request import TokenLogprobs
 from pipelines.jobs import report
 from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.jobs.prompts import PromptRow, parse_row
+from pipelines.jobs.rows import RowRequest
+from pipelines.jobs.text_generator import TextGenerator
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.memory import explained_out_of_memory
 from pipelines.loading.model_source import resolve_model
@@ -193,7 +195,7 @@ class LLM:
         if (prompts is None) == (prompt_token_ids is None):
             raise UserError("generate takes prompts or prompt_token_ids: give one of them")
         rows = _rows(cast(Any, prompt_token_ids if prompts is None else prompts))
-        return self._generate(rows, sampling_params, use_tqdm, lora_request, self._encoder())
+        return self._generate(rows, sampling_params, use_tqdm, self._generator(lora_request))
 
     def chat(
         self,
@@ -212,31 +214,33 @@ class LLM:
         many = messages if messages and isinstance(messages[0], list) else [messages]
         rows = [_row(index, {"messages": each}) for index, each in enumerate(many)]
         template = self._template if chat_template is None else str(chat_template)
-        encoder = self._encoder(template, add_generation_prompt)
-        return self._generate(rows, sampling_params, use_tqdm, lora_request, encoder)
+        generator = self._generator(lora_request, template, add_generation_prompt)
+        return self._generate(rows, sampling_params, use_tqdm, generator)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt. Needs `runner="pooling"`."""
         if self._embedder is None:
             raise UserError('embed needs a model that was loaded for it: give runner="pooling" to LLM')
         rows = _rows(prompts)
-        tokens = [self._encoder().encode(row) for row in rows]
+        tokens = [self._generator().encoder.encode(row) for row in rows]
         vectors = self._embedder([{"prompt_token_ids": each.token_ids} for each in tokens])
         return [
             EmbeddingRequestOutput(str(next(self._ids)), each.token_ids, EmbeddingOutput(vector.tolist()))
             for each, vector in zip(tokens, vectors, strict=True)
         ]
 
-    def _encoder(self, template: str = "none", add_generation_prompt: bool = True) -> PromptEncoder:
-        return PromptEncoder(self.engine.tokenizer, True, template, add_generation_prompt)
+    def _generator(
+        self, adapter: str | None = None, template: str = "none", add_generation_prompt: bool = True
+    ) -> TextGenerator:
+        encoder = PromptEncoder(self.engine.tokenizer, True, template, add_generation_prompt)
+        return TextGenerator(self.engine, encoder, adapter=adapter)
 
     def _generate(
         self,
         rows: list[PromptRow],
         given: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        adapter: str | None,
-        encoder: PromptEncoder,
+        generator: TextGenerator,
     ) -> list[RequestOutput]:
         if self._embedder is not None:
             raise UserError('generate and chat need a model that was loaded for them: leave runner="pooling" out')
@@ -246,10 +250,10 @@ class LLM:
             explained_out_of_memory(),
             report.progress_bar() if use_tqdm else nullcontext(report.NO_PROGRESS) as sink,
         ):
-            asked = [self._ask(row, each, encoder, adapter) for row, each in zip(rows, params, strict=True)]
-            outputs = self._run([request for _, request in asked], sink)
+            asked = [self._ask(row, each, generator) for row, each in zip(rows, params, strict=True)]
+            outputs = self._run([each.request for each in asked], sink)
         rows_of = zip(asked, outputs, params, strict=True)
-        return [self._output(*each, output, own.detokenize, adapter) for each, output, own in rows_of]
+        return [self._output(each, output, own.detokenize, generator.adapter) for each, output, own in rows_of]
 
     def _params_of(
         self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None
@@ -262,20 +266,16 @@ class LLM:
             )
         return list(given)
 
-    def _ask(
-        self, row: PromptRow, params: SamplingParams, encoder: PromptEncoder, adapter: str | None
-    ) -> tuple[EncodedPrompt, Request]:
+    def _ask(self, row: PromptRow, params: SamplingParams, generator: TextGenerator) -> RowRequest:
         decode = replace(params.decode(), **self._of_engine)
         decode = replace(decode, prefix_cache=decode.prefix_cache and self._prefix_cache)
         number = next(self._ids)
-        if decode.seed is None and self._seed is not None:
-            decode = replace(decode, seed=self._seed + number)  # every prompt of a script gets its own seed
+        seed = None if self._seed is None else self._seed + number  # every prompt of a script gets its own seed
         try:
-            prompt = encoder.encode(row)
-            if row.prompt_token_ids is not None:
-                prompt = replace(prompt, text=None)
-            token_ids = params.truncated(prompt.token_ids, self.engine.context.num_tokens)
-            return prompt, self.engine.request(number, token_ids, decode, adapter=adapter)
+            prompt = generator.encoder.encode(row)
+            text = prompt.text if row.prompt_token_ids is None else None
+            prompt = EncodedPrompt(text, params.truncated(prompt.token_ids, self.engine.context.num_tokens))
+            return generator.request(replace(row, index=number), decode, seed, prompt=prompt)
         except UserError as error:
             raise UserError(f"prompt {row.index}: {error}") from error
 
@@ -291,9 +291,7 @@ class LLM:
                 progress.generated(len(outputs), len(requests), speed)
         return [outputs[request.id] for request in requests]
 
-    def _output(
-        self, prompt: EncodedPrompt, request: Request, output: Output, with_texts: bool, adapter: str | None
-    ) -> RequestOutput:
+    def _output(self, asked: RowRequest, output: Output, with_texts: bool, adapter: str | None) -> RequestOutput:
         completions = []
         tokenizer = self.engine.tokenizer if with_texts else None
         for index, each in enumerate(output.completions):
@@ -306,7 +304,7 @@ class LLM:
             completions.append(CompletionOutput(index, text, each.token_ids, *rest))
         of_prompt = output.prompt_logprobs
         named = None if of_prompt is None else [None, *(_named(step, tokenizer) for step in of_prompt)]
-        identity = str(request.id), prompt.text, request.prompt_token_ids
+        identity = str(output.request_id), asked.prompt.text, asked.request.prompt_token_ids
         return RequestOutput(*identity, named, completions, output.num_cached_tokens, lora_request=adapter)
 
 

@@ -116,6 +116,6 @@ class ScorePipeline(PooledPipeline):
 def _requests(pooler: Pooler, run: RunConfig, rows: Any) -> Iterator[Request]:
     for row in rows_from_python(rows):
         try:
-            yield pooler.request(row, run.decode)[0]
+            yield pooler.request(row, run.decode).request
         except UserError as error:
             raise UserError(f"row {row.index}: {error}") from error

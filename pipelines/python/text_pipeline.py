@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, list_known_names
 from conf.schema import RunConfig
-from pipelines.engine import Engine, Output, Request
+from pipelines.engine import Engine, Request
 from pipelines.engine.request import Sink, TokenLogprobs
-from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.jobs.prompt_encoder import PromptEncoder
 from pipelines.jobs.prompts import PromptRow, rows_from_python
+from pipelines.jobs.rows import Row, RowRequest
+from pipelines.jobs.text_generator import TextGenerator, whole_texts
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.memory import explained_out_of_memory
 from pipelines.loading.model_source import OpenModel
@@ -29,10 +31,9 @@ Result = dict[str, Any]
 
 
 class Prepared(NamedTuple):
-    prompt: EncodedPrompt
-    request: Request
-    first_text: int
-    """Number of texts of all prompts before it."""
+    row_request: RowRequest
+    texts: range
+    """Numbers of its texts, counted over all prompts."""
 
 
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True with a greedy config
@@ -161,7 +162,7 @@ class TextGenerationPipeline:
         try:
             given = {**self._defaults, **_checked_arguments(arguments)}
             decode = _decode(self._decode, arguments, self._suggested)
-            results = self._results(prompts, decode, given, self._encoder(given), streamer)
+            results = self._results(prompts, decode, given, self._generator(given), streamer)
             if isinstance(prompts, Iterator):
                 if streamer:
                     raise UserError("a streamer needs to know how many prompts there are: give a list, not a generator")
@@ -204,7 +205,7 @@ class TextGenerationPipeline:
             finally:
                 self._caller = None
 
-    def _encoder(self, given: dict[str, Any]) -> PromptEncoder:
+    def _generator(self, given: dict[str, Any]) -> TextGenerator:
         batch_size, most = given.get("batch_size"), self.engine.max_num_requests
         if batch_size is not None and batch_size > most:
             limit = f"the {most} that this pipeline was made for"
@@ -214,44 +215,46 @@ class TextGenerationPipeline:
                 "there is no tokenizer, so no text: use pipe.engine for token ids, or give model.tokenizer=PATH"
             )
         settings = self.run.predict
-        return PromptEncoder(
+        encoder = PromptEncoder(
             self.tokenizer,
             given.get("add_special_tokens", settings.add_special_tokens),
             str(given.get("chat_template", settings.chat_template)),
             truncate=settings.truncate,
             max_tokens=settings.max_prompt_tokens,
         )
+        prefix, adapter = given.get("prefix", settings.prefix), given.get("adapter", settings.adapter)
+        return TextGenerator(self.engine, encoder, prefix, adapter)
 
     def _results(
         self,
         prompts: Any,
         decode: DecodeConfig,
         given: dict[str, Any],
-        encoder: PromptEncoder,
+        generator: TextGenerator,
         streamer: Streamer | None,
     ) -> Generator[Result, None, None]:
         """Yield results in order.
 
         A generator's prompts are taken when the engine has room. A list is checked whole before it runs.
         """
-        prepared: Iterable[Prepared] = self._prepare(rows_from_python(prompts), encoder, decode, given, streamer)
+        prepared: Iterable[Prepared] = _prepare(rows_from_python(prompts), generator, decode, streamer)
         if not isinstance(prompts, Iterator):
             prepared = list(prepared)
             if streamer:
-                streamer.start(sum(each.request.params.n for each in prepared))
+                streamer.start(sum(len(each.texts) for each in prepared))
         full_text = given.get("return_full_text", True)
         running: dict[int, Prepared] = {}  # by row index
 
         def requests() -> Iterator[Request]:
             for each in prepared:
-                running[each.request.id] = each
-                yield each.request
+                running[each.row_request.request.id] = each
+                yield each.row_request.request
 
         if streamer and full_text and not streamer.skip_prompt:
             for each in prepared:
-                if each.prompt.text:
-                    for sample in range(each.request.params.n):
-                        streamer.put(each.first_text + sample, each.prompt.text)
+                if text := each.row_request.prompt.text:
+                    for number in each.texts:
+                        streamer.put(number, text)
         finished: dict[int, Result] = {}  # results that wait for an earlier row
         next_row = 0
         with closing(self.engine.generate(requests(), given.get("batch_size"))) as outputs:
@@ -259,37 +262,28 @@ class TextGenerationPipeline:
                 row = output.request_id
                 if output.error:
                     raise output.error
-                prompt, request, first_text = running.pop(row)
-                finished[row] = _result(prompt, full_text, request, output)
+                row_request, texts = running.pop(row)
+                finished[row] = _result(generator.result(row_request, output), row_request.request, full_text)
                 if streamer:
-                    for sample in range(request.params.n):
-                        streamer.end_row(first_text + sample)
+                    for number in texts:
+                        streamer.end_row(number)
                 while next_row in finished:
                     yield finished.pop(next_row)
                     next_row += 1
 
-    def _prepare(
-        self,
-        rows: Iterable[PromptRow],
-        encoder: PromptEncoder,
-        decode: DecodeConfig,
-        given: dict[str, Any],
-        streamer: Streamer | None,
-    ) -> Iterator[Prepared]:
-        num_texts, prefix = 0, given.get("prefix", self.run.predict.prefix)
-        adapter = given.get("adapter", self.run.predict.adapter)
-        for row in rows:
-            sink = _sink(streamer, num_texts) if streamer else None
-            try:
-                prompt = encoder.encode(row)
-                own, prediction = decode.replaced(row.decode), prompt.prediction_token_ids
-                behind = prefix if row.prefix is None else row.prefix
-                name = adapter if row.adapter is None else row.adapter
-                request = self.engine.request(row.index, prompt.token_ids, own, sink, prediction, behind, name)
-            except UserError as error:
-                raise UserError(f"prompt {row.index}: {error}") from error
-            yield Prepared(prompt, request, num_texts)
-            num_texts += request.params.n
+
+def _prepare(
+    rows: Iterable[PromptRow], generator: TextGenerator, decode: DecodeConfig, streamer: Streamer | None
+) -> Iterator[Prepared]:
+    num_texts = 0
+    for row in rows:
+        sink = _sink(streamer, num_texts) if streamer else None
+        try:
+            row_request = generator.request(row, decode, sink=sink)
+        except UserError as error:
+            raise UserError(f"prompt {row.index}: {error}") from error
+        first_text, num_texts = num_texts, num_texts + row_request.request.params.n
+        yield Prepared(row_request, range(first_text, num_texts))
 
 
 def _sink(streamer: Streamer, first_text: int) -> Sink:
@@ -300,27 +294,18 @@ def _sink(streamer: Streamer, first_text: int) -> Sink:
     return put
 
 
-def _result(prompt: EncodedPrompt, full_text: bool, request: Request, output: Output) -> Result:
-    completions, prefix = output.completions, (prompt.text or "") if full_text else ""
-    result: Result = {"text_generation_text": [prefix + (completion.text or "") for completion in completions]}
-    if request.params.samples:
-        result["seed"] = request.params.seed
-    if request.params.logprobs is not None:
-        result["token_ids"] = [completion.token_ids for completion in completions]
-        result["logprobs"] = [_steps(completion.logprobs or []) for completion in completions]
-    if prompt.num_truncated:
-        result["num_truncated_tokens"] = prompt.num_truncated
-    if output.prompt_logprobs is not None:
-        result["prompt_token_ids"] = request.prompt_token_ids
-        result["prompt_logprobs"] = _steps(output.prompt_logprobs)
+def _result(row: Row, request: Request, full_text: bool) -> Result:
+    completions = row.get("completions", [row])
+    result: Result = {**whole_texts(row if full_text else {**row, "prompt": None})}
+    if "seed" in row:
+        result["seed"] = row["seed"]
+    if "logprobs" in completions[0]:
+        result |= {name: [completion[name] for completion in completions] for name in ("token_ids", "logprobs")}
+    if "num_truncated_tokens" in row:
+        result["num_truncated_tokens"] = row["num_truncated_tokens"]
+    if "prompt_logprobs" in row:
+        result |= {"prompt_token_ids": request.prompt_token_ids, "prompt_logprobs": row["prompt_logprobs"]}
     return result
-
-
-def _steps(steps: list[TokenLogprobs]) -> list[dict[int, dict[str, float]]]:
-    return [
-        {token: {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
-        for step in steps
-    ]
 
 
 TASKS: dict[str, type[TextGenerationPipeline] | type[PooledPipeline]] = {

@@ -44,13 +44,12 @@ class PooledRows(EngineRows):
         return cls(run, pooler, loaded)
 
     def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
-        request, num_truncated = self._pooler.request(row, self._decode)
-        return RowRequest(request, num_truncated=num_truncated)
+        return self._pooler.request(row, self._decode)
 
     def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
         result = {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}
-        if row_request.num_truncated:
-            result["num_truncated_tokens"] = row_request.num_truncated
+        if row_request.prompt.num_truncated:
+            result["num_truncated_tokens"] = row_request.prompt.num_truncated
         return self.with_values(result, self._pooler.values(output))
 
     @staticmethod

@@ -14,9 +14,9 @@ from conf.schema import RunConfig
 from conf.support.terminal import escape_control_chars, escape_line
 from conf.tasks import OutputForm, PredictConfig
 from models.formats.hub import find_checkpoint
-from pipelines.engine import Completion, Engine, Output
+from pipelines.engine import Output
 from pipelines.engine.faults import belongs_to_request, row_error
-from pipelines.engine.request import ContextLimit, FinishReason, TokenLogprobs
+from pipelines.engine.request import ContextLimit, FinishReason
 from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.jobs import report
 from pipelines.jobs.data_files import expanded, names_a_file
@@ -27,6 +27,7 @@ from pipelines.jobs.prompt_encoder import PromptEncoder
 from pipelines.jobs.prompts import PromptRow, Prompts
 from pipelines.jobs.rows import EngineRows, Loaded, Record, Row, RowExecutor, RowRequest
 from pipelines.jobs.run_log import FILE
+from pipelines.jobs.text_generator import TextGenerator, whole_texts
 from pipelines.loading.device import prepare_device
 from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
 from pipelines.loading.load_engine import load_engine_on
@@ -88,20 +89,11 @@ class PredictRows(EngineRows):
     """Computes predictions from prompts."""
 
     def __init__(
-        self,
-        engine: Engine,
-        loaded: Loaded,
-        encoder: PromptEncoder,
-        defaults: PredictConfig,
-        open_batch: "Callable[[int | None], BatchAnswers]",
+        self, generator: TextGenerator, loaded: Loaded, open_batch: "Callable[[int | None], BatchAnswers]"
     ) -> None:
-        """`defaults`: prefix and adapter of the rows that set none.
-
-        `open_batch`: opens lines of batches with the seed of all rows.
-        """
-        super().__init__(engine, loaded)
-        self.encoder = encoder
-        self._defaults = defaults
+        """`open_batch`: opens lines of batches with the seed of all rows. Raises UserError if they cannot be run."""
+        super().__init__(generator.engine, loaded)
+        self._generator = generator
         self._open_batch = open_batch
         self._batch: BatchAnswers | None = None  # set at the first line of a batch
 
@@ -122,39 +114,31 @@ class PredictRows(EngineRows):
             truncate=settings.truncate,
             max_tokens=settings.max_prompt_tokens,
         )
+        generator = TextGenerator(engine, encoder, settings.prefix, settings.adapter)
         _check_new_tokens(run.decode, engine.context, encoder, rows)
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
 
         def open_batch(seed: int | None) -> "BatchAnswers":
-            from pipelines.server.batches.answers import BatchAnswers  # here, because other rows do not need pydantic
-
-            return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, engine, encoder)
-
-        return cls(engine, loaded, encoder, run.predict, open_batch)
-
-    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
-        if row.batch is not None:
-            if self._defaults.max_prompt_tokens is not None:
+            if settings.max_prompt_tokens is not None:
                 raise UserError(
                     "predict.truncate is not used by lines of a batch: leave it out, or give rows of prompts"
                 )
-            self._batch = self._batch or self._open_batch(seed)
-            return self._batch.ask(row)
-        prompt = self.encoder.encode(row)
-        decode, prediction = self._decode_of(row, seed), prompt.prediction_token_ids
-        prefix = self._defaults.prefix if row.prefix is None else row.prefix
-        adapter = self._defaults.adapter if row.adapter is None else row.adapter
-        request = self.engine.request(row.index, prompt.token_ids, decode, None, prediction, prefix, adapter)
-        return RowRequest(request, prompt.text, num_truncated=prompt.num_truncated)
+            from pipelines.server.batches.answers import BatchAnswers  # here, because other rows do not need pydantic
 
-    def _decode_of(self, row: PromptRow, seed: int | None) -> DecodeConfig:
-        """Return the run's settings with the row's own. A row without a seed gets the job's seed. Raises UserError."""
-        decode = self.loaded.decode.replaced(row.decode)
-        return decode if row.decode.get("seed") is not None else replace(decode, seed=seed)
+            return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, generator)
+
+        return cls(generator, loaded, open_batch)
+
+    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
+        if row.batch is None:
+            return self._generator.request(row, self.loaded.decode, seed)
+        self._batch = self._batch or self._open_batch(seed)
+        return self._batch.ask(row)
 
     def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
         answer = {ANSWER: row_request.answer(output)} if row_request.answer else {}
-        return {"row": _prediction(row, row_request, output), **_source(row), **answer}
+        result = {"index": row.index, "id": row.id, **self._generator.result(row_request, output), "error": None}
+        return {"row": result, **_source(row), **answer}
 
     @staticmethod
     def failed(row: PromptRow, error: BaseException) -> Record:
@@ -196,7 +180,7 @@ class PredictJob(RowJob):
 
     def write(self, records: Callable[[], Iterator[Record]]) -> None:
         folder = self.journal.folder
-        rows, texts = (f"{dumps(r['row'])}\n" for r in records()), (f"{_texts(r['row'])}\n" for r in records())
+        rows, texts = (f"{dumps(r['row'])}\n" for r in records()), (f"{whole_texts(r['row'])}\n" for r in records())
         report.write_atomically(folder / "predictions.jsonl", rows)
         report.write_atomically(folder / "text_generation_result.txt", texts)
         if self._output_file is not None:
@@ -208,47 +192,6 @@ class PredictJob(RowJob):
                 answers = (record[ANSWER] for record in records() if ANSWER in record)
                 wanted = (each for each in answers if (each["response"]["status_code"] == 200) is is_wanted)
                 report.write_atomically(folder / name, (f"{dumps(each)}\n" for each in wanted))
-
-
-def _prediction(row: PromptRow, row_request: RowRequest, output: Output) -> Row:
-    params = row_request.request.params
-    completions = [_completion(completion) for completion in output.completions]
-    first = dict(completions[0])
-    logprobs = {"logprobs": first.pop("logprobs")} if "logprobs" in first else {}
-    return {
-        "index": row.index,
-        "id": row.id,
-        "prompt": row_request.prompt,
-        **first,
-        "num_prompt_tokens": output.num_prompt_tokens,
-        **({"num_truncated_tokens": row_request.num_truncated} if row_request.num_truncated else {}),
-        "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
-        **({"seed": params.seed} if params.samples else {}),
-        **logprobs,
-        **({"completions": completions} if len(completions) > 1 else {}),
-        **({} if output.prompt_logprobs is None else {"prompt_logprobs": _logprobs(output.prompt_logprobs)}),
-        "error": None,
-    }
-
-
-def _completion(completion: Completion) -> Row:
-    values: Row = {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason.value,
-    }
-    if completion.score is not None:
-        values["score"] = completion.score
-    if completion.logprobs is not None:
-        values["logprobs"] = _logprobs(completion.logprobs)
-    return values
-
-
-def _logprobs(steps: list[TokenLogprobs]) -> list[dict[str, dict[str, float]]]:
-    return [
-        {str(token): {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
-        for step in steps
-    ]
 
 
 def _error_prediction(row: PromptRow, error: BaseException) -> Row:
@@ -313,12 +256,6 @@ def _check_new_tokens(
                 raise
     longest = max((length for length in lengths if length < most), default=None)
     raise too_many_new_tokens(wanted, longest, context)
-
-
-def _texts(row: Row) -> dict[str, list[str]]:
-    return {
-        "text_generation_text": [(row["prompt"] or "") + (one["text"] or "") for one in row.get("completions", [row])]
-    }
 
 
 def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """`task=score`: a reward model's label outputs, or a reranker's probability that a document answers a query."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
 from pipelines.jobs import report
 from pipelines.jobs.journal import dumps
-from pipelines.jobs.prompt_encoder import PromptEncoder
+from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import Record, Row
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.pooler import PooledPrompt, Pooler
+from pipelines.loading.pooler import Pooler
 from pipelines.tasks.pooled import PooledJob, PooledRows, print_results, run_pooled
 
 # From Qwen3-Reranker's model card: three pieces, which are tokenized separately.
@@ -63,16 +64,17 @@ class Scorer(Pooler):
     def num_values(self) -> int:
         return 1 if self._num_labels is None else self._num_labels
 
-    def encode(self, row: PromptRow) -> PooledPrompt:
+    def encode(self, row: PromptRow) -> EncodedPrompt:
         if row.pair is None:
-            token_ids = self._encoder.encode(row).token_ids
-            return PooledPrompt(token_ids if self._num_labels is None else self._without_padding(token_ids))
+            prompt = self._encoder.encode(row)
+            token_ids = prompt.token_ids if self._num_labels is None else self._without_padding(prompt.token_ids)
+            return replace(prompt, token_ids=token_ids)
         if self._num_labels is not None:
             labels = f"a head of {self._num_labels} labels, which scores one text"
             raise UserError(
                 f"query and document are a reranker's, and this model has {labels}: give a prompt or messages"
             )
-        return PooledPrompt(self._encode_pair(*row.pair))
+        return EncodedPrompt(None, self._encode_pair(*row.pair))
 
     def _without_padding(self, token_ids: list[int]) -> list[int]:
         """Return the tokens up to the last token that is not padding.

@@ -6,10 +6,11 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.schema import RunConfig
-from pipelines.engine import Engine, Output, Request
-from pipelines.jobs.prompt_encoder import PromptEncoder
+from pipelines.engine import Output, Request
+from pipelines.jobs.prompt_encoder import EncodedPrompt
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import Row, RowRequest
+from pipelines.jobs.text_generator import TextGenerator
 from pipelines.loading.model_source import ModelSource
 from pipelines.replicas.engine_process.frames import Done
 from pipelines.replicas.engine_process.loading import described
@@ -27,12 +28,12 @@ from pipelines.server.api.writers import ChatWriter, CompletionWriter, Writer
 class BatchAnswers:
     """Converts the lines of a batch to engine requests, and their outputs to answers."""
 
-    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine, encoder: PromptEncoder) -> None:
+    def __init__(self, run: RunConfig, source: ModelSource, generator: TextGenerator) -> None:
         """`run`: has resolved `decode` settings. Raises UserError for a chat template that cannot be read."""
         run = replace(run, serve=replace(run.serve, chat_template=run.predict.chat_template))
-        self._run, self._engine, self._encoder = run, engine, encoder
-        self._served = described(run, source, engine)
-        self._chat = Chat(engine.tokenizer, run.serve)
+        self._run, self._generator = run, generator
+        self._served = described(run, source, generator.engine)
+        self._chat = Chat(generator.engine.tokenizer, run.serve)
 
     def ask(self, row: PromptRow) -> RowRequest:
         """Return the engine request of a line. Raises RefusedLine if the line cannot be run."""
@@ -50,27 +51,24 @@ class BatchAnswers:
             raise RefusedLine(bad_request(str(error), None), str(error)) from error
 
     def _asked(self, row: PromptRow, body: BatchRequest) -> RowRequest:
-        tokenizer, own = self._engine.tokenizer, self._run.predict
-        row_request = named(self._run.model, body.model)
-        adapter, prefix = row_request.adapter or own.adapter, row_request.prefix or own.prefix
-        served = self._served.after(prefix)
+        generator, names = self._generator, named(self._run.model, body.model)
+        tokenizer, served = generator.engine.tokenizer, self._served.after(names.prefix or generator.prefix)
         if isinstance(body, ChatRequest):
             head = RequestContext(f"chatcmpl-{_id(row)}", body.model)
-            prompt = self._chat.prompt(body, served.context_length)
-            text: str | None = prompt.text
-            generation = Generation(body, [prompt.token_ids], served, head, tokenizer, prompt.settings)
-            writer: Writer = ChatWriter(generation, body, prompt.reader)
+            chat = self._chat.prompt(body, served.context_length)
+            prompt = EncodedPrompt(chat.text, chat.token_ids)
+            generation = Generation(body, [prompt.token_ids], served, head, tokenizer, chat.settings)
+            writer: Writer = ChatWriter(generation, body, chat.reader)
         else:
-            head, encoded = RequestContext(f"cmpl-{_id(row)}", body.model), self._encoder.encode(row)
-            text = encoded.text
-            generation = Generation(body, [encoded.token_ids], served, head, tokenizer)
+            head, prompt = RequestContext(f"cmpl-{_id(row)}", body.model), generator.encoder.encode(row)
+            generation = Generation(body, [prompt.token_ids], served, head, tokenizer)
             writer = CompletionWriter(generation, body)
         try:
-            decode = self._run.decode.replaced(generation.settings[0])
-            request = self._engine.request(row.index, generation.prompts[0], decode, prefix=prefix, adapter=adapter)
+            own = replace(row, decode=generation.settings[0], prefix=names.prefix, adapter=names.adapter)
+            row_request = generator.request(own, self._run.decode, prompt=prompt)
         except UserError as error:
             raise generation.refused(str(error)) from error
-        return RowRequest(request, text, partial(_answer, row, request, generation, writer))
+        return replace(row_request, answer=partial(_answer, row, row_request.request, generation, writer))
 
 
 def _answer(row: PromptRow, request: Request, generation: Generation, writer: Writer, output: Output) -> Row:

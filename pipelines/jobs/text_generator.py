@@ -1,0 +1,94 @@
+"""A text generator makes a request from a row, and a result from its output."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from conf.decoding import DecodeConfig
+from pipelines.engine import Completion, Engine, Output
+from pipelines.engine.request import Sink, TokenLogprobs
+from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import Row, RowRequest
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """Makes a request from a row, and a result from its output."""
+
+    engine: Engine
+    encoder: PromptEncoder
+    prefix: str | None = None
+    """Name of the prefix of rows that set none."""
+    adapter: str | None = None
+    """Name of the adapter of rows that set none."""
+
+    def request(
+        self,
+        row: PromptRow,
+        decode: DecodeConfig,
+        seed: int | None = None,
+        sink: Sink | None = None,
+        prompt: EncodedPrompt | None = None,
+    ) -> RowRequest:
+        """Return the request of a row. The row's settings override `decode`.
+
+        `seed`: as for `own_decode`. `prompt`: the encoded row, if it was encoded already. Raises UserError for a row
+        that cannot be run.
+        """
+        prompt = prompt or self.encoder.encode(row)
+        own = own_decode(decode, row.decode, seed)
+        prefix = self.prefix if row.prefix is None else row.prefix
+        adapter = self.adapter if row.adapter is None else row.adapter
+        token_ids, prediction = prompt.token_ids, prompt.prediction_token_ids
+        return RowRequest(self.engine.request(row.index, token_ids, own, sink, prediction, prefix, adapter), prompt)
+
+    @staticmethod
+    def result(row_request: RowRequest, output: Output) -> Row:
+        """Return the prompt, its continuations, and the numbers of tokens.
+
+        The first continuation is part of the row. `completions` has all continuations if there are several.
+        """
+        params, prompt = row_request.request.params, row_request.prompt
+        completions = [_completion(completion) for completion in output.completions]
+        first = dict(completions[0])
+        logprobs = {"logprobs": first.pop("logprobs")} if "logprobs" in first else {}
+        return {
+            "prompt": prompt.text,
+            **first,
+            "num_prompt_tokens": output.num_prompt_tokens,
+            **({"num_truncated_tokens": prompt.num_truncated} if prompt.num_truncated else {}),
+            "num_generated_tokens": sum(len(completion.token_ids) for completion in output.completions),
+            **({"seed": params.seed} if params.samples else {}),
+            **logprobs,
+            **({"completions": completions} if len(completions) > 1 else {}),
+            **({} if output.prompt_logprobs is None else {"prompt_logprobs": _logprobs(output.prompt_logprobs)}),
+        }
+
+
+def own_decode(decode: DecodeConfig, own: dict[str, Any], seed: int | None) -> DecodeConfig:
+    """Return `decode` with a row's own settings. `seed`: used if neither sets one. Raises UserError as `replaced`."""
+    decode = decode.replaced(own) if own else decode
+    return replace(decode, seed=seed) if decode.seed is None else decode
+
+
+def whole_texts(result: Row) -> dict[str, list[str]]:
+    """Return the prompt with each of its continuations, in the form of text_generation_result.txt."""
+    prompt, completions = result["prompt"] or "", result.get("completions", [result])
+    return {"text_generation_text": [prompt + (completion["text"] or "") for completion in completions]}
+
+
+def _completion(completion: Completion) -> Row:
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason.value,
+        **({} if completion.score is None else {"score": completion.score}),
+        **({} if completion.logprobs is None else {"logprobs": _logprobs(completion.logprobs)}),
+    }
+
+
+def _logprobs(steps: list[TokenLogprobs]) -> list[dict[int, dict[str, float]]]:
+    return [
+        {token: {"logprob": logprob, "rank": step.ranks[token]} for token, logprob in step.logprobs.items()}
+        for step in steps
+    ]
