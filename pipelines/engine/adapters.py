@@ -1,7 +1,7 @@
 """The LoRA adapters that requests can name: read once, kept on the CPU, and copied into the model's tables on demand."""
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,29 @@ from pipelines.engine.request import Request
 MAX_ADAPTERS = 8  # default number of slots
 
 
+@dataclass(frozen=True)
+class LoadAdapter:
+    name: str
+    folder: str
+    digest: str
+    """See `AdapterId.digest`."""
+
+
+@dataclass(frozen=True)
+class UnloadAdapter:
+    name: str
+
+
+@dataclass(frozen=True)
+class FillSlot:
+    slot: int
+    name: str
+
+
+AdapterChange = LoadAdapter | UnloadAdapter | FillSlot
+"""A change that the worker ranks repeat."""
+
+
 class Adapters:
     """The adapters of one model, by name."""
 
@@ -28,14 +51,15 @@ class Adapters:
         folds: Mapping[str, Fold] | None = None,
         smoothed_by: str | None = None,
         base: Sequence[WeightFile] = (),
+        on_change: Callable[[AdapterChange], None] = lambda change: None,
     ) -> None:
         """`folds`: the scales folded into the model's weights, by linear layer.
 
         `smoothed_by`: the quantisation method that folded some scales; without `folds` the model then rejects adapters.
-        `base`: the model's weight files.
+        `base`: the model's weight files. `on_change`: called with each change.
         """
         self._model, self._dtype, self._folds = model, dtype, folds or {}
-        self._base = base
+        self._base, self._on_change = base, on_change
         self._smoothed_by = smoothed_by if folds is None else None
         self._tables = AdapterTables(model, num_slots, dtype, device)
         self._ids: dict[str, AdapterId] = {}
@@ -43,6 +67,7 @@ class Adapters:
         self.slots = AdapterSlots(num_slots, self.fill)
 
     def fill(self, slot: int, id: AdapterId) -> None:
+        self._on_change(FillSlot(slot, id.name))
         self._tables.put(slot, self._adapters[id])
 
     @property
@@ -91,6 +116,7 @@ class Adapters:
         has_grown = self._tables.make_room(adapter)
         self._ids[name] = id = AdapterId(name, adapter.digest)
         self._adapters[id] = adapter
+        self._on_change(LoadAdapter(name, str(folder.absolute()), adapter.digest))
         return has_grown
 
     def unload(self, name: str, in_use: Container[AdapterId | None]) -> None:
@@ -99,6 +125,7 @@ class Adapters:
         self._refuse_in_use(name, in_use)
         self.slots.forget(id)
         del self._ids[name], self._adapters[id]
+        self._on_change(UnloadAdapter(name))
 
     def _refuse_in_use(self, name: str, in_use: Container[AdapterId | None]) -> None:
         if name in self._ids and self._ids[name] in in_use:

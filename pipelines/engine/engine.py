@@ -26,6 +26,7 @@ from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
+from pipelines.engine.operations import CopyBlocks, Execute, ExecuteWhole, Hidden
 from pipelines.engine.pooling import PromptPooling
 from pipelines.engine.request import (
     ContextLimit,
@@ -285,12 +286,13 @@ class Engine:
             max_tokens = share if max_tokens is None else min(max_tokens, share)
         while len(microbatches) < num_microbatches:
             plan = self.scheduler.plan(max_tokens, [plan for plan, _ in microbatches], num_microbatches)
-            executor.copy_blocks(plan.copies)
+            if plan.copies:
+                executor.run(CopyBlocks(plan.copies))
             if num_microbatches == 1:
                 return self._launch(self.speculator.extend(plan, max_tokens))
             if not plan.scheduled:
                 break
-            microbatches.append((plan, executor.begin(build_batch(plan, self.block_size))))
+            microbatches.append((plan, executor.begin(Execute(build_batch(plan, self.block_size)))))
         plan, outputs = microbatches.popleft()
         return LaunchedStep(plan, outputs())
 
@@ -299,7 +301,7 @@ class Engine:
         batch = build_batch(plan, self.block_size)
         if self.speculator.reads_hidden(plan):
             whole = build_batch(plan, self.block_size, all_outputs=True)
-            outputs, hidden = self.executor.execute_whole(batch, whole)
+            outputs, hidden = self.executor.run(ExecuteWhole(batch, whole))
             self.speculator.observe(plan, hidden)
             return LaunchedStep(plan, outputs)
         outputs = self.executor.execute(batch, last_tokens)
@@ -386,7 +388,8 @@ class Engine:
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
             features = [self.executor.prompt_features(prompt) for prompt in prompts]
-            return self.executor.hidden(whole_batch(prompts, num_outputs, tables, features, self.block_size))
+            batch = whole_batch(prompts, num_outputs, tables, features, self.block_size)
+            return self.executor.run(Hidden(batch))
         finally:
             for table in tables:
                 blocks.free(table)

@@ -2,20 +2,17 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from kernels.all_finite import all_finite
-from kernels.copy_blocks import copy_blocks
 from kernels.cuda_graph import GraphPool
-from kernels.kv_store import kv_store
 from kernels.threads import threads
 from models.adapters import has_adapters
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.layers.attention import Heads
-from pipelines.engine.faults import not_finite
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.steps import StepOutputs, Steps
@@ -28,9 +25,22 @@ MAX_RECORDED_BYTES = 2**30
 # Steps of a shape before it is recorded. Recording costs as much as the calls, and most prompt lengths do not repeat.
 DECODES_BEFORE_RECORDING, PROMPTS_BEFORE_RECORDING = 1, 8
 
+Result = TypeVar("Result")
+
+
+class Operation(Generic[Result]):
+    """A computation that all ranks of a model run together. Subclasses are frozen dataclasses: messages to ranks."""
+
+    def compute(self, executor: "Executor") -> Result:
+        """Compute this rank's share. The last pipeline stage returns the result."""
+        raise NotImplementedError
+
 
 class Executor:
-    """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs; `execute` chooses."""
+    """Computes steps eagerly, from recordings on a CPU, or as CUDA graphs.
+
+    `execute`, `run` and `begin` compute on all ranks; `step`, `compute` and `forward` compute this rank's share.
+    """
 
     num_microbatches = 1
     """Number of steps that should be in flight at once."""
@@ -46,21 +56,21 @@ class Executor:
         self._table_width, self._decode_threads = table_width, decode_threads
         self.model = model
         self.cache = cache
-        self._device = cache.tensors[0].device
+        self.device = cache.tensors[0].device
         self.decode_steps: Steps = self.compute
         self.adapted_steps: Steps = self.compute  # on a GPU, decode steps with adapters
         self.prompt_steps: Steps = self.compute  # separate, so that many prompt lengths do not evict decode steps
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             max_tokens = int(MAX_RECORDED_BYTES / model.step_weight_bytes(1))
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
             self.adapted_steps = self.decode_steps
             self.prompt_steps = RecordedSteps(self.compute, max_tokens, PROMPTS_BEFORE_RECORDING)
         elif num_graph_sequences:
             sizes = num_graph_sequences, table_width, model.num_prompt_features
-            self.decode_steps = GraphSteps(self.compute, GraphPool().capture, *sizes, self._device)
+            self.decode_steps = GraphSteps(self.compute, GraphPool().capture, *sizes, self.device)
             if has_adapters(model):
                 capture = GraphPool().capture
-                self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self._device, with_adapters=True)
+                self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self.device, with_adapters=True)
 
     def beside(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":
         """Return an executor of another model over a cache with the same blocks."""
@@ -105,118 +115,53 @@ class Executor:
         """
         return self.model.prompt_features(token_ids)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks of the cache in all layers. `copies`: pairs of source and target."""
-        if copies:
-            sources, targets = torch.tensor(copies, device=self._device).T
-            for keys, values in self.cache.layers:
-                copy_blocks(keys, values, sources, targets)
-
     def on_device(self, batch: Batch) -> Batch:
         """Return the batch on the model's device, without waiting for a GPU."""
-        if batch.numbers.device.type == self._device.type:
+        if batch.numbers.device.type == self.device.type:
             return batch
-        return Batch(batch.numbers.pin_memory().to(self._device, non_blocking=True), batch.shape)
+        return Batch(batch.numbers.pin_memory().to(self.device, non_blocking=True), batch.shape)
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         """Compute the batch's output rows, without waiting for a GPU. The next call overwrites them.
 
         `token_ids`, int64 [T] on the model's device, replaces the batch's token ids.
         """
-        return self._execute(batch, token_ids)
+        return self.step(batch, token_ids)
 
-    def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
-        """Begin an `execute`, and return a function that waits for the outputs.
+    def run(self, operation: Operation[Result]) -> Result:
+        """Compute an operation. The next call may overwrite its result."""
+        return operation.compute(self)
 
-        With several microbatches no later step overwrites the outputs.
+    def begin(self, operation: Operation[Result]) -> Callable[[], Result]:
+        """Begin an operation, and return a function that waits for the result.
+
+        With several microbatches no later operation overwrites the result.
         """
-        outputs = self.execute(batch)
-        return lambda: outputs
+        result = self.run(operation)
+        return lambda: result
 
-    def _execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+    def step(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
+        """Compute a step in the way that suits its shape."""
         decodes = batch.shape.num_tokens == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
             if not decodes:
                 return self.prompt_steps(batch, token_ids)
             return (self.adapted_steps if batch.shape.num_adapted else self.decode_steps)(batch, token_ids)
 
-    def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
-        """Return the outputs of `execute` and the hidden states [T, E] of all tokens.
-
-        `whole` is the same batch with every token as an output row.
-        """
-        if batch.shape.num_outputs == batch.shape.num_tokens:
-            outputs = self._execute(batch)
-            return outputs, outputs.hidden
-        batch, hidden = self.on_device(batch), self._hidden(whole)
-        wanted = hidden[batch.output_rows]
-        logits = self.model.logits(wanted, batch)
-        return StepOutputs(wanted, logits, all_finite(logits)), hidden
-
     def compute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         """Compute a step eagerly, operator by operator."""
         batch = self.on_device(batch)
         if token_ids is not None:
             batch.token_ids.copy_(token_ids)
-        hidden = self._hidden(batch)
+        hidden = self.forward(batch)
         logits = self.model.logits(hidden, batch)
         return StepOutputs(hidden, logits, all_finite(logits))
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Compute hidden states [R, E] of the batch's output rows, in the model's dtype."""
-        return self._hidden(batch)
-
-    def _hidden(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
+        """Run the model's layers: compute hidden states [R, E] of the batch's output rows, in the model's dtype."""
         with threads(None):
             return self.model(self.on_device(batch), self.cache)
-
-    def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
-        """Compute hidden states [R, E] as `hidden` does, but from `embeddings` [T, E] of the batch's tokens."""
-        handle = self.model.embedding.register_forward_hook(lambda *_: embeddings)
-        try:
-            return self._hidden(batch)
-        finally:
-            handle.remove()
-
-    def predict_ahead(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Compute hidden states [R, E] of the multi-token prediction layer, as `CausalLM.predict_ahead` does."""
-        return self.model.predict_ahead(hidden, self.on_device(batch), self.cache)
-
-    def clear_ahead(self) -> None:
-        """Zero the keys and values of the multi-token prediction layer."""
-        for stored in self.cache.layers[-1]:
-            for tensor in stored.tensors:
-                tensor.zero_()
 
     def own_layers(self, all_layers: Tensor) -> Tensor:
         """Return the slice [L', *] of `all_layers` [L, *] that belongs to this pipeline stage."""
         return all_layers[self.model.own_layers.start : self.model.own_layers.stop]
-
-    def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
-        """Write keys and values [L, 2, P, G, D] of all layers and key heads of the model unchanged to slots of the
-        cache.
-        """
-        places, own = torch.tensor(slots, device=self._device), self.own_layers(keys_and_values)
-        for layer, heads, both in zip(self.cache.layers, self.model.attention_heads, own, strict=True):
-            keys, values = heads.own_keys(both, axis=2)
-            kv_store(keys, values, *layer, places)
-
-    def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
-        """Write content [n, B, G, *], of all key heads of the model, into blocks of the cache tensor of this name.
-
-        Does nothing if this pipeline stage does not have the tensor.
-        """
-        if name in self.cache_tensors:
-            tensor, heads = self.cache_tensors[name]
-            tensor[blocks] = heads.own_keys(content, axis=2).to(self._device)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, V] of hidden states [R, E]. Raises UserError if a logit is not finite."""
-        logits = self.unchecked_logits(hidden)
-        if not all_finite(logits).all():
-            raise not_finite()
-        return logits
-
-    def unchecked_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, V] of hidden states [R, E]."""
-        return self.model.logits(hidden)

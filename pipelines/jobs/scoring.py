@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from pipelines.engine import Engine
+from pipelines.engine.operations import finite_logits
 
 LOGIT_ROWS = 256  # rows of logits at a time: [R, V] of a whole step may be larger than the model
 
@@ -138,7 +139,7 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
     logs, greedy = [], []
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
-        logits = engine.executor.logits(hidden[rows]).float()  # [R, V]
+        logits = finite_logits(engine.executor, hidden[rows]).float()  # [R, V]
         logs.append(logits.log_softmax(-1).gather(-1, targets[rows, None])[:, 0])
         greedy.append(logits.argmax(-1) == targets[rows])
     counts = [window.num_scored for window in windows]
@@ -166,7 +167,7 @@ def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) ->
     targets = _targets(windows, hidden[0].device)  # [R]
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
-        logits = [engine.executor.logits(h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
+        logits = [finite_logits(engine.executor, h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
         own, *expected = [each.log_softmax(-1) for each in logits]  # float32 [R, V]
         scores.num_tokens += len(own)
         scores.nll -= own.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()

@@ -21,7 +21,7 @@ from models.exported.model import ExportedLM
 from models.linear_layers import fuse_layers
 from models.weights import initialise_randomly, load_weights
 from pipelines.engine import Engine
-from pipelines.engine.adapters import Adapters
+from pipelines.engine.adapters import AdapterChange, Adapters
 from pipelines.engine.executor import Executor
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.proposers.model import ModelProposer
@@ -104,17 +104,16 @@ def _place_proposers(
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.executor, *limits)
 
 
-def make_adapters(plan: ModelPlan, make: Callable[..., Adapters] = Adapters) -> Adapters:
-    """Return the empty adapter table of the loaded model. `make` is called with the arguments of Adapters."""
+def make_adapters(plan: ModelPlan, on_change: Callable[[AdapterChange], None] = lambda change: None) -> Adapters:
+    """Return the empty adapter table of the loaded model. `on_change` as in Adapters."""
     checkpoint = plan.source.checkpoint
     smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
-    return make(
-        plan.model, plan.dtype, plan.device, plan.options.max_adapters, folds, smoothing, plan.whole_files or plan.files
-    )
+    base, num_slots = plan.whole_files or plan.files, plan.options.max_adapters
+    return Adapters(plan.model, plan.dtype, plan.device, num_slots, folds, smoothing, base, on_change)
 
 
 def _load_adapters(plan: ModelPlan, driver: "Driver | None") -> Adapters:
-    adapters = make_adapters(plan, Adapters if driver is None else driver.adapters)
+    adapters = make_adapters(plan) if driver is None else make_adapters(plan, driver.workers.tell)
     for name, folder in (plan.options.adapters or {}).items():
         adapters.load(name, Path(folder).expanduser(), in_use=())
     return adapters

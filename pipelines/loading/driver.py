@@ -6,11 +6,11 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -20,19 +20,19 @@ from conf.errors import UserError
 from conf.schema import Backend, DeviceType, RunConfig
 from conf.tasks import SweepConfig
 from kernels import build
-from kernels.all_finite import all_finite
 from kernels.collectives.gloo import Gloo
 from kernels.collectives.torch_group import serve_addresses
 from kernels.threads import set_threads, use_cores
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from pipelines.engine.adapter_slots import AdapterId
-from pipelines.engine.adapters import Adapters
-from pipelines.engine.executor import Executor
+from pipelines.engine.executor import Executor, Operation
+from pipelines.engine.operations import Execute
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading.fingerprint import common_fingerprint, plain
 from pipelines.loading.planning import ModelPlan, check_plan, shard_plan
+from pipelines.loading.rank_operations import Count, Counts, MakeExecutor
 from pipelines.ranks.control import Worker, Workers
+from pipelines.ranks.encoding import result_type
 from pipelines.ranks.launch import (
     Joined,
     Rank,
@@ -47,16 +47,17 @@ from pipelines.ranks.launch import (
 from pipelines.ranks.messages import Gone, Header
 from pipelines.ranks.rank_context import RankContext, create_memory, layout_of, shared_memory_context, torch_context
 from pipelines.ranks.rendezvous import addresses, await_ranks
-from pipelines.ranks.tensors import described, numbers_of, read
 
 T = TypeVar("T")
 
 
 @dataclass
 class _Begun:
-    """A step in flight. Its outputs come from the last pipeline stage."""
+    """An operation in flight. Its result comes from the last pipeline stage."""
 
-    outputs: StepOutputs | None = None
+    kind: Any
+    """The result's type."""
+    result: Any = None
 
 
 class Driver:
@@ -66,7 +67,7 @@ class Driver:
         """`cpus`: the CPU affinity before the run, which is restored at the end."""
         self.workers, self.context = workers, workers.context
         self.begun: deque[_Begun] = deque()
-        """Steps whose outputs have not arrived yet, including steps of an earlier executor."""
+        """Operations whose results have not arrived yet, including those of an earlier executor."""
         self.close = weakref.finalize(self, _end, workers, cpus)
         """Ends the workers. Also runs when this object is garbage-collected."""
 
@@ -79,16 +80,12 @@ class Driver:
 
         `own`: rank 0's number. Raises RankLost if a rank cannot load its shard.
         """
-        return min(own, *(int(answer["num_blocks"]) for answer in self.workers.answers()))
+        return min(own, *self.workers.answers(int))
 
     def executor(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> Executor:
         return DriverExecutor(self, model, cache, num_graph_sequences, table_width, decode_threads)
-
-    def adapters(self, *arguments: Any) -> Adapters:
-        """Return rank 0's adapters, which the workers load too. Takes the arguments of `Adapters`."""
-        return DriverAdapters(self.workers, *arguments)
 
 
 def _end(workers: Workers, cpus: set[int]) -> None:
@@ -198,33 +195,6 @@ def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) ->
     return torch_context(Backend[start["backend"]], (own, server.port), own, parallel_layout, *local, server)
 
 
-class DriverAdapters(Adapters):
-    """Rank 0's adapters. Every load, unload and slot fill is repeated on the workers."""
-
-    def __init__(self, workers: Workers, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._workers = workers
-
-    def fill(self, slot: int, id: AdapterId) -> None:
-        self._workers.tell({"op": "fill_slot", "slot": slot, "name": id.name})
-        super().fill(slot, id)
-
-    def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
-        has_grown = super().load(name, folder, in_use)
-        header = {
-            "op": "load_adapter",
-            "name": name,
-            "folder": str(folder.absolute()),
-            "digest": self.find(name).digest,
-        }
-        self._workers.tell(header)
-        return has_grown
-
-    def unload(self, name: str, in_use: Container[AdapterId | None]) -> None:
-        super().unload(name, in_use)
-        self._workers.tell({"op": "unload_adapter", "name": name})
-
-
 class DriverExecutor(Executor):
     """Computes rank 0's share of each step while the workers compute theirs."""
 
@@ -241,115 +211,65 @@ class DriverExecutor(Executor):
         groups = driver.context.group, *driver.context.neighbours
         if any(isinstance(group, Gloo) for group in groups):
             num_graph_sequences = 0  # a CUDA graph cannot capture gloo's transfers through the CPU
-        sizes = {"num_blocks": len(cache.tensors[0]), "table_width": table_width}
-        self._workers.tell({"op": "make_executor", "num_graph_sequences": num_graph_sequences, **sizes})
+        self._workers.tell(MakeExecutor(len(cache.tensors[0]), num_graph_sequences, table_width))
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
         self._answering = tp * (pp - 1) if pp > 1 else None
-        """The rank that returns a step's results; None: rank 0 has them."""
+        """The rank that returns results; None: rank 0 has them."""
         self.num_microbatches = pp
         self._begun = driver.begun
 
     @property
     def weight_bytes(self) -> int:
-        return super().weight_bytes + int(self._of_others("weight_bytes"))
+        return super().weight_bytes + sum(each.weight_bytes for each in self._of_others())
 
     def step_weight_bytes(self, num_sequences: int) -> float:
-        return super().step_weight_bytes(num_sequences) + self._of_others("step_weight_bytes", num_sequences)
+        return super().step_weight_bytes(num_sequences) + sum(
+            each.step_weight_bytes for each in self._of_others(num_sequences)
+        )
 
     @property
     def peak_memory_of_others(self) -> int:
-        return int(self._of_others("peak_memory_bytes"))
+        return sum(each.peak_memory_bytes for each in self._of_others())
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return super().kv_bytes_per_token + int(self._of_others("kv_bytes_per_token"))
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if copies:
-            self._led({"op": "copy_blocks", "copies": copies}, [], partial(super().copy_blocks, copies))
+        return super().kv_bytes_per_token + sum(each.kv_bytes_per_token for each in self._of_others())
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         if token_ids is not None:
             batch.token_ids.copy_(token_ids)  # the workers do not have the chosen tokens
-        if self._answering is not None:
-            return self.begin(batch)()
-        return self._led({"op": "execute"}, [batch], partial(super().execute, batch))
+        return self.run(Execute(batch))
 
-    def begin(self, batch: Batch) -> Callable[[], StepOutputs]:
-        if self._answering is None:
-            return super().begin(batch)
-        self._led({"op": "execute"}, [batch], partial(super().execute, batch))
-        begun = _Begun()
+    def run(self, operation: Operation[T]) -> T:
+        return self.begin(operation)()
+
+    def begin(self, operation: Operation[T]) -> Callable[[], T]:
+        """Broadcast an operation and run rank 0's share. Raises RankLost if another rank failed."""
+        kind = result_type(operation)
+        answering = () if self._answering is None or kind is NoneType else (self._answering,)
+        self._workers.tell(operation, answering)
+        own = self._workers.meanwhile(partial(operation.compute, self))
+        if not answering:
+            return lambda: own
+        begun = _Begun(kind)
         self._begun.append(begun)
         return partial(self._ended, begun)
 
-    def _ended(self, begun: _Begun) -> StepOutputs:
-        while begun.outputs is None:
+    def _ended(self, begun: _Begun) -> Any:
+        while begun.result is None:
             self._take_first()
-        return begun.outputs
-
-    def execute_whole(self, batch: Batch, whole: Batch) -> tuple[StepOutputs, Tensor]:
-        results = self._led({"op": "execute_whole"}, [batch, whole], partial(super().execute_whole, batch, whole))
-        if self._answering is None:
-            return results
-        hidden, logits, every = self._answer()
-        return StepOutputs(hidden, logits, all_finite(logits)), every
-
-    def hidden(self, batch: Batch) -> Tensor:
-        own = self._led({"op": "hidden"}, [batch], partial(super().hidden, batch))
-        return own if self._answering is None else self._answer()[0]
-
-    def hidden_from(self, batch: Batch, embeddings: Tensor) -> Tensor:
-        own = self._led({"op": "hidden_from"}, [batch], partial(super().hidden_from, batch, embeddings), embeddings)
-        return own if self._answering is None else self._answer()[0]
-
-    def predict_ahead(self, hidden: Tensor, batch: Batch) -> Tensor:
-        return self._led({"op": "predict_ahead"}, [batch], partial(super().predict_ahead, hidden, batch), hidden)
-
-    def clear_ahead(self) -> None:
-        self._led({"op": "clear_ahead"}, [], super().clear_ahead)
-
-    def store(self, keys_and_values: Tensor, slots: list[int]) -> None:
-        header = {"op": "store", "slots": slots}
-        self._led(header, [], partial(super().store, keys_and_values, slots), keys_and_values)
-
-    def write_blocks(self, name: str, content: Tensor, blocks: list[int]) -> None:
-        header = {"op": "write_blocks", "name": name, "blocks": blocks}
-        self._led(header, [], partial(super().write_blocks, name, content, blocks), content)
-
-    def unchecked_logits(self, hidden: Tensor) -> Tensor:
-        own = self._led({"op": "logits"}, [], partial(super().unchecked_logits, hidden), hidden)
-        return own if self._answering is None else self._answer()[0]
-
-    def _led(self, header: Header, batches: list[Batch], compute: Callable[[], T], tensor: Tensor | None = None) -> T:
-        """Broadcast an operation and run rank 0's share. Raises RankLost if another rank failed.
-
-        The message contains the numbers of the batches, then those of the tensor.
-        """
-        own = [] if tensor is None else [tensor]
-        header |= {"shapes": [batch.shape for batch in batches], "tensors": described(own)}
-        content = numbers_of([*(batch.numbers for batch in batches), *own])
-        self._workers.tell(header, content)
-        return self._workers.meanwhile(compute)
-
-    def _answer(self) -> list[Tensor]:
-        while self._begun:
-            self._take_first()
-        return self._next_answer()
+        return begun.result
 
     def _take_first(self) -> None:
-        """Take the outputs of the oldest step in flight: answers arrive in message order."""
-        hidden, logits = self._next_answer()
-        self._begun.popleft().outputs = StepOutputs(hidden, logits, all_finite(logits))
-
-    def _next_answer(self) -> list[Tensor]:
+        """Take the result of the oldest operation in flight: results arrive in message order."""
         assert self._answering is not None
-        header, content = self._workers.answer_of(self._answering)
-        return [tensor.to(self._device) for tensor in read(header["tensors"], content)]
+        begun = self._begun[0]
+        begun.result = self._workers.answer_of(self._answering, begun.kind, self.device)
+        self._begun.popleft()
 
-    def _of_others(self, name: str, num_sequences: int = 1) -> float:
+    def _of_others(self, num_sequences: int = 1) -> list[Counts]:
         while self._begun:
             self._take_first()
-        self._workers.tell({"op": "count", "num_sequences": num_sequences})
-        return sum(float(answer[name]) for answer in self._workers.answers())
+        self._workers.tell(Count(num_sequences), answering=range(1, self.driver.context.size))
+        return self._workers.answers(Counts)

@@ -21,6 +21,7 @@ from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
 from pipelines.engine import Engine
 from pipelines.engine.block_manager import extend_hashes
+from pipelines.engine.operations import WriteBlocks
 from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
 from pipelines.loading.model_source import ModelSource
@@ -141,7 +142,7 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
             if not content.float().isfinite().all():  # fp8 has no isfinite
                 what = f"{file.path}: {name} holds NaN or infinite numbers"
                 raise UserError(f"device.kept_prefixes: {what}: make it again by task=prefix")
-            engine.executor.write_blocks(name, content[places], table)
+            engine.executor.run(WriteBlocks(name, content[places], table))
 
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:

@@ -13,6 +13,7 @@ from kernels.kv_format import STATIC_MAX, PagedVectors
 from models.formats.prefix import Prefix, read_prefix
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
+from pipelines.engine.operations import HiddenFrom, Store
 from pipelines.engine.request import PlacedPrefix
 from pipelines.loading.planning import ModelPlan
 from pipelines.loading.request_settings import RequestSettings
@@ -71,11 +72,9 @@ def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor)
     With ranks, the warning covers only what rank 0 stores.
     """
     places = range(keys_and_values.shape[2])
-    engine.executor.store(
-        keys_and_values, [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
-    )
-    saturated = []
-    executor = engine.executor
+    slots = [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
+    executor, saturated = engine.executor, []
+    executor.run(Store(keys_and_values, slots))
     own_layers = executor.own_layers(keys_and_values)
     for cache, heads, both in zip(executor.cache.layers, executor.model.attention_heads, own_layers, strict=True):
         own = heads.own_keys(both, axis=2)
@@ -98,4 +97,4 @@ def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
     model = engine.executor.model
     tokens = [0] * len(embeddings)
     batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
-    engine.executor.hidden_from(batch, embeddings)
+    engine.executor.run(HiddenFrom(batch, embeddings))

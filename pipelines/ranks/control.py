@@ -6,20 +6,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from conf.support.terminal import escape_control_chars
 from kernels.collectives import RankFailed
 from pipelines.jobs.interrupt import RankLost
 from pipelines.jobs.run_log import log_of_rank
-from pipelines.ranks.messages import Channel, Gone, Header, Message, Silent, readable
+from pipelines.ranks.encoding import decode, encode
+from pipelines.ranks.messages import Channel, Gone, Message, Silent, readable
 from pipelines.ranks.rank_context import RankContext
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 LOOK_S = 0.2  # poll interval of failure checks
 GRACE_S = 3.0  # for the run to end by itself after a rank is lost
@@ -84,8 +89,13 @@ class Workers:
     def processes(self) -> "list[subprocess.Popen[bytes]]":
         return [worker.process for worker in self._workers if worker.process is not None]
 
-    def tell(self, header: Header, payload: bytes | memoryview = b"", ranks: range | None = None) -> None:
-        """Send a message to the workers in `ranks` (None: all). Raises RankLost."""
+    def tell(self, operation: object, answering: Collection[int] = (), ranks: range | None = None) -> None:
+        """Send an operation to the workers in `ranks` (None: all); those in `answering` return the result.
+
+        Raises RankLost.
+        """
+        fields, payload = encode(operation)
+        header = {"op": type(operation).__name__, "fields": fields, "answering": [*answering]}
         for worker in self._workers:
             if ranks is None or worker.rank in ranks:
                 with suppress(Gone):  # the watcher thread reports the reason
@@ -103,19 +113,20 @@ class Workers:
         self.check()
         return result
 
-    def answers(self) -> list[Header]:
-        """Wait for one message from each worker, in rank order. Raises RankLost."""
-        return [self._answer(worker)[0] for worker in self._workers]
+    def answers(self, kind: type[T]) -> list[T]:
+        """Wait for a result of this type from each worker, in rank order. Raises RankLost."""
+        return [self.answer_of(worker.rank, kind) for worker in self._workers]
 
-    def answer_of(self, rank: int) -> Message:
-        """Wait for a message from this rank, which is not rank 0. Raises RankLost."""
-        return self._answer(self._workers[rank - 1])
+    def answer_of(self, rank: int, kind: Any, device: torch.device = CPU) -> Any:
+        """Wait for a result of this type from this rank, which is not rank 0. Its tensors are on the device.
 
-    def _answer(self, worker: Worker) -> Message:
+        Raises RankLost.
+        """
         while True:
             self.check()
             with suppress(Empty):
-                return worker.answers.get(timeout=LOOK_S)
+                header, payload = self._workers[rank - 1].answers.get(timeout=LOOK_S)
+                return decode(kind, header["result"], payload, device)
 
     def check(self) -> None:
         """Raise RankLost if a rank is lost."""

@@ -16,6 +16,7 @@ from models.layers.dense import PackedDenseMethod
 from models.layers.linear import Linear
 from pipelines.engine import Completion, Engine, Output
 from pipelines.engine.batch import build_batch
+from pipelines.engine.operations import CopyBlocks
 from pipelines.loading.assembly import assemble
 from pipelines.loading.device import prepare_device
 from pipelines.loading.load_engine import load_engine
@@ -130,7 +131,8 @@ def all_logits(engine: Engine, prompt: list[int], prefix: str | None = None) -> 
     """Logits [T, V] at every position of a prompt, in one prefill."""
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False), prefix=prefix))
     plan = engine.scheduler.plan()
-    engine.executor.copy_blocks(plan.copies)
+    if plan.copies:
+        engine.executor.run(CopyBlocks(plan.copies))
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     logits = engine.executor.execute(build_batch(all_rows, engine.block_size)).logits
     engine.scheduler.cancel(group)

@@ -14,8 +14,8 @@ from pipelines.loading.assembly import load_planned
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model, shard_plan, without_quantization
 from pipelines.loading.quantize.layers import calibration_batches
-from pipelines.loading.quantize.ranks import kept_of, message_of
 from pipelines.loading.quantize.share import Share
+from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.threads import ThreadRankContext
 from quantization.file_layout import file_layout
 from quantization.kept_parts import KeptPart
@@ -69,8 +69,8 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
         for part in filter(share.has, share.parts):
             own = share.choose(part)
             if own is not None:
-                header, content = message_of(own)
-                chosen[part.index].set_result(kept_of(header, bytearray(content)))
+                fields, payload = encode(own)
+                chosen[part.index].set_result(decode(KeptPart, fields, bytearray(payload), CPU))
             kept = chosen[part.index].result(LIMIT_S)
             made.tensors |= kept.tensors | share.place(part, kept.tensors)
             made.folds |= kept.folds or {}

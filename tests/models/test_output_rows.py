@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from kernels import build
 from pipelines.engine.batch import whole_batch
+from pipelines.engine.operations import Hidden
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, QUICK, link
@@ -23,7 +24,8 @@ def test_output_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
     features = [engine.executor.prompt_features(ids) for ids in prompts]
 
     def hidden(*num_outputs: int) -> torch.Tensor:
-        return engine.executor.hidden(whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size))
+        batch = whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
+        return engine.executor.run(Hidden(batch))
 
     first, second = map(len, prompts)
     of_first, of_second = hidden(first, second).split((first, second))

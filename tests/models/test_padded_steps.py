@@ -16,6 +16,7 @@ from kernels.paged_attention import paged_attention
 from models.batch import Batch, BatchShape
 from pipelines.engine.batch import build_batch
 from pipelines.engine.graph_steps import fill
+from pipelines.engine.operations import Hidden
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS, QUICK, link
@@ -87,7 +88,7 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
     for _ in range(3):
         engine.step()
     batch = build_batch(engine.scheduler.plan(), engine.block_size)
-    expected = engine.executor.hidden(batch)
+    expected = engine.executor.run(Hidden(batch))
     num_prompt_features = engine.executor.model.num_prompt_features
     assert batch.prompt_features.shape == batch.token_ids.shape + (num_prompt_features,)
     shape = BatchShape(4, 4, batch.block_tables.shape[1] + 1, num_prompt_features, 4)
@@ -98,5 +99,5 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
             if getattr(module, function.__name__, None) is function:
                 monkeypatch.setattr(module, function.__name__, own)
     with NeverWaits():
-        hidden = engine.executor.hidden(padded)
+        hidden = engine.executor.run(Hidden(padded))
     assert torch.equal(hidden[:2], expected)

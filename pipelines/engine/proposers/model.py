@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from pipelines.engine.batch import NewTokens, flat_batch
 from pipelines.engine.executor import Executor
+from pipelines.engine.operations import CopyBlocks
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
@@ -50,7 +51,8 @@ class ModelProposer(Proposer):
         self._hashes: dict[int, bytes] = {}  # prefix cache hashes of the blocks that the draft model has filled
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        self.executor.copy_blocks(copies)
+        if copies:
+            self.executor.run(CopyBlocks(copies))
         for _, target in copies:
             self._hashes.pop(target, None)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipelines.engine.batch import NewTokens, flat_batch
 from pipelines.engine.executor import Executor
+from pipelines.engine.operations import ClearAhead, Logits, PredictAhead
 from pipelines.engine.proposers import Proposer
 from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
@@ -37,7 +38,7 @@ class MtpProposer(Proposer):
         self._executor = executor
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
-        executor.clear_ahead()  # rows of other proposers leave gaps in their blocks, which may be shared
+        executor.run(ClearAhead())  # rows of other proposers leave gaps in their blocks, which may be shared
 
     def observe(self, computed: list[tuple[Scheduled, Tensor]]) -> None:
         """Keep hidden states [T, E] until the next draft. If too many wait, the layer computes the earlier ones.
@@ -62,7 +63,7 @@ class MtpProposer(Proposer):
         ends = {draft.sequence: len(draft.sequence.token_ids) - 1 for draft in drafts}
         growing = [draft for draft in drafts if self._num_waiting(draft.sequence, ends[draft.sequence])]
         hidden = self._compute([(draft.sequence, ends[draft.sequence]) for draft in growing])
-        while growing and (more := grow(growing, self._executor.unchecked_logits(hidden))):
+        while growing and (more := grow(growing, self._executor.run(Logits(hidden)))):
             growing, hidden = [growing[i] for i in more], hidden[more]
             hidden = self._predict([draft.last(position=-2) for draft in growing], hidden)
         return [draft.token_ids for draft in drafts]
@@ -89,4 +90,4 @@ class MtpProposer(Proposer):
 
     def _predict(self, new: list[NewTokens], hidden: Tensor) -> Tensor:
         """Return hidden states [S, E] of each sequence's last token. A token has the position of its predecessor."""
-        return self._executor.predict_ahead(hidden, flat_batch(new, self._block_size))
+        return self._executor.run(PredictAhead(hidden, flat_batch(new, self._block_size)))

@@ -12,13 +12,14 @@ from torch import nn
 
 from conf.schema import DType, RunConfig, Task
 from pipelines.engine import Engine
+from pipelines.engine.operations import finite_logits
 from pipelines.loading.assembly import assemble
 from pipelines.loading.fingerprint import sha256_of
 from pipelines.loading.planning import ModelPlan, plan_model, without_quantization
 from pipelines.loading.quantize.calibration_data import CalibrationData
 from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
 from pipelines.loading.quantize.report import measured_texts
-from pipelines.loading.quantize.share import Share
+from pipelines.loading.quantize.share import Choose, Place, Share
 from pipelines.loading.request_settings import RequestSettings
 from quantization.calibration import NUM_SAMPLES
 from quantization.file_layout import FileLayout
@@ -138,9 +139,9 @@ def _measure(
     share = Share(run.quant, layout, engine.executor.model, batches, cache)
     for part in share.parts:
         start, growing = time.perf_counter(), -share.calibrator.batch_seconds
-        chosen = share.choose(part)
+        chosen = share.run(Choose(part.index))
         assert chosen is not None
-        share.place(part, chosen.tensors)
+        share.run(Place(part.index, chosen.tensors))
         files.write(part, chosen)
         sha256_of(files.path_of(part))
         growing += share.calibrator.batch_seconds
@@ -162,7 +163,7 @@ def _predict(engine: Engine, text: list[int]) -> PredictionCost:
     start = time.perf_counter()
     hidden = engine.hidden_states([text], [len(text)])
     middle = time.perf_counter()
-    engine.executor.logits(hidden).float().log_softmax(-1)
+    finite_logits(engine.executor, hidden).float().log_softmax(-1)
     return PredictionCost(middle - start, time.perf_counter() - middle)
 
 

@@ -7,7 +7,7 @@ from models.batch import Batch, KVCache
 from pipelines.engine import Engine
 from pipelines.engine.batch import whole_batch
 from pipelines.jobs.report import ProgressSink
-from pipelines.loading.quantize.share import Share
+from pipelines.loading.quantize.share import Choose, PassOver, Place, Share
 from quantization.calibration import PROBE_TOKENS
 from quantization.part_files import PartFiles
 from quantization.quantizer import LinearReport
@@ -22,12 +22,12 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
     for i, part in enumerate(share.parts):
         if files.has(part):
             kept = files.read(part)
-            share.pass_over(part)
-            share.place(part, kept.tensors)
+            share.run(PassOver(part.index))
+            share.run(Place(part.index, kept.tensors))
         else:
-            chosen = share.choose(part)
+            chosen = share.run(Choose(part.index))
             assert chosen is not None
-            kept = replace(chosen, tensors=chosen.tensors | share.place(part, chosen.tensors))
+            kept = replace(chosen, tensors=chosen.tensors | share.run(Place(part.index, chosen.tensors)))
             files.write(part, kept)
         reports += kept.reports
         progress.quantized(i + 1, len(share.parts))

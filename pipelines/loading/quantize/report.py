@@ -13,6 +13,7 @@ from torch import Tensor
 from conf.quantization import QuantScheme
 from conf.schema import RunConfig
 from pipelines.engine import Engine
+from pipelines.engine.operations import finite_logits
 from pipelines.jobs.scoring import LOGIT_ROWS, Scores
 from quantization.quantizer import LinearReport
 
@@ -58,7 +59,7 @@ class Predictions:
         """Return log probabilities [R, V] float32."""
         seen, num_outputs = (text, 1) if self._are_prompts else (text[:-1], len(text) - 1)
         hidden = engine.hidden_states([seen], [num_outputs])
-        rows = [engine.executor.logits(part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
+        rows = [finite_logits(engine.executor, part).float().log_softmax(-1).cpu() for part in hidden.split(LOGIT_ROWS)]
         return torch.cat(rows)
 
 

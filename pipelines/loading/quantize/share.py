@@ -7,6 +7,8 @@ codes and scales are bit-identical to one process.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,9 +30,22 @@ from quantization.kv_scales import choose_kv_scales, static_kv_formats
 from quantization.quantizer import LinearReport, QuantizedLayer, Quantizer, is_sequential, parts_of
 from quantization.smoothing_record import fold_tensors
 
+Result = TypeVar("Result")
+
+
+class Step(Generic[Result]):
+    """A step of a quantisation. Subclasses are frozen dataclasses: messages to ranks."""
+
+    def compute(self, share: "Share") -> Result:
+        """Compute this rank's share of the step."""
+        raise NotImplementedError
+
 
 class Share:
-    """Processes the parts of its stage in order: `choose` or `pass_over` a part, then `place` it."""
+    """Processes the parts of its stage in order: `choose` or `pass_over` a part, then `place` it.
+
+    `run` computes a step of a part on all ranks of the part's stage; the step itself calls this rank's method.
+    """
 
     def __init__(
         self,
@@ -67,6 +82,9 @@ class Share:
         """Return whether the part belongs to this rank's stage."""
         num_layers = len(self._whole.layers)
         return min(part.index, num_layers - 1) in self._model.own_layers
+
+    def run(self, step: "PartStep[Result]") -> Result:
+        return step.compute(self)
 
     def rest(self) -> dict[str, Tensor]:
         """Return the stage's tensors that belong to no part, whole on the first rank."""
@@ -165,3 +183,44 @@ def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache)
     num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
     formats: list[tuple[KVFormat, KVFormat]] = [(Unquantised(), Unquantised())]
     return allocate_kv_cache(whole.attention_heads[:1], num_blocks, block_size, formats, keys.dtype, device)
+
+
+@dataclass(frozen=True)
+class Rest(Step[dict[str, Tensor]]):
+    def compute(self, share: Share) -> dict[str, Tensor]:
+        return share.rest()
+
+
+@dataclass(frozen=True)
+class Leave(Step[None]):
+    def compute(self, share: Share) -> None:
+        share.leave()
+
+
+@dataclass(frozen=True)
+class PartStep(Step[Result]):
+    part: int
+    """The part's index in `Share.parts`."""
+
+
+@dataclass(frozen=True)
+class Choose(PartStep[KeptPart | None]):
+    def compute(self, share: Share) -> KeptPart | None:
+        return share.choose(share.parts[self.part])
+
+
+@dataclass(frozen=True)
+class PassOver(PartStep[None]):
+    def compute(self, share: Share) -> None:
+        share.pass_over(share.parts[self.part])
+
+
+@dataclass(frozen=True)
+class Place(PartStep[dict[str, Tensor]]):
+    tensors: dict[str, Tensor]
+
+    def compute(self, share: Share) -> dict[str, Tensor]:
+        return share.place(share.parts[self.part], self.tensors)
+
+
+STEPS = Rest, Leave, Choose, PassOver, Place

@@ -24,7 +24,7 @@ END = """
 place = RankContext(ParallelLayout(), Alone(), NO_NEIGHBOURS, 1, ())
 workers = Workers([Worker(1, "rank 1", Channel(ours), process)], place, heartbeat_s)
 try:
-    workers.answers()
+    workers.answers(int)
 except RankLost as error:
     print(error)
     workers.close()

@@ -3,9 +3,15 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
+from models.batch import Batch
+from pipelines.ranks.encoding import ALIGNMENT, decode, encode
 from pipelines.ranks.messages import LENGTHS, MAX_HELLO_BYTES, Channel, Gone
 
 
@@ -70,3 +76,39 @@ def test_a_hello_that_comes_byte_by_byte_is_given_up() -> None:
             channel.receive_hello(0.2)
         channel.close()
         assert sent.result() < MAX_HELLO_BYTES
+
+
+class Pair(NamedTuple):
+    codes: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Everything:
+    batch: Batch
+    pairs: list[Pair]
+    named: dict[str, Tensor] | None
+    absent: Tensor | None
+    sizes: tuple[int, Tensor]
+    config: dict[str, Any]
+
+
+def test_an_operation_is_equal_after_its_message() -> None:
+    batch = Batch.of([7, 8], [0, 1], [16, 17], [[1]], [0, 2], [2], [2], [()], [1], [0, 1])
+    pairs = [Pair(torch.tensor([True, False, True]), torch.tensor(0.5, dtype=torch.bfloat16))]
+    named = {"columns": torch.arange(6).view(2, 3).T, "empty": torch.empty(0, 4)}
+    given = Everything(batch, pairs, named, None, (3, torch.ones(5, dtype=torch.int8)), {"tensor": [1, None]})
+    ours, theirs = map(Channel, socket.socketpair())
+    fields, payload = encode(given)
+    ours.send({"fields": fields}, payload)
+    header, content = theirs.receive()
+    found: Everything = decode(Everything, header["fields"], content, torch.device("cpu"))
+    assert (found.batch.shape, found.config, found.absent) == (batch.shape, given.config, None)
+    assert found.batch.numbers.equal(batch.numbers)
+    assert found.named is not None
+    assert [*found.named] == [*named]
+    tensors = [*found.pairs[0], *found.named.values(), found.sizes[1]]
+    for tensor, expected in zip(tensors, [*pairs[0], *named.values(), given.sizes[1]], strict=True):
+        assert tensor.dtype == expected.dtype
+        assert tensor.equal(expected)
+        assert tensor.data_ptr() % ALIGNMENT == 0

@@ -12,7 +12,7 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.schema import ParallelConfig, ParallelMode
 from kernels import build
-from models.batch import Batch
+from pipelines.engine.operations import Execute
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading.load_engine import load_engine
 from pipelines.ranks import launch
@@ -59,9 +59,9 @@ def test_prompts_of_microbatches_are_computed_in_parts(tmp_path: Path, monkeypat
     whole = generate(engine, prompts, DecodeConfig(max_new_tokens=6))
     parts, execute = list[int](), engine.executor.execute
 
-    def begin(batch: Batch) -> Callable[[], StepOutputs]:
-        parts.append(batch.shape.num_tokens)
-        outputs = execute(batch)
+    def begin(operation: Execute) -> Callable[[], StepOutputs]:
+        parts.append(operation.batch.shape.num_tokens)
+        outputs = execute(operation.batch)
         kept = StepOutputs(*(each.clone() for each in outputs))
         return lambda: kept
 

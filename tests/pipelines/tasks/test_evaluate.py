@@ -21,6 +21,7 @@ from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, Quan
 from conf.schema import RunConfig, Task
 from conf.tasks import EvaluateConfig, PredictConfig
 from models.tiny.corpus import questions as tiny_corpus_questions
+from pipelines.engine.operations import Logits
 from pipelines.jobs.scoring import score, sliding_windows
 from pipelines.tasks.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
 from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
@@ -190,8 +191,10 @@ def test_a_text_file_is_one_text_to_the_last_character(chatty: Path, tmp_path: P
 def test_scores_take_memory_for_a_few_rows_of_logits(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(chatty)
     rows: list[int] = []
-    logits = engine.executor.logits
-    monkeypatch.setattr(engine.executor, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])
+    compute = Logits.compute
+    monkeypatch.setattr(
+        Logits, "compute", lambda self, executor: (rows.append(len(self.hidden)), compute(self, executor))[1]
+    )
     windows = sliding_windows([i % 300 for i in range(2000)], 100, 100)
     steps: list[int] = []
     result = score(engine, windows, on_step=steps.append)

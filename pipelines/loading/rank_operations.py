@@ -1,0 +1,39 @@
+"""Operations that rank 0 sends to the workers in addition to `pipelines/engine/operations.py`."""
+
+from dataclasses import dataclass
+
+from pipelines.engine.executor import Executor, Operation
+from pipelines.jobs.report import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class MakeExecutor:
+    """Create the executor, or replace it over the same cache, which drops recorded steps."""
+
+    num_blocks: int
+    num_graph_sequences: int
+    table_width: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a rank's executor and process."""
+
+    weight_bytes: int
+    step_weight_bytes: float
+    kv_bytes_per_token: int
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Count(Operation[Counts]):
+    num_sequences: int
+    """Of the step whose `step_weight_bytes` are counted."""
+
+    def compute(self, executor: Executor) -> Counts:
+        return Counts(
+            executor.weight_bytes,
+            executor.step_weight_bytes(self.num_sequences),
+            executor.kv_bytes_per_token,
+            peak_memory_bytes(executor.device),
+        )
