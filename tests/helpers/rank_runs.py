@@ -48,7 +48,7 @@ def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
 
     def there() -> bool:
         known = processes().items()
-        pids = [pid for pid, (parent, command) in known if parent == process.pid and "ranks.worker" in command]
+        pids = [pid for pid, (parent, command) in known if parent == process.pid and "loading.worker" in command]
         found[:] = sorted(pids)  # in the order of their start
         return len(found) == count
 
@@ -75,7 +75,7 @@ def lose(process: "subprocess.Popen[str]", workers: list[int], rank: int, number
 def are_gone(pids: list[int]) -> bool:
     """Whether none of these is a rank's process any more. One whose parent has ended may wait for another to take note of its end."""
     known = processes()
-    return not any("ranks.worker" in known.get(pid, (0, ""))[1] for pid in pids)
+    return not any("loading.worker" in known.get(pid, (0, ""))[1] for pid in pids)
 
 
 def wait_for_rows(process: "subprocess.Popen[str]", folder: Path) -> None:

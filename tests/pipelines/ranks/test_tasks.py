@@ -43,7 +43,7 @@ def both(
 
 def ranks_of(engine: int) -> list[int]:
     known = processes().items()
-    return [pid for pid, (parent, command) in known if parent == engine and "ranks.worker" in command]
+    return [pid for pid, (parent, command) in known if parent == engine and "loading.worker" in command]
 
 
 @pytest.mark.parametrize(

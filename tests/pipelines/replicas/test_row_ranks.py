@@ -44,7 +44,7 @@ def four_processors() -> Iterator[None]:
 def ranks() -> list[int]:
     """The processes of ranks 1 of our replicas."""
     workers = row_workers()
-    return [pid for pid, (parent, command) in ours().items() if "ranks.worker" in command and parent in workers]
+    return [pid for pid, (parent, command) in ours().items() if "loading.worker" in command and parent in workers]
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.matrix)], ids=["tp", "pp"])
