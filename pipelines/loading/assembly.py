@@ -1,7 +1,7 @@
-"""Stages 3 to 5 of an engine: load the planned model's weights, fuse layers that run in one call, build the engine.
+"""Stages 4 to 6 of an engine: load the planned model's weights, fuse layers that run in one call, build the engine.
 
-Stages 1 and 2 are `pipelines/loading/model_source.py` and `pipelines/loading/planning.py`. On a GPU, the memory check comes before the
-first weight is read.
+Stages 1 to 3 are `model_source.py`, `planning.py` and, with ranks, `shard_plan.py`. On a GPU, the memory check comes
+before the first weight is read.
 """
 
 from collections.abc import Callable

@@ -10,8 +10,9 @@ from conf.speculation import Speculate
 from models.meta_model import open_model
 from models.tokenizers import Tokenizer
 from pipelines.loading.model_source import ModelSource, resolve_model
-from pipelines.loading.planning import ModelPlan, check_mode, plan_model
+from pipelines.loading.planning import ModelPlan, plan_model
 from pipelines.loading.request_settings import RequestSettings
+from pipelines.loading.shard_plan import check_mode
 
 REMEDY = "give a smaller model of the same family"
 

@@ -14,9 +14,10 @@ from pipelines.loading.assembly import assemble
 from pipelines.loading.device import prepare_device
 from pipelines.loading.drafting import plan_draft, predicting_ahead
 from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
-from pipelines.loading.planning import check_mode, plan_model
+from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.loading.request_settings import RequestSettings, read_request_settings
+from pipelines.loading.shard_plan import check_mode
 
 log = logging.getLogger(__name__)
 

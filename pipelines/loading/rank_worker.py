@@ -26,10 +26,11 @@ from pipelines.loading.device import prepare_device
 from pipelines.loading.drafting import predicting_ahead
 from pipelines.loading.fingerprint import common_fingerprint
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.planning import plan_model, shard_plan
+from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.ranks import BeginQuantization, UseStaticCache, share_of
 from pipelines.loading.quantize.share import STEPS, Share, Step
 from pipelines.loading.rank_operations import Count, MakeExecutor
+from pipelines.loading.shard_plan import shard_plan
 from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.messages import Channel, Gone, Header
 from pipelines.ranks.rank_context import layout_of, shared_memory_context, torch_context

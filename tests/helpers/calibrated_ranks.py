@@ -12,9 +12,10 @@ from kernels.kv_format import Unquantised
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading.assembly import load_planned
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.planning import plan_model, shard_plan, without_quantization
+from pipelines.loading.planning import plan_model, without_quantization
 from pipelines.loading.quantize.layers import calibration_batches
 from pipelines.loading.quantize.share import Share
+from pipelines.loading.shard_plan import shard_plan
 from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.threads import ThreadRankContext
 from quantization.file_layout import file_layout

@@ -19,7 +19,8 @@ from models.sharding import ParallelLayout
 from pipelines.loading.device import prepare_device
 from pipelines.loading.drafting import predicting_ahead
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.planning import plan_model, shard_plan
+from pipelines.loading.planning import plan_model
+from pipelines.loading.shard_plan import shard_plan
 from tests.helpers.adapters import ALL_LINEAR, change_adapter, write_adapter
 from tests.helpers.builders import run_config, write_llama
 from tests.helpers.cases import each

@@ -10,10 +10,11 @@ from models.linear_layers import linear_specs
 from pipelines.jobs.report import print_table
 from pipelines.loading.device import prepare_device
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import ModelPlan, check_plan, plan_model, without_quantization
+from pipelines.loading.planning import ModelPlan, plan_model, without_quantization
 from pipelines.loading.quantize.calibration_data import CalibrationData, read_calibration_data
 from pipelines.loading.quantize.estimate import expected_seconds
 from pipelines.loading.request_settings import RequestSettings, read_request_settings
+from pipelines.loading.shard_plan import check_plan
 from pipelines.ranks.launch import degrees, joined
 from pipelines.ranks.rank_context import layout_of
 from quantization.file_layout import FileLayout, file_layout

@@ -24,7 +24,7 @@ from models.formats.manifest import verify_manifest
 from models.sharding import ParallelLayout
 from pipelines.engine import Engine
 from pipelines.loading.load_engine import load_engine
-from pipelines.loading.planning import shard_plan
+from pipelines.loading.shard_plan import shard_plan
 from pipelines.tasks import export_files, export_parts
 from pipelines.tasks.convert import run_convert
 from tests.helpers.adapters import outputs, write_adapter

@@ -1,0 +1,81 @@
+"""The formats of a planned model's layers and KV cache: those of the checkpoint, or those that `quant` names."""
+
+from dataclasses import replace
+
+from conf.decoding import warn_once
+from conf.errors import UserError
+from conf.quantization import (
+    Activations,
+    KVCacheFormat,
+    KVCacheScales,
+    QuantConfig,
+    QuantScheme,
+)
+from models.causal_lm import CausalLM
+from models.formats.base import CodedWeights, WeightFile
+from pipelines.loading.model_source import ModelSource
+from quantization.kv_scales import place_kv_scales
+from quantization.layouts.base import StoredQuantization
+from quantization.layouts.kv_cache import read_kv_cache_scheme
+from quantization.plan import make_activations_auto, place_stored_layers, plan, quantize_while_loading
+
+
+def choose_layer_formats(
+    model: CausalLM, config: QuantConfig, stored: StoredQuantization | None, files: list[WeightFile]
+) -> None:
+    if stored is not None:
+        _place_stored(model, config, stored, files)
+    elif config.scheme is not QuantScheme.none:
+        assert not config.needs_calibration
+        quantize_while_loading(model, config)
+    if config.activations is Activations.auto:
+        make_activations_auto(model)
+
+
+def _place_stored(model: CausalLM, config: QuantConfig, stored: StoredQuantization, files: list[WeightFile]) -> None:
+    if not files:
+        raise UserError("model.weights=random makes float weights, but this checkpoint is quantised: leave it out")
+    wanted = plan(model, config)
+    schemes = place_stored_layers(model, stored, _shapes(files))
+    for file in files:
+        if isinstance(file, CodedWeights):
+            file.keep_codes(schemes)
+    if config.activations is Activations.dynamic and any(s.activations is Activations.static for s in schemes.values()):
+        warn_once("the checkpoint's scales of activations are static, and are used: quant.activations=dynamic is not")
+        wanted = {name: replace(scheme, activations=Activations.static) for name, scheme in wanted.items()}
+    for name in wanted | schemes if wanted else ():
+        given, held = (str(each.get(name, "a float")) for each in (wanted, schemes))
+        if given != held:
+            raise UserError(
+                f"quant={config.scheme.name} contradicts the checkpoint, which is quantised already: {name} is {held} there, "
+                f"not {given}: leave quant out, or give the float model"
+            )
+
+
+def place_cache_scales(
+    model: CausalLM, config: QuantConfig, source: ModelSource, files: list[WeightFile]
+) -> KVCacheFormat | None:
+    """Give attention modules the static KV cache scales of the checkpoint.
+
+    Return their format, or None without such scales.
+    """
+    stored = read_kv_cache_scheme(source.checkpoint.config)
+    if stored is None:
+        if config.has_static_kv_cache:
+            raise UserError(
+                "quant.kv_cache_scales=static, but the checkpoint, which is quantised already, has no scales of the KV cache: "
+                "give quant.kv_cache_scales=dynamic, or the float model"
+            )
+        return None
+    given = config.kv_cache, config.kv_cache_scales
+    if given not in ((KVCacheFormat.none, KVCacheScales.dynamic), (stored.format, KVCacheScales.static)):
+        raise UserError(
+            f"quant.kv_cache={given[0].name} with {given[1].name} scales contradicts the checkpoint, whose KV cache is "
+            f"{stored.format.name} with static scales: leave quant.kv_cache out"
+        )
+    place_kv_scales(model, stored.per_head, _shapes(files))
+    return stored.format
+
+
+def _shapes(files: list[WeightFile]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for file in files for name, shape in file.shapes.items()}
