@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError, shortened
 from kernels.collectives import Link
 from models.batch import Batch, KVCache
+from models.capabilities import ModelCapabilities
 from models.layers.attention import Heads
 from models.layers.linear import tied_weight
 from models.layers.missing import MissingLayer
@@ -43,35 +44,8 @@ class ModelShape(ABC):
         """The maximum number of tokens of a sequence."""
 
     @property
-    def keys_depend_on_length(self) -> bool:
-        """Whether keys depend on the sequence length. This disables prefix caching."""
-        return False
-
-    @property
-    def long_rope_threshold(self) -> int | None:
-        """The sequence length above which all keys change. A sequence that grows past it is computed again.
-
-        None: keys do not change.
-        """
-        return None
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether prompt tokens attend to later tokens.
-
-        A prompt then runs in one step, and prefix caching is disabled.
-        """
-        return False
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether any layer uses sliding-window attention."""
-        return False
-
-    @property
-    def prefix_stops_scaling(self) -> bool:
-        """Whether keys stop depending on the prompt length after a soft prefix of keys and values."""
-        return False
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities()
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:
@@ -80,14 +54,6 @@ class ModelShape(ABC):
         Layers of one kind have tensors of the same names and shapes.
         """
         return (False,) * self.num_hidden_layers
-
-    @property
-    def predicts_ahead(self) -> bool:
-        """Whether the model includes the multi-token prediction layer of `CausalLM.predict_ahead`.
-
-        The keys and values of this layer are last in the cache.
-        """
-        return False
 
     def predicting_ahead(self) -> "ModelShape | None":
         """Return the config of the model with the multi-token prediction layer.
@@ -258,7 +224,7 @@ class CausalLM(Module, ABC):
 
         Their logits predict the token after each of the batch's tokens. `batch` holds each token at the position of the
         token before it. `hidden` [T, E] holds the normed hidden states of these earlier tokens, from the model or from
-        this method. `cache` is the model's whole cache. Only for a model whose config has `predicts_ahead`.
+        this method. `cache` is the model's whole cache. Only for a model with the capability `predicts_ahead`.
         """
         raise NotImplementedError
 

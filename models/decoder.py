@@ -6,7 +6,7 @@ vocabulary, R output rows.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from models.batch import Batch, LayerCache
+from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import Heads, attend
@@ -47,8 +48,8 @@ class DecoderConfig(PreNormShape):
         return self.rotary.context_length
 
     @property
-    def keys_depend_on_length(self) -> bool:
-        return self.rotary.type == "dynamic"
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities(keys_depend_on_length=self.rotary.type == "dynamic")
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class WindowedConfig(DecoderConfig):
     """The window of each layer. None: full attention."""
 
     @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
+    def capabilities(self) -> ModelCapabilities:
+        return replace(super().capabilities, has_windows=any(window is not None for window in self.windows))
 
 
 def read_decoder_config(

@@ -83,7 +83,7 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     The first stage has the embedding, the last stage has final norm, head and a tied embedding. Raises UserError for
     more stages than layers, and for a multi-token prediction layer, which would need the embedding in the last stage.
     """
-    if model.config.predicts_ahead:
+    if model.config.capabilities.predicts_ahead:
         raise UserError(f"pp={pp} has no layer that predicts ahead: leave decode.speculate=mtp out, or give pp=1")
     prefix, (before, after) = f"{model.layout.layers}.", _outside(model)
     sizes = module_bytes(model, dtype)

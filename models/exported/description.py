@@ -21,6 +21,7 @@ from kernels import build
 from kernels.kv_format import PARTS, PagedVectors, allocate
 from models.adapters import adaptable_layers
 from models.batch import KVCache
+from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.exported.functions import schemas
@@ -41,35 +42,11 @@ class ExportedShape(ModelShape):
     """The config of an exported model, whose code is not available."""
 
     most_tokens: int
-    whole_prompt: bool
-    length_dependent: bool
-    border: int | None
-    windows: bool
-    scaling_stops: bool
+    capabilities: ModelCapabilities = ModelCapabilities()
 
     @property
     def context_length(self) -> int:
         return self.most_tokens
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        return self.whole_prompt
-
-    @property
-    def keys_depend_on_length(self) -> bool:
-        return self.length_dependent
-
-    @property
-    def long_rope_threshold(self) -> int | None:
-        return self.border
-
-    @property
-    def has_windows(self) -> bool:
-        return self.windows
-
-    @property
-    def prefix_stops_scaling(self) -> bool:
-        return self.scaling_stops
 
 
 @dataclass(frozen=True)
@@ -166,6 +143,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the content of export.json for a traced model, or for a rank's part."""
     shape, (own, adapted) = model.config, weights
+    capabilities = shape.capabilities
     held = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
     scales = {weight.data_ptr(): name for name, weight in own.items()}
     mixtures = [each for each in model.modules() if isinstance(each, Experts)]
@@ -180,11 +158,11 @@ def describe(
         "num_hidden_layers": shape.num_hidden_layers,
         "tie_word_embeddings": shape.tie_word_embeddings,
         "context_length": shape.context_length,
-        "needs_whole_prompt": shape.needs_whole_prompt,
-        "keys_depend_on_length": shape.keys_depend_on_length,
-        "key_border": shape.long_rope_threshold,
-        "has_windows": shape.has_windows,
-        "prefix_stops_scaling": shape.prefix_stops_scaling,
+        "needs_whole_prompt": capabilities.needs_whole_prompt,
+        "keys_depend_on_length": capabilities.keys_depend_on_length,
+        "key_border": capabilities.long_rope_threshold,
+        "has_windows": capabilities.has_windows,
+        "prefix_stops_scaling": capabilities.prefix_stops_scaling,
         "dtype": str(cache.dtype).removeprefix("torch."),
         "eos_token_ids": sorted(eos),
         "instruction_set": _instructions(),
@@ -222,17 +200,18 @@ def _check_machine(reader: ConfigReader, folder: Path) -> None:
 
 def _read_shape(reader: ConfigReader) -> ExportedShape:
     try:
-        border = None if reader.raw("key_border") is None else reader.count("key_border")
         return ExportedShape(
             reader.count("vocab_size"),
             reader.num_layers(),
             reader.require("tie_word_embeddings", bool),
             reader.count("context_length"),
-            reader.require("needs_whole_prompt", bool),
-            reader.require("keys_depend_on_length", bool),
-            border,
-            reader.require("has_windows", bool),
-            reader.require("prefix_stops_scaling", bool),
+            ModelCapabilities(
+                needs_whole_prompt=reader.require("needs_whole_prompt", bool),
+                keys_depend_on_length=reader.require("keys_depend_on_length", bool),
+                long_rope_threshold=None if reader.raw("key_border") is None else reader.count("key_border"),
+                has_windows=reader.require("has_windows", bool),
+                prefix_stops_scaling=reader.require("prefix_stops_scaling", bool),
+            ),
         )
     except UserError as error:  # also raised for a folder that an older version exported
         raise UserError(f"{error}: {REMEDY}") from error

@@ -17,6 +17,7 @@ from kernels.gelu import gelu_tanh
 from kernels.kv_store import kv_store
 from kernels.rope import rope
 from models.batch import Batch, LayerCache
+from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
 from models.layers.attention import Heads, attend
@@ -48,8 +49,8 @@ class ChatGLMConfig(ModelShape):
         return self.max_sequence_length
 
     @property
-    def needs_whole_prompt(self) -> bool:
-        return True
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities(needs_whole_prompt=True)
 
 
 def read_config(config: ConfigReader) -> ChatGLMConfig:

@@ -16,6 +16,7 @@ from kernels.kv_store import kv_store
 from kernels.moe import route, route_corrected
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
+from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
 from models.layers.attention import Heads, attend_latent
@@ -80,8 +81,10 @@ class DeepseekConfig(PreNormShape):
         return self.rotary.context_length
 
     @property
-    def keys_depend_on_length(self) -> bool:
-        return self.rotary.type == "dynamic"
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities(
+            keys_depend_on_length=self.rotary.type == "dynamic", predicts_ahead=self.predicts_ahead
+        )
 
     def predicting_ahead(self) -> "DeepseekConfig | None":
         return replace(self, predicts_ahead=True) if self.num_nextn_predict_layers else None

@@ -3,8 +3,9 @@
 Llama's decoder with an optional sliding window in every layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.mlp import MLP
@@ -16,8 +17,8 @@ class MistralConfig(DecoderConfig):
     sliding_window: int | None
 
     @property
-    def has_windows(self) -> bool:
-        return self.sliding_window is not None
+    def capabilities(self) -> ModelCapabilities:
+        return replace(super().capabilities, has_windows=self.sliding_window is not None)
 
 
 def read_config(config: ConfigReader) -> MistralConfig:

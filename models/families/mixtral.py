@@ -1,8 +1,9 @@
 """Mixtral 8x7B and 8x22B: Mistral with mixtures of experts as feed-forward layers (arXiv 2401.04088)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.errors import UserError
+from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.layers.mlp import MLP
@@ -17,8 +18,8 @@ class MixtralConfig(DecoderConfig):
     mixture: MixtureConfig
 
     @property
-    def has_windows(self) -> bool:
-        return self.sliding_window is not None
+    def capabilities(self) -> ModelCapabilities:
+        return replace(super().capabilities, has_windows=self.sliding_window is not None)
 
 
 def read_config(config: ConfigReader) -> MixtralConfig:

@@ -13,6 +13,7 @@ from torch import Tensor
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from models.batch import Batch, LayerCache
+from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
 from models.layers.attention import Heads, attend
@@ -53,12 +54,9 @@ class Phi3Config(PreNormShape):
         return self.max_position_embeddings
 
     @property
-    def long_rope_threshold(self) -> int | None:
-        return self.rotary.original_length if self.rotary.short_factor != self.rotary.long_factor else None
-
-    @property
-    def has_windows(self) -> bool:
-        return self.sliding_window is not None
+    def capabilities(self) -> ModelCapabilities:
+        threshold = self.rotary.original_length if self.rotary.short_factor != self.rotary.long_factor else None
+        return ModelCapabilities(long_rope_threshold=threshold, has_windows=self.sliding_window is not None)
 
 
 def read_config(config: ConfigReader) -> Phi3Config:

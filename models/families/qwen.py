@@ -15,6 +15,7 @@ from torch import Tensor
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
 from models.batch import Batch, LayerCache
+from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
 from models.layers.attention import Heads, attend
@@ -43,13 +44,10 @@ class QwenConfig(PreNormShape):
         return self.max_position_embeddings
 
     @property
-    def keys_depend_on_length(self) -> bool:
-        return self.use_dynamic_ntk and self.max_position_embeddings > self.seq_length
-
-    @property
-    def prefix_stops_scaling(self) -> bool:
-        """True: modeling_qwen.py chooses the rotary base for an empty cache, and then keeps this base."""
-        return True
+    def capabilities(self) -> ModelCapabilities:
+        """`prefix_stops_scaling`: modeling_qwen.py chooses the rotary base for an empty cache, and then keeps it."""
+        depends = self.use_dynamic_ntk and self.max_position_embeddings > self.seq_length
+        return ModelCapabilities(keys_depend_on_length=depends, prefix_stops_scaling=True)
 
 
 def read_config(config: ConfigReader) -> QwenConfig:

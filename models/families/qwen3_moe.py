@@ -1,7 +1,8 @@
 """Qwen 3 30B A3B and 235B A22B: Qwen 3 with mixtures of experts (arXiv 2505.09388)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.families.qwen3 import Attention
@@ -18,8 +19,8 @@ class Qwen3MoeConfig(DecoderConfig):
     sliding_window: int | None
 
     @property
-    def has_windows(self) -> bool:
-        return self.sliding_window is not None
+    def capabilities(self) -> ModelCapabilities:
+        return replace(super().capabilities, has_windows=self.sliding_window is not None)
 
     @property
     def layer_kinds(self) -> tuple[bool, ...]:

@@ -3,13 +3,14 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from kernels.gelu import gelu_tanh
 from models.batch import Batch, LayerCache
+from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import Attention, DecoderConfig, read_decoder_config
@@ -40,8 +41,8 @@ class Starcoder2Config(DecoderConfig):
     sliding_window: int | None
 
     @property
-    def has_windows(self) -> bool:
-        return self.sliding_window is not None
+    def capabilities(self) -> ModelCapabilities:
+        return replace(super().capabilities, has_windows=self.sliding_window is not None)
 
 
 def read_config(config: ConfigReader) -> Starcoder2Config:

@@ -60,15 +60,15 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
 
 
 def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
-    shape = model.config
-    if shape.needs_whole_prompt and prefix.first_position:
+    capabilities = model.config.capabilities
+    if capabilities.needs_whole_prompt and prefix.first_position:
         return "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's folders"
-    is_scaled = shape.keys_depend_on_length and not (shape.prefix_stops_scaling and prefix.layers)
-    if is_scaled or shape.long_rope_threshold is not None:
+    is_scaled = capabilities.keys_depend_on_length and not (capabilities.prefix_stops_scaling and prefix.layers)
+    if is_scaled or capabilities.long_rope_threshold is not None:
         return "whose keys depend on the length of the text"
     if any(not heads.value_head_dim for heads in model.attention_heads):
         return "which caches latents instead of keys and values"
-    if shape.has_windows:
+    if capabilities.has_windows:
         return "whose sliding windows would lose the prefix"
     return None
 

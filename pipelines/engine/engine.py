@@ -83,22 +83,16 @@ class Engine:
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
         self.context, self.tokenizer = context, tokenizer
-        shape = model.config
-        self.vocab_size = shape.vocab_size
-        self.sees_later_tokens = shape.needs_whole_prompt
-        """Whether a prompt's tokens attend to later tokens, so that earlier tokens do not predict them."""
+        self.vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
         self.requests = RequestFactory(
-            *(tokenizer, shape.vocab_size, context, eos_token_ids, decode_defaults),
+            *(tokenizer, self.vocab_size, context, eos_token_ids, decode_defaults),
             *(self.num_blocks, self.block_size, max_batched_tokens),
-            shares_prefixes=not (shape.keys_depend_on_length or shape.needs_whole_prompt),
-            needs_whole_prompt=shape.needs_whole_prompt,
-            long_rope_threshold=shape.long_rope_threshold,
+            self.capabilities,
             unavailable_proposers=unavailable_proposers or {},
         )
         blocks = BlockManager(self.num_blocks, self.block_size)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
-        limits = max_num_requests, max_batched_tokens, shape.needs_whole_prompt, shape.long_rope_threshold
-        self.scheduler = Scheduler(blocks, *limits, self.adapters.slots)
+        self.scheduler = Scheduler(blocks, max_num_requests, max_batched_tokens, self.capabilities, self.adapters.slots)
         self._make_executor = make_executor
         self.looks_ahead = self.device.type == "cuda"
         """Whether a step is launched before the previous step's tokens are known, if its plan allows it."""

@@ -10,6 +10,7 @@ from typing import Any
 from conf.decoding import NEUTRAL, DecodeConfig, warn_once
 from conf.errors import UserError, list_known_names, shortened
 from conf.speculation import DraftOrder, Speculate
+from models.capabilities import ModelCapabilities
 from models.tokenizers.base import Tokenizer
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import (
@@ -40,12 +41,7 @@ class RequestFactory:
     """Blocks of the KV cache that requests can use."""
     block_size: int
     max_batched_tokens: int
-    shares_prefixes: bool = True
-    """Whether a token's keys depend only on the tokens before it, so that prompts can share cached blocks."""
-    needs_whole_prompt: bool = False
-    """Whether a prompt must be computed in one step."""
-    long_rope_threshold: int | None = None
-    """Number of tokens above which all keys of a text are computed differently."""
+    capabilities: ModelCapabilities = ModelCapabilities()
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """The prefixes that requests can name."""
     unavailable_proposers: Mapping[Speculate, str] = field(default_factory=dict)
@@ -90,7 +86,7 @@ class RequestFactory:
         self._check_prompt(prompt_token_ids)
         decode = self.resolve(decode)
         self.check(decode)
-        if not self.shares_prefixes:
+        if not self.capabilities.shares_prefixes:
             decode = replace(decode, prefix_cache=False)
         bad_words, placed = self._bad_words(tuple(decode.bad_words)), self.prefix(prefix)
         num_prompt = len(prompt_token_ids)
@@ -137,7 +133,7 @@ class RequestFactory:
         if num_prompt > context.num_places:
             remedy = f"shorten it to at most {context.num_places}"
             raise UserError(f"the prompt has {num_prompt} tokens, more than the model takes ({context}): {remedy}")
-        prefix_cache = decode.prefix_cache and self.shares_prefixes
+        prefix_cache = decode.prefix_cache and self.capabilities.shares_prefixes
         params = _sampling_params(replace(decode, prefix_cache=prefix_cache, seed=0).resolved({}), 0, frozenset(), ())
         self._check_size(params, num_prompt, placed.num_tokens)
         return Request(id, prompt_token_ids, params, prefix=placed, pooling=pooling)
@@ -180,13 +176,14 @@ class RequestFactory:
 
     def _check_size(self, params: SamplingParams, num_prompt_tokens: int, num_prefix_tokens: int) -> None:
         num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
-        own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, self.long_rope_threshold, num_prefix_tokens)
+        threshold = self.capabilities.long_rope_threshold
+        own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, threshold, num_prefix_tokens)
         if own_blocks > self.num_blocks:
             what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = self.num_blocks * self.block_size
             remedy = "raise device.kv_cache_memory" + (", or ask for fewer new tokens" if params.max_new_tokens else "")
             raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
-        if self.needs_whole_prompt and num_tokens > self.max_batched_tokens:
+        if self.capabilities.needs_whole_prompt and num_tokens > self.max_batched_tokens:
             raise UserError(
                 f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be cut "
                 f"and device.max_batched_tokens={self.max_batched_tokens}: raise it, or ask for fewer new tokens"

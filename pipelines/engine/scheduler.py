@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from models.capabilities import ModelCapabilities
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.block_manager import BlockManager, extend_hashes, root_hash
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
@@ -47,21 +48,20 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_requests: int,
         max_batched_tokens: int,
-        whole_prompts: bool = False,
-        long_rope_threshold: int | None = None,
+        capabilities: ModelCapabilities,
         adapters: AdapterSlots | None = None,
     ) -> None:
         """`max_batched_tokens`: token budget of a step, unless the caller passes a smaller one.
 
-        `whole_prompts`: admit a request only to a step that has room for all its tokens. `long_rope_threshold`: the
-        model's. `adapters`: the slots for requests with an adapter.
+        `capabilities`: the model's. `adapters`: the slots for requests with an adapter.
         """
         self._adapters = adapters
         self.block_manager = block_manager
         self.max_num_requests = max_num_requests
         self.max_batched_tokens = max_batched_tokens
-        self._whole_prompts = whole_prompts
-        self._long_rope_threshold = long_rope_threshold
+        self._needs_whole_prompt = capabilities.needs_whole_prompt
+        """Whether a request is admitted only to a step that has room for all its tokens."""
+        self._long_rope_threshold = capabilities.long_rope_threshold
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
         self._reserved: list[Sequence] = []  # sequences with blocks for drafts
@@ -242,7 +242,7 @@ class Scheduler:
         return num_new_tokens
 
     def _budget(self, max_tokens: int | None, num_sequences: int) -> int:
-        if max_tokens is None or self._whole_prompts:
+        if max_tokens is None or self._needs_whole_prompt:
             return self.max_batched_tokens
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
@@ -250,7 +250,7 @@ class Scheduler:
         """Whether the token budget also covers this group's sequences, counting all that it can have."""
         groups = [*self.running, group]
         num_tokens = sum(g.request.params.num_sequences for g in groups)
-        if self._whole_prompts:
+        if self._needs_whole_prompt:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 

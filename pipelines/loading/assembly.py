@@ -100,7 +100,7 @@ def _place_proposers(
     if draft:
         executor = engine.executor.beside(draft.model, caches[1], num_graph_sequences)
         engine.speculator.proposers[Speculate.model] = ModelProposer(executor, *limits, engine.vocab_size)
-    if plan.model.config.predicts_ahead:
+    if plan.model.config.capabilities.predicts_ahead:
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.executor, *limits)
 
 
@@ -123,7 +123,7 @@ def _unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Spe
     reasons = {}
     if draft is None:
         reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
-    if not plan.model.config.predicts_ahead:
+    if not plan.model.config.capabilities.predicts_ahead:
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
     if plan.quant.activations is Activations.auto:
         reasons |= {each: BESIDE_AUTO for each in Speculate if each is not Speculate.none}

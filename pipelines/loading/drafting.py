@@ -77,7 +77,7 @@ def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings
     if shape.context_length < context.num_tokens:
         remedy = f"give model.max_length={shape.context_length}, or another model"
         raise UserError(f"it takes {shape.context_length} tokens, but the run {context}: {remedy}")
-    if shape.needs_whole_prompt or target.shape.needs_whole_prompt:
+    if shape.capabilities.needs_whole_prompt or target.shape.capabilities.needs_whole_prompt:
         raise UserError("a prompt that sees itself whole cannot be drafted for: give decode.speculate=ngram")
     own = source.checkpoint.load_tokenizer() if settings.tokenizer else None
     if own and settings.tokenizer:

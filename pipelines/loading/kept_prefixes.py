@@ -99,7 +99,7 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
     if not names:
         return []
     source = plan.source
-    if source.shape.keys_depend_on_length or source.shape.needs_whole_prompt:
+    if not source.shape.capabilities.shares_prefixes:
         raise UserError(f"device.kept_prefixes {UNSHARED}: leave it out")
     wanted = identity(source, plan.options.weights, plan.quant, plan.dtype, plan.device)
     files: list[KeptFile] = []

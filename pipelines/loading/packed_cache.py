@@ -62,7 +62,7 @@ def _place(plan: ModelPlan) -> Path:
     quant |= {"activations": plan.quant.activations.of_model}
     head = plan.source.architecture.head.name
     what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
-    if plan.model.config.predicts_ahead:
+    if plan.model.config.capabilities.predicts_ahead:
         what["predicts_ahead"] = True
     if plan.parallel_layout != ParallelLayout():
         what["division"] = plan.parallel_layout

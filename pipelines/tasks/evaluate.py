@@ -194,7 +194,7 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
         engine.requests.check(run.decode)
     if evaluate.data is None:
         return run
-    if engine.sees_later_tokens:
+    if engine.capabilities.needs_whole_prompt:
         raise UserError(
             "evaluate.data needs a model whose tokens are predicted from those before them, but this one's prompts see themselves "
             "whole, so that a text has no perplexity: give evaluate.questions alone"

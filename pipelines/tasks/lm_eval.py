@@ -39,7 +39,7 @@ class QuintetLM(TemplateLM):
         super().__init__()
         if engine.tokenizer is None:
             raise UserError("lm_eval asks by text, but there is no tokenizer: give model.tokenizer=PATH")
-        if engine.sees_later_tokens:
+        if engine.capabilities.needs_whole_prompt:
             what = "lm_eval scores tokens by those before them, but this model's prompts see themselves whole"
             raise UserError(f"{what}: give another model")
         self._engine = engine

@@ -44,7 +44,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         device = prepare_device(run.device)
         made, source = calibrated(run, resolve_model(run.model), progress)
         engine = load_engine_on(device, made, source, 1, progress)
-        if not engine.requests.shares_prefixes:
+        if not engine.capabilities.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
         load_s, start = time.perf_counter() - start, time.perf_counter()
         kept = _Kept(engine)

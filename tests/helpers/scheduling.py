@@ -3,6 +3,7 @@
 from typing import Any
 
 from conf.decoding import DecodeConfig
+from models.capabilities import ModelCapabilities
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import (
     NO_PREFIX,
@@ -64,10 +65,10 @@ def scheduler_of(
     block_size: int = 4,
     max_num_requests: int = 4,
     budget: int = 64,
-    whole_prompts: bool = False,
-    long_rope_threshold: int | None = None,
+    **capabilities: Any,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_requests, budget, whole_prompts, long_rope_threshold)
+    blocks = BlockManager(num_blocks, block_size)
+    return Scheduler(blocks, max_num_requests, budget, ModelCapabilities(**capabilities))
 
 
 Keys = dict[tuple[int, int], tuple[object, ...]]
@@ -92,7 +93,7 @@ def step(
     check_writable(scheduler)
     result: dict[int, int] = {}
     for item in plan.scheduled:
-        assert not scheduler._whole_prompts or item.num_new_tokens == item.sequence.num_uncomputed_tokens
+        assert not scheduler._needs_whole_prompt or item.num_new_tokens == item.sequence.num_uncomputed_tokens
         result[item.group.request.id] = result.get(item.group.request.id, 0) + item.num_new_tokens
     plan = with_drafts(scheduler, plan, max_tokens, num_drafts, num_right)
     if sides is not None:

@@ -45,7 +45,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
         request = small_blocks.request(0, prompt, DecodeConfig(max_new_tokens=len(expected), ignore_eos=True))
         (output,) = small_blocks.generate([request])
         assert output.completions[0].token_ids == expected
-        can_share = not small_blocks.sees_later_tokens and not small_blocks.executor.model.config.keys_depend_on_length
+        can_share = small_blocks.capabilities.shares_prefixes
         assert (output.num_cached_tokens > 0) == (knows_the_prompt and can_share)
     if family in WHOLE_PROMPTS:
         return

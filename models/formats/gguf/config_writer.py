@@ -151,7 +151,7 @@ def _qwen2(writer: GGUFWriter, c: Qwen2Config | Qwen3Config) -> None:
 
 def _qwen3_moe(writer: GGUFWriter, c: Qwen3MoeConfig) -> None:
     mixture = c.mixture
-    if c.has_windows or c.attention_bias or not mixture.norm_topk_prob or not all(mixture.sparse_layers):
+    if c.capabilities.has_windows or c.attention_bias or not mixture.norm_topk_prob or not all(mixture.sparse_layers):
         what = "with sliding windows, attention_bias=true, norm_topk_prob=false or layers without experts"
         raise _refuse(f"a Qwen3-MoE {what},")
     _decoder(writer, c)

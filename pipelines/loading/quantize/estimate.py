@@ -63,7 +63,7 @@ def expected_seconds(
     kinds = _kinds(plan, parts)
     engine = _first_layers(run, plan, settings, max(kinds) + 1)
     samples = _folded(data.samples, engine)
-    text = _folded(measured_texts(data.held_out, engine.sees_later_tokens), engine)[0]
+    text = _folded(measured_texts(data.held_out, engine.capabilities.needs_whole_prompt), engine)[0]
     with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
         files = PartFiles(Path(scratch))
         keep_rest = _seconds_to_keep_rest(engine, files)
@@ -107,7 +107,7 @@ def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, nu
     """Return an engine of the model's first layers and of a part of its vocabulary, with random weights."""
     shape = plan.model.config
     # A model that sees the whole prompt searches it for special ids, so it needs the whole vocabulary.
-    vocab_size = shape.vocab_size if shape.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
+    vocab_size = shape.vocab_size if shape.capabilities.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
     source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
     dtype = DType[str(plan.dtype).removeprefix("torch.")]
     float_run = without_quantization(replace(run, model=replace(run.model, dtype=dtype)))

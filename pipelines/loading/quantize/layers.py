@@ -61,5 +61,5 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]
             whole_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
         )
 
-    probe = samples[0] if engine.sees_later_tokens else samples[0][:PROBE_TOKENS]
+    probe = samples[0] if engine.capabilities.needs_whole_prompt else samples[0][:PROBE_TOKENS]
     return [batch([probe]), *(batch(samples[i : i + num_at_once]) for i in range(0, len(samples), num_at_once))]

@@ -40,7 +40,7 @@ def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, fo
     float_run = without_quantization(run)
     plan = plan_model(float_run.model, float_run.quant, source, device, packed=False)
     layout = file_layout(plan.model, run.quant, run.quantize.format)
-    are_prompts = source.shape.needs_whole_prompt
+    are_prompts = source.shape.capabilities.needs_whole_prompt
     data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
     if run.parallel.mode.divides:
         tp, pp = degrees(run, joined(os.environ))

@@ -28,7 +28,7 @@ class Predictions:
     """
 
     def __init__(self, engine: Engine, texts: list[list[int]]) -> None:
-        self._are_prompts = engine.sees_later_tokens
+        self._are_prompts = engine.capabilities.needs_whole_prompt
         self._texts = measured_texts(texts, self._are_prompts)
         self._log_probabilities = [self._predict(engine, text) for text in self._texts]
 

@@ -134,5 +134,5 @@ def read(**changes: Any) -> phi3.Phi3Config:
 def test_older_spellings_of_longrope(kind: str) -> None:
     scaling = {"type": kind, "short_factor": SHORT, "long_factor": LONG}
     assert read(rope_scaling=scaling) == read(rope_scaling=LONGROPE)
-    assert read(rope_scaling=scaling).long_rope_threshold == BORDER
-    assert read().long_rope_threshold is None
+    assert read(rope_scaling=scaling).capabilities.long_rope_threshold == BORDER
+    assert read().capabilities.long_rope_threshold is None

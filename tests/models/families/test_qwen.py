@@ -53,7 +53,7 @@ def test_equals_the_formulas_in_float64(ntk: bool, logn: bool, tmp_path: Path) -
 
 def test_prompts_share_their_beginnings_where_no_base_grows() -> None:
     def depends(**changes: Any) -> bool:
-        return read_config(ConfigReader(QWEN | changes, "config.json")).keys_depend_on_length
+        return read_config(ConfigReader(QWEN | changes, "config.json")).capabilities.keys_depend_on_length
 
     assert depends()
     assert not depends(use_dynamic_ntk=False)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conf.decoding import DecodeConfig
+from models.capabilities import ModelCapabilities
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import ContextLimit, Request, Sequence, SequenceGroup
@@ -52,7 +53,7 @@ def group_of(id: int, num_tokens: int, adapter: AdapterId) -> SequenceGroup:
 def test_a_group_that_waits_holds_neither_a_slot_nor_blocks() -> None:
     """One that has no blocks leaves the slot to others, one that has no slot the blocks, also those that the cache knows."""
     slots = AdapterSlots(1, lambda slot, id: None)
-    scheduler = Scheduler(BlockManager(5, 4), 4, 64, adapters=slots)
+    scheduler = Scheduler(BlockManager(5, 4), 4, 64, ModelCapabilities(), slots)
     first, second = IDS[:2]
 
     def end_all() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from models.capabilities import ModelCapabilities
 from pipelines.engine.request import ContextLimit
 from pipelines.engine.request_factory import RequestFactory
 from tests.helpers.builders import engine_of, write_llama
@@ -43,7 +44,7 @@ def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> Non
         ({}, [5], {"max_new_tokens": 3, "num_beams": 7}, "7 sequences, but device.max_batched_tokens=6: ask for fewer"),
         ({}, [5], {"max_new_tokens": 3, "stop": ["x"]}, "decode.stop=.'x'. needs a tokenizer"),
         (
-            {"needs_whole_prompt": True},
+            {"capabilities": ModelCapabilities(needs_whole_prompt=True)},
             [5] * 4,
             {"max_new_tokens": 3},
             "prompt and new tokens are 7, but this model's prompts cannot be cut and device.max_batched_tokens=6",
@@ -60,4 +61,5 @@ def test_what_could_never_run_is_refused(
 def test_prompts_that_share_no_keys_do_without_the_prefix_cache() -> None:
     decode = DecodeConfig(max_new_tokens=3)
     assert FACTORY.make(0, [5], decode).params.prefix_cache
-    assert not replace(FACTORY, shares_prefixes=False).make(0, [5], decode).params.prefix_cache
+    scaled = replace(FACTORY, capabilities=ModelCapabilities(keys_depend_on_length=True))
+    assert not scaled.make(0, [5], decode).params.prefix_cache

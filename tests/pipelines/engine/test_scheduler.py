@@ -14,7 +14,6 @@ from pipelines.engine.request import (
     SequenceGroup,
 )
 from pipelines.engine.request_factory import max_blocks
-from pipelines.engine.scheduler import Scheduler
 from tests.helpers.scheduling import Keys, next_token, scheduler_of, sequence, step
 
 
@@ -156,7 +155,7 @@ def test_several_sequences_count_as_one_request_and_as_many_tokens() -> None:
 
 
 def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
-    scheduler = scheduler_of(budget=12, whole_prompts=True)
+    scheduler = scheduler_of(budget=12, needs_whole_prompt=True)
     for i, (length, new) in enumerate(((7, 3), (6, 2), (5, 2), (10, 2))):
         scheduler.add(sequence(i, length, new, prefix_cache=False))
     assert step(scheduler) == {0: 7}  # the second would need one token more than there are
@@ -168,7 +167,7 @@ def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
 
 
 def test_whole_prompts_leave_room_for_the_sequences_to_come() -> None:
-    scheduler = scheduler_of(budget=9, whole_prompts=True)
+    scheduler = scheduler_of(budget=9, needs_whole_prompt=True)
     scheduler.add(sequence(0, 2, 4, prefix_cache=False, num_beams=4))
     scheduler.add(sequence(1, 6, 4, prefix_cache=False))
     scheduler.add(sequence(2, 5, 1, prefix_cache=False))
@@ -178,7 +177,7 @@ def test_whole_prompts_leave_room_for_the_sequences_to_come() -> None:
 
 
 def test_a_preempted_prompt_is_whole_again_with_what_followed_it() -> None:
-    scheduler = scheduler_of(num_blocks=4, block_size=4, budget=16, whole_prompts=True)
+    scheduler = scheduler_of(num_blocks=4, block_size=4, budget=16, needs_whole_prompt=True)
     first, second = (sequence(i, 7, 9, prefix_cache=False) for i in range(2))
     scheduler.add(first)
     scheduler.add(second)
@@ -208,7 +207,7 @@ def test_a_smaller_budget_is_the_prompts_alone() -> None:
     assert step(scheduler, max_tokens=13) == {0: 1, 1: 1, 2: 1, 3: 10}
     assert step(scheduler, max_tokens=2) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert step(scheduler, max_tokens=1000) == {0: 1, 1: 1, 2: 1, 3: 15}
-    whole = scheduler_of(budget=64, whole_prompts=True)
+    whole = scheduler_of(budget=64, needs_whole_prompt=True)
     whole.add(sequence(0, 30, 9))
     assert step(whole, max_tokens=2) == {0: 30}
 
@@ -257,7 +256,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         if whole_prompts or long_rope_threshold:
             num_prefix_tokens = 0  # such models are refused
         self.scheduler = scheduler_of(
-            num_blocks, block_size, max_num_requests, budget, whole_prompts, long_rope_threshold
+            num_blocks,
+            block_size,
+            max_num_requests,
+            budget,
+            needs_whole_prompt=whole_prompts,
+            long_rope_threshold=long_rope_threshold,
         )
         self.long_rope_threshold = long_rope_threshold
         blocks = self.scheduler.block_manager
@@ -287,7 +291,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         decode: dict[str, Any],
     ) -> None:
         prompt = [prefix[0]] * prefix[1] + rest
-        if self.scheduler._whole_prompts:  # the engine refuses what could never run, and shares no beginnings
+        if self.scheduler._needs_whole_prompt:  # the engine refuses what could never run, and shares no beginnings
             prefix_cache = False
             if len(prompt) + max_new_tokens > self.scheduler.max_batched_tokens:
                 return
@@ -372,7 +376,7 @@ def test_integrity_check_sees_lost_doubled_and_miscounted_blocks() -> None:
 
 
 def test_microbatches_share_the_rows_that_no_other_has() -> None:
-    scheduler = Scheduler(BlockManager(64, 4), 8, 64)
+    scheduler = scheduler_of(64, 4, 8, 64)
     groups = [sequence(i, 3) for i in range(5)]
     for group in groups:
         scheduler.add(group)
@@ -392,7 +396,7 @@ def test_microbatches_share_the_rows_that_no_other_has() -> None:
 
 
 def test_a_row_without_blocks_waits_for_those_under_way() -> None:
-    scheduler = Scheduler(BlockManager(2, 4), 8, 64)
+    scheduler = scheduler_of(2, 4, 8, 64)
     groups = [sequence(i, 4, prefix_cache=False) for i in range(2)]
     for group in groups:
         scheduler.add(group)

@@ -107,7 +107,7 @@ def check_alone(source: RunConfig, exports: Exports, more_bytes: int = 0, prompt
         engine = load_engine(run, 3)
         assert answers(engine, prompts) == expected
         assert engine.executor.weight_bytes == model.executor.weight_bytes + more_bytes
-        if not engine.sees_later_tokens:
+        if not engine.capabilities.needs_whole_prompt:
             assert answers(load_engine(chunks, 3)) == expected
 
 
