@@ -2,17 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from conf.decoding import DecodeConfig
-from conf.speculation import Speculate
 from models.batch import KVCache
 from models.causal_lm import CausalLM
 from models.tokenizers import Tokenizer
@@ -23,13 +21,13 @@ from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.choices import Choices, choose_tokens
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
+from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
 from pipelines.engine.operations import CopyBlocks, Execute, ExecuteWhole, Hidden
 from pipelines.engine.pooling import PromptPooling
 from pipelines.engine.request import (
-    ContextLimit,
     Output,
     Pooling,
     Request,
@@ -62,53 +60,42 @@ class Engine:
         model: CausalLM,
         cache: KVCache,
         tokenizer: Tokenizer | None,
-        context: ContextLimit,
-        eos_token_ids: frozenset[int],
-        decode_defaults: dict[str, Any],
-        max_num_requests: int,
-        max_batched_tokens: int,
-        num_graph_sequences: int = 0,
-        decode_threads: int | None = None,
-        unavailable_proposers: Mapping[Speculate, str] | None = None,
+        config: EngineConfig,
         adapters: Adapters | None = None,
         make_executor: Callable[[CausalLM, KVCache, int, int, int | None], Executor] = Executor,
     ) -> None:
-        """`decode_defaults`: DecodeConfig settings that apply where a request sets none.
+        """`adapters`: the model's adapters that requests can name.
 
-        `num_graph_sequences`: size of the largest decode step that is captured as a CUDA graph; read only on a GPU.
-        `decode_threads`: CPU threads of decode steps; None: all. `unavailable_proposers`: why a proposer cannot draft,
-        by proposer. `adapters`: the model's adapters that requests can name. `make_executor`: Executor, or a factory
-        with the same arguments for an executor that runs the model with other ranks.
+        `make_executor`: Executor, or a factory with the same arguments for an executor that runs the model with other
+        ranks.
         """
         self.num_blocks, self.block_size = cache.tensors[0].shape[:2]
         self.device, self.dtype = cache.tensors[0].device, cache.dtype
-        self.context, self.tokenizer = context, tokenizer
+        self.config, self.tokenizer = config, tokenizer
         self.vocab_size, self.capabilities = model.config.vocab_size, model.config.capabilities
         self.requests = RequestFactory(
-            *(tokenizer, self.vocab_size, context, eos_token_ids, decode_defaults),
-            *(self.num_blocks, self.block_size, max_batched_tokens),
-            self.capabilities,
-            unavailable_proposers=unavailable_proposers or {},
+            tokenizer, self.vocab_size, self.capabilities, config, self.num_blocks, self.block_size
         )
         blocks = BlockManager(self.num_blocks, self.block_size)
         self.adapters = adapters or Adapters(model, self.dtype, self.device)
-        self.scheduler = Scheduler(blocks, max_num_requests, max_batched_tokens, self.capabilities, self.adapters.slots)
+        self.scheduler = Scheduler(
+            blocks, config.max_num_requests, config.max_batched_tokens, self.capabilities, self.adapters.slots
+        )
         self._make_executor = make_executor
         self.looks_ahead = self.device.type == "cuda"
         """Whether a step is launched before the previous step's tokens are known, if its plan allows it."""
         self.num_generated_tokens = 0  # by all requests so far
         self.num_computed_tokens = 0  # without drafts
-        self._decode_threads = decode_threads
         self.speculator = Speculator(self.scheduler)
-        self.run_over(model, cache, num_graph_sequences)
+        self.run_over(model, cache, config.num_graph_sequences)
 
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
         """Compute with this model and this cache from now on.
 
         The cache must have as many blocks as before. Drops captured steps.
         """
-        width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.context.num_tokens))
-        self.executor = self._make_executor(model, cache, num_graph_sequences, width, self._decode_threads)
+        width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.config.context.num_tokens))
+        self.executor = self._make_executor(model, cache, num_graph_sequences, width, self.config.decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # the next step, launched before the CPU has its input tokens
         # steps in flight, of different groups
@@ -125,10 +112,6 @@ class Engine:
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter. Raises UserError if the name is unknown or a request uses the adapter."""
         self.adapters.unload(name, self.scheduler.adapters_in_use)
-
-    @property
-    def max_num_requests(self) -> int:
-        return self.scheduler.max_num_requests
 
     @property
     def is_next_computed(self) -> bool:
@@ -204,7 +187,7 @@ class Engine:
         `next_request` is called when a slot is free. It returns None if there is no request now, or the output of a
         refused request. Outputs, exceptions and closing are as in `generate`.
         """
-        limit = min(max_num_requests or self.max_num_requests, self.max_num_requests)
+        limit = min(max_num_requests or self.config.max_num_requests, self.config.max_num_requests)
         alive: list[SequenceGroup] = []
         try:
             while True:
@@ -276,7 +259,7 @@ class Engine:
         microbatches, executor = self._microbatches, self.executor
         num_microbatches = 1 if self.speculator.wants_drafts(self.scheduler.running) else executor.num_microbatches
         if num_microbatches > 1:
-            share = self.scheduler.max_batched_tokens // (num_microbatches * MICROBATCH_STEPS)
+            share = self.config.max_batched_tokens // (num_microbatches * MICROBATCH_STEPS)
             max_tokens = share if max_tokens is None else min(max_tokens, share)
         while len(microbatches) < num_microbatches:
             plan = self.scheduler.plan(max_tokens, [plan for plan, _ in microbatches], num_microbatches)
@@ -370,7 +353,7 @@ class Engine:
         """Return how many prompts of `num_tokens` tokens `hidden_states` takes in one step."""
         blocks = self.scheduler.block_manager
         by_memory = blocks.num_free_blocks // blocks.num_blocks_for(num_tokens)
-        return min(by_memory, self.scheduler.max_batched_tokens // num_tokens)
+        return min(by_memory, self.config.max_batched_tokens // num_tokens)
 
     @torch.inference_mode()
     def hidden_states(self, prompts: list[list[int]], num_outputs: list[int]) -> Tensor:

@@ -12,6 +12,7 @@ from conf.errors import UserError, list_known_names, shortened
 from conf.speculation import DraftOrder, Speculate
 from models.capabilities import ModelCapabilities
 from models.tokenizers.base import Tokenizer
+from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.guide import Guides
 from pipelines.engine.request import (
     NO_PREFIX,
@@ -33,23 +34,17 @@ class RequestFactory:
 
     tokenizer: Tokenizer | None
     vocab_size: int
-    context: ContextLimit
-    eos_token_ids: frozenset[int]
-    decode_defaults: dict[str, Any]
-    """DecodeConfig settings that apply where a request sets none."""
+    capabilities: ModelCapabilities
+    config: EngineConfig
     num_blocks: int
     """Blocks of the KV cache that requests can use."""
     block_size: int
-    max_batched_tokens: int
-    capabilities: ModelCapabilities = ModelCapabilities()
     prefixes: Mapping[str, PlacedPrefix] = field(default_factory=dict)
     """The prefixes that requests can name."""
-    unavailable_proposers: Mapping[Speculate, str] = field(default_factory=dict)
-    """Why a proposer cannot draft here, by proposer."""
 
     @functools.cached_property
     def guides(self) -> Guides:
-        return Guides(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return Guides(self.tokenizer, self.vocab_size, self.config.eos_token_ids)
 
     @functools.cached_property
     def _bad_words(self) -> Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]:
@@ -67,7 +62,7 @@ class RequestFactory:
 
     def resolve(self, decode: DecodeConfig) -> DecodeConfig:
         """Return the settings with unset values filled in: from the checkpoint's defaults, else neutral values."""
-        return decode.resolved(self.decode_defaults)
+        return decode.resolved(self.config.decode_defaults)
 
     def make(
         self,
@@ -90,8 +85,8 @@ class RequestFactory:
             decode = replace(decode, prefix_cache=False)
         bad_words, placed = self._bad_words(tuple(decode.bad_words)), self.prefix(prefix)
         num_prompt = len(prompt_token_ids)
-        context = replace(self.context, num_prefix_tokens=placed.num_tokens)
-        params = resolve_sampling_params(decode, num_prompt, context, self.eos_token_ids, bad_words)
+        context = replace(self.config.context, num_prefix_tokens=placed.num_tokens)
+        params = resolve_sampling_params(decode, num_prompt, context, self.config.eos_token_ids, bad_words)
         if sink is not None and params.num_beams > 1:
             raise UserError(
                 f"decode.num_beams={params.num_beams} cannot be streamed, because it has no single text that grows: give no streamer"
@@ -129,7 +124,7 @@ class RequestFactory:
         self._check_prompt(prompt_token_ids)
         check_pooled(decode)
         num_prompt, placed = len(prompt_token_ids), self.prefix(prefix)
-        context = replace(self.context, num_prefix_tokens=placed.num_tokens)
+        context = replace(self.config.context, num_prefix_tokens=placed.num_tokens)
         if num_prompt > context.num_places:
             remedy = f"shorten it to at most {context.num_places}"
             raise UserError(f"the prompt has {num_prompt} tokens, more than the model takes ({context}): {remedy}")
@@ -145,8 +140,8 @@ class RequestFactory:
 
     def check(self, decode: DecodeConfig) -> None:
         """Raise UserError for settings that are invalid with every prompt."""
-        check_max_length(decode, self.context)
-        if reason := self.unavailable_proposers.get(decode.speculate):
+        check_max_length(decode, self.config.context)
+        if reason := self.config.unavailable_proposers.get(decode.speculate):
             raise UserError(f"decode.speculate={decode.speculate.name} {reason}")
         self._check_ids("stop token id", decode.stop_token_ids)
         self._check_ids("allowed token id", decode.allowed_token_ids)
@@ -183,13 +178,13 @@ class RequestFactory:
             capacity = self.num_blocks * self.block_size
             remedy = "raise device.kv_cache_memory" + (", or ask for fewer new tokens" if params.max_new_tokens else "")
             raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
-        if self.capabilities.needs_whole_prompt and num_tokens > self.max_batched_tokens:
+        if self.capabilities.needs_whole_prompt and num_tokens > self.config.max_batched_tokens:
             raise UserError(
                 f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be cut "
-                f"and device.max_batched_tokens={self.max_batched_tokens}: raise it, or ask for fewer new tokens"
+                f"and device.max_batched_tokens={self.config.max_batched_tokens}: raise it, or ask for fewer new tokens"
             )
-        if width > self.max_batched_tokens:
-            limit = f"device.max_batched_tokens={self.max_batched_tokens}"
+        if width > self.config.max_batched_tokens:
+            limit = f"device.max_batched_tokens={self.config.max_batched_tokens}"
             remedy = "ask for fewer, or raise it, because each needs a token of every step"
             raise UserError(f"the request has {width} sequences, but {limit}: {remedy}")
 

@@ -22,6 +22,7 @@ from models.linear_layers import fuse_layers
 from models.weights import initialise_randomly, load_weights
 from pipelines.engine import Engine
 from pipelines.engine.adapters import AdapterChange, Adapters
+from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.engine.proposers.model import ModelProposer
@@ -72,10 +73,7 @@ def assemble(
     num_tokens += [row.num_slots for file in kept for row in file.rows]
     caches = _make_caches(device, plans, num_tokens, reserved, driver)
     num_graph_sequences = num_sequences if device.cuda_graphs and plan.packed else 0
-    engine = Engine(
-        plan.model,
-        caches[0],
-        settings.tokenizer,
+    config = EngineConfig(
         settings.context,
         settings.eos_token_ids,
         settings.decode_defaults,
@@ -84,9 +82,9 @@ def assemble(
         num_graph_sequences=num_graph_sequences,
         decode_threads=device.decode_threads,
         unavailable_proposers=_unavailable_proposers(plan, draft),
-        adapters=adapters,
-        make_executor=Executor if driver is None else driver.executor,
     )
+    make_executor = Executor if driver is None else driver.executor
+    engine = Engine(plan.model, caches[0], settings.tokenizer, config, adapters, make_executor)
     place_prefixes(engine, prefixes)
     place_kept(engine, kept)
     _place_proposers(engine, plan, draft, caches, num_graph_sequences)
@@ -96,7 +94,7 @@ def assemble(
 def _place_proposers(
     engine: Engine, plan: ModelPlan, draft: ModelPlan | None, caches: list[KVCache], num_graph_sequences: int
 ) -> None:
-    limits = engine.block_size, engine.scheduler.max_batched_tokens
+    limits = engine.block_size, engine.config.max_batched_tokens
     if draft:
         executor = engine.executor.beside(draft.model, caches[1], num_graph_sequences)
         engine.speculator.proposers[Speculate.model] = ModelProposer(executor, *limits, engine.vocab_size)

@@ -38,7 +38,7 @@ class Embedder(Pooler):
         self._encoder = PromptEncoder(tokenizer, settings.add_special_tokens, settings.chat_template, False)
         is_plain = settings.add_special_tokens and settings.chat_template in ("auto", "none")
         self._eos = _missing_eos(tokenizer) if tokenizer and is_plain else None
-        self._max_tokens = files.max_tokens and min(files.max_tokens, engine.context.num_tokens)
+        self._max_tokens = files.max_tokens and min(files.max_tokens, engine.config.context.num_tokens)
 
     @property
     def pooling(self) -> Pooling:

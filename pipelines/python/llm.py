@@ -174,7 +174,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default settings of `generate`: the checkpoint's, else vLLM's."""
         known = {each.name for each in fields(SamplingParams)}
-        own = {OWN_NAMES.get(name, name): value for name, value in self.engine.requests.decode_defaults.items()}
+        own = {OWN_NAMES.get(name, name): value for name, value in self.engine.config.decode_defaults.items()}
         return SamplingParams(**{name: value for name, value in own.items() if name in known})
 
     def generate(
@@ -274,7 +274,7 @@ class LLM:
         try:
             prompt = generator.encoder.encode(row)
             text = prompt.text if row.prompt_token_ids is None else None
-            prompt = EncodedPrompt(text, params.truncated(prompt.token_ids, self.engine.context.num_tokens))
+            prompt = EncodedPrompt(text, params.truncated(prompt.token_ids, self.engine.config.context.num_tokens))
             return generator.request(replace(row, index=number), decode, seed, prompt=prompt)
         except UserError as error:
             raise UserError(f"prompt {row.index}: {error}") from error
@@ -297,7 +297,7 @@ class LLM:
         for index, each in enumerate(output.completions):
             steps = each.logprobs
             total = None if steps is None else sum(s.logprobs[id] for s, id in zip(steps, each.token_ids, strict=True))
-            reason = None if each.stop_reason in self.engine.requests.eos_token_ids else each.stop_reason
+            reason = None if each.stop_reason in self.engine.config.eos_token_ids else each.stop_reason
             logprobs = None if steps is None else [_named(step, tokenizer) for step in steps]
             rest = total, logprobs, each.finish_reason.value, reason, adapter
             text = (each.text or "") if with_texts else ""

@@ -65,8 +65,8 @@ class PooledPipeline:
         Arguments override the constructor's arguments. Raises UserError for the first row that cannot be run.
         """
         run = self._with(self.run, arguments)
-        if run.predict.batch_size > self.engine.max_num_requests:
-            most = f"the {self.engine.max_num_requests} that this pipeline was made for"
+        if run.predict.batch_size > self.engine.config.max_num_requests:
+            most = f"the {self.engine.config.max_num_requests} that this pipeline was made for"
             raise UserError(f"batch_size={run.predict.batch_size} is more than {most}: give fewer, or make it for more")
         with self._turn, explained_out_of_memory():
             pooler = self.pooler(run, self._source, self.engine)

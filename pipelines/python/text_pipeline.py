@@ -122,8 +122,8 @@ class TextGenerationPipeline:
             "quant": quant.scheme.name,
             "kv_cache": quant.kv_cache.name,
             "weights": f"{engine.executor.weight_bytes / 1e6:,.1f} MB",
-            "context": engine.context.num_tokens,
-            "batch_size": engine.max_num_requests,
+            "context": engine.config.context.num_tokens,
+            "batch_size": engine.config.max_num_requests,
         }
         unset = vars(DecodeConfig())
         parts |= {name: v for name, v in vars(self._decode).items() if v not in (unset[name], NEUTRAL.get(name))}
@@ -206,7 +206,7 @@ class TextGenerationPipeline:
                 self._caller = None
 
     def _generator(self, given: dict[str, Any]) -> TextGenerator:
-        batch_size, most = given.get("batch_size"), self.engine.max_num_requests
+        batch_size, most = given.get("batch_size"), self.engine.config.max_num_requests
         if batch_size is not None and batch_size > most:
             limit = f"the {most} that this pipeline was made for"
             raise UserError(f"batch_size={batch_size} is more than {limit}: give fewer, or make it for more")

@@ -199,7 +199,7 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
             "evaluate.data needs a model whose tokens are predicted from those before them, but this one's prompts see themselves "
             "whole, so that a text has no perplexity: give evaluate.questions alone"
         )
-    context = engine.context
+    context = engine.config.context
     window = evaluate.window or min(DEFAULT_WINDOW, context.num_tokens)
     stride = evaluate.stride or window
     if window > context.num_tokens:

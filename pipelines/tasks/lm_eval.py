@@ -44,7 +44,7 @@ class QuintetLM(TemplateLM):
             raise UserError(f"{what}: give another model")
         self._engine = engine
         self.tokenizer = engine.tokenizer
-        self._max_length = engine.context.num_tokens
+        self._max_length = engine.config.context.num_tokens
 
     @classmethod
     def create_from_arg_obj(
@@ -131,7 +131,7 @@ class QuintetLM(TemplateLM):
             if not continuation:
                 raise UserError("a continuation has no tokens in this model's vocabulary: give another one")
             if len(continuation) >= len(seen):
-                limit = f"more than the model takes beside a token before it ({self._engine.context})"
+                limit = f"more than the model takes beside a token before it ({self._engine.config.context})"
                 raise UserError(f"a continuation has {len(continuation)} tokens, {limit}: give a shorter one")
             windows.append(Window(seen, len(continuation)))
         return [(found.log_likelihood, found.is_greedy) for found in likelihoods(self._engine, windows)]
@@ -161,7 +161,7 @@ class QuintetLM(TemplateLM):
             room = self._max_length - num_tokens
             if room < 1:
                 raise UserError(
-                    f"max_gen_toks={num_tokens} leaves no room for a prompt ({self._engine.context}): give fewer"
+                    f"max_gen_toks={num_tokens} leaves no room for a prompt ({self._engine.config.context}): give fewer"
                 )
             prepared.append(self._engine.request(index, self.tok_encode(text)[-room:], decode))
         texts = [""] * len(requests)

@@ -115,7 +115,7 @@ class PredictRows(EngineRows):
             max_tokens=settings.max_prompt_tokens,
         )
         generator = TextGenerator(engine, encoder, settings.prefix, settings.adapter)
-        _check_new_tokens(run.decode, engine.context, encoder, rows)
+        _check_new_tokens(run.decode, engine.config.context, encoder, rows)
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
 
         def open_batch(seed: int | None) -> "BatchAnswers":

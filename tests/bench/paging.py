@@ -62,19 +62,21 @@ def measure(engine: Engine, conversations: list[list[str]]) -> dict[str, Any]:
             blocks = {block for each in sequences for block in each.block_table}
             held += sum(each.num_computed_tokens for each in sequences)
             given += len(blocks) * engine.block_size
-            reserved += len(sequences) * engine.context.num_tokens
+            reserved += len(sequences) * engine.config.context.num_tokens
             peak = max(peak, len(blocks) * engine.block_size)
             rows.append(len(sequences))
     return {
-        "rows_at_once": engine.max_num_requests,
-        "context": engine.context.num_tokens,
+        "rows_at_once": engine.config.max_num_requests,
+        "context": engine.config.context.num_tokens,
         "block_size": engine.block_size,
         "num_steps": len(rows),
         "mean_rows": round(sum(rows) / len(rows), 2),
         "tokens_over_places_of_blocks": round(held / given, 3),
         "tokens_over_places_of_full_caches": round(held / reserved, 3),
         "places_of_blocks_over_full_caches": round(given / reserved, 3),
-        "peak_places_of_blocks_over_full_caches": round(peak / engine.max_num_requests / engine.context.num_tokens, 3),
+        "peak_places_of_blocks_over_full_caches": round(
+            peak / engine.config.max_num_requests / engine.config.context.num_tokens, 3
+        ),
     }
 
 

@@ -55,7 +55,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
         hidden, logits = (pad_rows(each[:count], padding, value=torch.nan) for each in (hidden, logits))
         return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
 
-    width = -(-engine.context.num_tokens // engine.block_size)
+    width = -(-engine.config.context.num_tokens // engine.block_size)
     return GraphSteps(compute, compute_again, most, width, 0, CPU, with_adapters)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from conf.decoding import DecodeConfig
 from models.capabilities import ModelCapabilities
 from pipelines.engine.block_manager import BlockManager
+from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.request import (
     NO_PREFIX,
     Completion,
@@ -16,7 +17,7 @@ from pipelines.engine.request import (
     Sequence,
     SequenceGroup,
 )
-from pipelines.engine.request_factory import resolve_sampling_params
+from pipelines.engine.request_factory import RequestFactory, resolve_sampling_params
 from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
@@ -69,6 +70,12 @@ def scheduler_of(
 ) -> Scheduler:
     blocks = BlockManager(num_blocks, block_size)
     return Scheduler(blocks, max_num_requests, budget, ModelCapabilities(**capabilities))
+
+
+def factory_of(vocab_size: int = 96, num_tokens: int = 4096) -> RequestFactory:
+    """The factory of an engine whose context, cache and steps have `num_tokens` tokens at least."""
+    config = EngineConfig(ContextLimit(num_tokens, "max_position_embeddings"), frozenset(), {}, 1, num_tokens)
+    return RequestFactory(None, vocab_size, ModelCapabilities(), config, num_blocks=num_tokens, block_size=16)
 
 
 Keys = dict[tuple[int, int], tuple[object, ...]]

@@ -75,7 +75,7 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
         check_pooled(decode)
         embedder = Embedder(run, source, engine)
     else:
-        decode = engine.requests.resolve(_sampled(decode, engine.requests.decode_defaults))
+        decode = engine.requests.resolve(_sampled(decode, engine.config.decode_defaults))
         engine.requests.check(decode)
         with suppress(UserError):  # no guides; else this prepares their vocabulary before the first request
             engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
@@ -95,7 +95,7 @@ def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Emb
     settings = {} if embedder is None else embedder.settings
     blocks = engine.scheduler.block_manager
     return Ready(
-        context_length=engine.context.num_tokens,
+        context_length=engine.config.context.num_tokens,
         vocab_size=engine.vocab_size,
         fingerprint=_fingerprint(run, source, engine, {} if embedder is None else {"embed": settings}),
         decode=plain(asdict(run.decode)),

@@ -16,14 +16,14 @@ from pipelines.engine.draft_budget import (
     StepCosts,
     draft_lengths,
 )
-from pipelines.engine.request import ContextLimit, Sequence
-from pipelines.engine.request_factory import RequestFactory
+from pipelines.engine.request import Sequence
 from pipelines.engine.speculation import Speculator
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
 from tests.helpers.drafts import Hostile
+from tests.helpers.scheduling import factory_of
 
-FACTORY = RequestFactory(None, 96, ContextLimit(4096, "max_position_embeddings"), frozenset(), {}, 4096, 16, 4096)
+FACTORY = factory_of()
 
 
 def rows_of(count: int, **speculation: object) -> list[Sequence]:

@@ -7,11 +7,11 @@ from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfi
 from pipelines.engine.proposers.draft import Draft
 from pipelines.engine.proposers.ngram import NgramProposer, Places, paddle_draft
 from pipelines.engine.proposers.shared_table import MAX_TABLES, NUM_BEFORE, SharedTables
-from pipelines.engine.request import ContextLimit, Sequence
-from pipelines.engine.request_factory import RequestFactory
+from pipelines.engine.request import Sequence
 from tests.helpers.cases import each
+from tests.helpers.scheduling import factory_of
 
-FACTORY = RequestFactory(None, 96, ContextLimit(4096, "max_position_embeddings"), frozenset(), {}, 4096, 16, 4096)
+FACTORY = factory_of()
 
 
 def sequence(

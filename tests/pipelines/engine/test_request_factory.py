@@ -9,28 +9,29 @@ import pytest
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from models.capabilities import ModelCapabilities
+from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.request import ContextLimit
 from pipelines.engine.request_factory import RequestFactory
 from tests.helpers.builders import engine_of, write_llama
 from tests.helpers.cases import each
 
-FACTORY = RequestFactory(
-    tokenizer=None,
-    vocab_size=96,
+CONFIG = EngineConfig(
     context=ContextLimit(128, "max_position_embeddings"),
     eos_token_ids=frozenset(),
     decode_defaults={},
-    num_blocks=11,
-    block_size=4,
+    max_num_requests=3,
     max_batched_tokens=6,
+    num_graph_sequences=3,
 )
+FACTORY = RequestFactory(None, 96, ModelCapabilities(), CONFIG, num_blocks=11, block_size=4)
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4
 
 
 def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> None:
     write_llama(tmp_path)
     engine = engine_of(tmp_path, block_size=4, max_batched_tokens=6, kv_cache_memory=str(11 * BLOCK_BYTES))
-    assert replace(engine.requests, unavailable_proposers={}) == FACTORY
+    assert replace(engine.config, unavailable_proposers={}) == CONFIG
+    assert replace(engine.requests, config=CONFIG) == FACTORY
     decode = DecodeConfig(max_new_tokens=5, seed=3)
     assert engine.request(7, [5, 6], decode) == FACTORY.make(7, [5, 6], decode)
 

@@ -12,12 +12,12 @@ from conf.decoding import DecodeConfig, warn_once
 from conf.speculation import Acceptance, Speculate, SpeculationConfig
 from pipelines.engine import Engine
 from pipelines.engine.proposers import Proposer
-from pipelines.engine.request import ContextLimit, Sequence, SequenceGroup
-from pipelines.engine.request_factory import RequestFactory
+from pipelines.engine.request import Sequence, SequenceGroup
 from pipelines.engine.sampler import uniform
 from pipelines.engine.scheduler import Scheduled
 from pipelines.engine.top_p_window import drawn, is_drafted_and_drawn, num_accepted, num_candidates, verified
 from tests.helpers.builders import all_logits, engine_of, write_llama
+from tests.helpers.scheduling import factory_of
 
 LOSSY = {"adaptive": False, "acceptance": Acceptance.top_p_window}
 IDS = [[7, 8, 9], [4, 5, 6], [1, 2, 3], [1, 2, 3]]
@@ -61,8 +61,7 @@ def item_of(drafts: tuple[int, ...], **decode: Any) -> Scheduled:
     """A sequence of the prompt 1, 2 and the token 3, which is computed with these drafts."""
     speculation = SpeculationConfig(**LOSSY)
     settings = DecodeConfig(max_new_tokens=9, speculate=Speculate.ngram, speculation=speculation, **decode)
-    factory = RequestFactory(None, 8, ContextLimit(64, "max_position_embeddings"), frozenset(), {}, 64, 16, 64)
-    sequence = Sequence.begin(factory.make(0, [1, 2], settings))
+    sequence = Sequence.begin(factory_of(8, 64).make(0, [1, 2], settings))
     group = SequenceGroup(sequence.request, sequence, None)
     (sequence,) = group.sequences
     sequence.token_ids.append(3)

@@ -177,7 +177,7 @@ def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp
 def test_an_automatic_pool_has_room_for_the_samples_of_all_rows(tmp_path: Path) -> None:
     write_llama(tmp_path)
     engine = load_engine(replace(run_config(tmp_path), decode=DecodeConfig(n=20, temperature=1.0)), 2)
-    assert engine.num_blocks * engine.block_size == 2 * 20 * engine.context.num_tokens
+    assert engine.num_blocks * engine.block_size == 2 * 20 * engine.config.context.num_tokens
 
 
 @each(
@@ -207,7 +207,7 @@ def test_on_a_gpu_no_more_is_free_than_the_fraction_leaves(monkeypatch: pytest.M
 
 def test_stretched_context_counts(tmp_path: Path) -> None:
     write_llama(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=32)
-    assert str(engine_of(tmp_path).context) == "stretched max_position_embeddings=64"
+    assert str(engine_of(tmp_path).config.context) == "stretched max_position_embeddings=64"
 
 
 def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(

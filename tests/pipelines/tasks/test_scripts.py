@@ -103,7 +103,11 @@ def test_what_a_script_of_mindformers_says(ckpt_folder: Path, caplog: pytest.Log
     own = {"seq_length": 64, "batch_size": 2, "compute_dtype": "float32", "max_decode_length": 20, "do_sample": False}
     model = AutoModel.from_pretrained("llama2_7b", checkpoint_name_or_path=ckpt_folder, **own)
     pipe = mindformers.pipeline("text_generation", model, AutoTokenizer.from_pretrained(str(TINY)))
-    assert (pipe.run.model.max_length, pipe.engine.max_num_requests, str(pipe.engine.dtype)) == (64, 2, "torch.float32")
+    assert (pipe.run.model.max_length, pipe.engine.config.max_num_requests, str(pipe.engine.dtype)) == (
+        64,
+        2,
+        "torch.float32",
+    )
     assert pipe("Once") == mindformers.pipeline(
         "text_generation", str(TINY), seq_length=64, dtype="float32", overrides=["quant.kv_cache=none"]
     )("Once", max_length=20, do_sample=False)
