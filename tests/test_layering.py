@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -208,6 +209,14 @@ def no_test_module_imports_another() -> Iterator[str]:
                 yield f"{file.relative_to(REPOSITORY)} imports {module}"
 
 
+def only_the_engine_reaches_its_scheduler_and_blocks() -> Iterator[str]:
+    """Neither by import nor as an attribute: other packages call methods of Engine."""
+    for name in FILES:
+        if name.startswith("pipelines.") and not name.startswith("pipelines.engine."):
+            code = FILES[name].read_text(encoding="utf-8")
+            yield from (f"{name} has {found}" for found in re.findall(r"\.(?:scheduler|block_manager)\b", code))
+
+
 RULES: list[Callable[[], Iterator[str]]] = [
     imports_go_down,
     no_cycles,
@@ -219,6 +228,7 @@ RULES: list[Callable[[], Iterator[str]]] = [
     schema_and_build_need_only_the_standard_library,
     every_package_is_installed,
     no_test_module_imports_another,
+    only_the_engine_reaches_its_scheduler_and_blocks,
 ]
 
 

@@ -4,38 +4,8 @@ A block is in one of three states: empty (holds nothing), cached (full, not owne
 one or more sequences). Invariant: empty + cached + used == all. Empty and cached blocks are free.
 """
 
-import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable
-
-
-def extend_hashes(
-    hashes: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, root: bytes, num_prefix_tokens: int = 0
-) -> None:
-    """Extend `hashes` to the hashes of the first `num_blocks` blocks of a sequence. These blocks must be full.
-
-    A block's hash is the sha256 of the previous block's hash (for the first block: of the root, see `root_hash`) and
-    the block's tokens. Equal hashes mean that the roots and all tokens up to the end of the block are equal.
-    `num_prefix_tokens`: virtual tokens before the first token; the root represents them.
-    """
-    for i in range(len(hashes), num_blocks):
-        first, end = (max(0, j * block_size - num_prefix_tokens) for j in (i, i + 1))
-        block = array("q", token_ids[first:end]).tobytes()
-        hashes.append(hashlib.sha256((hashes[-1] if hashes else root) + block).digest())
-
-
-def root_hash(salt: str | None, is_past_threshold: bool, prefix: str = "", adapter: str = "") -> bytes:
-    """Return the root of a sequence's block hashes. Sequences with different arguments share no blocks.
-
-    `prefix` and `adapter` are content digests, so a new prefix under an old name does not find the old prefix's blocks.
-    """
-    # With these text prefixes no salt has the same bytes as a block of token ids.
-    parts = [b"past border:"] if is_past_threshold else []
-    parts += [b"prefix:" + prefix.encode()] if prefix else []
-    parts += [b"adapter:" + adapter.encode()] if adapter else []
-    parts += [] if salt is None else [b"salt:" + salt.encode("utf-8", "surrogatepass")]
-    return hashlib.sha256(b"".join(parts)).digest() if parts else b""
 
 
 class BlockManager:
@@ -50,10 +20,6 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         self._cached: dict[int, None] = {}  # least recently used first
         self._pinned: list[int] = []
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        return len(self._pinned)
 
     @property
     def num_free_blocks(self) -> int:

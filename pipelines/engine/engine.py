@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -156,11 +156,26 @@ class Engine:
         self.executor.prompt_features(request.prompt_token_ids)
         return request
 
-    def pin(self, blocks: list[int]) -> None:
-        """Keep allocated blocks permanently. Requests can use only the remaining blocks."""
+    @property
+    def num_free_blocks(self) -> int:
+        """Number of blocks that no sequence owns and that are not pinned."""
+        return self.scheduler.block_manager.num_free_blocks
+
+    def pin(self, num_blocks: int) -> list[int]:
+        """Allocate blocks permanently, at most `num_free_blocks`. Requests can use only the remaining blocks."""
+        blocks = self.scheduler.block_manager.allocate(num_blocks)
         self.scheduler.block_manager.pin(blocks)
-        num_blocks = self.num_blocks - self.scheduler.block_manager.num_pinned_blocks
-        self.requests = replace(self.requests, num_blocks=num_blocks)
+        self.requests = replace(self.requests, num_blocks=self.requests.num_blocks - num_blocks)
+        return blocks
+
+    def remember(self, blocks: list[int], hashes: Iterable[bytes]) -> None:
+        """Add pinned blocks to the prefix cache under these hashes."""
+        for block, value in zip(blocks, hashes, strict=True):
+            self.scheduler.block_manager.remember(block, value)
+
+    def find_cached_blocks(self, hashes: list[bytes]) -> list[int]:
+        """Return the cached blocks that match the longest prefix of `hashes`."""
+        return self.scheduler.block_manager.find_prefix(hashes)
 
     def generate(
         self,
@@ -211,12 +226,12 @@ class Engine:
         finally:
             for group in alive:
                 if group.sequences:  # some groups may have finished in the step that failed
-                    self.scheduler.cancel(group)
+                    self.cancel(group)
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request.
 
-        Call `step` until the group's `sequences` are empty, then take its `output`; or call `scheduler.cancel`.
+        Call `step` until the group's `sequences` are empty, then take its `output`; or call `cancel`.
         """
         self.adapters.check(request.adapter)
         params, pooling = request.params, request.pooling
@@ -234,6 +249,27 @@ class Engine:
         group = SequenceGroup(request, origin, search)
         self.scheduler.add(group)
         return group
+
+    @property
+    def running(self) -> Collection[SequenceGroup]:
+        """The admitted groups, in the order of admission."""
+        return self.scheduler.running
+
+    @property
+    def waiting(self) -> Collection[SequenceGroup]:
+        """The queued groups that are not running, in the order of the queue."""
+        return self.scheduler.waiting
+
+    def cancel(self, group: SequenceGroup) -> None:
+        """End a running or waiting group."""
+        self.scheduler.cancel(group)
+
+    def fail_running(self, error: BaseException) -> None:
+        """End all running groups with this error, after a failed step. Raises RuntimeError if blocks are lost."""
+        for group in list(self.running):
+            self.cancel(group)
+            group.error = error
+        self.scheduler.check_integrity()
 
     @torch.inference_mode()
     def step(self, max_tokens: int | None = None) -> None:
@@ -331,7 +367,7 @@ class Engine:
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:
         if not belongs_to_request(error):
             raise error
-        self.scheduler.cancel(group)
+        self.cancel(group)
         group.error = error
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:

@@ -155,6 +155,8 @@ class Request:
     """The LoRA adapter that its tokens are computed with."""
     guide: Guide | None = None
     """The grammar of its outputs, in the start state."""
+    is_background: bool = False
+    """Whether the request yields to all other waiting requests."""
 
 
 @dataclass(eq=False)

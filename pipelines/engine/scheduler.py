@@ -1,6 +1,6 @@
 """Continuous batching: which requests run in the next step, and with how many tokens.
 
-First come, first served; prompts in chunks.
+First come, first served, background requests last; prompts in chunks.
 """
 
 import time
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from models.capabilities import ModelCapabilities
 from pipelines.engine.adapter_slots import AdapterId, AdapterSlots
-from pipelines.engine.block_manager import BlockManager, extend_hashes, root_hash
+from pipelines.engine.block_hashes import extend_hashes, root_hash
+from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.request import Continuation, Sequence, SequenceGroup
 
 
@@ -67,9 +68,12 @@ class Scheduler:
         self._reserved: list[Sequence] = []  # sequences with blocks for drafts
 
     def add(self, group: SequenceGroup) -> None:
+        """Queue a group. Background groups wait behind all other groups."""
         assert group.request.params.num_sequences <= self.max_batched_tokens  # so that each gets a token per step
         group.queued_s = time.monotonic()
         self.waiting.append(group)
+        if not group.request.is_background:
+            self.waiting = deque(sorted(self.waiting, key=lambda group: group.request.is_background))
 
     @property
     def adapters_in_use(self) -> set[AdapterId | None]:
@@ -385,7 +389,7 @@ class Scheduler:
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         size, num_prefix_tokens = self.block_manager.block_size, sequence.prefix.num_tokens
-        root = root_hash_of(sequence)
+        root = root_hash(sequence)
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_blocks, size, root, num_prefix_tokens)
 
     def _release(self, sequence: Sequence) -> None:
@@ -393,12 +397,6 @@ class Scheduler:
         sequence.block_table = []
         sequence.num_computed_tokens = 0
         sequence.drafting = None
-
-
-def root_hash_of(sequence: Sequence) -> bytes:
-    params, adapter = sequence.params, sequence.request.adapter
-    digest = "" if adapter is None else adapter.digest
-    return root_hash(params.cache_salt, sequence.is_past_threshold, sequence.prefix.digest, digest)
 
 
 def _num_outputs(sequence: Sequence, num_new_tokens: int) -> int:

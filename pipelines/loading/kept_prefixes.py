@@ -20,7 +20,7 @@ from kernels import build
 from models.formats.huggingface import SafetensorsFile
 from models.formats.safetensors_writer import save_tensors
 from pipelines.engine import Engine
-from pipelines.engine.block_manager import extend_hashes
+from pipelines.engine.block_hashes import extend_hashes
 from pipelines.engine.operations import WriteBlocks
 from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
@@ -117,7 +117,7 @@ def open_kept(names: list[str], plan: ModelPlan) -> list[KeptFile]:
 
 
 def place_kept(engine: Engine, files: list[KeptFile]) -> None:
-    """Copy the files' contents into pinned blocks of the engine's cache, where `find_prefix` finds them.
+    """Copy the files' contents into pinned blocks of the engine's cache, where the prefix cache finds them.
 
     Raises UserError for tensor shapes that differ from the cache's, for soft prefixes and adapters that the engine does
     not have, for numbers that are not finite, and for too few blocks.
@@ -127,16 +127,11 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
         _check_parts(engine, file)
         (_, token_ids), *_ = file.weights.read([TOKENS])
         found = _missing_blocks(engine, file, token_ids.tolist())
-        blocks = engine.scheduler.block_manager
-        if len(found) >= blocks.num_free_blocks:  # a row needs at least one block
-            what = f"device.kept_prefixes: {file.path} needs {len(found)} blocks of the KV cache"
-            raise UserError(
-                f"{what}, but {blocks.num_free_blocks} are free: raise device.kv_cache_memory, or leave it out"
-            )
-        table = blocks.allocate(len(found))
-        engine.pin(table)
-        for block, value in zip(table, found, strict=True):
-            blocks.remember(block, value)
+        if len(found) >= (num_free := engine.num_free_blocks):  # a row needs at least one block
+            what = f"{file.path} needs {len(found)} blocks of the KV cache, but {num_free} are free"
+            raise UserError(f"device.kept_prefixes: {what}: raise device.kv_cache_memory, or leave it out")
+        table = engine.pin(len(found))
+        engine.remember(table, found)
         places = torch.tensor(list(found.values()))[:, None] + torch.arange(engine.block_size)  # [blocks, B]
         for name, content in file.weights.read([name for name in file.weights.shapes if name != TOKENS]):
             if not content.float().isfinite().all():  # fp8 has no isfinite
@@ -147,15 +142,14 @@ def place_kept(engine: Engine, files: list[KeptFile]) -> None:
 
 def _missing_blocks(engine: Engine, file: KeptFile, token_ids: list[int]) -> dict[bytes, int]:
     """Return the hashes of the full blocks that the cache does not hold, each with its first slot in the file."""
-    blocks, size = engine.scheduler.block_manager, engine.block_size
-    missing: dict[bytes, int] = {}
+    size, missing = engine.block_size, dict[bytes, int]()
     first_token = first_slot = 0
     for row in file.rows:
         hashes: list[bytes] = []
         own = token_ids[first_token : first_token + row.num_tokens]
         extend_hashes(hashes, own, row.num_slots // size, size, bytes.fromhex(row.root), row.num_prefix_tokens)
         for number in range(row.num_prefix_tokens // size, len(hashes)):
-            if not blocks.find_prefix([hashes[number]]):
+            if not engine.find_cached_blocks([hashes[number]]):
                 missing.setdefault(hashes[number], first_slot + number * size)
         first_token += row.num_tokens
         first_slot += row.num_slots

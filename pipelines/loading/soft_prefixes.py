@@ -38,14 +38,12 @@ def read_prefixes(paths: Mapping[str, str], plan: ModelPlan, settings: RequestSe
 
 def place_prefixes(engine: Engine, prefixes: Mapping[str, Prefix]) -> None:
     """Write the prefixes into pinned blocks of the engine's cache. Raises UserError if there are too few blocks."""
-    blocks = engine.scheduler.block_manager
     for name, prefix in prefixes.items():
-        num_blocks = blocks.num_blocks_for(prefix.num_tokens)
-        if num_blocks > blocks.num_free_blocks:
-            what = f"model.prefixes.{name} needs {num_blocks} blocks of the KV cache, but {blocks.num_free_blocks} are free"
+        num_blocks = -(-prefix.num_tokens // engine.block_size)
+        if num_blocks > (num_free := engine.num_free_blocks):
+            what = f"model.prefixes.{name} needs {num_blocks} blocks of the KV cache, but {num_free} are free"
             raise UserError(f"{what}: raise device.kv_cache_memory, or give fewer prefixes")
-        table = blocks.allocate(num_blocks)
-        engine.pin(table)
+        table = engine.pin(num_blocks)
         if prefix.embeddings is None:
             layers = [torch.stack((keys, values)) for keys, values in prefix.layers]
             _write(engine, name, table, _cast(engine, name, torch.stack(layers)))

@@ -15,7 +15,7 @@ from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.support.terminal import escape_line
 from pipelines.engine import Engine, Request
-from pipelines.engine.scheduler import root_hash_of
+from pipelines.engine.block_hashes import root_hash
 from pipelines.jobs import report
 from pipelines.jobs.prompt_encoder import PromptEncoder
 from pipelines.jobs.prompts import GIVE, PromptRow, read_prompts
@@ -123,14 +123,14 @@ class _Kept:
         hashes, num_full = sequence.block_hashes[:num_blocks], prefix.num_tokens // engine.block_size
         if num_tokens < 1 or hashes[-1] in self._known:
             return
-        blocks = [*prefix.blocks[:num_full], *engine.scheduler.block_manager.find_prefix(hashes[num_full:])]
+        blocks = [*prefix.blocks[:num_full], *engine.find_cached_blocks(hashes[num_full:])]
         assert len(blocks) == num_blocks
         for name, (tensor, _) in engine.executor.cache_tensors.items():
             self._stored[name].append(tensor[blocks].flatten(0, 1).cpu())
         self._known.update(hashes)
         self._token_ids += sequence.token_ids[:num_tokens]
         adapter = "" if request.adapter is None else request.adapter.digest
-        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root_hash_of(sequence).hex()))
+        self.rows.append(KeptRow(num_tokens, prefix.num_tokens, prefix.digest, adapter, root_hash(sequence).hex()))
 
     def save(self, path: Path, parts: dict[str, Any]) -> None:
         stored = {name: torch.cat(parts) for name, parts in self._stored.items()}

@@ -115,7 +115,7 @@ def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig, pre
         engine.scheduler.check_integrity()
         outputs.append(output)
     blocks = engine.scheduler.block_manager
-    assert blocks.num_free_blocks == blocks.num_blocks - blocks.num_pinned_blocks
+    assert blocks.num_free_blocks == engine.requests.num_blocks
     return sorted(outputs, key=lambda output: output.request_id)
 
 

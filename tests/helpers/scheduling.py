@@ -51,12 +51,13 @@ def sequence(
     max_new_tokens: int = 5,
     prefix_cache: bool = True,
     placed: PlacedPrefix = NO_PREFIX,
+    is_background: bool = False,
     **decode: Any,
 ) -> SequenceGroup:
     tokens = [id * 1000 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     config = DecodeConfig(max_new_tokens=max_new_tokens, prefix_cache=prefix_cache, **decode).resolved({})
     params = resolve_sampling_params(config, len(tokens), ContextLimit(10**6, "limit"), frozenset())
-    request = Request(id, tokens, params, prefix=placed)
+    request = Request(id, tokens, params, prefix=placed, is_background=is_background)
     search = FakeBeams() if params.num_beams > 1 else None
     return SequenceGroup(request, Sequence.begin(request), search)
 

@@ -93,13 +93,12 @@ def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
 def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Embedder | None = None) -> Ready:
     """Return the Ready frame of a loaded model. `run`: has resolved `decode` settings."""
     settings = {} if embedder is None else embedder.settings
-    blocks = engine.scheduler.block_manager
     return Ready(
         context_length=engine.config.context.num_tokens,
         vocab_size=engine.vocab_size,
         fingerprint=_fingerprint(run, source, engine, {} if embedder is None else {"embed": settings}),
         decode=plain(asdict(run.decode)),
-        num_cache_tokens=(blocks.num_blocks - blocks.num_pinned_blocks) * blocks.block_size,
+        num_cache_tokens=engine.requests.num_blocks * engine.block_size,
         embeds=embedder is not None,
         instruction=settings.get("instruction", ""),
         final_token_id=settings.get("eos"),

@@ -5,7 +5,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -61,10 +61,6 @@ class Ongoing:
     def streams(self) -> bool:
         return isinstance(self.frame, Submit) and self.frame.streams
 
-    @property
-    def is_background(self) -> bool:
-        return self.frame.is_background
-
 
 class EngineProcess:
     """Runs the engine's steps and exchanges frames with the HTTP process between them."""
@@ -108,8 +104,7 @@ class EngineProcess:
 
     @property
     def _has_work(self) -> bool:
-        scheduler = self._engine.scheduler
-        return bool(scheduler.running or scheduler.waiting or self._background)
+        return bool(self._engine.running or self._engine.waiting or self._background)
 
     def _take(self, frame: ToEngine) -> None:
         if isinstance(frame, Cancel):
@@ -123,11 +118,12 @@ class EngineProcess:
     def _submit(self, frame: Submit | SubmitPooled) -> None:
         self._channel.send(Began([frame.id]))
         try:
-            ongoing = Ongoing(frame, self._request(frame), self._clock())
-            if ongoing.is_background:
+            request = replace(self._request(frame), is_background=frame.is_background)
+            ongoing = Ongoing(frame, request, self._clock())
+            if request.is_background:
                 self._background.append(ongoing)
             else:
-                self._begin(ongoing)
+                ongoing.group = self._engine.add(request)
         except BaseException as error:
             if not belongs_to_request(error):
                 raise
@@ -160,26 +156,16 @@ class EngineProcess:
 
         return put
 
-    def _begin(self, ongoing: Ongoing) -> None:
-        """Queue a request in the engine. Background requests come after all other requests."""
-        ongoing.group = self._engine.add(ongoing.request)
-        scheduler = self._engine.scheduler
-        if not ongoing.is_background and len(scheduler.waiting) > 1:
-            scheduler.waiting = deque(sorted(scheduler.waiting, key=self._is_of_background))
-
-    def _is_of_background(self, group: SequenceGroup) -> bool:
-        ongoing = self._ongoing.get(group.request.id)
-        return ongoing is not None and ongoing.is_background
-
     def _admit_background(self) -> None:
         """Queue background requests, at most half of all requests (at least one), while no other request waits."""
-        scheduler = self._engine.scheduler
-        while self._background and all(map(self._is_of_background, scheduler.waiting)):
-            groups = [*scheduler.running, *scheduler.waiting]
-            is_full = len(groups) >= scheduler.max_num_requests
-            if is_full or sum(map(self._is_of_background, groups)) >= max(1, scheduler.max_num_requests // 2):
+        engine, most = self._engine, self._engine.config.max_num_requests
+        while self._background and all(group.request.is_background for group in engine.waiting):
+            groups = [*engine.running, *engine.waiting]
+            num_background = sum(group.request.is_background for group in groups)
+            if len(groups) >= most or num_background >= max(1, most // 2):
                 return
-            self._begin(self._background.popleft())
+            ongoing = self._background.popleft()
+            ongoing.group = engine.add(ongoing.request)
 
     def _cancel(self, id: int) -> None:
         if self._inbox.drop(id):
@@ -190,16 +176,16 @@ class EngineProcess:
         if ongoing.group is None:
             self._background.remove(ongoing)
         else:
-            self._engine.scheduler.cancel(ongoing.group)
+            self._engine.cancel(ongoing.group)
             self._num_preemptions += ongoing.group.num_preemptions
         self._gate.drop(id)
         self._is_told = False
 
     def _tell_begun(self) -> None:
         """Report the requests that the next step may be the first to compute, in case the step crashes the process."""
-        scheduler = self._engine.scheduler
-        num_free = scheduler.max_num_requests - len(scheduler.running)
-        groups = [*scheduler.running, *islice(scheduler.waiting, num_free)]
+        engine = self._engine
+        num_free = engine.config.max_num_requests - len(engine.running)
+        groups = [*engine.running, *islice(engine.waiting, num_free)]
         new = [each for group in groups if not (each := self._ongoing[group.request.id]).has_begun]
         for ongoing in new:
             ongoing.has_begun = True
@@ -227,10 +213,10 @@ class EngineProcess:
 
     def _max_tokens(self) -> int | None:
         """Return the token budget of the next step, or None if prompts and generating sequences do not compete."""
-        scheduler = self._engine.scheduler
-        needed = [s.num_uncomputed_tokens for group in scheduler.running for s in group.sequences]
+        engine = self._engine
+        needed = [s.num_uncomputed_tokens for group in engine.running for s in group.sequences]
         num_generating = needed.count(1)
-        if num_generating == 0 or (num_generating == len(needed) and not scheduler.waiting):
+        if num_generating == 0 or (num_generating == len(needed) and not engine.waiting):
             return None
         return self._budget.max_tokens(num_generating)
 
@@ -239,11 +225,7 @@ class EngineProcess:
         if isinstance(error, torch.AcceleratorError):
             raise error
         log.error("a step failed, and what ran in it", exc_info=error)
-        scheduler = self._engine.scheduler
-        for group in list(scheduler.running):
-            scheduler.cancel(group)
-            group.error = UserError("a step of the engine failed: the server's log says why")
-        scheduler.check_integrity()
+        self._engine.fail_running(UserError("a step of the engine failed: the server's log says why"))
 
     def _report(self, ongoing: Ongoing, step_start_s: float) -> None:
         group = ongoing.group
@@ -298,14 +280,12 @@ class EngineProcess:
             self._channel.send(self._beat())
 
     def _beat(self) -> Beat:
-        engine, scheduler = self._engine, self._engine.scheduler
-        blocks = scheduler.block_manager
-        num_blocks = blocks.num_blocks - blocks.num_pinned_blocks
-        groups = [*scheduler.running, *scheduler.waiting]
+        engine = self._engine
+        groups = [*engine.running, *engine.waiting]
         return Beat(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(self._background) + len(self._inbox),
-            cache_usage=1 - blocks.num_free_blocks / num_blocks,
+            num_running=len(engine.running),
+            num_waiting=len(engine.waiting) + len(self._background) + len(self._inbox),
+            cache_usage=1 - engine.num_free_blocks / engine.requests.num_blocks,
             num_prompt_tokens=max(0, engine.num_computed_tokens - engine.num_generated_tokens),
             num_generated_tokens=engine.num_generated_tokens,
             num_preemptions=self._num_preemptions + sum(group.num_preemptions for group in groups),

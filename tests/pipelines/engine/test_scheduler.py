@@ -24,6 +24,13 @@ def test_first_come_first_served_and_refilled_at_once() -> None:
     assert [list(step(scheduler)) for _ in range(5)] == [[0, 1], [1, 2], [1, 2], [3], [3]]
 
 
+def test_background_requests_wait_behind_all_others() -> None:
+    scheduler = scheduler_of(max_num_requests=1)
+    for i in range(4):
+        scheduler.add(sequence(i, 3, 1, is_background=i % 2 == 0))
+    assert [list(step(scheduler)) for _ in range(4)] == [[1], [3], [0], [2]]
+
+
 def test_long_prompts_come_in_chunks_beside_those_that_generate() -> None:
     scheduler = scheduler_of(num_blocks=1000, budget=16)
     scheduler.add(sequence(0, 3, 9))
@@ -299,7 +306,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         group = sequence(self.num_added, prompt, max_new_tokens, prefix_cache, placed, **decode)
         blocks = self.scheduler.block_manager
         sizes = len(prompt), blocks.block_size, self.long_rope_threshold, placed.num_tokens
-        if max_blocks(group.request.params, *sizes) <= blocks.num_blocks - blocks.num_pinned_blocks:
+        if max_blocks(group.request.params, *sizes) <= blocks.num_blocks - len(self.placed.blocks):
             self.num_added += 1
             self.alive.append(group)
             self.scheduler.add(group)
@@ -346,7 +353,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.run(1)
         assert not self.alive
         blocks = self.scheduler.block_manager
-        assert blocks.num_free_blocks == blocks.num_blocks - blocks.num_pinned_blocks
+        assert blocks.num_free_blocks == blocks.num_blocks - len(self.placed.blocks)
 
 
 def check_tokens(group: SequenceGroup) -> None:

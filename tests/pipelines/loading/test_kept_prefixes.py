@@ -128,7 +128,7 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
         assert behind.num_cached_tokens == 32
         assert behind.completions == complete(plain, [*BEGINNING, 3], salted).completions
         # The soft prefix's own blocks, the rest of 48 places after it, and the 32 of the salted row.
-        assert engine.scheduler.block_manager.num_pinned_blocks == {16: 1 + 3 + 2, 8: 2 + 5 + 4, 4: 3 + 10 + 8}[size]
+        assert engine.num_blocks - engine.requests.num_blocks == {16: 1 + 3 + 2, 8: 2 + 5 + 4, 4: 3 + 10 + 8}[size]
     with pytest.raises(
         UserError, match="holds a prompt after the soft prefix .{12}..., which is not in model.prefixes"
     ):
