@@ -149,6 +149,7 @@ def test_several_python_threads_share_the_pool() -> None:
         assert list(pool.map(chunks_seen, counts)) == [sorted([*range(count)] * 200) for count in counts]
 
 
+@pytest.mark.forks
 @compiled
 def test_a_forked_child_computes_while_its_parent_does() -> None:
     """The child has neither the workers nor the thread that is amid a call."""

@@ -229,6 +229,7 @@ def attend_before_the_end_of_a_page() -> None:
     assert (paged_attention(*inputs) - reference.paged_attention(*inputs)).abs().max() < 1e-5
 
 
+@pytest.mark.forks
 @compiled
 def test_nothing_behind_a_cache_is_read() -> None:
     """Of caches that `allocate` did not make, such as those that an exported step is given. A read would end the process."""

@@ -237,6 +237,7 @@ def product_in_a_child(expected: Tensor, send: Callable[[bool], None]) -> None:
     send(torch.equal(matmul(x, weight), expected))
 
 
+@pytest.mark.forks
 @by_tiles
 def test_tiles_belong_to_threads_and_children_and_not_to_torch() -> None:
     ready, found = threading.Event(), []

@@ -18,7 +18,7 @@ from pipelines.engine.kv_cache import free_memory
 from pipelines.jobs.report import peak_memory_bytes
 from pipelines.loading import model_source
 from pipelines.loading.load_engine import load_engine
-from pipelines.loading.quantize import quantize
+from pipelines.loading.quantize import calibrated
 from tests.helpers.builders import all_logits, complete, engine_of, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.quantized_models import CALIBRATED
@@ -214,7 +214,7 @@ def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_llama(tmp_path)
-    monkeypatch.setattr(quantize, "find_or_make", None)
+    monkeypatch.setattr(calibrated, "find_or_make", None)
     run = replace(run_config(tmp_path), quant=CALIBRATED["a8w8 static"])
     with pytest.raises(UserError, match="batch_size=2049 is more than device.max_batched_tokens=2048.*: give a "):
         load_engine(run, 2049)
