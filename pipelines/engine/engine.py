@@ -44,7 +44,8 @@ from pipelines.engine.steps import StepOutputs
 from pipelines.engine.stopping import Piece, append_token, completion_of, take_piece
 from pipelines.engine.top_p_window import verify
 
-# A microbatch spreads its prompt budget over so many steps: the other stages wait in its first and its last step.
+# Number of steps over which a microbatch spreads the token budget of its prompts. The other pipeline stages wait in the
+# first and in the last of these steps.
 MICROBATCH_STEPS = 4
 
 
@@ -90,15 +91,15 @@ class Engine:
         self.run_over(model, cache, config.num_graph_sequences)
 
     def run_over(self, model: CausalLM, cache: KVCache, num_graph_sequences: int = 0) -> None:
-        """Compute with this model and this cache from now on.
+        """Use this model and this cache from now on.
 
-        The cache must have as many blocks as before. Drops captured steps.
+        The cache must have as many blocks as the previous cache. Captured steps are dropped.
         """
         width = min(self.num_blocks, self.scheduler.block_manager.num_blocks_for(self.config.context.num_tokens))
         self.executor = self._make_executor(model, cache, num_graph_sequences, width, self.config.decode_threads)
         self._num_graph_sequences = num_graph_sequences
         self._launched: LaunchedStep | None = None  # the next step, launched before the CPU has its input tokens
-        # steps in flight, of different groups
+        # Steps in flight. No group is in two of them.
         self._microbatches: deque[tuple[StepPlan, Callable[[], StepOutputs]]] = deque()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
@@ -115,7 +116,7 @@ class Engine:
 
     @property
     def is_next_computed(self) -> bool:
-        """Whether the next step needs no computation, because an earlier step's accepted drafts have its outputs."""
+        """Whether the next step's outputs are already computed: an earlier step computed them for drafts that were accepted."""
         return self._launched is not None and self._launched.is_confirmed
 
     def request(
@@ -185,8 +186,9 @@ class Engine:
     ) -> Generator[Output, None, None]:
         """Yield outputs as requests finish.
 
-        Takes the next request when a slot is free; closing the iterator cancels the rest. A request that fails is an
-        output with its `error`. An exception that does not belong to one request is raised.
+        Takes the next request when fewer than `max_num_requests` requests run. Closing the iterator cancels unfinished
+        requests. A failed request yields an output with its `error`. An exception that one request did not cause is
+        raised.
         """
         source = iter(requests)
         with closing(self.steps(lambda: next(source, None), max_num_requests)) as steps:
@@ -199,8 +201,8 @@ class Engine:
     ) -> Generator[list[Output], None, None]:
         """Yield the finished outputs after each step, until nothing runs and there is no further request.
 
-        `next_request` is called when a slot is free. It returns None if there is no request now, or the output of a
-        refused request. Outputs, exceptions and closing are as in `generate`.
+        `next_request` is called when fewer than `max_num_requests` requests run. It returns a request, the output of a
+        refused request, or None if there is no request now. Errors and closing are as in `generate`.
         """
         limit = min(max_num_requests or self.config.max_num_requests, self.config.max_num_requests)
         alive: list[SequenceGroup] = []
@@ -218,7 +220,7 @@ class Engine:
                         yield [Output(request.id, [], len(request.prompt_token_ids), 0, error=error)]
                 if not alive:
                     return
-                if any(group.sequences for group in alive):  # steps of another call may have finished all groups
+                if any(group.sequences for group in alive):  # the steps of another caller may have finished all groups
                     self.step()
                 finished = [group for group in alive if not group.sequences]
                 alive = [group for group in alive if group.sequences]
@@ -273,7 +275,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, max_tokens: int | None = None) -> None:
-        """Run one step for all running groups, and continue the groups whose tokens are all computed.
+        """Run one step for the running groups. Append new tokens to the groups whose tokens are all computed.
 
         `max_tokens`: the step's token budget, as for `Scheduler.plan`.
         """
@@ -291,7 +293,10 @@ class Engine:
         self._launched = ahead or step.confirmed()
 
     def _next_step(self, max_tokens: int | None) -> LaunchedStep:
-        """Begin a step in every free microbatch, and return the oldest step. With drafts there is one microbatch."""
+        """Begin a step in every free microbatch, then wait for the oldest step and return it.
+
+        With drafts there is only one microbatch.
+        """
         microbatches, executor = self._microbatches, self.executor
         num_microbatches = 1 if self.speculator.wants_drafts(self.scheduler.running) else executor.num_microbatches
         if num_microbatches > 1:
@@ -310,7 +315,7 @@ class Engine:
         return LaunchedStep(plan, outputs())
 
     def _launch(self, plan: StepPlan, last_tokens: Tensor | None = None) -> LaunchedStep:
-        """Build the plan's batch and execute it. `last_tokens` [S]: the input tokens, if only the device has them."""
+        """Build the plan's batch and execute it. `last_tokens` [S]: the input tokens, if the CPU does not have them."""
         batch = build_batch(plan, self.block_size)
         if self.speculator.reads_hidden(plan):
             whole = build_batch(plan, self.block_size, all_outputs=True)

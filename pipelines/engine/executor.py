@@ -17,19 +17,23 @@ from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.recorded_steps import RecordedSteps
 from pipelines.engine.steps import StepOutputs, Steps
 
-MAX_RECORDED_TOKENS = 16  # of a decode step: in larger steps the cost of the calls is negligible
-# The operator calls of a prompt step take 0.6 ms at any length. A prompt step is recorded if its tokens times the bytes
-# of weights are at most this number: with models/tiny in float32 up to 97 tokens, which take 3 ms and 4 MB of
-# intermediate results; with 1.1 B parameters never.
+MAX_RECORDED_TOKENS = 16  # largest decode step that is recorded; operator calls cost little in larger steps
+# The operator calls of a prompt step take 0.6 ms at any length. A prompt step is recorded if its number of tokens times
+# the bytes of the weights is at most this number. Prompts of models/tiny in float32 are recorded up to 97 tokens, which
+# take 3 ms and 4 MB of intermediate results. Prompts of a model of 1.1 billion parameters are never recorded.
 MAX_RECORDED_BYTES = 2**30
-# Steps of a shape before it is recorded. Recording costs as much as the calls, and most prompt lengths do not repeat.
+# How often a shape is computed before it is recorded. A recording costs as much as the operator calls of a step, and most
+# prompt lengths do not repeat.
 DECODES_BEFORE_RECORDING, PROMPTS_BEFORE_RECORDING = 1, 8
 
 Result = TypeVar("Result")
 
 
 class Operation(Generic[Result]):
-    """A computation that all ranks of a model run together. Subclasses are frozen dataclasses: messages to ranks."""
+    """A computation that all ranks of a model run together.
+
+    Subclasses are frozen dataclasses, because rank 0 sends them to the workers as messages.
+    """
 
     def compute(self, executor: "Executor") -> Result:
         """Compute this rank's share. The last pipeline stage returns the result."""
@@ -48,10 +52,10 @@ class Executor:
     def __init__(
         self, model: CausalLM, cache: KVCache, num_graph_sequences: int, table_width: int, decode_threads: int | None
     ) -> None:
-        """On a GPU, captures decode steps of up to `num_graph_sequences` sequences now.
+        """`num_graph_sequences`: on a GPU, decode steps of up to this number of sequences are captured now.
 
-        Their block tables have `table_width` columns. On a CPU, decode steps run on `decode_threads` threads (None:
-        all), and repeated shapes are recorded.
+        `table_width`: columns of the block tables of captured steps. `decode_threads`: CPU threads of decode steps; None:
+        all. On a CPU, steps are recorded when their shape repeats.
         """
         self._table_width, self._decode_threads = table_width, decode_threads
         self.model = model
@@ -59,7 +63,7 @@ class Executor:
         self.device = cache.tensors[0].device
         self.decode_steps: Steps = self.compute
         self.adapted_steps: Steps = self.compute  # on a GPU, decode steps with adapters
-        self.prompt_steps: Steps = self.compute  # separate, so that many prompt lengths do not evict decode steps
+        self.prompt_steps: Steps = self.compute  # separate: the many prompt lengths do not evict decode steps
         if self.device.type == "cpu":
             max_tokens = int(MAX_RECORDED_BYTES / model.step_weight_bytes(1))
             self.decode_steps = RecordedSteps(self.compute, MAX_RECORDED_TOKENS, DECODES_BEFORE_RECORDING)
@@ -97,7 +101,7 @@ class Executor:
     def cache_tensors(self) -> dict[str, tuple[Tensor, Heads]]:
         """The cache's tensors [N, B, G, *] and the heads of each, by name.
 
-        Names contain the layer's number in the whole model. A layer that only drafts has no name.
+        Names contain the layer's number in the whole model. A layer that only drafts tokens is left out.
         """
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
@@ -109,9 +113,9 @@ class Executor:
         }
 
     def prompt_features(self, token_ids: list[int]) -> tuple[int, ...]:
-        """Return the prompt's features that the model reads in every step.
+        """Return the features of the prompt, which the model reads in every step (`CausalLM.prompt_features`).
 
-        Raises UserError for a prompt that it cannot take.
+        Raises UserError for a prompt that the model cannot take.
         """
         return self.model.prompt_features(token_ids)
 
@@ -122,7 +126,7 @@ class Executor:
         return Batch(batch.numbers.pin_memory().to(self.device, non_blocking=True), batch.shape)
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
-        """Compute the batch's output rows, without waiting for a GPU. The next call overwrites them.
+        """Compute the batch's output rows. Does not wait for a GPU. The next call overwrites the rows.
 
         `token_ids`, int64 [T] on the model's device, replaces the batch's token ids.
         """
@@ -133,15 +137,15 @@ class Executor:
         return operation.compute(self)
 
     def begin(self, operation: Operation[Result]) -> Callable[[], Result]:
-        """Begin an operation, and return a function that waits for the result.
+        """Begin an operation, and return a function that waits for its result.
 
-        With several microbatches no later operation overwrites the result.
+        If `num_microbatches` is more than 1, later operations do not overwrite the result.
         """
         result = self.run(operation)
         return lambda: result
 
     def step(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
-        """Compute a step in the way that suits its shape."""
+        """Compute a step as its shape allows: from a recording, as a CUDA graph, or eagerly."""
         decodes = batch.shape.num_tokens == batch.shape.num_outputs
         with threads(self._decode_threads if decodes else None):
             if not decodes:

@@ -58,11 +58,11 @@ class Hidden(Operation[Tensor]):
 
 @dataclass(frozen=True)
 class HiddenFrom(Operation[Tensor]):
-    """Compute hidden states [R, E] as `Hidden` does, but from embeddings of the batch's tokens."""
+    """Compute hidden states [R, E] as `Hidden` does, but from given embeddings instead of the batch's token ids."""
 
     batch: Batch
     embeddings: Tensor
-    """[T, E]"""
+    """[T, E], one for each token of the batch."""
 
     def compute(self, executor: Executor) -> Tensor:
         handle = executor.model.embedding.register_forward_hook(lambda *_: self.embeddings)
@@ -126,7 +126,7 @@ class CopyBlocks(Operation[None]):
 
 @dataclass(frozen=True)
 class Store(Operation[None]):
-    """Write keys and values of all layers and key heads of the model unchanged to slots of the cache."""
+    """Write given keys and values to slots of the cache, unchanged. They are of all layers and key heads of the model."""
 
     keys_and_values: Tensor
     """[L, 2, P, G, D]"""
@@ -141,7 +141,10 @@ class Store(Operation[None]):
 
 @dataclass(frozen=True)
 class WriteBlocks(Operation[None]):
-    """Write content into blocks of the cache tensor of this name. A pipeline stage without the tensor does nothing."""
+    """Write `content` to blocks of the cache tensor `name` (`Executor.cache_tensors`).
+
+    A pipeline stage without this tensor does nothing.
+    """
 
     name: str
     content: Tensor

@@ -1,6 +1,6 @@
 """Continuous batching: which requests run in the next step, and with how many tokens.
 
-First come, first served, background requests last; prompts in chunks.
+Requests are served in the order in which they arrive, background requests last. Long prompts are computed in chunks.
 """
 
 import time
@@ -24,13 +24,13 @@ class Scheduled(NamedTuple):
     num_outputs: int
     """The last `num_outputs` of the new tokens are output rows."""
     drafts: tuple[int, ...] = ()
-    """Draft tokens after the new tokens. The same step computes them, all as output rows."""
+    """Draft tokens that follow the new tokens. The step also computes them, and each is an output row."""
 
 
 class StepPlan(NamedTuple):
     scheduled: list[Scheduled]
     ready: list[SequenceGroup]
-    """The groups whose tokens are all computed by this step, so that new tokens follow."""
+    """The groups whose tokens are all computed after this step. Only these groups get new tokens."""
     copies: list[tuple[int, int]]
     """Pairs of source and target blocks to copy before the step (copy-on-write of shared blocks)."""
 
@@ -82,10 +82,11 @@ class Scheduler:
     def plan(
         self, max_tokens: int | None = None, in_flight: Iterable[StepPlan] = (), num_microbatches: int = 1
     ) -> StepPlan:
-        """Plan a step of at most `max_tokens` tokens, or `max_batched_tokens` if that is less.
+        """Plan a step of at most `max_tokens` tokens, or of `max_batched_tokens` if this is less.
 
-        The step is larger if more sequences run, or if prompts cannot be split. It considers only groups that are not
-        in flight, and takes 1/num_microbatches of the running groups, possibly none.
+        The step exceeds `max_tokens` if more sequences run than `max_tokens`, or if prompts cannot be split. `in_flight`:
+        plans of unfinished steps, whose groups are not considered. The step takes at most 1/num_microbatches of the
+        running groups (rounded up), possibly none.
         """
         busy = {item.group for plan in in_flight for item in plan.scheduled}
         idle = [group for group in self.running if group not in busy]
@@ -118,7 +119,7 @@ class Scheduler:
         return StepPlan(scheduled, ready, copies)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan` before its tokens are known: each of its sequences gets one more token.
+        """Plan the step after `plan` before the new tokens of `plan` are known. Each sequence gets one more token.
 
         Returns None if the next step could need a different plan: a request waits, ends or must be computed again, or
         there are too few free blocks.
@@ -140,8 +141,8 @@ class Scheduler:
     def reserve(self, plan: StepPlan, wanted: list[int], max_tokens: int | None = None) -> list[int]:
         """Reserve blocks for up to `wanted[i]` draft tokens of each scheduled sequence; return the counts granted.
 
-        Drafts use only the rest of the step's token budget and empty blocks: they preempt no sequence and evict no
-        cached block. The next `plan` takes unused blocks back. A draft does not cross the model's
+        Drafts use only empty blocks and the token budget that `plan` leaves. They preempt no sequence and evict no cached
+        block. The next call of `plan` frees the blocks that were not used. Drafts do not cross the model's
         `long_rope_threshold`.
         """
         blocks, budget = self.block_manager, self._budget(max_tokens, len(plan.scheduled))
@@ -229,7 +230,7 @@ class Scheduler:
         group.finished_s = time.monotonic()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless every block is empty, cached, or owned by exactly the counted sequences."""
+        """Raise RuntimeError unless every block is empty, cached, or has as many owners as its reference count says."""
         self.block_manager.check_integrity(
             sequence.block_table for group in [*self.running, *self.waiting] for sequence in group.sequences
         )
@@ -251,7 +252,7 @@ class Scheduler:
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
     def _may_run(self, group: SequenceGroup) -> bool:
-        """Whether the token budget also covers this group's sequences, counting all that it can have."""
+        """Whether a further request may run and the token budget covers every sequence that the group can have."""
         groups = [*self.running, group]
         num_tokens = sum(g.request.params.num_sequences for g in groups)
         if self._needs_whole_prompt:
@@ -259,10 +260,10 @@ class Scheduler:
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
     def _grow(self, idle: list[SequenceGroup], others_run: bool, copies: list[tuple[int, int]]) -> bool:
-        """Allocate the blocks for every idle sequence's tokens, and copy shared blocks that are written.
+        """Allocate blocks for the tokens of every idle sequence. Add shared blocks that the step writes to `copies`.
 
-        If blocks are short, it preempts the last idle groups and returns False. A group that alone lacks blocks waits
-        if other groups are in flight.
+        If there are too few free blocks, it removes the last groups from `idle`, preempts them and returns False. While
+        other groups are in flight, the group that lacks blocks is not preempted itself: it waits for free blocks.
         """
         enough = True
         for group in list(idle):
@@ -276,7 +277,10 @@ class Scheduler:
         return enough
 
     def _recompute_past_threshold(self, group: SequenceGroup) -> None:
-        """Release a group whose sequences, all of equal length, have just crossed `long_rope_threshold`."""
+        """Release the sequences of a group that has just crossed `long_rope_threshold`: all their tokens are recomputed.
+
+        The sequences of a group have equal lengths.
+        """
         first = group.sequences[0]
         if first.is_past_threshold or not self._is_past_threshold(len(first.token_ids)):
             return
@@ -307,7 +311,7 @@ class Scheduler:
         if self._num_missing_of_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
-        if group.num_cached_tokens is None:  # after a preemption the group hits its own blocks
+        if group.num_cached_tokens is None:  # not after a preemption: the group then finds its own blocks
             group.num_cached_tokens = sequence.num_computed_tokens
         self._allocate(sequence, copies)
         return True
@@ -320,7 +324,7 @@ class Scheduler:
             num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // blocks.block_size
             self._extend_hashes(sequence, num_blocks)
             found = blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
-        # The first cached block also holds the rest of the prefix.
+        # The first found block also has the last tokens of the prefix, so the prefix's partly filled block is not needed.
         sequence.block_table = [*prefix.blocks[:num_full], *found] if found else [*prefix.blocks]
         blocks.share(sequence.block_table)
         if found:

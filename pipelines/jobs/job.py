@@ -68,7 +68,8 @@ class RowJob(ABC):
     def complete(self, prompts: Prompts, config_yaml: str, load_s: float) -> Finished:
         """Run every row that is not done, write all files and remove the journal.
 
-        Raises Interrupted after a step, and UserError if the job cannot go on. Finished rows stay in the journal.
+        Raises Interrupted after the step in which a signal came, and UserError if the job cannot go on. In both cases
+        finished rows stay in the journal.
         """
         journal = self.journal
         if journal.num_rows:
@@ -123,9 +124,9 @@ class RowJob(ABC):
     def _undone(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
         """Yield the rows that the journal lacks.
 
-        Missing rows before the journal's last row are held back until that row has proved that the input is the same.
+        Missing rows before the journal's last row are held back until the input's digest of that last row is checked.
         """
-        waiting: list[PromptRow] = []  # at most as many as ran at once when the job ended
+        waiting: list[PromptRow] = []  # at most the rows that were running when the job ended
         num_read = 0
         for row in rows:
             num_read = row.index + 1

@@ -17,7 +17,7 @@ from pipelines.jobs.data_files import FORMS, DataFile, decode_utf8, find_file, n
 GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
 MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src", "query")
-MAX_TOKEN_ID = 2**31  # upper limit for a tokenizer's decoder; the engine checks the vocabulary
+MAX_TOKEN_ID = 2**31  # a tokenizer's decoder takes no larger id; the engine checks ids against the vocabulary
 FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "adapter", "prediction")
 ReadBatchLine = Callable[[dict[str, Any]], dict[str, Any]]
 """Converts a line of an OpenAI batch to the fields of a row. Raises UserError."""
@@ -38,7 +38,7 @@ class PromptRow:
     """`src` and `tgt` of the input, if the row has them."""
     decode: dict[str, Any] = field(default_factory=dict)
     prefix: str | None = None
-    """Name of the soft prefix in front of it."""
+    """Name of the soft prefix in front of the prompt."""
     prediction: str | None = None
     """Expected answer, from which draft tokens are copied."""
     adapter: str | None = None
@@ -84,7 +84,7 @@ class Lines:
 class Prompts:
     """The rows of a job.
 
-    They can be iterated once. An invalid row becomes a row with an error. Counts are of the rows read so far.
+    They can be iterated only once. An invalid row becomes a row with an error. Counts are of the rows read so far.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Prompts:
         takes_texts: bool = False,
         read_batch_line: ReadBatchLine | None = None,
     ) -> None:
-        """`as_json`: None if the first line decides.
+        """`as_json`: whether the lines are JSON; None: the first line decides.
 
-        `whole`: the same lines, already read to the end, for digest and count.
+        `whole`: a second reader of the same lines, already read to the end. It has the digest and the number of rows.
 
         `takes_texts`: whether a row may have its prompt as "text".
 
@@ -154,14 +154,14 @@ class Prompts:
         if isinstance(values, dict) and _is_batch_line(values):
             self._unused |= {"body.model"}  # the answers come from the run's model
         elif isinstance(values, dict):
-            answered = isinstance(values.get("src"), list)  # only then is tgt part of the conversation
+            answered = isinstance(values.get("src"), list)  # tgt is read only if src is a list
             unread = {name for name, is_read in (("tgt", answered), ("document", "query" in values)) if not is_read}
             self._unused |= set(values) - (set(FIELDS) - unread)
         return parse_row(index, values, self._read_batch_line)
 
 
 def read_prompts(data: str, read_batch_line: ReadBatchLine | None = None) -> Prompts:
-    """Return the prompt itself, or the rows of a file or of standard input.
+    """Return the rows of `data`: a file, standard input (`-`), or a prompt, which is the only row.
 
     `read_batch_line`: None if the rows may not be lines of an OpenAI batch.
 
@@ -182,9 +182,9 @@ def read_prompts(data: str, read_batch_line: ReadBatchLine | None = None) -> Pro
 
 
 def read_file(file: DataFile, takes_texts: bool = False, read_batch_line: ReadBatchLine | None = None) -> Prompts:
-    """Return the rows of a file, which is read to its end once before its first row; a named pipe is read only once.
+    """Return the rows of a file. The whole file is read once before its first row is returned, except a named pipe.
 
-    `takes_texts`: whether a row may have its prompt as "text", as rows of evaluate.data have.
+    `takes_texts`: whether a row may have its prompt as "text", as in evaluate.data.
     """
     as_json = file.form != ".txt"
     if file.path.is_fifo():
@@ -273,7 +273,7 @@ def _input(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_src_tgt(src: object, tgt: object) -> dict[str, Any]:
-    """Return a PaddleNLP row as prompt or messages. A text is a prompt; lists are rounds of a conversation.
+    """Convert a PaddleNLP row. If `src` is a text, it is the prompt. If it is a list, its items are rounds of a conversation.
 
     The last round is the question to answer.
     """
@@ -318,7 +318,10 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def rows_from_python(prompts: object) -> Iterator[PromptRow]:
-    """Yield the rows of a Python caller's input: a text, a conversation, a row as in a .jsonl, or many of these."""
+    """Yield the rows of a Python caller's input.
+
+    The input is a text, a conversation, a dictionary with the fields of a .jsonl row, or a list or iterator of these.
+    """
     many = isinstance(prompts, list | tuple | Iterator) and not _is_conversation(prompts)
     return (_row_from_python(i, item) for i, item in enumerate(cast(Iterable[object], prompts) if many else [prompts]))
 

@@ -31,7 +31,7 @@ class Loaded:
     """Everything that determines a row's results, except its input and its seed."""
     weight_bytes: int
     num_values: int = 0
-    """Numbers per row; 0 if rows become texts."""
+    """How many numbers the result of a row has; 0 if it is a text."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class RowExecutor(Protocol):
     def steps(self, next_row: Callable[[], PromptRow | None], seed: int | None) -> Generator[list[Record], None, None]:
         """Yield the records of finished rows until no row is left. A list may be empty.
 
-        `next_row` is called when the engine has room. It returns None if there is no row now. `seed`: for rows that set
-        none.
+        `next_row` is called when the engine has room. It returns None if there is no row now. `seed`: the seed of
+        rows that do not set a seed.
         """
 
 
@@ -87,7 +87,7 @@ class EngineRows(ABC):
     ) -> "EngineRows":
         """Load the model of `run`. Raises UserError if it cannot be loaded, and for settings with which no row can run.
 
-        `rows`: used to name a value that fits them in an error.
+        `rows`: read only for an error message, which names a value that fits them.
         """
 
     @abstractmethod
@@ -101,14 +101,14 @@ class EngineRows(ABC):
     @staticmethod
     @abstractmethod
     def failed(row: PromptRow, error: BaseException) -> Record:
-        """Return the journal record of a failed row. Raises the exception again if it does not belong to the row."""
+        """Return the journal record of a failed row. Raises `error` again if the row did not cause it."""
 
     @property
     def num_generated_tokens(self) -> int:
         return self.engine.num_generated_tokens
 
     def counts(self) -> Counts:
-        """Return the counts of this process. The peak memory includes its ranks."""
+        """Return the counts of this process. The peak memory includes the model's other ranks."""
         engine = self.engine
         peak = report.peak_memory_of(engine)
         return Counts(engine.num_generated_tokens, engine.speculator.counts, peak)

@@ -1,4 +1,4 @@
-"""A text generator makes a request from a row, and a result from its output."""
+"""A text generator makes the engine request of a row, and the row's result from the engine's output."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,14 +13,14 @@ from pipelines.jobs.rows import Row, RowRequest
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Makes a request from a row, and a result from its output."""
+    """Makes the engine request of a row, and the row's result from the engine's output."""
 
     engine: Engine
     encoder: PromptEncoder
     prefix: str | None = None
-    """Name of the prefix of rows that set none."""
+    """Name of the prefix for rows that do not set a prefix."""
     adapter: str | None = None
-    """Name of the adapter of rows that set none."""
+    """Name of the adapter for rows that do not set an adapter."""
 
     def request(
         self,
@@ -66,7 +66,7 @@ class TextGenerator:
 
 
 def own_decode(decode: DecodeConfig, own: dict[str, Any], seed: int | None) -> DecodeConfig:
-    """Return `decode` with a row's own settings. `seed`: used if neither sets one. Raises UserError as `replaced`."""
+    """Return `decode` with a row's own settings. `seed`: used if neither sets a seed. Raises UserError as `replaced`."""
     decode = decode.replaced(own) if own else decode
     return replace(decode, seed=seed) if decode.seed is None else decode
 

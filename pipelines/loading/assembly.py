@@ -1,4 +1,4 @@
-"""Stages 4 to 6 of an engine: load the planned model's weights, fuse layers that run in one call, build the engine.
+"""Stages 4 to 6 of loading an engine: load the weights, fuse layers that run in one call, build the engine.
 
 Stages 1 to 3 are `model_source.py`, `planning.py` and, with ranks, `shard_plan.py`. On a GPU, the memory check comes
 before the first weight is read.
@@ -40,7 +40,8 @@ from quantization.smoothing_record import read_folds, smoothed_by
 if TYPE_CHECKING:
     from pipelines.loading.driver import Driver
 
-AUTO_SEQUENCES = 16  # minimum of an automatic KV cache: rows may request beams or samples of their own
+# An automatic KV cache has room for at least this number of sequences: a row may request several beams or samples.
+AUTO_SEQUENCES = 16
 
 
 def assemble(
@@ -103,7 +104,7 @@ def _place_proposers(
 
 
 def make_adapters(plan: ModelPlan, on_change: Callable[[AdapterChange], None] = lambda change: None) -> Adapters:
-    """Return the empty adapter table of the loaded model. `on_change` as in Adapters."""
+    """Return the empty adapter table of the loaded model. `on_change`: called with each change, as in `Adapters`."""
     checkpoint = plan.source.checkpoint
     smoothing, folds = smoothed_by(checkpoint.config, checkpoint.path), read_folds(checkpoint.path, plan.model)
     base, num_slots = plan.whole_files or plan.files, plan.options.max_adapters
@@ -171,8 +172,8 @@ def load_planned(plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda 
 def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_sharing: int) -> int:
     """Return the number of KV cache blocks for which this rank has memory.
 
-    `num_ranks` ranks share the cache, `num_sharing` of them share this memory. Raises UserError as `choose_num_blocks`
-    does.
+    `num_ranks`: number of ranks that divide the cache. `num_sharing`: number of these ranks that use the memory of this
+    device. Raises UserError as `choose_num_blocks` does.
     """
     heads = plan.model.attention_heads
     size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
@@ -185,9 +186,9 @@ def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_shari
 def _make_caches(
     config: DeviceConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int, driver: "Driver | None"
 ) -> list[KVCache]:
-    """Allocate one KV cache per model, all with the same number of blocks, next to `reserved` bytes for a step.
+    """Allocate one KV cache per model, all with the same number of blocks. Leave `reserved` bytes free for a step.
 
-    `num_tokens`: tokens of each sequence and prefix that an automatic cache has room for, if memory allows.
+    `num_tokens`: the length of each sequence and each prefix. An automatic cache has room for all, if memory allows.
     """
     device, dtype = plans[0].device, plans[0].dtype
     block_size = config.block_size or BLOCK_SIZE[device.type]
@@ -206,7 +207,7 @@ def _make_caches(
 def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
     """Return the format of each layer's keys and values.
 
-    Static scales are read from the loaded model. An MTP layer has no static scales.
+    Static scales are read from the loaded model. A multi-token prediction (MTP) layer has no static scales.
     """
     if isinstance(plan.model, ExportedLM):
         return plan.model.kv_formats

@@ -1,5 +1,6 @@
-"""Rank 0, the driver: it loads the model together with the workers, and sends them every operation before it computes
-its own share.
+"""The driver, rank 0. It loads its shard while the workers load their shards.
+
+It sends each operation to the workers, then computes its own share of the operation.
 """
 
 import os
@@ -68,7 +69,7 @@ class Driver:
         """`cpus`: the CPU affinity before the run, which is restored at the end."""
         self.workers, self.context = workers, workers.context
         self.begun: deque[_Begun] = deque()
-        """Operations whose results have not arrived yet, including those of an earlier executor."""
+        """Operations whose results have not arrived yet, oldest first. Operations of an earlier executor are included."""
         self.close = weakref.finalize(self, _end, workers, cpus)
         """Ends the workers. Also runs when this object is garbage-collected."""
 
@@ -79,7 +80,7 @@ class Driver:
     def fewest_blocks(self, own: int) -> int:
         """Return how many KV cache blocks fit on every rank.
 
-        `own`: rank 0's number. Raises RankLost if a rank cannot load its shard.
+        `own`: the number that fits on rank 0. Raises RankLost if a rank cannot load its shard.
         """
         return min(own, *self.workers.answers(int))
 
@@ -95,7 +96,7 @@ def _end(workers: Workers, cpus: set[int]) -> None:
 
 
 def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
-    """Start the worker ranks of `run`, or wait for a launcher's, and send them what to load.
+    """Start the worker ranks of `run`, or wait for the ranks that a launcher started. Tell each worker what to load.
 
     `whole`: the plan of the unsharded model. Raises UserError if the ranks are not available.
     """
@@ -113,9 +114,10 @@ def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
             check_gpus(tp * pp, num_gpus)
     ranks = spawn(tp * pp) if launched is None else await_ranks(launched)
     cores = _cores(launched, ranks, cpus)
-    is_near = launched is None or launched.address is None  # rank 0 has then verified the files for all ranks
+    # If all ranks are on this machine, rank 0 has verified the files for all of them.
+    is_near = launched is None or launched.address is None
     model = replace(run.model, verify=run.model.verify and not is_near)
-    device = replace(run.device, type=DeviceType[whole.device.type])  # resolves auto, so that it is equal on all ranks
+    device = replace(run.device, type=DeviceType[whole.device.type])  # replaces auto, so that all ranks use one type
     start = {
         "tp": tp,
         "pp": pp,
@@ -158,9 +160,9 @@ def _launched() -> Joined | None:
 
 
 def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[list[int] | None]:
-    """Return the CPUs of each rank, starting with rank 0, which may use `cpus`.
+    """Return the CPUs of each rank, rank 0 first. Rank 0 may use `cpus`.
 
-    None where the launcher has not bound ranks of one machine to separate CPUs, so that they must divide them.
+    A rank gets None if the launcher has not bound it to CPUs of its own. Ranks of one machine then divide its CPUs.
     """
     if launched is None:
         return [*map(sorted, cores_of_ranks(1 + len(ranks), cpus))]
@@ -216,7 +218,7 @@ class DriverExecutor(Executor):
         super().__init__(model, cache, num_graph_sequences, table_width, decode_threads)
         tp, pp = driver.context.parallel_layout.tp, driver.context.parallel_layout.pp
         self._answering = tp * (pp - 1) if pp > 1 else None
-        """The rank that returns results; None: rank 0 has them."""
+        """The worker rank that returns results; None if rank 0 computes them itself."""
         self.num_microbatches = pp
         self._begun = driver.begun
 
@@ -239,7 +241,7 @@ class DriverExecutor(Executor):
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         if token_ids is not None:
-            batch.token_ids.copy_(token_ids)  # the workers do not have the chosen tokens
+            batch.token_ids.copy_(token_ids)  # the batch is sent to workers, which do not have these tokens
         return self.run(Execute(batch))
 
     def run(self, operation: Operation[T]) -> T:
@@ -263,13 +265,14 @@ class DriverExecutor(Executor):
         return begun.result
 
     def _take_first(self) -> None:
-        """Take the result of the oldest operation in flight: results arrive in message order."""
+        """Receive the result of the oldest operation in flight. Results arrive in the order of the operations."""
         assert self._answering is not None
         begun = self._begun[0]
         begun.result = self._workers.answer_of(self._answering, begun.kind, self.device)
         self._begun.popleft()
 
     def _of_others(self, num_sequences: int = 1) -> list[Counts]:
+        """Return the counts of the worker ranks. Receives the results of operations in flight first."""
         while self._begun:
             self._take_first()
         self._workers.tell(Count(num_sequences), answering=range(1, self.driver.context.size))

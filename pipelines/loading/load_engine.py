@@ -1,4 +1,7 @@
-"""Load an engine from a RunConfig. A scheme that needs calibration is calibrated once; later runs find its model."""
+"""Load an engine from a RunConfig.
+
+If the quantisation scheme needs calibration, the first run calibrates and saves the model. Later runs load the saved model.
+"""
 
 import logging
 
@@ -42,9 +45,9 @@ def load_engine(
 def load_engine_on(
     device: torch.device, run: RunConfig, source: ModelSource, max_num_requests: int, progress: ProgressSink
 ) -> Engine:
-    """Return the engine of the opened checkpoint of `run` on the prepared device.
+    """Load the engine of `run` from its opened checkpoint `source`, on the prepared device.
 
-    Raises UserError for an invalid checkpoint or tokenizer, and as `find_or_make` does.
+    Raises UserError for an invalid checkpoint or tokenizer, and as `calibrated` does.
     """
     if run.parallel.mode is ParallelMode.ray:
         raise UserError(
@@ -79,12 +82,12 @@ def _load_with_ranks(
     progress: ProgressSink,
 ) -> Engine:
     """Return the engine of rank 0. Closing the engine ends the other ranks."""
-    from pipelines.loading.driver import start_driver  # here, because a run without ranks does not need it
+    from pipelines.loading.driver import start_driver  # imported here: a run without ranks does not need it
 
     whole = plan_model(run.model, run.quant, source, device, packed=True)
     driver = start_driver(run, whole)
     try:
-        draft = plan_draft(run.decode, run.parallel.mode, whole, settings)  # on rank 0 only, not sharded
+        draft = plan_draft(run.decode, run.parallel.mode, whole, settings)  # whole, and on rank 0 only
         plan = driver.part(whole)
         source.warn_of_unread_keys()
         return assemble(plan, run.device, run.decode, settings, max_num_requests, progress.loaded, draft, driver)

@@ -1,6 +1,6 @@
-"""Stage 1 of an engine: find, verify and open the checkpoint of `model.path` once.
+"""Stage 1 of loading an engine: find, verify and open the checkpoint of `model.path`, once.
 
-All stages and tasks read it from here.
+All later stages and all tasks read the checkpoint through the ModelSource that this stage returns.
 """
 
 import logging
@@ -36,13 +36,13 @@ class ModelSource:
     has_weights: bool
     """False with model.weights=random, which uses only the config."""
     artefact: Description | None = None
-    """The description of a `task=export` model, which replaces weights and architecture code; None for a checkpoint."""
+    """The description of a model that `task=export` wrote; it replaces weights and architecture code. Else None."""
 
     @property
     def is_quantized(self) -> bool:
         if self.artefact is not None:
             return True  # its files hold the quantised and packed model
-        if self.checkpoint.path.suffix == ".gguf":  # in a GGUF only the tensors show it
+        if self.checkpoint.path.suffix == ".gguf":  # only the tensors of a GGUF file show whether it is quantised
             return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
         sparsity = read_sparsity(self.checkpoint.config)
         is_pruned_alone = sparsity is not None and sparsity.is_alone
@@ -55,13 +55,13 @@ class ModelSource:
 
 
 OpenModel = Callable[[HeadKind | None], ModelSource]
-"""Opens the checkpoint of a run with a head, as `resolve_model` does."""
+"""A function that opens the checkpoint of a run, as `resolve_model` does. Its argument is the head that the task needs."""
 
 
 def moved(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the settings of a model in `folder` that was made from this model.
+    """Return the settings of `model` with `folder` as the path. The model in `folder` was made from `model`.
 
-    A tokenizer from a hub keeps its revision.
+    The result has no revision, but a tokenizer from a hub is still the tokenizer of the old revision.
     """
     tokenizer = model.tokenizer
     if tokenizer and model.revision is not None:

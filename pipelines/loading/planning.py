@@ -1,4 +1,4 @@
-"""Stage 2 of an engine: the model on the meta device, with its final layers. No weight is read yet."""
+"""Stage 2 of loading an engine: build the model on the meta device, with its final layers. Reads no weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -48,13 +48,13 @@ class ModelPlan:
     options: ModelConfig
     """The options with which the model was opened."""
     quant: QuantConfig
-    """The options of quantisation: those of the KV cache and of activations apply to a quantised checkpoint, too."""
+    """The options of quantisation. The options for KV cache and activations also apply to a quantised checkpoint."""
     packed: bool
     """Whether layers hold their weights in the kernels' packed form, and decode steps are captured."""
     static_cache: KVCacheFormat | None
-    """The format of a KV cache whose static scales are among the files' tensors."""
+    """The format of the KV cache, if the files contain its static scales; else None."""
     max_layer_values: int
-    """Values per token, as `memory.max_layer_values` counts them."""
+    """Most values per token that are live around a linear layer (`memory.max_layer_values`); 0 for an exported model."""
     parallel_layout: ParallelLayout = ParallelLayout()
     """The rank and layout of this shard; by default the whole model."""
     whole_files: tuple[WeightFile, ...] = ()
@@ -68,8 +68,9 @@ def plan_model(
 ) -> ModelPlan:
     """Build the model on the meta device, with the layers that the checkpoint or the `quant` option requires.
 
-    `packed`: pack the layers; not for a model whose layers are replaced later. A scheme that needs calibration must be
-    the checkpoint's own. Raises UserError for files that cannot be opened, and if the options contradict them.
+    `packed`: whether to pack the layers; False for a model whose layers are replaced later. This function does not
+    calibrate: if the scheme needs calibration, the checkpoint must already be quantised with it. Raises UserError if a
+    file cannot be opened, and if the options contradict the files.
     """
     if source.artefact is not None:
         return _plan_exported(options, quant, source, source.artefact, device)
@@ -104,9 +105,10 @@ def _plan_exported(
 
 
 def without_quantization(run: RunConfig) -> RunConfig:
-    """Return the run of the float model for calibration.
+    """Return the run that loads the float model for calibration.
 
-    It computes no rows, so it has no prefixes and adapters. It reads the weights once, so it does not keep them packed.
+    That run computes no rows, so it has no prefixes and no adapters. It reads the weights only once, so it does not keep
+    them packed.
     """
     model = replace(run.model, prefixes=None, adapters=None, keep_packed=False)
     device = replace(run.device, kept_prefixes=[])

@@ -1,4 +1,4 @@
-"""The computation of a worker rank: its shard of the model, in the operations that rank 0 sends."""
+"""A worker rank: it loads its shard of the model and runs the operations that rank 0 sends."""
 
 import logging
 from contextlib import suppress
@@ -35,7 +35,7 @@ from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.messages import Channel, Gone, Header
 from pipelines.ranks.rank_context import layout_of, shared_memory_context, torch_context
 
-REASON_S = 2.0  # for rank 0 to end this rank
+REASON_S = 2.0  # seconds that a rank without connection to another rank waits for rank 0 to end it
 
 OWN_OPERATIONS = MakeExecutor, Count, BeginQuantization, UseStaticCache
 TYPES = {each.__name__: each for each in (*OPERATIONS, *STEPS, *get_args(AdapterChange), *OWN_OPERATIONS)}
@@ -44,7 +44,7 @@ TYPES = {each.__name__: each for each in (*OPERATIONS, *STEPS, *get_args(Adapter
 
 @torch.inference_mode()
 def run_worker(channel: Channel, start: Header) -> None:
-    """Load a rank's shard and run rank 0's operations. Raises Gone at the end, and any exception of an operation."""
+    """Load a rank's shard and run rank 0's operations. Raises Gone at the end, and every exception of an operation."""
     worker = RankWorker(channel, start)
     while True:
         worker.step()
@@ -67,15 +67,16 @@ class _LogOfRank0(logging.Handler):
 
 
 class RankWorker:
-    """A worker rank: its shard of the model, on which it runs rank 0's operations."""
+    """A worker rank. It has one shard of the model and runs rank 0's operations on it."""
 
     _executor: Executor
     _share: Share
 
     def __init__(self, channel: Channel, start: Header) -> None:
-        """Load the rank's shard. `start`: the first message; with shared memory a file descriptor follows it.
+        """Load the rank's shard. `start`: rank 0's first message. With shared memory, a file descriptor follows it.
 
-        Raises UserError as `load_engine` does, and if this machine's files or code differ from rank 0's. Raises Gone.
+        Raises UserError as `load_engine` does, and if files or code of this machine differ from rank 0's files or code.
+        Raises Gone if rank 0 has closed the channel.
         """
         self._channel = channel
         self._name = start["name"]
@@ -86,7 +87,7 @@ class RankWorker:
         logging.getLogger().addHandler(log_to)
         log_to.send(f"{self._name} loads its part")
         library = build.library()
-        if library is None and not start["num_gpus"]:  # possible on another machine
+        if library is None and not start["num_gpus"]:  # a rank on another machine may lack them
             raise UserError(
                 f"{self._name} has no C++ kernels, which rank 0 has: give it a compiler, or parallel=single"
             )
@@ -133,10 +134,11 @@ class RankWorker:
             result = self._run(operation)
             self._context.check()
         except RankFailed:
-            self._channel.wait_for_end(REASON_S)  # rank 0 reports the reason, unless only a connection has failed
+            # Rank 0 ends this rank and reports the reason. If it does not, only a connection has failed.
+            self._channel.wait_for_end(REASON_S)
             raise UserError(f"{self._name} has lost its connection to another rank") from None
         except BaseException:
-            self._context.abort()  # the other ranks wait for this rank
+            self._context.abort()  # releases the other ranks, which wait for this rank
             raise
         if self._context.parallel_layout.rank in header["answering"]:
             self._answer(result)

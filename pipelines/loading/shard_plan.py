@@ -1,4 +1,4 @@
-"""Stage 3 of an engine: the plan of one rank's shard. No weight is read yet."""
+"""Stage 3 of loading an engine: reduce the plan of the whole model to one rank's shard. Reads no weights."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def shard_plan(
 ) -> ModelPlan:
     """Return the plan of one rank's shard. `plan` is the plan of the whole model; its model is sharded in place.
 
-    Raises UserError if the files are not the whole model's, and as `shard_model` does.
+    Raises UserError if the files do not match the whole model, and as `check_plan` and `shard_model` do.
     """
     if parallel_layout == ParallelLayout():
         return plan
@@ -59,9 +59,9 @@ def shard_plan(
 
 
 def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
-    """Raise UserError if a whole model cannot be sharded this way, or was exported for another layout.
+    """Raise UserError if the model cannot be sharded in this layout, or if it was exported for another layout.
 
-    Called before ranks are started.
+    The driver calls it before it starts the worker ranks.
     """
     artefact = plan.source.artefact
     if artefact is None:

@@ -43,8 +43,8 @@ def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any]:
     """Write the artefact of the run's model to `output`, and return its metrics.
 
-    The artefact appears when it is complete and verified. Raises UserError for a model or a device that cannot be
-    exported, and if the artefact's results differ by one bit.
+    `output` is made only when the artefact is complete and verified. Raises UserError for a model or a device that cannot
+    be exported, and if one bit of the artefact's results differs from the model's results.
     """
     target = absolute(output)
     refuse_existing(target, overwrite, "export")
@@ -126,9 +126,9 @@ def _check_common(run: RunConfig, user: str) -> None:
 
 
 def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
-    """Return the run of `predict.export`, whose model is the artefact at `folder`.
+    """Return the run of `predict.export`: it is `run` with the artefact in `folder` as its model.
 
-    Exports the model first, unless `is_made`.
+    Unless `is_made`, it exports the model to `folder` first.
 
     Raises UserError as `export_model` does, and for settings that an artefact does not accept.
     """

@@ -1,4 +1,4 @@
-"""The parts of an export, one for each rank: load them, and prove that their files give the same bits."""
+"""The parts of an export, one for each rank: load the parts, and verify that their files give the same bits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,9 @@ class ShardExport:
 
 
 def load_parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[ShardExport]:
-    """Return the loaded model, or each rank's shard, after the steps.
+    """Load the model, or the shard of each rank, and compute the steps with it.
 
-    Raises UserError if ranks give other bits than one process.
+    Raises UserError if one bit of the ranks' results differs from the results of one process.
     """
     tp, pp = run.export.tp, run.export.pp
     if tp * pp == 1:
@@ -60,12 +60,15 @@ def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> ShardExport:
     load_planned(plan)
     formats, sizes = cache_formats(plan), (NUM_BLOCKS, BLOCK_SIZE)
     cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)
-    results = steps.results(plan.model, cache)  # also fills caches that the model computes once
+    results = steps.results(plan.model, cache)  # also fills the tables that the model computes once
     return ShardExport(plan.parallel_layout, plan.model, cache, results)
 
 
 def prove(folder: Path, parts: list[ShardExport], steps: Steps) -> list[ExportedLM]:
-    """Return the models loaded from the files. Raises UserError if one fails, and if one bit of a result differs."""
+    """Load the models from the files in `folder`, compute the steps, and return the models.
+
+    Raises UserError if a model fails, and if one bit of its results differs from the results in `parts`.
+    """
     tp, pp = parts[0].parallel_layout.tp, parts[0].parallel_layout.pp
 
     def found(context: ThreadRankContext) -> tuple[ExportedLM, Results]:

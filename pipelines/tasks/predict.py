@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipelines.server.batches.answers import BatchAnswers
 
 
-EXPORTED = "export"  # folder name in a run's folder, with predict.export
+EXPORTED = "export"  # name of the folder with the exported model, in the run's folder
 OWN_FILES = (
     *("predictions.jsonl", "text_generation_result.txt", "batch_output.jsonl", "batch_error.jsonl", "metrics.json"),
     *("config.yaml", "environment.json", JOURNAL, FILE),
@@ -48,8 +48,8 @@ OWN_FILES = (
 def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     """Predict every row and write the files.
 
-    Raises UserError for wrong settings or input, before any file is written; if the job cannot go on, with all finished
-    rows kept; and if not one row could be predicted, with all files written.
+    Raises UserError in three cases: for wrong settings or input, before any file is written; if the job cannot go on,
+    with all finished rows in the journal; if no row could be predicted, after all files are written.
     """
     prompts = open_prompts(run.predict)
     _check_output_file(run.predict, output_dir)
@@ -71,7 +71,7 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]:
-    """Return the run of the artefact, and the fingerprint of its source model, which a resumed job compares."""
+    """Return the run of the exported model, and the fingerprint of its source model. A resumed job compares it."""
     from pipelines.tasks.export import run_of_artefact  # here, because it imports torch's compiler
 
     resume = run.predict.resume
@@ -91,7 +91,10 @@ class PredictRows(EngineRows):
     def __init__(
         self, generator: TextGenerator, loaded: Loaded, open_batch: "Callable[[int | None], BatchAnswers]"
     ) -> None:
-        """`open_batch`: opens lines of batches with the seed of all rows. Raises UserError if they cannot be run."""
+        """`open_batch`: makes the converter for lines of OpenAI batches, from the seed of rows that do not set a seed.
+
+        It raises UserError if the run cannot take such lines.
+        """
         super().__init__(generator.engine, loaded)
         self._generator = generator
         self._open_batch = open_batch
@@ -123,7 +126,7 @@ class PredictRows(EngineRows):
                 raise UserError(
                     "predict.truncate is not used by lines of a batch: leave it out, or give rows of prompts"
                 )
-            from pipelines.server.batches.answers import BatchAnswers  # here, because other rows do not need pydantic
+            from pipelines.server.batches.answers import BatchAnswers  # here: only batches need pydantic
 
             return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, generator)
 
@@ -145,7 +148,7 @@ class PredictRows(EngineRows):
         prediction = _error_prediction(row, error)
         if row.batch is None:
             return {"row": prediction, **_source(row)}
-        from pipelines.server.batches.answers import refusal  # here, because other rows do not need pydantic
+        from pipelines.server.batches.answers import refusal  # here: only batches need pydantic
 
         return {"row": prediction, ANSWER: refusal(row, error)}
 
@@ -195,7 +198,7 @@ class PredictJob(RowJob):
 
 
 def _error_prediction(row: PromptRow, error: BaseException) -> Row:
-    """Return the result of a failed row. Raises the exception again if it does not belong to the row."""
+    """Return the result of a failed row. Raises `error` again if the row did not cause it."""
     return {
         "index": row.index,
         "id": row.id,
@@ -242,7 +245,7 @@ def _check_new_tokens(
 ) -> None:
     """Raise UserError if `max_new_tokens` does not fit after any prompt.
 
-    The error names the number that fits after the longest prompt that itself fits.
+    The error names the number that fits after the longest prompt. Prompts that are themselves too long do not count.
     """
     wanted, most = decode.max_new_tokens, context.num_tokens
     if decode.max_length is not None or not isinstance(wanted, int) or wanted < most:

@@ -1,4 +1,4 @@
-"""What tasks over rows share: they open the rows, and the executor that computes them."""
+"""Functions for all tasks over rows: they open the rows and load the executor that computes the rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,14 +37,14 @@ def row_executor(kind: type[EngineRows], run: RunConfig, prompts: Prompts) -> It
             yield replicas
         return
     with report.progress_bar() as progress:
-        rows = kind.load(run, progress, () if prompts.num_rows is None else prompts)  # stdin can be read only once
+        rows = kind.load(run, progress, () if prompts.num_rows is None else prompts)  # None: can be read only once
     yield rows
 
 
 def read_batch_line(values: dict[str, Any]) -> dict[str, Any]:
     """Return a line of an OpenAI batch as the fields of a row. Raises UserError as `row_of` does."""
     try:
-        from pipelines.server.api.batch_lines import row_of  # here, because other rows do not need pydantic
+        from pipelines.server.api.batch_lines import row_of  # here: only batches need pydantic
     except ImportError as error:
         raise UserError("a batch's lines need the package pydantic: pip install 'quintet[serve]'") from error
     return row_of(values)[0]
