@@ -103,12 +103,12 @@ def test_generation_settings_are_the_checkpoints(chatty: Path, exports: Exports,
     model = Path(shutil.copytree(chatty, tmp_path / "model"))
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 5, "eos_token_id": [1, 7]}
     (model / "generation_config.json").write_text(json.dumps(settings))
-    requests = load_engine(run_config(exports.of(run_config(model))), 1).requests
-    assert {name: requests.decode_defaults[name] for name in ("temperature", "top_k")} == {
+    config = load_engine(run_config(exports.of(run_config(model))), 1).config
+    assert {name: config.decode_defaults[name] for name in ("temperature", "top_k")} == {
         "temperature": 0.7,
         "top_k": 5,
     }
-    assert {1, 7} <= set(requests.eos_token_ids)
+    assert {1, 7} <= set(config.eos_token_ids)
 
 
 def test_the_prefix_cache(folders: dict[str, Path]) -> None:
