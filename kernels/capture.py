@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
     def begin(self) -> None:
         calls = self._library.begin_recording()
         step = functools.partial(self._library.replay, calls)
-        weakref.finalize(step, self._library.forget, calls)
+        weakref.finalize(step, self._library.free_recording, calls)
         self.steps.append(step)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,7 +16,7 @@ struct PagedVectors {
   int64_t stored_size, scales_size;  // elements of a vector; an element of int4 is a byte with two codes
   KVFormat format;
   Dtype dtype;       // of the decoded vectors
-  int32_t has_margin;  // whether a full register may be read past the end of `stored`
+  int32_t has_margin;  // whether 64 bytes after the end of `stored` may be read
 
   bool has_static_scales() const { return scales && scales_size == 0; }
   int64_t index(int64_t slot, int64_t head) const { return slot * num_heads + head; }  // of a vector
@@ -25,29 +25,29 @@ struct PagedVectors {
   }
 };
 
-// x * 2^-120 of e4m3 codes: sign, exponent and mantissa are moved to the bits of a float32. With dynamic scales NaN
-// comes from a NaN scale.
-inline Floats shrunken_float8(Ints codes) {
+// Returns the values of e4m3 codes times 2^-120: sign, exponent and mantissa are moved to the bits of a float32. The NaN
+// code gives a number: with dynamic scales the scale of a vector with NaN is NaN.
+inline Floats downscaled_float8(Ints codes) {
   return as_floats(add(bit_and(codes, splat(INT32_MIN)), shift_left<20>(bit_and(codes, splat(0x7f)))));
 }
 
-// Static scales cannot express NaN, so one code means NaN. Adds a constant to the bits of that code's value, which
-// makes it NaN.
+// Static scales cannot express NaN, so one code means NaN. These functions add a constant to the bits of that code's
+// value. The sum is NaN.
 inline Floats with_nan_int8(Floats numbers, Ints codes) {  // code -128
   return as_floats(add(as_ints(numbers), bit_and(shift_right<31>(add(codes, splat(127))), splat(0x3cc00000))));
 }
-inline Floats with_nan_float8(Floats shrunken, Ints codes) {  // code 0x7f
+inline Floats with_nan_float8(Floats downscaled, Ints codes) {  // code 0x7f
   const Ints is_nan = shift_right<31>(subtract(splat(0x7e), bit_and(codes, splat(0x7f))));
-  return as_floats(add(as_ints(shrunken), bit_and(is_nan, splat(0x78000000))));
+  return as_floats(add(as_ints(downscaled), bit_and(is_nan, splat(0x78000000))));
 }
 
-// The floats that read_vector writes: whole registers, and all codes of int4.
-inline int64_t room_for(const PagedVectors &cache) {
+// The number of floats that read_vector writes: whole registers, and all codes of int4.
+inline int64_t decoded_size(const PagedVectors &cache) {
   const int64_t written = cache.format == KVFormat::int4 ? 2 * cache.stored_size : cache.channels;
   return divide_up(written, LANES) * LANES;
 }
 
-// x has room for all codes of the vector, even if it has fewer channels.
+// x has space for all codes of the vector, which may have fewer channels.
 inline void read_int4(const PagedVectors &cache, const uint8_t *stored, const uint16_t *ranges, float *x) {
   for (int64_t i = 0; i < cache.stored_size; ++i) {
     x[2 * i] = static_cast<float>(stored[i] & 15);
@@ -69,7 +69,7 @@ template <class Put> void read_codes(const PagedVectors &cache, int64_t index, i
   const auto read = [&]<bool INT8, bool STATIC>() {
     const auto values_at = [&](const int8_t *at) {
       const Ints wide = load_bytes(at);
-      Floats numbers = INT8 ? to_floats(wide) : shrunken_float8(wide);
+      Floats numbers = INT8 ? to_floats(wide) : downscaled_float8(wide);
       if (STATIC) numbers = INT8 ? with_nan_int8(numbers, wide) : with_nan_float8(numbers, wide);
       return multiply(INT8 ? numbers : multiply(numbers, splat(0x1p120f)), scale);
     };
@@ -86,7 +86,7 @@ template <class Put> void read_codes(const PagedVectors &cache, int64_t index, i
     is_static ? read.template operator()<false, true>() : read.template operator()<false, false>();
 }
 
-// Decodes a vector to float32, before rounding to the cache's dtype. x has room for room_for(cache) floats.
+// Decodes a vector to float32, before rounding to the cache's dtype. x has space for decoded_size(cache) floats.
 inline void read_vector(const PagedVectors &cache, int64_t index, int64_t head, float *x) {
   const uint8_t *stored = cache.stored + index * cache.stored_bytes();
   if (cache.format == KVFormat::unquantised) {

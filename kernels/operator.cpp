@@ -15,11 +15,11 @@ void replay(const Recording *calls) {
   for (const auto &call : *calls) call();
 }
 
-void forget(Recording *calls) { delete calls; }
+void free_recording(Recording *calls) { delete calls; }
 
 EXPORT(begin_recording);
 EXPORT(end_recording);
 EXPORT(replay);
-EXPORT(forget);
+EXPORT(free_recording);
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Makes the kernels available to Python: OPERATOR exports a function with its name and the types of its arguments.
-// While a recording is on, calls of operators are recorded, so that one call can replay all of them: Python takes
-// longer to issue 200 calls than a small model takes to compute them.
+// Between begin_recording and end_recording calls of operators are recorded, and one call replays all of them. Python
+// takes longer to issue the 200 calls of a decode step than a small model takes to compute them.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ using Recording = std::vector<std::function<void()>>;
 
 extern thread_local Recording *recording;  // of this thread; null if nothing is recorded
 
-// The letter of a type, as kernels/build.py reads it.
+// The letter of an argument's type. kernels/build.py maps it to a ctypes type.
 template <class T> constexpr char letter() {
   if constexpr (std::is_enum_v<T>)
     return letter<std::underlying_type_t<T>>();

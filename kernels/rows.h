@@ -23,8 +23,8 @@ inline uint16_t to_bfloat16(float x) {
   return nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// float16 is converted eight numbers at a time. The compiler does not do this by itself, and one by one takes ten times
-// as long.
+// float16 is converted eight numbers at a time, which the compiler does not do by itself. Single conversions take ten
+// times as long.
 inline void read_float16(const uint16_t *halves, int64_t count, float *x) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves + i))));

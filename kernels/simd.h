@@ -8,8 +8,8 @@
 
 constexpr int64_t LANES = 16;
 
-// Arrays of vectors stay in registers only if the loops over them are unrolled. The compiler does not unroll up to 24
-// iterations by itself.
+// Arrays of vectors stay in registers only if the loops over them are unrolled. Without this pragma the compiler does
+// not unroll loops of 24 iterations.
 #define UNROLL _Pragma("GCC unroll 24")
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -76,7 +76,7 @@ inline Ints larger(Ints a, Ints b) { return {_mm256_max_epi32(a.low, b.low), _mm
 inline Ints smaller(Ints a, Ints b) { return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)}; }
 template <int BITS> inline Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.low, BITS), _mm256_slli_epi32(a.high, BITS)}; }
 template <int BITS> inline Ints shift_right(Ints a) { return {_mm256_srai_epi32(a.low, BITS), _mm256_srai_epi32(a.high, BITS)}; }
-inline Ints lookup(Ints bytes, Ints places) { return {_mm256_shuffle_epi8(bytes.low, places.low), _mm256_shuffle_epi8(bytes.high, places.high)}; }
+inline Ints lookup(Ints bytes, Ints indices) { return {_mm256_shuffle_epi8(bytes.low, indices.low), _mm256_shuffle_epi8(bytes.high, indices.high)}; }
 inline Ints interleave_low(Ints a, Ints b) { return {_mm256_unpacklo_epi8(a.low, b.low), _mm256_unpacklo_epi8(a.high, b.high)}; }
 inline Ints interleave_high(Ints a, Ints b) { return {_mm256_unpackhi_epi8(a.low, b.low), _mm256_unpackhi_epi8(a.high, b.high)}; }
 inline int32_t largest(Ints x) {
@@ -129,8 +129,9 @@ inline __m256 dot_bfloat16(__m256 sum, __m256i a, __m256i b) {
   return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high)), even);
 }
 
-// dot_bytes multiplies the four unsigned bytes of a lane (factors_of) by a step of a row: four integers. Both operands
-// are widened to 16 bits, and all limbs share one sum. vpmaddubsw on bytes would saturate.
+// dot_bytes multiplies the four unsigned bytes of a lane (factors_of) by a step of a row: four integers. An integer has
+// one or two limbs (kernels/linear/int_weight.cpp). Both operands are widened to 16 bits, and all limbs share one sum.
+// vpmaddubsw on bytes would saturate.
 struct Shorts {
   Ints even, odd;
 };

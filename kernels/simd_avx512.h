@@ -39,8 +39,8 @@ inline Ints smaller(Ints a, Ints b) { return _mm512_min_epi32(a, b); }
 template <int BITS> inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, BITS); }
 template <int BITS> inline Ints shift_right(Ints a) { return _mm512_srai_epi32(a, BITS); }
 // Byte operations within each quarter (16 bytes) of a register. lookup selects the byte whose index is in the lower
-// four bits of `places`; interleave returns a, b, a, b, ...
-inline Ints lookup(Ints bytes, Ints places) { return _mm512_shuffle_epi8(bytes, places); }
+// four bits of `indices`; interleave returns a, b, a, b, ...
+inline Ints lookup(Ints bytes, Ints indices) { return _mm512_shuffle_epi8(bytes, indices); }
 inline Ints interleave_low(Ints a, Ints b) { return _mm512_unpacklo_epi8(a, b); }
 inline Ints interleave_high(Ints a, Ints b) { return _mm512_unpackhi_epi8(a, b); }
 inline int32_t largest(Ints x) { return _mm512_reduce_max_epi32(x); }
@@ -63,8 +63,8 @@ inline Floats round_to_bfloat16(Floats x) {  // as to_bfloat16 does
   return as_floats(bit_and(numbers, splat(-65536)));
 }
 
-// dot_bytes multiplies the four unsigned bytes of a lane (factors_of) by a step of a row: four integers. Each limb is
-// int8 and has its own sum.
+// dot_bytes multiplies the four unsigned bytes of a lane (factors_of) by a step of a row: four integers. An integer has
+// one or two limbs (kernels/linear/int_weight.cpp). Each limb is int8 and has its own sum.
 constexpr int sums_of(int limbs) { return limbs; }
 constexpr int SUM_WORDS = 1;  // words of a step, per sum
 inline void put_limb(int32_t *step, int limb, const int8_t *from) { std::memcpy(step + limb, from, 4); }

@@ -1,6 +1,7 @@
-// The thread pool. Each thread has a share of the chunks; other threads take chunks that it does not get to, for
-// example because its core is busy with another process. The caller waits only for threads that hold a chunk, never for
-// a thread that is not scheduled. In that case a barrier of all threads, as in GOMP, takes 10 times as long.
+// The thread pool. Each thread has a range of chunks. A thread that has finished its range takes chunks from other
+// ranges (work stealing), for example if a core is busy with another process. The caller waits only for threads that
+// hold a chunk, never for a thread that is not scheduled. A barrier of all threads, as in GOMP, takes 10 times as long
+// if a thread is not scheduled.
 #include "threads.h"
 
 #include "operator.h"
@@ -61,7 +62,7 @@ struct Cores {
         of[cpu] = cpu;
         claim_siblings(cpu);
       }
-    if (all.empty()) all.push_back(of[0] = 0);  // sched_getaffinity fails if the machine may have more than CPU_SETSIZE threads
+    if (all.empty()) all.push_back(of[0] = 0);  // sched_getaffinity fails on a machine for more than CPU_SETSIZE threads
   }
 
   // thread_siblings_list has the form "0-1" or "0,64".
@@ -84,22 +85,22 @@ struct Cores {
   }
 };
 
-const Cores *found = new Cores;  // never destroyed, like the pools
+const Cores *process_cores = new Cores;  // never destroyed, like the pools
 
-const Cores &cores() { return *found; }
+const Cores &cores() { return *process_cores; }
 
-// A range of consecutive chunks, so that a thread reads memory in one direction, and the same weights in every step.
-// Its thread takes chunks from the front; threads that have finished their own shares take chunks from the back.
-struct alignas(64) Share {
-  std::atomic<uint64_t> rest{0};  // first chunk in the upper half, end in the lower half
+// The chunks of one thread. They are consecutive, so that the thread reads memory in one direction, and the same weights
+// in every step. The thread takes chunks from the front; other threads take chunks from the back.
+struct alignas(64) ChunkRange {
+  std::atomic<uint64_t> remaining{0};  // first chunk in the upper half, end in the lower half
 
-  void begin(uint64_t first, uint64_t end) { rest.store(first << 32 | end, std::memory_order_relaxed); }
+  void begin(uint64_t first, uint64_t end) { remaining.store(first << 32 | end, std::memory_order_relaxed); }
 
   // Returns -1 if no chunk is left.
   int64_t take(bool back) {
-    uint64_t now = rest.load(std::memory_order_relaxed);
+    uint64_t now = remaining.load(std::memory_order_relaxed);
     while (now >> 32 != (now & UINT32_MAX))
-      if (rest.compare_exchange_weak(now, back ? now - 1 : now + (uint64_t{1} << 32), std::memory_order_relaxed))
+      if (remaining.compare_exchange_weak(now, back ? now - 1 : now + (uint64_t{1} << 32), std::memory_order_relaxed))
         return static_cast<int64_t>(back ? (now & UINT32_MAX) - 1 : now >> 32);
     return -1;
   }
@@ -107,24 +108,24 @@ struct alignas(64) Share {
 
 struct Pool {
   const int num_threads;  // including the calling thread
-  std::mutex one_call;
+  std::mutex call_mutex;
   std::vector<pthread_t> workers;
-  std::vector<int> places;  // the core of each pinned worker; workers beyond the number of cores are not pinned
+  std::vector<int> worker_cores;  // the core of each pinned worker; workers beyond the number of cores are not pinned
 
   void (*work)(void *, int64_t) = nullptr;
   void *context = nullptr;
-  std::vector<Share> shares;  // chunks of the call, one share per thread
+  std::vector<ChunkRange> ranges;  // chunks of the call, one range per thread
   std::atomic<int> num_serving{0};
   alignas(64) std::atomic<uint32_t> call{0};      // number of calls; a worker waits for the next call
   alignas(64) std::atomic<uint32_t> gate{CLOSED};  // number of workers inside a call; CLOSED: the call accepts no more workers
   std::atomic<uint32_t> sleeping_workers{0}, sleeping_callers{0};
 
-  explicit Pool(int threads) : num_threads(threads), shares(threads) {}
+  explicit Pool(int threads) : num_threads(threads), ranges(threads) {}
 
   void claim_chunks(int thread) {
     for (int i = 0; i < num_threads; ++i) {
-      Share &share = shares[(thread + i) % num_threads];
-      for (int64_t chunk; (chunk = share.take(i > 0)) >= 0;) work(context, chunk);
+      ChunkRange &range = ranges[(thread + i) % num_threads];
+      for (int64_t chunk; (chunk = range.take(i > 0)) >= 0;) work(context, chunk);
     }
   }
 
@@ -141,27 +142,27 @@ struct Pool {
 
   // The calling thread is not pinned, because threads that it starts later would inherit the pinning. Instead workers
   // move away from its core.
-  void place_workers() {
+  void move_workers() {
     const int here = cores().here();
-    for (size_t i = 0; i < places.size(); ++i)
-      if (places[i] == here) pin(i, spare_core(here));
+    for (size_t i = 0; i < worker_cores.size(); ++i)
+      if (worker_cores[i] == here) pin(i, spare_core(here));
   }
 
   int spare_core(int here) const {
     for (int core : cores().all) {
       bool used = core == here;
-      for (int place : places) used = used || place == core;
+      for (int worker_core : worker_cores) used = used || worker_core == core;
       if (!used) return core;
     }
     return here;
   }
 
   void pin(size_t worker, int core) {
-    places[worker] = core;
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET(core, &one);
-    pthread_setaffinity_np(workers[worker], sizeof one, &one);
+    worker_cores[worker] = core;
+    cpu_set_t core_set;
+    CPU_ZERO(&core_set);
+    CPU_SET(core, &core_set);
+    pthread_setaffinity_np(workers[worker], sizeof core_set, &core_set);
   }
 
   void start_workers() {
@@ -175,7 +176,7 @@ struct Pool {
       if (pthread_create(&worker, nullptr, [](void *pool) -> void * { return static_cast<Pool *>(pool)->serve(), nullptr; }, this)) break;
       workers.push_back(worker);
       if (workers.size() < cores().all.size()) {
-        places.push_back(-1);
+        worker_cores.push_back(-1);
         pin(workers.size() - 1, spare_core(here));
       }
     }
@@ -183,11 +184,11 @@ struct Pool {
   }
 
   void run(int64_t chunks, void (*function)(void *, int64_t), void *argument) {
-    std::lock_guard lock(one_call);
+    std::lock_guard lock(call_mutex);
     work = function, context = argument;
-    for (int i = 0; i < num_threads; ++i) shares[i].begin(chunks * i / num_threads, chunks * (i + 1) / num_threads);
+    for (int i = 0; i < num_threads; ++i) ranges[i].begin(chunks * i / num_threads, chunks * (i + 1) / num_threads);
     start_workers();
-    place_workers();
+    move_workers();
     gate.fetch_and(~CLOSED);
     call.fetch_add(1);
     wake(call, sleeping_workers);
@@ -197,14 +198,14 @@ struct Pool {
   }
 };
 
-// One pool for each requested number of threads: changing the number, for example between prefill and decode, starts
-// and ends no thread.
+// One pool for each requested number of threads. A change of the number, for example between prefill and decode, then
+// starts and ends no thread.
 struct Pools {
-  std::mutex one_change;
+  std::mutex pools_mutex;
   std::map<int, Pool *> by_size;  // never destroyed: workers may sleep in them while the process exits
 
   Pool *of(int num_threads) {
-    std::lock_guard lock(one_change);
+    std::lock_guard lock(pools_mutex);
     Pool *&pool = by_size[num_threads];
     return pool ? pool : pool = new Pool(num_threads);
   }
@@ -213,7 +214,7 @@ struct Pools {
 Pools *pools = new Pools;
 std::atomic<Pool *> pool = pools->of(static_cast<int>(cores().all.size()));
 
-// A forked process has no workers, and threads that it does not have may hold the locks.
+// A forked process has no workers, and its locks may be held by threads of the parent process.
 const int at_fork = pthread_atfork(nullptr, nullptr, [] {
   const int num_threads = pool.load()->num_threads;
   pools = new Pools;
@@ -222,7 +223,7 @@ const int at_fork = pthread_atfork(nullptr, nullptr, [] {
 
 // Rereads the cores after the process's CPU affinity has changed, and creates a new pool with one thread per core.
 void read_cores() {
-  found = new Cores;
+  process_cores = new Cores;
   pools = new Pools;
   pool = pools->of(static_cast<int>(cores().all.size()));
 }
@@ -232,11 +233,11 @@ EXPORT(read_cores);
 }  // namespace
 
 void run_chunks(int64_t num_chunks, void (*work)(void *, int64_t), void *context) {
-  Pool *const mine = pool;
-  if (num_chunks <= 1 || mine->num_threads == 1)
+  Pool *const current = pool;
+  if (num_chunks <= 1 || current->num_threads == 1)
     for (int64_t chunk = 0; chunk < num_chunks; ++chunk) work(context, chunk);
   else
-    mine->run(num_chunks, work, context);
+    current->run(num_chunks, work, context);
 }
 
 void set_threads(int32_t num_threads) { pool = pools->of(num_threads); }

@@ -16,8 +16,8 @@ template <class Work> void parallel_for(int64_t num_chunks, Work &&work) {
   run_chunks(num_chunks, [](void *body, int64_t chunk) { (*static_cast<Body *>(body))(chunk); }, &work);
 }
 
-// The same for several jobs in one call: work(job, chunk). starts[job] is the number of chunks of all earlier jobs; the
-// last element of starts is the number of all chunks.
+// Like parallel_for, for several jobs in one call: work(job, chunk). starts[job] is the number of chunks of all earlier
+// jobs; the last element of starts is the number of all chunks.
 template <class Work> void parallel_for_each(const std::vector<int64_t> &starts, Work &&work) {
   parallel_for(starts.back(), [&](int64_t chunk) {
     const int64_t job = std::upper_bound(starts.begin(), starts.end(), chunk) - starts.begin() - 1;
@@ -25,8 +25,10 @@ template <class Work> void parallel_for_each(const std::vector<int64_t> &starts,
   });
 }
 
-// Returns the number of rows per chunk if `enough` channels justify another thread.
-inline int64_t rows_of_chunk(int64_t enough, int64_t channels) { return std::max<int64_t>(enough / std::max<int64_t>(channels, 1), 1); }
+// Returns the number of rows per chunk, at least 1. `chunk_channels`: the channels that justify another thread.
+inline int64_t rows_of_chunk(int64_t chunk_channels, int64_t channels) {
+  return std::max<int64_t>(chunk_channels / std::max<int64_t>(channels, 1), 1);
+}
 
 // The number of threads that share the work of a call, including the calling thread. Initially one per physical core
 // that the process may use.

@@ -6,8 +6,8 @@
 //
 // The sum of bfloat16 (Intel SDM, TDPBF16PS) for an output: e = o = +0; for each pair in order e = fma(a[0], b[0], e)
 // and o = fma(a[1], b[1], o); then C += e + o. Denormal operands and results are treated as zero; rounding is to
-// nearest, ties to even. Therefore zeros at the end of a row change no bits, and storing and reloading a sum between
-// two multiplications changes none.
+// nearest, ties to even. Therefore zeros at the end of a row do not change the bits of a sum. Storing and reloading a
+// sum between two multiplications does not change them either.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,9 @@ struct alignas(64) TileShapes {
   void set(int tile, int64_t num_rows, int64_t num_bytes) { rows[tile] = num_rows, row_bytes[tile] = num_bytes; }
 };
 
-// The tile shapes of a product. Tiles 0 to 3 are sums of `num_rows` rows. Tile 4 holds rows of `depth` bytes, and so
-// does tile 5 if there are 16 rows. Tiles 6 and 7 hold `depth` bytes of 16 outputs, and so does tile 5 if there are
-// fewer rows.
+// The tile shapes of a product. Tiles 0 to 3 hold sums of `num_rows` rows. Tile 4 holds activations, `num_rows` rows of
+// `depth` bytes. Tiles 6 and 7 hold weights, `depth` bytes of 16 outputs. Tile 5 holds activations if there are 16 rows,
+// else weights.
 inline TileShapes shapes_of_product(int64_t num_rows, int64_t depth = TILE_ROW_BYTES) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {

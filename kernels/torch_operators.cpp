@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <cstring>
 
-#include "numbers.h"
+#include "elements.h"
 #include "operator.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 14;        // numbers that justify another thread
+constexpr int64_t CHUNK = 1 << 14;        // elements that justify another thread
 constexpr int64_t CHUNK_BYTES = 1 << 15;  // bytes to copy that justify another thread
-constexpr int64_t PIECE = 256;            // numbers converted to float32 at once
+constexpr int64_t PIECE = 256;            // elements converted to float32 at once
 
 // Calls work(first, end) for parts of `count` numbers. Each part begins at a multiple of 16.
 template <class Work> void in_chunks(int64_t count, Work &&work) {
@@ -25,7 +25,7 @@ OPERATOR(torch_add, (const void *a, const void *b, void *out, Dtype dtype, int64
   in_chunks(count, [&](int64_t first, int64_t end) {
     for_dtype(dtype, [&]<Dtype DTYPE>() {
       for (int64_t i = first; i < end; i += LANES)
-        store_numbers<DTYPE>(out, i, count, rounded<DTYPE>(add(load_numbers<DTYPE>(a, i, count), load_numbers<DTYPE>(b, i, count))));
+        store_elements<DTYPE>(out, i, count, rounded<DTYPE>(add(load_elements<DTYPE>(a, i, count), load_elements<DTYPE>(b, i, count))));
     });
   });
 }
@@ -35,19 +35,19 @@ OPERATOR(torch_scale, (const void *a, float factor, void *out, Dtype dtype, int6
   in_chunks(count, [&](int64_t first, int64_t end) {
     for_dtype(dtype, [&]<Dtype DTYPE>() {
       for (int64_t i = first; i < end; i += LANES)
-        store_numbers<DTYPE>(out, i, count, rounded<DTYPE>(multiply(load_numbers<DTYPE>(a, i, count), splat(factor))));
+        store_elements<DTYPE>(out, i, count, rounded<DTYPE>(multiply(load_elements<DTYPE>(a, i, count), splat(factor))));
     });
   });
 }
 
-// to = from, [count] numbers each, of different dtypes.
+// to = from, [count] each, of different dtypes.
 OPERATOR(torch_convert, (const void *from, Dtype from_dtype, void *to, Dtype to_dtype, int64_t count)) {
   in_chunks(count, [&](int64_t first, int64_t end) {
     float numbers[PIECE];
     for (; first < end; first += PIECE) {
-      const int64_t some = std::min(PIECE, end - first);
-      read_floats(from, from_dtype, first, some, numbers);
-      write_floats(to, to_dtype, first, some, numbers);
+      const int64_t size = std::min(PIECE, end - first);
+      read_floats(from, from_dtype, first, size, numbers);
+      write_floats(to, to_dtype, first, size, numbers);
     }
   });
 }

@@ -1,5 +1,5 @@
-// Finds rows without NaN or infinity, whose exponents have all bits set. kernels/all_finite/reference.py is the
-// specification.
+// Finds rows without NaN and infinity. In the exponent of NaN and infinity all bits are set.
+// kernels/all_finite/reference.py is the specification.
 #include <algorithm>
 
 #include "../operator.h"
@@ -9,12 +9,12 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 16;  // numbers that justify another thread
+constexpr int64_t CHUNK = 1 << 16;  // elements that justify another thread
 
 template <class Bits> bool finite(const Bits *x, int64_t count, Bits exponent) {
-  Bits found = 0;
-  for (int64_t i = 0; i < count; ++i) found |= (x[i] & exponent) == exponent;
-  return !found;
+  Bits has_non_finite = 0;
+  for (int64_t i = 0; i < count; ++i) has_non_finite |= (x[i] & exponent) == exponent;
+  return !has_non_finite;
 }
 
 }  // namespace

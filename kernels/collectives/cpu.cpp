@@ -17,7 +17,8 @@
 namespace {
 
 constexpr auto SPIN = std::chrono::microseconds(200);  // as in threads.cpp: waking a sleeping process costs microseconds on both sides
-constexpr timespec NAP{0, 50'000'000};  // interval of checks for an abort, in case no rank is left to wake this one
+// A waiting rank checks for an abort at this interval, because all ranks that could wake it may be lost.
+constexpr timespec ABORT_CHECK_INTERVAL{0, 50'000'000};
 constexpr int64_t SLOT = 1 << 22;       // bytes of a piece; each rank has two slots
 constexpr int64_t HEADER = 1 << 16;
 constexpr int32_t MAX_RANKS = 512;
@@ -56,7 +57,7 @@ bool wait_for(Region &region, Rank &rank, uint32_t number, bool spins) {
     const uint32_t seen = rank.published.load();
     if (reached()) return true;
     rank.sleepers.fetch_add(1);
-    syscall(SYS_futex, &rank.published, FUTEX_WAIT, seen, &NAP, nullptr, 0);
+    syscall(SYS_futex, &rank.published, FUTEX_WAIT, seen, &ABORT_CHECK_INTERVAL, nullptr, 0);
     rank.sleepers.fetch_sub(1);
   }
 }
@@ -64,23 +65,23 @@ bool wait_for(Region &region, Rank &rank, uint32_t number, bool spins) {
 // The participants of a call.
 struct Ranks {
   Region &region;
-  const int32_t own, count;
+  const int32_t this_rank, count;
   const bool spins;
 
   // Writes this rank's piece with `write(slot)` and publishes it. Then, if `reads`, calls `read(rank, slot)` for the
   // piece of each rank. Returns false if the region is aborted.
   template <class Write, class Read> bool exchange(bool reads, Write &&write, Read &&read) {
-    Rank &mine = region.ranks[own];
-    const uint32_t number = mine.published.load(std::memory_order_relaxed);
-    // A rank that has published the previous exchange has finished reading the one before, whose slot is overwritten
-    // now.
+    Rank &writer = region.ranks[this_rank];
+    const uint32_t number = writer.published.load(std::memory_order_relaxed);
+    // This exchange overwrites the slot of exchange number - 2. A rank that has published exchange number - 1 has read
+    // that slot.
     for (int32_t rank = 0; rank < count; ++rank)
       if (!wait_for(region, region.ranks[rank], number, spins)) return false;
-    write(region.slot(own, number));
-    mine.published.store(number + 1);
-    wake(mine);
+    write(region.slot(this_rank, number));
+    writer.published.store(number + 1);
+    wake(writer);
     for (int32_t i = 0; reads && i < count; ++i) {
-      const int32_t rank = (own + i) % count;  // its own piece first, which is already available
+      const int32_t rank = (this_rank + i) % count;  // begins with the piece of this rank, which is already available
       if (!wait_for(region, region.ranks[rank], number + 1, spins)) return false;
       read(rank, region.slot(rank, number));
     }
@@ -123,16 +124,16 @@ OPERATOR(shared_gather, (Region *region, int32_t rank, int32_t num_ranks, bool s
   const int64_t width = widths[rank], size = SLOT / widest;
   for (int64_t first = 0; first < num_rows; first += size) {
     const int64_t rows = std::min(size, num_rows - first);
-    const bool goes_on = ranks.exchange(
+    const bool is_complete = ranks.exchange(
         out != nullptr, [&](char *slot) { std::memcpy(slot, x + first * width, rows * width); },
-        [&](int32_t other, const char *slot) {
+        [&](int32_t peer, const char *slot) {
           int64_t before = 0;
-          for (int32_t i = 0; i < other; ++i) before += widths[i];
-          for_rows(rows, widths[other], [&](int64_t row) {
-            std::memcpy(out + (first + row) * total + before, slot + row * widths[other], widths[other]);
+          for (int32_t i = 0; i < peer; ++i) before += widths[i];
+          for_rows(rows, widths[peer], [&](int64_t row) {
+            std::memcpy(out + (first + row) * total + before, slot + row * widths[peer], widths[peer]);
           });
         });
-    if (!goes_on) return;
+    if (!is_complete) return;
   }
 }
 
@@ -148,9 +149,9 @@ OPERATOR(shared_owned_rows, (Region *region, int32_t rank, int32_t num_ranks, bo
         if (owners[first + row] == owner) std::memcpy(to + row * row_bytes, from + row * row_bytes, row_bytes);
       });
     };
-    const bool goes_on = ranks.exchange(
+    const bool is_complete = ranks.exchange(
         true, [&](char *slot) { copy_owned(rank, slot, rows + first * row_bytes); },
-        [&](int32_t other, const char *slot) { copy_owned(other, out + first * row_bytes, slot); });
-    if (!goes_on) return;
+        [&](int32_t peer, const char *slot) { copy_owned(peer, out + first * row_bytes, slot); });
+    if (!is_complete) return;
   }
 }

@@ -35,8 +35,8 @@ Floats inner_of_tanh(Floats x) {
 }
 
 Floats activate(Floats x, bool is_tanh) {
-  const Floats share = is_tanh ? tanh(inner_of_tanh(x)) : erf(multiply(x, splat(0.7071067812f)));
-  return multiply(multiply(splat(0.5f), x), add(splat(1.0f), share));
+  const Floats erf_or_tanh = is_tanh ? tanh(inner_of_tanh(x)) : erf(multiply(x, splat(0.7071067812f)));
+  return multiply(multiply(splat(0.5f), x), add(splat(1.0f), erf_or_tanh));
 }
 
 }  // namespace

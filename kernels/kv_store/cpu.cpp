@@ -1,6 +1,6 @@
 // Writes new keys and values into the paged cache, optionally after rotation. kernels/kv_store/reference.py is the
-// specification. Stored codes are bit-identical to the reference. Norm and rotation use the code of kernels/rms_norm
-// and kernels/rope and have their bits.
+// specification. Stored codes are bit-identical to the reference. Norm and rotation use the functions of
+// kernels/rms_norm and kernels/rope, so results are bit-identical to these operators.
 #include <algorithm>
 #include <bit>
 #include <cfloat>
@@ -10,7 +10,7 @@
 #include "../kv_format.h"
 #include "../operator.h"
 #include "../rms_norm/normalise.h"
-#include "../rope/turn.h"
+#include "../rope/rotate.h"
 #include "../threads.h"
 
 namespace {
@@ -41,9 +41,9 @@ uint8_t to_float8(float x) {
 // x is padded to whole registers.
 void write_int8(const float *x, int64_t channels, float scale, uint8_t *codes) {
   for (int64_t i = 0; i < channels; i += LANES) {
-    int8_t some[LANES];
-    store_bytes(some, round_to_ints(divide(load(x + i), splat(scale))));
-    std::memcpy(codes + i, some, std::min(channels - i, LANES));
+    int8_t register_codes[LANES];
+    store_bytes(register_codes, round_to_ints(divide(load(x + i), splat(scale))));
+    std::memcpy(codes + i, register_codes, std::min(channels - i, LANES));
   }
 }
 
@@ -121,7 +121,7 @@ void store_token(const PagedVectors &cache, const uint8_t *vectors, int64_t toke
 
 struct Heads {  // [T, count, D] of the caches' dtype
   const void *vectors;
-  int64_t count, token_stride;  // in elements
+  int64_t count, token_stride;  // stride in elements
   const void *norm;             // weight [D] of the norm before the rotation; null without norm
 };
 
@@ -139,40 +139,40 @@ struct NewTokens {
   int64_t count;
 };
 
-void turn_and_store(const NewTokens &tokens, const Angles &angles, float eps, void *out, const PagedVectors &keys, const PagedVectors &values) {
+void rotate_and_store(const NewTokens &tokens, const Angles &angles, float eps, void *out, const PagedVectors &keys, const PagedVectors &values) {
   const Dtype dtype = keys.dtype;
-  const int64_t channels = keys.channels, half = angles.half, room = room_for_norm(channels), num_queries = tokens.queries.count;
+  const int64_t channels = keys.channels, half = angles.half, padded = padded_channels(channels), num_queries = tokens.queries.count;
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, (num_queries + 2 * keys.num_heads) * channels);
   parallel_for(divide_up(tokens.count, tokens_per_chunk), [&](int64_t chunk) {
-    thread_local std::vector<float> kept;
-    kept.resize(4 * room + 2 * half);
-    float *row = kept.data(), *turned = row + room, *query_norm = turned + room, *key_norm = query_norm + room;
-    float *cos = key_norm + room, *sin = cos + half;
-    std::fill(row + channels, row + room, 0.0f);
+    thread_local std::vector<float> buffer;
+    buffer.resize(4 * padded + 2 * half);
+    float *row = buffer.data(), *rotated = row + padded, *query_norm = rotated + padded, *key_norm = query_norm + padded;
+    float *cos = key_norm + padded, *sin = cos + half;
+    std::fill(row + channels, row + padded, 0.0f);
     if (tokens.queries.norm) read_floats(tokens.queries.norm, dtype, 0, channels, query_norm);
     if (tokens.keys.norm) read_floats(tokens.keys.norm, dtype, 0, channels, key_norm);
-    const auto turn = [&](const Heads &heads, const float *norm, int64_t token, int64_t head) {
+    const auto rotate = [&](const Heads &heads, const float *norm, int64_t token, int64_t head) {
       read_floats(heads.vectors, dtype, token * heads.token_stride + head * channels, channels, row);
       if (heads.norm) {
         normalise_row(row, norm, channels, dtype, eps);
         round_to(dtype, row, channels);
       }
-      turn_head(row, channels, cos, sin, half, angles.interleaved, turned);
+      rotate_head(row, channels, cos, sin, half, angles.interleaved, rotated);
     };
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, tokens.count); ++token) {
       read_floats(angles.cos, dtype, token * half, half, cos);
       read_floats(angles.sin, dtype, token * half, half, sin);
       for (int64_t head = 0; head < num_queries; ++head) {
-        turn(tokens.queries, query_norm, token, head);
-        write_floats(out, dtype, (token * num_queries + head) * channels, channels, turned);
+        rotate(tokens.queries, query_norm, token, head);
+        write_floats(out, dtype, (token * num_queries + head) * channels, channels, rotated);
       }
       for (int64_t head = 0; head < keys.num_heads; ++head) {
-        turn(tokens.keys, key_norm, token, head);
+        rotate(tokens.keys, key_norm, token, head);
         if (keys.format == KVFormat::unquantised) {
-          write_floats(keys.stored, dtype, keys.index(tokens.slots[token], head) * channels, channels, turned);
+          write_floats(keys.stored, dtype, keys.index(tokens.slots[token], head) * channels, channels, rotated);
         } else {
-          round_to(dtype, turned, channels);
-          write_vector(keys, tokens.slots[token], head, turned);
+          round_to(dtype, rotated, channels);
+          write_vector(keys, tokens.slots[token], head, rotated);
         }
       }
       store_token(values, tokens.value, token, tokens.value_stride, tokens.slots[token]);
@@ -194,12 +194,12 @@ OPERATOR(kv_store, (const uint8_t *key, const uint8_t *value, int64_t key_stride
   });
 }
 
-// Like kv_store, but rotates the keys first. Writes the rotated queries to out [T, num_queries, D]. cos and sin [T,
-// half], norms [D] or null.
+// Rotates the keys, then stores keys and values as kv_store does. Writes the rotated queries to out [T, num_queries, D].
+// cos and sin [T, half]; query_norm and key_norm [D] or null.
 OPERATOR(rope_and_store, (const void *query, const void *key, const uint8_t *value, int64_t query_stride, int64_t key_stride,
                           int64_t value_stride, int64_t num_queries, const void *cos, const void *sin, int64_t half, bool interleaved,
                           const void *query_norm, const void *key_norm, float eps, void *out, const PagedVectors &keys,
                           const PagedVectors &values, const int64_t *slots, int64_t num_tokens)) {
   const Heads queries{query, num_queries, query_stride, query_norm}, new_keys{key, keys.num_heads, key_stride, key_norm};
-  turn_and_store({queries, new_keys, value, value_stride, slots, num_tokens}, {cos, sin, half, interleaved}, eps, out, keys, values);
+  rotate_and_store({queries, new_keys, value, value_stride, slots, num_tokens}, {cos, sin, half, interleaved}, eps, out, keys, values);
 }

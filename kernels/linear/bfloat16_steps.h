@@ -1,7 +1,7 @@
 // Products of bfloat16 steps: with AMX tiles, or with multiply-adds that give the same bits.
 #pragma once
 
-#include "blocks.h"
+#include "tile_products.h"
 
 namespace {
 
@@ -36,8 +36,8 @@ template <int COLUMNS, class Read>
   for (int t = 0; t < COLUMNS; ++t) sums[t] = add(sums[t], add(even[t], odd[t]));
 }
 
-// Multiplies one row, for which vectors are a tenth faster than tiles: result [COLUMNS, 16]. read(t, quarter, pairs)
-// reads four pairs of a tile.
+// Multiplies one row: result [COLUMNS, 16]. For one row vector instructions are a tenth faster than tiles.
+// read(t, quarter, pairs) reads four pairs of tile t.
 template <int COLUMNS, class Job, class Read> [[gnu::noinline]] void multiply_row(const Job &job, int64_t num_pairs, float *result, const Read &read) {
   const FlushDenormals mode;
   const auto *x = reinterpret_cast<const int32_t *>(job.panel(0));

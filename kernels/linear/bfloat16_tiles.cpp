@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../room.h"
+#include "../aligned_buffer.h"
 #include "bfloat16_steps.h"
 #include "compressed.h"
 
@@ -34,7 +34,7 @@ struct Job {
     return has_few_rows() || chunks < 4 * get_threads() ? TILES_OF_CHUNK : MAX_TILES_OF_CHUNK;
   }
   int64_t panel_bytes() const { return num_panels() * num_steps() * step_bytes() + ALIGNMENT; }
-  void place(char *memory) { panels = aligned(memory); }
+  void assign_memory(char *memory) { panels = aligned(memory); }
   char *panel(int64_t number) const { return panels + number * num_steps() * step_bytes(); }
 };
 
@@ -53,13 +53,13 @@ void fill_panel(const Job &job, int64_t panel) {
 // Reads one tile of outputs, block after block.
 struct Reader {
   const uint8_t *memory;  // of the tile
-  Ahead ahead;
+  Prefetcher prefetcher;
   int64_t num_pairs;
   bool is_compressed;
   Ints upper;
   const Exception *next;
 
-  // `num_tiles`: the tiles that are read in turn.
+  // num_tiles: the tiles that are read alternately.
   void begin(const Job &job, const Output &out, const Weight &weight, int64_t tile, int64_t num_tiles) {
     num_pairs = job.num_pairs(), is_compressed = weight.is_compressed;
     const Compressed layout{out.num_tiles(), num_pairs};
@@ -68,11 +68,11 @@ struct Reader {
       memory = weight.memory + layout.groups(tile), upper = upper_bytes(weight.memory), next = first_exception(weight.memory, layout, tile);
     else
       memory = weight.memory + (tile - weight.first_tile) * tile_bytes;
-    ahead = {memory, tile_bytes, num_tiles};
+    prefetcher = {memory, tile_bytes, num_tiles};
   }
 
   // Whether steps first to first + count - 1 are stored in the weight in the form that tile loads need.
-  bool holds(int64_t first, int64_t count) const { return !is_compressed && (first + count) * TILE_ROWS <= num_pairs; }
+  bool is_loadable(int64_t first, int64_t count) const { return !is_compressed && (first + count) * TILE_ROWS <= num_pairs; }
   const uint8_t *at(int64_t step) const { return memory + step * TILE_BYTES; }
 
   // Writes four pairs, 256 bytes, with zeros after the last input.
@@ -93,7 +93,7 @@ struct Reader {
   template <bool COMPRESSED> void read_pairs(int64_t group, Ints (&pairs)[STEPS_OF_GROUP]) {
     constexpr int64_t BYTES = COMPRESSED ? GROUP_BYTES : STEPS_OF_GROUP * PAIR_BYTES;
     const uint8_t *from = memory + group * BYTES;
-    ahead.fetch<BYTES>(from);
+    prefetcher.fetch<BYTES>(from);
     if constexpr (COMPRESSED) {
       read_group(from, upper, next, group, pairs);
     } else {
@@ -136,51 +136,51 @@ void multiply_few_rows(const Job &job, const Output &out, int64_t first, int64_t
   release_tiles();
 }
 
-void multiply_many_rows(const Job &job, const Output &out, const Part &part) {
-  thread_local std::vector<float> kept[2];
-  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
-  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, tile = part.first_tile;
+void multiply_many_rows(const Job &job, const Output &out, const WorkItem &item) {
+  thread_local std::vector<float> buffers[2];
+  const int64_t first_row = item.first_panel * TILE_ROWS, num_rows = std::min(item.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  const int64_t num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES, tile = item.first_tile;
   const int64_t count = std::min(width, out.num_outputs - tile * LANES);
   const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
-    float *sums = room(memory, (part.last_panel - part.first_panel) * TILE_ROWS * width);
+    float *sums = aligned_buffer(memory, (item.last_panel - item.first_panel) * TILE_ROWS * width);
     Reader readers[MAX_TILES_OF_CHUNK];
     for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job, out, weight, tile + t, num_tiles);
-    multiply_many<Bfloat16Unit>(job, readers, part, sums);
+    multiply_many<Bfloat16Unit>(job, readers, item, sums);
     if (weight.bias) add_bias(weight, Dtype::bfloat16, num_rows, tile, num_tiles, count, sums);
     return sums;
   };
   configure_tiles(shapes_of_product(TILE_ROWS));
-  float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
+  float *result = compute(out.weight, buffers[0]), *up = out.up.memory ? compute(out.up, buffers[1]) : nullptr;
   release_tiles();
   write_rows(out, Dtype::bfloat16, first_row, num_rows, tile, count, width, result, up);
 }
 
 // Plain weights are packed first.
-void multiply_part(const Job &job, const Part &part) {
-  Output out = *part.out;
+void multiply_item(const Job &job, const WorkItem &item) {
+  Output out = *item.out;
   if (job.product.plain.numbers) {
     thread_local std::vector<uint8_t> packed;
     const int64_t tile_bytes = job.num_pairs() * PAIR_BYTES;
-    uint8_t *memory = room(packed, (part.last_tile - part.first_tile) * tile_bytes);
-    for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile) {
-      uint8_t *to = memory + (tile - part.first_tile) * tile_bytes;
+    uint8_t *memory = aligned_buffer(packed, (item.last_tile - item.first_tile) * tile_bytes);
+    for (int64_t tile = item.first_tile; tile < item.last_tile; ++tile) {
+      uint8_t *to = memory + (tile - item.first_tile) * tile_bytes;
       pack_tile<Dtype::bfloat16>(job.product.plain, out.num_outputs, job.rows().num_inputs, tile, to);
     }
-    out.weight.memory = memory, out.weight.first_tile = part.first_tile;
+    out.weight.memory = memory, out.weight.first_tile = item.first_tile;
   }
   if (job.has_few_rows())
-    multiply_few_rows(job, out, part.first_tile, part.last_tile);
+    multiply_few_rows(job, out, item.first_tile, item.last_tile);
   else
-    multiply_many_rows(job, out, part);
+    multiply_many_rows(job, out, item);
 }
 
 }  // namespace
 
-void multiply_bfloat16_by_tiles(const std::vector<Product> &products) {
+void multiply_bfloat16_weights_by_tiles(const std::vector<Product> &products) {
   thread_local std::vector<Job> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.push_back({product});
-  run(jobs, fill_panel, multiply_part);
+  run(jobs, fill_panel, multiply_item);
 }
 
 #endif

@@ -9,18 +9,18 @@
 
 #include "../simd.h"
 
-constexpr int64_t STEPS_OF_GROUP = 4;  // whose bytes are stored together
-constexpr int64_t STEPS_OF_PAIR = 2;   // which are read together
+constexpr int64_t STEPS_OF_GROUP = 4;  // steps whose bytes are stored together
+constexpr int64_t STEPS_OF_PAIR = 2;   // steps that are read together
 constexpr int64_t NUMBERS_OF_STEP = 2 * LANES;
 constexpr int64_t GROUP_BYTES = STEPS_OF_GROUP * NUMBERS_OF_STEP * 3 / 2;
 constexpr int64_t HEADER_BYTES = 64;
 constexpr int NUM_UPPER = 16;
 
 struct Exception {  // a number whose upper byte is not in the table
-  uint32_t place;   // index in its tile; an end marker with the largest index follows the exceptions of a tile
+  uint32_t index;   // index in its tile; an end marker with the largest index follows the exceptions of a tile
   uint32_t number;
 
-  int64_t pair() const { return place / (STEPS_OF_PAIR * NUMBERS_OF_STEP); }
+  int64_t pair() const { return index / (STEPS_OF_PAIR * NUMBERS_OF_STEP); }
 };
 
 // The offsets of the parts of a compressed weight.
@@ -47,13 +47,13 @@ inline const Exception *first_exception(const uint8_t *memory, const Compressed 
   return reinterpret_cast<const Exception *>(memory + layout.exception(start));
 }
 
-// Inserts the exceptions of a pair of steps. `next` advances to the exceptions of later pairs.
+// Inserts the exceptions of a pair of steps, and advances `next` to the first exception of a later pair.
 inline void put_exceptions(const Exception *&next, int64_t pair, Ints (&steps)[STEPS_OF_PAIR]) {
   if (next->pair() != pair) [[likely]] return;
   alignas(64) uint8_t numbers[STEPS_OF_PAIR * 64];
   for (int64_t i = 0; i < STEPS_OF_PAIR; ++i) store(numbers + i * 64, steps[i]);
   for (; next->pair() == pair; ++next)
-    std::memcpy(numbers + next->place % (STEPS_OF_PAIR * NUMBERS_OF_STEP) * 2, &next->number, 2);
+    std::memcpy(numbers + next->index % (STEPS_OF_PAIR * NUMBERS_OF_STEP) * 2, &next->number, 2);
   for (int64_t i = 0; i < STEPS_OF_PAIR; ++i) steps[i] = load(numbers + i * 64);
 }
 

@@ -1,7 +1,7 @@
 // x [M, K] times W [N, K] transposed, plus bias [N]. kernels/linear/reference.py is the specification.
-// One call multiplies up to three weights, each with its own result: rows are prepared once, and threads synchronise
-// once. Or it multiplies two weights, gate and up, with the result silu(gate) * up. Floating-point weights are in
-// floats.cpp, integer weights in ints.cpp, float8 weights in floats8.cpp, ggml's blocks in superblocks.cpp.
+// One call multiplies up to three weights, with a result for each. The rows are prepared once, and threads synchronise
+// once. Or it multiplies two weights, gate and up, with the result silu(gate) * up. float_weight.cpp multiplies
+// floating-point weights, int_weight.cpp integer weights, float8_weight.cpp float8 weights, block_weight.cpp ggml's blocks.
 #include <vector>
 
 #include "../operator.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-std::vector<Product> &no_products() {
+std::vector<Product> &cleared_products() {
   thread_local std::vector<Product> products;
   products.clear();
   return products;
@@ -18,17 +18,17 @@ std::vector<Product> &no_products() {
 
 void multiply(const Format &format, const std::vector<Product> &products) {
   if (format.codes == Codes::float8)
-    multiply_floats8(format.group_size, products);
+    multiply_float8_weights(format.group_size, products);
   else if (format.codes >= Codes::q5_0)
-    multiply_blocks(format.codes, products);
+    multiply_block_weights(format.codes, products);
   else if (format.codes != Codes::none)
-    multiply_ints(format, products);
+    multiply_int_weights(format, products);
   else
-    multiply_floats(products);
+    multiply_float_weights(products);
 }
 
 void multiply(const Format &format, const Product &product) {
-  auto &products = no_products();
+  auto &products = cleared_products();
   products.push_back(product);
   multiply(format, products);
 }
@@ -53,13 +53,13 @@ OPERATOR(matmul_swiglu, (const void *x, const float *scales, int64_t scale_strid
                                            {{{gate, gate_compressed, gate_bias}, {up, up_compressed, up_bias}, out, num_outputs}}});
 }
 
-// Rows starts[i] to starts[i + 1] - 1 times weights[i]; if ups is not null, silu of this product times the product with
-// ups[i]. A weight without rows is not read.
+// Multiplies rows starts[i] to starts[i + 1] - 1 by weights[i]. If ups is not null, the result is silu of this product
+// times the product with ups[i]. A weight without rows is not read.
 OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stride, Dtype dtype, int64_t num_inputs, int64_t group_size,
                           Codes codes, bool has_zeros, const uint8_t *const *weights, const bool *compressed, const uint8_t *const *ups,
                           const bool *ups_compressed, const int64_t *starts, void *out, int64_t num_weights, int64_t num_outputs)) {
   const Rows rows{x, scales, scale_stride, dtype, starts[num_weights], num_inputs};
-  auto &products = no_products();
+  auto &products = cleared_products();
   for (int64_t i = 0; i < num_weights; ++i) {
     const int64_t num_rows = starts[i + 1] - starts[i];
     void *to = static_cast<char *>(out) + starts[i] * num_outputs * rows.out_bytes();
@@ -74,12 +74,12 @@ OPERATOR(grouped_matmul, (const void *x, const float *scales, int64_t scale_stri
 OPERATOR(matmul_per_head, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const uint8_t *const *weights,
                            const bool *compressed, void *out, int64_t num_outputs)) {
   const Rows rows{x, nullptr, 0, dtype, num_heads * num_rows, num_inputs};
-  auto &products = no_products();
+  auto &products = cleared_products();
   for (int64_t head = 0; head < num_heads; ++head) {
     void *to = static_cast<char *>(out) + head * num_rows * num_outputs * rows.out_bytes();
     products.push_back({rows.part(head * num_rows, num_rows), {{{weights[head], compressed[head], nullptr}, {}, to, num_outputs}}});
   }
-  multiply_floats(products);
+  multiply_float_weights(products);
 }
 
 // For every head: x [heads, rows, inputs] times its weight transposed, plus bias: out [heads, rows, outputs]. Strides
@@ -87,29 +87,29 @@ OPERATOR(matmul_per_head, (const void *x, Dtype dtype, int64_t num_heads, int64_
 OPERATOR(linear, (const void *x, Dtype dtype, int64_t num_heads, int64_t num_rows, int64_t num_inputs, const void *weight,
                   int64_t head_stride, int64_t output_stride, int64_t input_stride, const void *bias, void *out, int64_t num_outputs)) {
   const Rows rows{x, nullptr, 0, dtype, num_heads * num_rows, num_inputs};
-  auto &products = no_products();
+  auto &products = cleared_products();
   for (int64_t head = 0; head < num_heads; ++head) {
     void *to = static_cast<char *>(out) + head * num_rows * num_outputs * rows.out_bytes();
     const Plain plain{static_cast<const char *>(weight) + head * head_stride * rows.out_bytes(), output_stride, input_stride};
     products.push_back({rows.part(head * num_rows, num_rows), {{{nullptr, false, bias}, {}, to, num_outputs}}, plain});
   }
-  multiply_floats(products);
+  multiply_float_weights(products);
 }
 
 // Counts how many of `count` numbers have each upper byte: counts [256].
 OPERATOR(count_upper_bytes, (const uint16_t *numbers, int64_t count, int64_t *counts)) {
   constexpr int64_t NUMBERS_OF_CHUNK = 1 << 18;
-  std::vector<int64_t> found(divide_up(count, NUMBERS_OF_CHUNK) * 256);
+  std::vector<int64_t> chunk_counts(divide_up(count, NUMBERS_OF_CHUNK) * 256);
   parallel_for(divide_up(count, NUMBERS_OF_CHUNK), [&](int64_t chunk) {
     for (int64_t i = chunk * NUMBERS_OF_CHUNK; i < std::min((chunk + 1) * NUMBERS_OF_CHUNK, count); ++i)
-      ++found[chunk * 256 + (numbers[i] >> 8)];
+      ++chunk_counts[chunk * 256 + (numbers[i] >> 8)];
   });
   std::fill(counts, counts + 256, 0);
-  for (size_t i = 0; i < found.size(); ++i) counts[i % 256] += found[i];
+  for (size_t i = 0; i < chunk_counts.size(); ++i) counts[i % 256] += chunk_counts[i];
 }
 
-// Compresses tiles of bfloat16 [tiles, steps, 16, 2] to 12 bits. `memory` already holds the upper bytes and has room
-// for all exceptions.
+// Compresses tiles of bfloat16 [tiles, steps, 16, 2] to 12 bits. `memory` already holds the upper bytes and has
+// space for all exceptions.
 OPERATOR(compress, (const uint16_t *tiles, int64_t num_tiles, int64_t num_steps, uint8_t *memory)) {
   const Compressed layout{num_tiles, num_steps};
   std::vector<std::vector<Exception>> exceptions(num_tiles);

@@ -37,7 +37,7 @@ struct Float8Tables {
     }
     return bytes;
   }();
-  Ints normal = load(BYTES.normal);  // by the upper bits: 0 if the code may be below 2^-6, else 128, at which a lookup returns 0
+  Ints normal = load(BYTES.normal);  // by the upper bits: 0 if the code may be below 2^-6, else 128, for which `small` and `lower` return 0
   Ints upper = load(BYTES.upper);    // by the upper bits: sign and exponent; only the sign of small codes
   Ints small = load(BYTES.small);    // by the lower bits of a code below 2^-5: its upper byte without the sign
   Ints lower = load(BYTES.lower);    // by the lower bits of a code below 2^-5: its lower byte, xor the shifted lower bits
@@ -47,8 +47,8 @@ struct Float8Tables {
 // scale.
 inline void expand(const Float8Tables &tables, Ints codes, Ints (&steps)[2]) {
   const Ints half = splat(0x0f0f0f0f), low = bit_and(codes, half), high = bit_and(shift_right<4>(codes), half);
-  const Ints place = add(low, lookup(tables.normal, high));
-  const Ints lower = bit_xor(shift_left<4>(low), lookup(tables.lower, place));
-  const Ints upper = add(lookup(tables.upper, high), lookup(tables.small, place));
+  const Ints index = add(low, lookup(tables.normal, high));
+  const Ints lower = bit_xor(shift_left<4>(low), lookup(tables.lower, index));
+  const Ints upper = add(lookup(tables.upper, high), lookup(tables.small, index));
   steps[0] = interleave_low(lower, upper), steps[1] = interleave_high(lower, upper);
 }

@@ -1,4 +1,4 @@
-// Products with float8 weights on the AMX unit, for rows of bfloat16 or float8: both are exact in bfloat16.
+// Products with float8 weights on the AMX unit, for rows of bfloat16 or float8. All operands are exact in bfloat16.
 //
 // M rows, K inputs, N outputs, G groups of inputs. A step is 32 inputs of one group, padded with zeros. Every group is
 // one sum in the order of steps (kernels/tiles.h). Groups are scaled and added in float32 in order, with one rounding
@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../room.h"
+#include "../aligned_buffer.h"
 #include "bfloat16_steps.h"
 #include "float8.h"
 
@@ -40,11 +40,11 @@ struct Job {
   int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
   int64_t scale_bytes() const { return divide_up(rows().num_rows * num_groups() * sizeof(float), ALIGNMENT) * ALIGNMENT; }
   int64_t panel_bytes() const { return num_panels() * num_steps() * step_bytes() + scale_bytes() + ALIGNMENT; }
-  void place(char *memory) { scales = reinterpret_cast<float *>(aligned(memory)), panels = reinterpret_cast<char *>(scales) + scale_bytes(); }
+  void assign_memory(char *memory) { scales = reinterpret_cast<float *>(aligned(memory)), panels = reinterpret_cast<char *>(scales) + scale_bytes(); }
   char *panel(int64_t number) const { return panels + number * num_steps() * step_bytes(); }
 };
 
-// One group of a job, in the form that blocks.h multiplies.
+// One group of a job, in the form that tile_products.h multiplies.
 struct Group {
   const Job &job;
   int64_t number;
@@ -57,8 +57,8 @@ struct Group {
 void fill_panel(const Job &job, int64_t panel) {
   const Rows &rows = job.rows();
   const int64_t size = job.group_size, step_bytes = job.step_bytes();
-  thread_local std::vector<uint16_t> kept;
-  uint16_t *group = room(kept, job.steps_of_group() * INPUTS_OF_STEP);
+  thread_local std::vector<uint16_t> buffer;
+  uint16_t *group = aligned_buffer(buffer, job.steps_of_group() * INPUTS_OF_STEP);
   std::fill_n(group, job.steps_of_group() * INPUTS_OF_STEP, 0);
   for (int64_t row = 0; row < job.height(); ++row) {
     const int64_t index = panel * TILE_ROWS + row;
@@ -83,18 +83,18 @@ void fill_panel(const Job &job, int64_t panel) {
 struct Reader {
   Float8Tables tables;
   const uint8_t *codes;
-  Ahead ahead;
+  Prefetcher prefetcher;
   int64_t num_vectors;
 
-  // `num_tiles`: the tiles that are read in turn.
+  // num_tiles: the tiles that are read alternately.
   void begin(const Job &job, const Weight &weight, int64_t tile, int64_t group, int64_t num_tiles) {
     codes = weight.memory + tile * job.tile_bytes() + group * job.group_bytes();
     num_vectors = job.group_bytes() / VECTOR_BYTES;
-    ahead = {weight.memory + tile * job.tile_bytes(), job.tile_bytes(), num_tiles};
+    prefetcher = {weight.memory + tile * job.tile_bytes(), job.tile_bytes(), num_tiles};
   }
 
   // Codes are never stored in the form that tile loads need.
-  static bool holds(int64_t, int64_t) { return false; }
+  static bool is_loadable(int64_t, int64_t) { return false; }
   const uint8_t *at(int64_t) const { return codes; }
 
   // Reads four pairs, with zeros after the last input of the group.
@@ -102,12 +102,12 @@ struct Reader {
     UNROLL
     for (int64_t i = 0; i < VECTORS_OF_QUARTER; ++i) {
       const int64_t vector = quarter * VECTORS_OF_QUARTER + i;
-      Ints two[2] = {splat(0), splat(0)};
+      Ints steps[2] = {splat(0), splat(0)};
       if (vector < num_vectors) [[likely]] {
-        ahead.fetch(codes + vector * VECTOR_BYTES);
-        ::expand(tables, load(codes + vector * VECTOR_BYTES), two);
+        prefetcher.fetch(codes + vector * VECTOR_BYTES);
+        ::expand(tables, load(codes + vector * VECTOR_BYTES), steps);
       }
-      pairs[2 * i] = two[0], pairs[2 * i + 1] = two[1];
+      pairs[2 * i] = steps[0], pairs[2 * i + 1] = steps[1];
     }
   }
 
@@ -119,75 +119,75 @@ struct Reader {
   }
 };
 
-// Computes sums [rows, tiles of the part, 16] of one group.
-void multiply_group(const Job &job, int64_t group, const Weight &weight, const Part &part, float *sums) {
-  const int64_t num_tiles = part.last_tile - part.first_tile;
-  const Group the{job, group};
+// Computes sums [rows, tiles of the item, 16] of one group.
+void multiply_group(const Job &job, int64_t group, const Weight &weight, const WorkItem &item, float *sums) {
+  const int64_t num_tiles = item.last_tile - item.first_tile;
+  const Group operand{job, group};
   Reader readers[TILES_OF_CHUNK];
-  const auto few = [&]<int COLUMNS>(int64_t first) {
-    for (int64_t t = 0; t < COLUMNS; ++t) readers[t].begin(job, weight, part.first_tile + first + t, group, COLUMNS);
-    if (job.rows().num_rows > 1) return stream<Bfloat16Unit, COLUMNS>(the, readers, sums + first * LANES);
-    multiply_row<COLUMNS>(the, divide_up(job.group_size, 2), sums + first * LANES,
+  const auto multiply_few = [&]<int COLUMNS>(int64_t first) {
+    for (int64_t t = 0; t < COLUMNS; ++t) readers[t].begin(job, weight, item.first_tile + first + t, group, COLUMNS);
+    if (job.rows().num_rows > 1) return stream<Bfloat16Unit, COLUMNS>(operand, readers, sums + first * LANES);
+    multiply_row<COLUMNS>(operand, divide_up(job.group_size, 2), sums + first * LANES,
                           [&](int64_t t, int64_t quarter, Ints (&pairs)[PAIRS_OF_QUARTER]) { readers[t].read_pairs(quarter, pairs); });
   };
-  if (job.has_few_rows() && num_tiles == TILES_OF_CHUNK) return few.operator()<TILES_OF_CHUNK>(0);
+  if (job.has_few_rows() && num_tiles == TILES_OF_CHUNK) return multiply_few.operator()<TILES_OF_CHUNK>(0);
   if (job.rows().num_rows == 1) {
-    for (int64_t tile = 0; tile < num_tiles; ++tile) few.operator()<1>(tile);
+    for (int64_t tile = 0; tile < num_tiles; ++tile) multiply_few.operator()<1>(tile);
     return;
   }
-  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job, weight, part.first_tile + t, group, num_tiles);
-  multiply_many<Bfloat16Unit>(the, readers, part, sums);
+  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job, weight, item.first_tile + t, group, num_tiles);
+  multiply_many<Bfloat16Unit>(operand, readers, item, sums);
 }
 
-// Computes totals [rows, tiles of the part, 16]: the products of all groups.
-void multiply_groups(const Job &job, const Weight &weight, int64_t all_tiles, const Part &part, int64_t num_rows, float *totals) {
-  thread_local std::vector<float> kept;
-  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, num_groups = job.num_groups();
+// Computes totals [rows, tiles of the item, 16]: the products of all groups.
+void multiply_groups(const Job &job, const Weight &weight, int64_t all_tiles, const WorkItem &item, int64_t num_rows, float *totals) {
+  thread_local std::vector<float> buffer;
+  const int64_t num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES, num_groups = job.num_groups();
   const auto *scales = reinterpret_cast<const float *>(weight.memory + all_tiles * job.tile_bytes());
-  float *sums = room(kept, (part.last_panel - part.first_panel) * TILE_ROWS * width);
+  float *sums = aligned_buffer(buffer, (item.last_panel - item.first_panel) * TILE_ROWS * width);
   std::fill_n(totals, num_rows * width, 0.0f);
   for (int64_t group = 0; group < num_groups; ++group) {
-    multiply_group(job, group, weight, part, sums);
+    multiply_group(job, group, weight, item, sums);
     for (int64_t t = 0; t < num_tiles; ++t) {
-      const Floats scale = load(scales + ((part.first_tile + t) * num_groups + group) * LANES);
+      const Floats scale = load(scales + ((item.first_tile + t) * num_groups + group) * LANES);
       for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t at = row * width + t * LANES;
-        const Floats both = multiply(scale, splat(job.scales[(part.first_panel * TILE_ROWS + row) * num_groups + group]));
-        store(totals + at, multiply_add(load(sums + at), both, load(totals + at)));
+        const Floats scale_product = multiply(scale, splat(job.scales[(item.first_panel * TILE_ROWS + row) * num_groups + group]));
+        store(totals + at, multiply_add(load(sums + at), scale_product, load(totals + at)));
       }
     }
   }
 }
 
-void multiply_part(const Job &job, const Part &part) {
-  thread_local std::vector<float> kept[2];
-  const Output &out = *part.out;
+void multiply_item(const Job &job, const WorkItem &item) {
+  thread_local std::vector<float> buffer[2];
+  const Output &out = *item.out;
   const Dtype dtype = job.rows().dtype;
-  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
-  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES;
-  const int64_t count = std::min(width, out.num_outputs - part.first_tile * LANES);
+  const int64_t first_row = item.first_panel * TILE_ROWS, num_rows = std::min(item.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  const int64_t num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES;
+  const int64_t count = std::min(width, out.num_outputs - item.first_tile * LANES);
   const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
-    float *result = room(memory, num_rows * width);
-    multiply_groups(job, weight, out.num_tiles(), part, num_rows, result);
-    if (weight.bias) {  // after the product is rounded, as if it had been written
+    float *result = aligned_buffer(memory, num_rows * width);
+    multiply_groups(job, weight, out.num_tiles(), item, num_rows, result);
+    if (weight.bias) {  // the product is rounded to the dtype first
       round_to(dtype, result, num_rows * width);
-      add_bias(weight, dtype, num_rows, part.first_tile, num_tiles, count, result);
+      add_bias(weight, dtype, num_rows, item.first_tile, num_tiles, count, result);
     }
     return result;
   };
   configure_tiles(shapes_of_product(job.height()));
-  float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
+  float *result = compute(out.weight, buffer[0]), *up = out.up.memory ? compute(out.up, buffer[1]) : nullptr;
   release_tiles();
-  write_rows(out, dtype, first_row, num_rows, part.first_tile, count, width, result, up);
+  write_rows(out, dtype, first_row, num_rows, item.first_tile, count, width, result, up);
 }
 
 }  // namespace
 
-void multiply_floats8_by_tiles(int64_t group_size, const std::vector<Product> &products) {
+void multiply_float8_weights_by_tiles(int64_t group_size, const std::vector<Product> &products) {
   thread_local std::vector<Job> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.push_back({product, group_size});
-  run(jobs, fill_panel, multiply_part);
+  run(jobs, fill_panel, multiply_item);
 }
 
 #endif

@@ -1,5 +1,5 @@
-// Products with integer weights on the AMX unit: bit-identical to ints.cpp, and faster for many rows. Weights in ggml's
-// blocks are first expanded to bytes, some tiles of outputs at a time: bit-identical to superblocks.cpp.
+// Products with integer weights on the AMX unit: bit-identical to int_weight.cpp, and faster for many rows. Weights in
+// ggml's blocks are first expanded to bytes, some tiles of outputs at a time: bit-identical to block_weight.cpp.
 //
 // A step is 64 inputs. The step of 16 outputs fills a tile, in the order of kernels/linear/int_weight.py, and so does
 // the step of 16 rows. A segment of 32 inputs is half a step, a segment of 16 inputs a quarter.
@@ -10,10 +10,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "../room.h"
+#include "../aligned_buffer.h"
 #include "activations.h"
-#include "blocks.h"
-#include "superblocks.h"
+#include "block_weight.h"
+#include "tile_products.h"
 
 namespace {
 
@@ -22,9 +22,9 @@ constexpr int64_t NUMBERS_OF_TILE = TILE_ROWS * LANES;
 constexpr int64_t ROWS_OF_FILL = 2;    // rows that a thread prepares at a time
 constexpr int64_t STEPS_OF_BLOCK = 4;  // steps of a weight per block, if segments are short
 
-// Data of a weight's groups in addition to scales. Minimums are floats, stored where zero points would be. The sums
-// that multiply them are floats as well.
-enum class Beside { nothing, zeros, minimums };
+// What a group of asymmetric codes has in addition to its scale: an integer zero point, or a float minimum at the same
+// address. The row's sum that a minimum is multiplied by is a float, too.
+enum class Asymmetry { none, zero_points, minimums };
 
 // Up to 16 rows: bytes [steps, LIMBS, 16 rows, 64 inputs]; scales and sums as in activations.h.
 template <int LIMBS> struct RowTile {
@@ -49,16 +49,17 @@ template <int LIMBS> struct Job {
   Layout layout;
   int64_t num_inputs, num_steps, segment, num_segments;  // steps of four inputs, as in activations.h
   int32_t offset;
-  Beside beside;
+  Asymmetry asymmetry;
   Codes blocks = Codes::none;  // ggml's blocks, which are expanded to the format of the layout
   char *memory = nullptr;
 
   Job(const Product &product, const Layout &layout)
       : product(product), layout(layout), num_inputs(layout.num_inputs), num_steps(layout.num_steps()), segment(segment_of(layout, LIMBS)),
-        num_segments(divide_up(num_inputs, segment)), offset(layout.offset()), beside(layout.has_zeros ? Beside::zeros : Beside::nothing) {}
+        num_segments(divide_up(num_inputs, segment)), offset(layout.offset()),
+        asymmetry(layout.has_zeros ? Asymmetry::zero_points : Asymmetry::none) {}
   template <class Kind>
   Job(const Product &product, Codes blocks, Kind) : Job(product, {{Kind::group, Codes::int8, false}, product.rows.num_inputs}) {
-    offset = Kind::offset, beside = Kind::has_minimums ? Beside::minimums : Beside::nothing, this->blocks = blocks;
+    offset = Kind::offset, asymmetry = Kind::has_minimums ? Asymmetry::minimums : Asymmetry::none, this->blocks = blocks;
   }
 
   const Rows &rows() const { return product.rows; }
@@ -70,7 +71,7 @@ template <int LIMBS> struct Job {
   int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
   int64_t bytes_of_panel() const { return num_tile_steps() * LIMBS * TILE_BYTES + num_segments * TILE_ROWS * 8; }
   int64_t panel_bytes() const { return num_panels() * bytes_of_panel() + ALIGNMENT; }
-  void place(char *at) { memory = aligned(at); }
+  void assign_memory(char *at) { memory = aligned(at); }
   RowTile<LIMBS> panel(int64_t number) const {
     char *at = memory + number * bytes_of_panel();
     auto *scales = reinterpret_cast<float *>(at + num_tile_steps() * LIMBS * TILE_BYTES);
@@ -87,32 +88,32 @@ template <int LIMBS> void fill_rows(const Job<LIMBS> &job, int64_t number) {
     if (job.blocks == Codes::none)
       fill_row<LIMBS>(job, panel, row, job.rows(), index);
     else if constexpr (LIMBS == 2)
-      with_kind(job.blocks, [&](auto kind) { fill_row_for<decltype(kind)>(job, panel, row, job.rows(), index); });
+      with_kind(job.blocks, [&](auto kind) { fill_row_of_kind<decltype(kind)>(job, panel, row, job.rows(), index); });
   }
 }
 
 // Reads one tile of outputs, block after block.
 struct Reader {
   const uint8_t *memory;  // of the tile
-  Ahead ahead;
+  Prefetcher prefetcher;
   int64_t num_bytes;  // after expansion to bytes
   bool are_bytes;
 
-  // `num_tiles`: the tiles that are read in turn.
+  // num_tiles: the tiles that are read alternately.
   void begin(const Layout &layout, const Weight &weight, int64_t tile, int64_t num_tiles) {
     memory = weight.memory + (tile - weight.first_tile) * layout.tile_bytes(), are_bytes = layout.bits() == 8;
     num_bytes = layout.num_steps() * STEP * BYTES_OF_INPUT;
-    ahead = {memory, layout.tile_bytes(), num_tiles};
+    prefetcher = {memory, layout.tile_bytes(), num_tiles};
   }
 
-  bool holds(int64_t first, int64_t count) const { return are_bytes && (first + count) * TILE_BYTES <= num_bytes; }
+  bool is_loadable(int64_t first, int64_t count) const { return are_bytes && (first + count) * TILE_BYTES <= num_bytes; }
   const uint8_t *at(int64_t step) const { return memory + step * TILE_BYTES; }
 
   // Writes 256 bytes, with zeros after the last input.
   void expand(int64_t quarter, uint8_t *to) const {
     const int64_t present = std::clamp<int64_t>(num_bytes - quarter * QUARTER, 0, QUARTER);
     const uint8_t *from = memory + (quarter * QUARTER >> (are_bytes ? 0 : 1));
-    ahead.fetch<128>(from);
+    prefetcher.fetch<128>(from);
     if (are_bytes) {
       std::memcpy(to, from, present);
     } else {
@@ -134,33 +135,33 @@ struct Scales {
 };
 
 // Adds the scaled sums of one segment [LIMBS, COLUMNS, 16 rows, 16] to totals [rows, COLUMNS, 16], in the order of
-// ints.cpp.
-template <int LIMBS, Beside BESIDE, int COLUMNS>
+// int_weight.cpp.
+template <int LIMBS, Asymmetry ASYMMETRY, int COLUMNS>
 void add_segment(const int32_t *sums, int64_t num_rows, const float *x_scales, const int32_t *x_sums, const Scales &from, float *totals,
                  int64_t stride) {
   UNROLL
   for (int t = 0; t < COLUMNS; ++t) {
     const Floats scale = load(from.scales + t * from.stride);
-    const Ints zeros = BESIDE == Beside::zeros ? load_bytes(from.zeros + t * from.stride) : splat(0);
-    const Floats minimums = BESIDE == Beside::minimums ? load(from.minimums + t * from.stride) : splat(0.0f);
+    const Ints zeros = ASYMMETRY == Asymmetry::zero_points ? load_bytes(from.zeros + t * from.stride) : splat(0);
+    const Floats minimums = ASYMMETRY == Asymmetry::minimums ? load(from.minimums + t * from.stride) : splat(0.0f);
     for (int64_t row = 0; row < num_rows; ++row) {
       const auto limb = [&](int number) {
         return load(reinterpret_cast<const uint8_t *>(sums + (number * COLUMNS + t) * NUMBERS_OF_TILE + row * LANES));
       };
       const Ints begin = splat(x_sums[row]);
       Ints sum = limb(0);
-      if constexpr (BESIDE != Beside::minimums) sum = add(BESIDE == Beside::zeros ? multiply(zeros, begin) : begin, sum);
+      if constexpr (ASYMMETRY != Asymmetry::minimums) sum = add(ASYMMETRY == Asymmetry::zero_points ? multiply(zeros, begin) : begin, sum);
       if constexpr (LIMBS == 2) sum = add(sum, shift_left<8>(limb(1)));
       float *total = totals + row * stride + t * LANES;
       Floats result = multiply_add(to_floats(sum), LIMBS == 2 ? multiply(scale, splat(x_scales[row])) : scale, load(total));
-      if constexpr (BESIDE == Beside::minimums) result = multiply_add(as_floats(begin), minimums, result);
+      if constexpr (ASYMMETRY == Asymmetry::minimums) result = multiply_add(as_floats(begin), minimums, result);
       store(total, result);
     }
   }
 }
 
-// AMX tiles 0 to 3 hold sums [LIMBS, COLUMNS]. One multiplication covers `depth` inputs: a step, or a whole segment if
-// that is shorter.
+// AMX tiles 0 to 3 hold sums [LIMBS, COLUMNS]. One multiplication covers `depth` inputs: a step, or a segment if it is
+// shorter.
 template <int LIMBS, int COLUMNS>
 void multiply_steps(const uint8_t *x, const uint8_t *const *weight, int64_t first_input, int64_t num_inputs, int64_t depth) {
   for (int64_t input = first_input; input < first_input + num_inputs; input += depth) {
@@ -194,62 +195,66 @@ template <int LIMBS> struct Operands {
   int64_t stride;
 };
 
-// Segments of at most 128 inputs: while the AMX unit multiplies one, vector instructions scale the previous one.
-template <int LIMBS, Beside BESIDE, int COLUMNS> [[gnu::noinline]] void add_segments(const Operands<LIMBS> &the, Block<Reader> &later) {
+// Multiplies segments of at most 128 inputs. While the AMX unit multiplies a segment, vector instructions scale the
+// previous segment.
+template <int LIMBS, Asymmetry ASYMMETRY, int COLUMNS>
+[[gnu::noinline]] void add_segments(const Operands<LIMBS> &operands, Block<Reader> &next_block) {
   constexpr int64_t BUFFER = 4 * NUMBERS_OF_TILE + 2 * LANES;  // padded, so that no load has the address, modulo 4096, of a recent store
   alignas(64) int32_t sums[2 * BUFFER];
-  const int64_t segment = the.job.segment, depth = std::min(segment, INPUTS_OF_STEP), num_groups = the.job.layout.num_groups();
-  const int64_t first = the.first_input / segment, count = divide_up(the.num_inputs, segment);
-  const int64_t padded = divide_up(the.num_inputs, depth) * depth;
+  const int64_t segment = operands.job.segment, depth = std::min(segment, INPUTS_OF_STEP), num_groups = operands.job.layout.num_groups();
+  const int64_t first = operands.first_input / segment, count = divide_up(operands.num_inputs, segment);
+  const int64_t padded = divide_up(operands.num_inputs, depth) * depth;
   const auto add = [&](int64_t i) {
-    const int64_t group = num_groups > 1 ? (first + i) * segment / the.job.layout.group_size : 0, at = (first + i) * TILE_ROWS;
-    const Scales scales{the.scales.scales + group * LANES, the.scales.zeros + group * LANES, the.scales.minimums + group * LANES, the.scales.stride};
-    add_segment<LIMBS, BESIDE, COLUMNS>(sums + i % 2 * BUFFER, the.num_rows, the.x.scales + at, the.x.sums + at, scales, the.totals,
-                                       the.stride);
+    const int64_t group = num_groups > 1 ? (first + i) * segment / operands.job.layout.group_size : 0, at = (first + i) * TILE_ROWS;
+    const Scales &first_scales = operands.scales;
+    const Scales scales{first_scales.scales + group * LANES, first_scales.zeros + group * LANES, first_scales.minimums + group * LANES,
+                        first_scales.stride};
+    add_segment<LIMBS, ASYMMETRY, COLUMNS>(sums + i % 2 * BUFFER, operands.num_rows, operands.x.scales + at, operands.x.sums + at, scales,
+                                           operands.totals, operands.stride);
   };
-  const uint8_t *x = the.x.bytes + the.first_input / INPUTS_OF_STEP * the.x.STEP_BYTES;
+  const uint8_t *x = operands.x.bytes + operands.first_input / INPUTS_OF_STEP * operands.x.STEP_BYTES;
   for (int64_t i = 0; i < count; ++i) {
     zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
-    multiply_steps<LIMBS, COLUMNS>(x, the.weight, i * segment, std::min(segment, padded - i * segment), depth);
-    for (int64_t input = 0; input < segment; input += BYTES_OF_INPUT) later.read_some();
+    multiply_steps<LIMBS, COLUMNS>(x, operands.weight, i * segment, std::min(segment, padded - i * segment), depth);
+    for (int64_t input = 0; input < segment; input += BYTES_OF_INPUT) next_block.read_quarter();
     if (i > 0) add(i - 1);
     store_sums<LIMBS, COLUMNS>(sums + i % 2 * BUFFER);
   }
   add(count - 1);
 }
 
-// Computes totals [rows of the part's panels, tiles of the part, 16].
-template <int LIMBS, Beside BESIDE>
-void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const Part &part, float *totals) {
-  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES, groups = job.layout.num_groups() * LANES;
+// Computes totals [rows of the item's panels, tiles of the item, 16].
+template <int LIMBS, Asymmetry ASYMMETRY>
+void multiply_in_segments(const Job<LIMBS> &job, const Weight &weight, int64_t all_tiles, const WorkItem &item, float *totals) {
+  const int64_t num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES, groups = job.layout.num_groups() * LANES;
   Reader readers[TILES_OF_CHUNK];
-  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job.layout, weight, part.first_tile + t, std::min<int64_t>(2, num_tiles));
-  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job.layout, weight, item.first_tile + t, std::min<int64_t>(2, num_tiles));
+  const int64_t first_row = item.first_panel * TILE_ROWS, num_rows = std::min(item.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
   std::fill_n(totals, num_rows * width, 0.0f);
   for_each_block(readers, num_tiles, job.num_tile_steps(), STEPS_OF_BLOCK,
-                 [&](const Block<Reader> &block, int64_t tile, int64_t columns, int64_t step, int64_t count, Block<Reader> &later) {
+                 [&](const Block<Reader> &block, int64_t tile, int64_t columns, int64_t step, int64_t count, Block<Reader> &next_block) {
     const int64_t first = step * INPUTS_OF_STEP, length = std::min(count * INPUTS_OF_STEP, job.num_steps * STEP - first);
-    const int64_t at = (part.first_tile + tile - weight.first_tile) * groups;
+    const int64_t at = (item.first_tile + tile - weight.first_tile) * groups;
     const int8_t *zeros = job.layout.zeros(weight, all_tiles);
     const Scales scales{job.layout.scales(weight, all_tiles) + at, zeros + at, reinterpret_cast<const float *>(zeros) + at, groups};
-    for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) {
+    for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel) {
       const int64_t row = panel * TILE_ROWS - first_row;
-      const Operands<LIMBS> the{job,   job.panel(panel), std::min(TILE_ROWS, num_rows - row),     block.tiles, first, length,
+      const Operands<LIMBS> operands{job,   job.panel(panel), std::min(TILE_ROWS, num_rows - row),     block.tiles, first, length,
                                 scales, totals + row * width + tile * LANES, width};
-      (columns == 2 ? add_segments<LIMBS, BESIDE, 2> : add_segments<LIMBS, BESIDE, 1>)(the, later);
+      (columns == 2 ? add_segments<LIMBS, ASYMMETRY, 2> : add_segments<LIMBS, ASYMMETRY, 1>)(operands, next_block);
     }
   });
   if constexpr (LIMBS == 1)
     for (int64_t row = 0; row < num_rows; ++row) {
-      const Floats scale = splat(job.panel(part.first_panel + row / TILE_ROWS).scales[row % TILE_ROWS]);
+      const Floats scale = splat(job.panel(item.first_panel + row / TILE_ROWS).scales[row % TILE_ROWS]);
       for (int64_t i = 0; i < width; i += LANES) store(totals + row * width + i, multiply(load(totals + row * width + i), scale));
     }
 }
 
 // --- one segment for all inputs, for int8 rows ---
 
-// A job in the form that blocks.h multiplies.
-struct WholeRows {
+// A job in the form that tile_products.h multiplies.
+struct OneSegment {
   const Job<1> &job;
 
   int64_t num_steps() const { return job.num_tile_steps(); }
@@ -261,21 +266,21 @@ struct Unit {
   template <int C, int A, int B> static void multiply() { multiply_byte_tiles<C, A, B>(); }
 };
 
-template <bool ZEROS> void multiply_whole(const Job<1> &job, const Weight &weight, int64_t all_tiles, const Part &part, float *totals) {
-  const int64_t num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES;
-  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+template <bool ZEROS> void multiply_one_segment(const Job<1> &job, const Weight &weight, int64_t all_tiles, const WorkItem &item, float *totals) {
+  const int64_t num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES;
+  const int64_t first_row = item.first_panel * TILE_ROWS, num_rows = std::min(item.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
   Reader readers[TILES_OF_CHUNK];
-  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job.layout, weight, part.first_tile + t, num_tiles);
+  for (int64_t t = 0; t < num_tiles; ++t) readers[t].begin(job.layout, weight, item.first_tile + t, num_tiles);
   auto *sums = reinterpret_cast<int32_t *>(totals);
   if (job.has_few_rows() && num_tiles == TILES_OF_CHUNK)
-    stream<Unit, TILES_OF_CHUNK>(WholeRows{job}, readers, sums);
+    stream<Unit, TILES_OF_CHUNK>(OneSegment{job}, readers, sums);
   else
-    multiply_many<Unit>(WholeRows{job}, readers, part, sums);
+    multiply_many<Unit>(OneSegment{job}, readers, item, sums);
   for (int64_t t = 0; t < num_tiles; ++t) {
-    const Floats scale = load(job.layout.scales(weight, all_tiles) + (part.first_tile + t) * LANES);
-    const Ints zeros = ZEROS ? load_bytes(job.layout.zeros(weight, all_tiles) + (part.first_tile + t) * LANES) : splat(0);
+    const Floats scale = load(job.layout.scales(weight, all_tiles) + (item.first_tile + t) * LANES);
+    const Ints zeros = ZEROS ? load_bytes(job.layout.zeros(weight, all_tiles) + (item.first_tile + t) * LANES) : splat(0);
     for (int64_t row = 0; row < num_rows; ++row) {
-      const RowTile<1> x = job.panel(part.first_panel + row / TILE_ROWS);
+      const RowTile<1> x = job.panel(item.first_panel + row / TILE_ROWS);
       const Ints begin = splat(x.sums[row % TILE_ROWS]);
       const int64_t at = row * width + t * LANES;
       const Ints sum = add(ZEROS ? multiply(zeros, begin) : begin, load(reinterpret_cast<const uint8_t *>(sums + at)));
@@ -284,74 +289,76 @@ template <bool ZEROS> void multiply_whole(const Job<1> &job, const Weight &weigh
   }
 }
 
-// Expands the part's tiles of a weight in ggml's blocks to bytes, in memory of this thread, and multiplies them.
-inline void multiply_expanded(const Job<2> &job, const Weight &weight, const Part &part, float *totals) {
-  thread_local std::vector<uint8_t> kept;
-  const int64_t num_tiles = part.last_tile - part.first_tile, num_floats = num_tiles * job.num_segments * LANES;
-  uint8_t *bytes = room(kept, num_tiles * job.layout.tile_bytes() + num_floats * 2 * int64_t{sizeof(float)});
+// Expands the item's tiles of a weight in ggml's blocks to bytes, in memory of this thread, and multiplies them.
+inline void multiply_expanded(const Job<2> &job, const Weight &weight, const WorkItem &item, float *totals) {
+  thread_local std::vector<uint8_t> buffer;
+  const int64_t num_tiles = item.last_tile - item.first_tile, num_floats = num_tiles * job.num_segments * LANES;
+  uint8_t *bytes = aligned_buffer(buffer, num_tiles * job.layout.tile_bytes() + num_floats * 2 * int64_t{sizeof(float)});
   with_kind(job.blocks, [&](auto kind) {
     using Kind = decltype(kind);
     const int64_t tile_bytes = job.num_inputs / Kind::block * Kind::block_bytes;
-    expand_tiles<Kind>(weight.memory + part.first_tile * tile_bytes, num_tiles, job.num_inputs, bytes);
+    expand_tiles<Kind>(weight.memory + item.first_tile * tile_bytes, num_tiles, job.num_inputs, bytes);
   });
-  const auto multiply = job.beside == Beside::minimums ? multiply_in_segments<2, Beside::minimums> : multiply_in_segments<2, Beside::nothing>;
-  multiply(job, {bytes, false, nullptr, part.first_tile}, num_tiles, part, totals);
+  const bool has_minimums = job.asymmetry == Asymmetry::minimums;
+  const auto multiply = has_minimums ? multiply_in_segments<2, Asymmetry::minimums> : multiply_in_segments<2, Asymmetry::none>;
+  multiply(job, {bytes, false, nullptr, item.first_tile}, num_tiles, item, totals);
 }
 
-template <int LIMBS> void multiply_part(const Job<LIMBS> &job, const Part &part) {
-  thread_local std::vector<float> kept[2];
-  const Output &out = *part.out;
+template <int LIMBS> void multiply_item(const Job<LIMBS> &job, const WorkItem &item) {
+  thread_local std::vector<float> buffer[2];
+  const Output &out = *item.out;
   const Dtype dtype = job.rows().dtype;
-  const int64_t num_panels = part.last_panel - part.first_panel, num_tiles = part.last_tile - part.first_tile, width = num_tiles * LANES;
-  const int64_t first_row = part.first_panel * TILE_ROWS, num_rows = std::min(part.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
-  const int64_t count = std::min(width, out.num_outputs - part.first_tile * LANES);
-  const bool is_whole = LIMBS == 1 && job.num_segments == 1;
+  const int64_t num_panels = item.last_panel - item.first_panel, num_tiles = item.last_tile - item.first_tile, width = num_tiles * LANES;
+  const int64_t first_row = item.first_panel * TILE_ROWS, num_rows = std::min(item.last_panel * TILE_ROWS, job.rows().num_rows) - first_row;
+  const int64_t count = std::min(width, out.num_outputs - item.first_tile * LANES);
+  const bool has_one_segment = LIMBS == 1 && job.num_segments == 1;
   const auto compute = [&](const Weight &weight, std::vector<float> &memory) {
-    float *result = room(memory, num_panels * TILE_ROWS * width);
-    const auto in_segments = job.beside == Beside::zeros ? multiply_in_segments<LIMBS, Beside::zeros> : multiply_in_segments<LIMBS, Beside::nothing>;
+    float *result = aligned_buffer(memory, num_panels * TILE_ROWS * width);
+    const auto in_segments = job.asymmetry == Asymmetry::zero_points ? multiply_in_segments<LIMBS, Asymmetry::zero_points>
+                                                                     : multiply_in_segments<LIMBS, Asymmetry::none>;
     if constexpr (LIMBS == 1) {
-      const auto whole = job.layout.has_zeros ? multiply_whole<true> : multiply_whole<false>;
-      (is_whole ? whole : in_segments)(job, weight, out.num_tiles(), part, result);
+      const auto one_segment = job.layout.has_zeros ? multiply_one_segment<true> : multiply_one_segment<false>;
+      (has_one_segment ? one_segment : in_segments)(job, weight, out.num_tiles(), item, result);
     } else if (job.blocks != Codes::none) {
-      multiply_expanded(job, weight, part, result);
+      multiply_expanded(job, weight, item, result);
     } else {
-      in_segments(job, weight, out.num_tiles(), part, result);
+      in_segments(job, weight, out.num_tiles(), item, result);
     }
-    if (weight.bias) {  // after the product is rounded, as if it had been written
+    if (weight.bias) {  // the product is rounded to the dtype first
       round_to(dtype, result, num_rows * width);
-      add_bias(weight, dtype, num_rows, part.first_tile, num_tiles, count, result);
+      add_bias(weight, dtype, num_rows, item.first_tile, num_tiles, count, result);
     }
     return result;
   };
-  configure_tiles(shapes_of_product(TILE_ROWS, is_whole ? INPUTS_OF_STEP : std::min(job.segment, INPUTS_OF_STEP)));
-  float *result = compute(out.weight, kept[0]), *up = out.up.memory ? compute(out.up, kept[1]) : nullptr;
+  configure_tiles(shapes_of_product(TILE_ROWS, has_one_segment ? INPUTS_OF_STEP : std::min(job.segment, INPUTS_OF_STEP)));
+  float *result = compute(out.weight, buffer[0]), *up = out.up.memory ? compute(out.up, buffer[1]) : nullptr;
   release_tiles();
-  write_rows(out, dtype, first_row, num_rows, part.first_tile, count, width, result, up);
+  write_rows(out, dtype, first_row, num_rows, item.first_tile, count, width, result, up);
 }
 
 template <int LIMBS> void multiply_all(const Format &format, const std::vector<Product> &products) {
   thread_local std::vector<Job<LIMBS>> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.emplace_back(product, Layout{format, product.rows.num_inputs});
-  run(jobs, fill_rows<LIMBS>, multiply_part<LIMBS>);
+  run(jobs, fill_rows<LIMBS>, multiply_item<LIMBS>);
 }
 
 }  // namespace
 
-void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products) {
+void multiply_int_weights_by_tiles(const Format &format, const std::vector<Product> &products) {
   if (products[0].rows.scales)
     multiply_all<1>(format, products);
   else
     multiply_all<2>(format, products);
 }
 
-void multiply_blocks_by_tiles(Codes codes, const std::vector<Product> &products) {
+void multiply_block_weights_by_tiles(Codes codes, const std::vector<Product> &products) {
   thread_local std::vector<Job<2>> jobs;
   jobs.clear();
   with_kind(codes, [&](auto kind) {
     for (const Product &product : products) jobs.emplace_back(product, codes, kind);
   });
-  run(jobs, fill_rows<2>, multiply_part<2>);
+  run(jobs, fill_rows<2>, multiply_item<2>);
 }
 
 #endif

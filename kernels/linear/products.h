@@ -16,7 +16,7 @@ constexpr int64_t TILES_OF_CHUNK = 4, MAX_TILES_OF_CHUNK = 8;
 struct Rows {
   const void *x;        // of the dtype, or int8 codes
   const float *scales;  // of the codes; null if x has the dtype
-  int64_t scale_stride;  // from row to row: 1; 0 if all rows share a scale; or the number of groups with a scale each
+  int64_t scale_stride;  // from row to row: the number of scales per row, or 0 if all rows share one scale
   Dtype dtype;           // of the product
   int64_t num_rows, num_inputs;
 
@@ -28,7 +28,7 @@ struct Rows {
   }
 };
 
-// The storage of a weight: floats of the rows' dtype (none), or codes. The numbers in kernels/linear/int_weight.py.
+// The codes of a weight. none: floats of the rows' dtype. The numbers are in kernels/linear/int_weight.py.
 enum class Codes : int32_t { none, int8, int4, float8, q5_0, q4_k, q5_k, q6_k };
 
 // The properties that weights must share, in addition to their inputs, to be multiplied together.
@@ -66,24 +66,24 @@ struct Product {
   }
 };
 
-void multiply_floats(const std::vector<Product> &products);
-void multiply_floats8(int64_t group_size, const std::vector<Product> &products);
-void multiply_bfloat16_by_tiles(const std::vector<Product> &products);  // only with HAS_TILES of kernels/tiles.h
-void multiply_floats8_by_tiles(int64_t group_size, const std::vector<Product> &products);
-void multiply_ints_by_tiles(const Format &format, const std::vector<Product> &products);
-void multiply_ints(const Format &format, const std::vector<Product> &products);
-void multiply_blocks_by_tiles(Codes codes, const std::vector<Product> &products);
-void multiply_blocks(Codes codes, const std::vector<Product> &products);
+void multiply_float_weights(const std::vector<Product> &products);
+void multiply_float8_weights(int64_t group_size, const std::vector<Product> &products);
+void multiply_bfloat16_weights_by_tiles(const std::vector<Product> &products);  // only with HAS_TILES of kernels/tiles.h
+void multiply_float8_weights_by_tiles(int64_t group_size, const std::vector<Product> &products);
+void multiply_int_weights_by_tiles(const Format &format, const std::vector<Product> &products);
+void multiply_int_weights(const Format &format, const std::vector<Product> &products);
+void multiply_block_weights_by_tiles(Codes codes, const std::vector<Product> &products);
+void multiply_block_weights(Codes codes, const std::vector<Product> &products);
 
-// The work that a thread takes at a time: some tiles of one output and some panels of rows.
-struct Part {
+// The part of a product that a thread computes at a time: some tiles of one output, for some panels of rows.
+struct WorkItem {
   const Output *out;
   int64_t first_tile, last_tile, first_panel, last_panel;
 };
 
-// Returns part number `chunk` of a job: a product with its rows in `num_panels` panels. A part has `panels_of_chunk`
-// panels and `tiles_of_chunk` tiles.
-template <class Job> Part part_of(const Job &job, int64_t chunk) {
+// Returns work item number `chunk` of a job. A job is a product whose rows are in `num_panels` panels. An item has
+// `panels_of_chunk` panels and `tiles_of_chunk` tiles.
+template <class Job> WorkItem work_item(const Job &job, int64_t chunk) {
   const int64_t panel_chunks = divide_up(job.num_panels(), job.panels_of_chunk()), tiles_of_chunk = job.tiles_of_chunk();
   const Output *out = job.product.outputs;
   int64_t tiles = chunk / panel_chunks;
@@ -92,10 +92,10 @@ template <class Job> Part part_of(const Job &job, int64_t chunk) {
   return {out, tile, std::min(tile + tiles_of_chunk, out->num_tiles()), panel, std::min(panel + job.panels_of_chunk(), job.num_panels())};
 }
 
-// Assigns memory to all jobs and calls fill(job, number) for all their fills; then calls multiply(job, part) for every
-// part.
+// Assigns memory to all jobs and calls fill(job, number) for all their fills; then calls multiply(job, item) for
+// every work item.
 template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs, Fill &&fill, Multiply &&multiply) {
-  thread_local std::vector<char> kept;
+  thread_local std::vector<char> buffer;
   thread_local std::vector<int64_t> fills, chunks;
   fills.assign(1, 0), chunks.assign(1, 0);
   int64_t bytes = 0;
@@ -104,14 +104,14 @@ template <class Job, class Fill, class Multiply> void run(std::vector<Job> &jobs
     fills.push_back(fills.back() + job.num_fills());
     chunks.push_back(chunks.back() + job.product.num_chunks(job.tiles_of_chunk()) * divide_up(job.num_panels(), job.panels_of_chunk()));
   }
-  if (kept.size() < static_cast<size_t>(bytes)) kept.resize(bytes);
-  char *memory = kept.data();
+  if (buffer.size() < static_cast<size_t>(bytes)) buffer.resize(bytes);
+  char *memory = buffer.data();
   for (Job &job : jobs) {
-    job.place(memory);
+    job.assign_memory(memory);
     memory += job.panel_bytes();
   }
   parallel_for_each(fills, [&](int64_t job, int64_t number) { fill(jobs[job], number); });
-  parallel_for_each(chunks, [&](int64_t job, int64_t chunk) { multiply(jobs[job], part_of(jobs[job], chunk)); });
+  parallel_for_each(chunks, [&](int64_t job, int64_t chunk) { multiply(jobs[job], work_item(jobs[job], chunk)); });
 }
 
 // Writes result [num_rows, width], or silu(result) * up if `up` is not null: `count` outputs per row, from tile number

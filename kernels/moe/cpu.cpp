@@ -17,9 +17,10 @@ namespace {
 constexpr int64_t PIECE = 1024;              // channels converted to float32 at once
 constexpr int64_t CHUNK_CHANNELS = 1 << 13;  // channels that justify another thread
 constexpr int64_t TOKENS_OF_CHUNK = 16;      // tokens that justify another thread
-constexpr float LEAST_SUM = 1e-20f;          // added to the sum of chosen scores, which may be 0
+constexpr float LEAST_SUM = 1e-20f;          // added to the sum of the chosen scores, because that sum may be 0
 
-// Chooses the most likely experts one after the other. Of equals the first is chosen; NaN is chosen in any order.
+// Chooses the most likely experts one after the other. Among equal logits the lowest expert number is first. The order
+// of NaN is undefined.
 void choose(const std::vector<float> &logits, int64_t num_chosen, int64_t *chosen) {
   for (int64_t rank = 0; rank < num_chosen; ++rank) {
     int64_t best = -1;
@@ -34,9 +35,9 @@ void score(const float *logits, bool is_softmax, std::vector<float> &scores) {
   std::copy_n(logits, scores.size(), scores.data());
   const float highest = is_softmax && !scores.empty() ? *std::max_element(scores.begin(), scores.end()) : 0;
   float total = 0;
-  for (float &each : scores) total += each = is_softmax ? exp_scalar(each - highest) : 1 / (1 + exp_scalar(-each));
+  for (float &value : scores) total += value = is_softmax ? exp_scalar(value - highest) : 1 / (1 + exp_scalar(-value));
   if (is_softmax)
-    for (float &each : scores) each /= total;
+    for (float &value : scores) value /= total;
 }
 
 // Keeps the groups with the highest sum of their two best scores. Sets the scores of other groups to -infinity.
@@ -120,7 +121,7 @@ OPERATOR(combine_rows, (const void *parts, Dtype dtype, const float *weights, co
                         int64_t num_chosen, int64_t channels)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, channels * num_chosen);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
-    thread_local std::vector<int64_t> pairs;  // of a token, in the order of experts, which is the order of their places
+    thread_local std::vector<int64_t> pairs;  // the pairs of a token, ordered by expert: `places` has the same order
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
       pairs.resize(num_chosen);
       std::iota(pairs.begin(), pairs.end(), token * num_chosen);

@@ -5,16 +5,16 @@
 // products.
 //
 // The bits of a row depend only on its token's position, not on other rows, steps, chunks or threads: keys are
-// processed in tiles counted from the start of the sequence, and tiles in splits. Each split is summed on its own by
-// online softmax (arXiv 1805.02867), in the order of tiles, and splits are combined in order. A tile or split without
-// keys that a row attends to changes none of its bits.
+// processed in tiles counted from the start of the sequence, and tiles in splits. A split is summed by online softmax
+// (arXiv 1805.02867) in the order of its tiles, and splits are combined in order. If a row attends to no key of a tile or
+// split, that tile or split changes none of the row's bits.
 #include <algorithm>
 #include <limits>
 #include <vector>
 
 #include "../exp.h"
 #include "../operator.h"
-#include "../room.h"
+#include "../aligned_buffer.h"
 #include "../threads.h"
 #include "operands.h"
 
@@ -24,15 +24,15 @@ constexpr int64_t FEW_ROWS = 8;          // the products of this many rows take 
 constexpr int64_t CHUNK_WORK = 1 << 15;  // multiplications that justify another thread: a microsecond, five times the cost of waking it
 constexpr float LOWEST = std::numeric_limits<float>::lowest(), INFINITE = std::numeric_limits<float>::infinity();
 
-// Softmax over some keys, before normalisation: the highest score, the sum of exp(score - highest), and the values
-// weighted by these.
+// Softmax over some keys, before normalisation: the highest score, the sum of exp(score - highest), and the sum of values
+// times exp(score - highest).
 struct Partial {
   float *highest, *sum;  // [rows]
   float *values;         // [rows, E padded]
 
   static int64_t size(int64_t rows, int64_t width) { return rows * (2 + width); }
   Partial(float *at, int64_t rows, int64_t width) : highest(at + rows * width), sum(highest + rows), values(at) {}
-  static Partial of_nothing(float *at, int64_t rows, int64_t width) {
+  static Partial empty(float *at, int64_t rows, int64_t width) {
     std::fill_n(at, rows * width, 0.0f);
     std::fill_n(at + rows * width, rows, LOWEST);
     std::fill_n(at + rows * width + rows, rows, 0.0f);
@@ -47,9 +47,9 @@ Floats lane_numbers() {
   return load(NUMBERS);
 }
 
-// Converts the row's scores of keys first to first + 63 into weights. scratch.sums receives their sum, scratch.kept the
-// logarithm of the factor for earlier sums.
-void weigh(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scratch &scratch) {
+// Converts the row's scores of keys first to first + 63 into weights. scratch.sums receives the sum of the weights.
+// scratch.rescale receives the logarithm of the factor by which the sums of earlier tiles are multiplied.
+void compute_row_weights(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scratch &scratch) {
   const Call &call = rows.call;
   float *scores = scratch.scores + row * TILE;
   Floats x[VECTORS];
@@ -80,29 +80,29 @@ void weigh(const Rows &rows, int64_t row, int64_t first, Partial &partial, Scrat
     else
       store(reinterpret_cast<float *>(scratch.weights) + row * TILE + i * LANES, weight);
   }
-  scratch.kept[row] = before - highest;
+  scratch.rescale[row] = before - highest;
   scratch.sums[row] = sum(total);
   partial.highest[row] = highest;
 }
 
-void weigh_rows(const Rows &rows, int64_t first_row, int64_t last_row, int64_t first, Partial &partial, Scratch &scratch) {
-  for (int64_t row = first_row; row < last_row; ++row) weigh(rows, row, first, partial, scratch);
-  for (int64_t row = first_row / LANES * LANES; row < last_row; row += LANES) store(scratch.kept + row, exp(load(scratch.kept + row)));
-  for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.kept[row] + scratch.sums[row];
+void compute_weights(const Rows &rows, int64_t first_row, int64_t last_row, int64_t first, Partial &partial, Scratch &scratch) {
+  for (int64_t row = first_row; row < last_row; ++row) compute_row_weights(rows, row, first, partial, scratch);
+  for (int64_t row = first_row / LANES * LANES; row < last_row; row += LANES) store(scratch.rescale + row, exp(load(scratch.rescale + row)));
+  for (int64_t row = first_row; row < last_row; ++row) partial.sum[row] = partial.sum[row] * scratch.rescale[row] + scratch.sums[row];
 }
 
-// Computes rows a to b - 1 one by one, with zeros for the values that a row does not attend to: its weight for them is
-// 0, and 0 times NaN is NaN.
-void attend_apart(const Rows &rows, int64_t a, int64_t b, int64_t first, const Product &attended, uint8_t *values, Scratch &scratch,
+// Computes rows a to b - 1 one by one. Values that the row does not attend to are replaced by zeros, because their weight
+// is 0, and 0 times NaN is NaN.
+void attend_row_by_row(const Rows &rows, int64_t a, int64_t b, int64_t first, const Product &attended, uint8_t *values, Scratch &scratch,
                   TileHeight &height) {
   const Dtype dtype = rows.call.keys.dtype;
   const int64_t bytes = rows.call.value_words() * WORD_BYTES;
-  uint8_t *zeros = room(scratch.zeros, bytes);
+  uint8_t *zeros = aligned_buffer(scratch.zeros, bytes);
   std::memset(zeros, 0, bytes);
   for (int64_t row = a; row < b; ++row) {
-    const uint8_t *seen[TILE];
-    for (int64_t i = 0; i < TILE; ++i) seen[i] = rows.begin(row) <= first + i && first + i < rows.end(row) ? scratch.at[i] : zeros;
-    pack_values(seen, dtype, attended.num_tiles, values);
+    const uint8_t *visible[TILE];
+    for (int64_t i = 0; i < TILE; ++i) visible[i] = rows.begin(row) <= first + i && first + i < rows.end(row) ? scratch.addresses[i] : zeros;
+    pack_values(visible, dtype, attended.num_tiles, values);
     compute(dtype, attended, row, row + 1, height);
   }
 }
@@ -112,83 +112,83 @@ void attend_split(const Rows &rows, int64_t split, const uint8_t *query, Partial
   const Dtype dtype = call.keys.dtype;
   const int64_t key_words = call.key_words(), width = call.value_width(), per_word = WORD_BYTES / call.element_bytes();
   const int64_t end = std::min((split + 1) * SPLIT, rows.end(rows.count - 1)), steps = TILE / per_word;
-  uint8_t *keys = room(scratch.keys, TILE * key_words * WORD_BYTES);
-  uint8_t *values = room(scratch.values, width * steps * WORD_BYTES);
+  uint8_t *keys = aligned_buffer(scratch.keys, TILE * key_words * WORD_BYTES);
+  uint8_t *values = aligned_buffer(scratch.values, width * steps * WORD_BYTES);
   const Product scores{keys, VECTORS, divide_up(call.keys.channels, per_word), key_words * LANES, reinterpret_cast<const int32_t *>(query),
                        key_words, nullptr, scratch.scores, TILE};
   const Product attended{values, width / LANES, steps, steps * LANES, reinterpret_cast<const int32_t *>(scratch.weights), steps,
-                         scratch.kept, partial.values, width};
+                         scratch.rescale, partial.values, width};
   TileHeight height;
   for (int64_t first = std::max(split * SPLIT, rows.begin(0) / TILE * TILE); first < end; first += TILE) {
-    int64_t a = 0, b = rows.count;  // the rows that attend to keys of the tile
+    int64_t a = 0, b = rows.count;  // rows a to b - 1 attend to keys of the tile
     while (rows.end(a) <= first) ++a;
     while (rows.begin(b - 1) >= first + TILE) --b;
-    find_vectors(rows, call.keys, first, key_words, scratch);
-    pack_keys(scratch.at, scores.num_steps, key_words, keys);
+    gather_vectors(rows, call.keys, first, key_words, scratch);
+    pack_keys(scratch.addresses, scores.num_steps, key_words, keys);
     compute(dtype, scores, a, b, height);
-    weigh_rows(rows, a, b, first, partial, scratch);
-    find_vectors(rows, call.values, first, call.value_words(), scratch);
-    pack_values(scratch.at, dtype, width / LANES, values);
-    if (rows.see_all(a, b, first) || are_finite(values, dtype, width * steps * WORD_BYTES))
+    compute_weights(rows, a, b, first, partial, scratch);
+    gather_vectors(rows, call.values, first, call.value_words(), scratch);
+    pack_values(scratch.addresses, dtype, width / LANES, values);
+    if (rows.attend_to_all(a, b, first) || are_finite(values, dtype, width * steps * WORD_BYTES))
       compute(dtype, attended, a, b, height);
     else
-      attend_apart(rows, a, b, first, attended, values, scratch, height);
+      attend_row_by_row(rows, a, b, first, attended, values, scratch, height);
   }
 }
 
 void join(const Partial &partial, int64_t rows, int64_t width, Partial &total) {
   for (int64_t row = 0; row < rows; ++row) {
     const float highest = std::max(total.highest[row], partial.highest[row]);
-    const float kept = exp_scalar(total.highest[row] - highest), share = exp_scalar(partial.highest[row] - highest);
+    const float total_factor = exp_scalar(total.highest[row] - highest), partial_factor = exp_scalar(partial.highest[row] - highest);
     total.highest[row] = highest;
-    total.sum[row] = total.sum[row] * kept + partial.sum[row] * share;
+    total.sum[row] = total.sum[row] * total_factor + partial.sum[row] * partial_factor;
     float *to = total.values + row * width;
     const float *from = partial.values + row * width;
     for (int64_t i = 0; i < width; i += LANES)
-      store(to + i, multiply_add(load(from + i), splat(share), multiply(load(to + i), splat(kept))));
+      store(to + i, multiply_add(load(from + i), splat(partial_factor), multiply(load(to + i), splat(total_factor))));
   }
 }
 
 void write_out(const Rows &rows, const Partial &total, Scratch &scratch) {
   const int64_t width = rows.call.value_width(), channels = rows.call.values.channels;
-  float *x = room(scratch.floats, width);
+  float *x = aligned_buffer(scratch.floats, width);
   for (int64_t row = 0; row < rows.count; ++row) {
     for (int64_t i = 0; i < width; i += LANES) store(x + i, divide(load(total.values + row * width + i), splat(total.sum[row])));
-    write_floats(rows.call.out, rows.call.keys.dtype, rows.place(row) * channels, channels, x);
+    write_floats(rows.call.out, rows.call.keys.dtype, rows.vector_index(row) * channels, channels, x);
   }
 }
 
 // --- distribution of the work ---
 
-// All splits of some rows, or one split, whose partial result is stored for the call.
-struct Unit {
+// All splits of some rows, or one split. The partial result of one split is stored until the end of the call.
+struct WorkItem {
   Rows rows;
   int64_t split;  // -1: all
-  int64_t place;  // offset of the partial result, in floats
+  int64_t partial_offset;  // offset of the partial result, in floats
 
   int64_t work() const {
     return (rows.count + 4) * (split < 0 ? rows.num_keys() : SPLIT) * (rows.call.keys.channels + rows.call.values.channels);  // 4: cost of packing
   }
 };
 
-// Returns the number of parts that the rows of a unit are divided into: more than one if there would be fewer units
-// than threads. Only full splits count as units: with 272 keys one thread would have 256 keys and another 16.
-int64_t parts_of_rows(const Call &call) {
-  int64_t units = 0;
+// Returns the number of parts into which the rows of a work item are divided. It is more than one if there would be fewer
+// items than threads. Only full splits count as items: with 272 keys one thread would have 256 keys and another 16.
+int64_t num_row_parts(const Call &call) {
+  int64_t items = 0;
   for (int64_t s = 0; s < call.num_sequences; ++s) {
     const Rows rows{call, s, 0, 0, call.num_new(s) * call.heads_per_group};
     if (rows.count == 0) continue;
     const int64_t num_splits = rows.count <= MAX_ROWS ? std::max<int64_t>(rows.num_keys() / SPLIT, 1) : 1;
-    units += divide_up(rows.count, MAX_ROWS) * num_splits * call.keys.num_heads;
+    items += divide_up(rows.count, MAX_ROWS) * num_splits * call.keys.num_heads;
   }
-  return divide_up(get_threads(), std::max<int64_t>(units, 1));
+  return divide_up(get_threads(), std::max<int64_t>(items, 1));
 }
 
 // Rows of a few tokens with a long context are split, so that a single sequence keeps all threads busy.
-int64_t list_units(const Call &call, std::vector<Unit> &units) {
-  const int64_t parts = parts_of_rows(call);
+int64_t list_items(const Call &call, std::vector<WorkItem> &items) {
+  const int64_t parts = num_row_parts(call);
   int64_t floats = 0;
-  units.clear();
+  items.clear();
   for (int64_t s = 0; s < call.num_sequences; ++s) {
     const int64_t num_rows = call.num_new(s) * call.heads_per_group;
     if (num_rows == 0) continue;
@@ -197,8 +197,8 @@ int64_t list_units(const Call &call, std::vector<Unit> &units) {
     for (int64_t first = (num_rows - 1) / height * height; first >= 0; first -= height) {  // the longest contexts first
       const Rows rows{call, s, 0, first, std::min(num_rows - first, height)};
       for (int64_t split = rows.first_split(); split < (in_splits ? rows.end_split() : rows.first_split() + 1); ++split)
-        for (int64_t group = 0; group < call.keys.num_heads; ++group) {  // innermost: vectors of the heads are on the same pages
-          units.push_back({{call, s, group, first, rows.count}, in_splits ? split : -1, floats});
+        for (int64_t group = 0; group < call.keys.num_heads; ++group) {  // innermost, because vectors of the heads are on the same pages
+          items.push_back({{call, s, group, first, rows.count}, in_splits ? split : -1, floats});
           if (in_splits) floats += Partial::size(rows.count, call.value_width());
         }
     }
@@ -206,30 +206,30 @@ int64_t list_units(const Call &call, std::vector<Unit> &units) {
   return floats;
 }
 
-void run_unit(const Unit &unit, float *partials, Scratch &scratch) {
-  const Rows &rows = unit.rows;
+void run_item(const WorkItem &item, float *partials, Scratch &scratch) {
+  const Rows &rows = item.rows;
   const int64_t width = rows.call.value_width(), size = Partial::size(rows.count, width);
   const uint8_t *query = query_words(rows, scratch);
-  if (unit.split >= 0) {
-    Partial partial = Partial::of_nothing(partials + unit.place, rows.count, width);
-    return attend_split(rows, unit.split, query, partial, scratch);
+  if (item.split >= 0) {
+    Partial partial = Partial::empty(partials + item.partial_offset, rows.count, width);
+    return attend_split(rows, item.split, query, partial, scratch);
   }
-  Partial total = Partial::of_nothing(room(scratch.total, size), rows.count, width);
+  Partial total = Partial::empty(aligned_buffer(scratch.total, size), rows.count, width);
   for (int64_t split = rows.first_split(); split < rows.end_split(); ++split) {
-    Partial partial = Partial::of_nothing(room(scratch.partial, size), rows.count, width);
+    Partial partial = Partial::empty(aligned_buffer(scratch.partial, size), rows.count, width);
     attend_split(rows, split, query, partial, scratch);
     join(partial, rows.count, width, total);
   }
   write_out(rows, total, scratch);
 }
 
-// `unit` is the first split of its rows. The next splits follow at intervals of the number of key/value heads.
-void join_splits(const Unit *unit, float *partials, Scratch &scratch) {
-  const Rows &rows = unit->rows;
+// `item` is the first split of its rows. The next splits follow at intervals of the number of key/value heads.
+void join_splits(const WorkItem *item, float *partials, Scratch &scratch) {
+  const Rows &rows = item->rows;
   const int64_t width = rows.call.value_width();
-  Partial total = Partial::of_nothing(room(scratch.total, Partial::size(rows.count, width)), rows.count, width);
+  Partial total = Partial::empty(aligned_buffer(scratch.total, Partial::size(rows.count, width)), rows.count, width);
   for (int64_t i = 0; i < rows.num_splits(); ++i)
-    join(Partial(partials + unit[i * rows.call.keys.num_heads].place, rows.count, width), rows.count, width, total);
+    join(Partial(partials + item[i * rows.call.keys.num_heads].partial_offset, rows.count, width), rows.count, width, total);
   write_out(rows, total, scratch);
 }
 
@@ -241,21 +241,22 @@ OPERATOR(paged_attention, (const void *query, const PagedVectors &keys, const Pa
   const Call call{query,  out,         keys,          values,    tables, starts, lengths, prefixes,
                   slopes, table_width, num_sequences, num_heads, window, scale,  soft_cap};
   thread_local Scratch scratch_of_thread;
-  thread_local std::vector<Unit> units;
-  thread_local std::vector<float> kept_partials;
-  const int64_t num_floats = list_units(call, units), num_units = units.size();
-  float *partials = room(kept_partials, num_floats);
+  thread_local std::vector<WorkItem> items;
+  thread_local std::vector<float> partials_buffer;
+  const int64_t num_floats = list_items(call, items), num_items = items.size();
+  float *partials = aligned_buffer(partials_buffer, num_floats);
   int64_t work = 0;
-  for (const Unit &unit : units) work += unit.work();
-  const int64_t num_chunks = std::clamp<int64_t>(work / CHUNK_WORK, 1, std::max<int64_t>(num_units, 1));
-  const Unit *const all = units.data();  // of the calling thread
+  for (const WorkItem &item : items) work += item.work();
+  const int64_t num_chunks = std::clamp<int64_t>(work / CHUNK_WORK, 1, std::max<int64_t>(num_items, 1));
+  const WorkItem *const first_item = items.data();  // of the calling thread
   parallel_for(num_chunks, [&](int64_t chunk) {
-    for (int64_t i = chunk * num_units / num_chunks; i < (chunk + 1) * num_units / num_chunks; ++i)
-      run_unit(all[i], partials, scratch_of_thread);
+    for (int64_t i = chunk * num_items / num_chunks; i < (chunk + 1) * num_items / num_chunks; ++i)
+      run_item(first_item[i], partials, scratch_of_thread);
   });
   if (num_floats == 0) return;
   parallel_for(num_chunks, [&](int64_t chunk) {
-    for (int64_t i = chunk * num_units / num_chunks; i < (chunk + 1) * num_units / num_chunks; ++i)
-      if (all[i].split >= 0 && all[i].split == all[i].rows.first_split()) join_splits(all + i, partials, scratch_of_thread);
+    for (int64_t i = chunk * num_items / num_chunks; i < (chunk + 1) * num_items / num_chunks; ++i)
+      if (first_item[i].split >= 0 && first_item[i].split == first_item[i].rows.first_split())
+        join_splits(first_item + i, partials, scratch_of_thread);
   });
 }

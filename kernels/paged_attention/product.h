@@ -9,20 +9,20 @@
 #include "../tiles.h"
 
 constexpr int VECTORS = 4;                         // tiles whose products are computed together
-constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums fit into the registers then
+constexpr int MAX_PANEL = ACCUMULATORS / VECTORS;  // rows whose sums for these tiles fit into the registers
 constexpr int64_t WORD_BYTES = 4, VECTOR_BYTES = LANES * WORD_BYTES;
 
-// out [ROWS, TILES * 16] = kept * out + x [ROWS, steps] times tiles [TILES, steps, 16]. If kept is null, out is
+// out [ROWS, TILES * 16] = rescale * out + x [ROWS, steps] times tiles [TILES, steps, 16]. If rescale is null, out is
 // overwritten.
 template <bool BFLOAT16, int ROWS, int TILES>
-[[gnu::noinline]] void dot(const uint8_t *tiles, int64_t tile_bytes, const int32_t *x, int64_t x_stride, int64_t num_steps, const float *kept,
+[[gnu::noinline]] void dot(const uint8_t *tiles, int64_t tile_bytes, const int32_t *x, int64_t x_stride, int64_t num_steps, const float *rescale,
                            float *out, int64_t out_stride) {
   Floats sums[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
     UNROLL
     for (int t = 0; t < TILES; ++t)
-      sums[row][t] = kept ? multiply(load(out + row * out_stride + t * LANES), splat(kept[row])) : splat(0.0f);
+      sums[row][t] = rescale ? multiply(load(out + row * out_stride + t * LANES), splat(rescale[row])) : splat(0.0f);
   for (int64_t step = 0; step < num_steps; ++step) {
     Ints w[TILES];
     UNROLL
@@ -46,7 +46,7 @@ struct Product {
   int64_t num_tiles, num_steps, tile_words;
   const int32_t *x;
   int64_t x_stride;
-  const float *kept;
+  const float *rescale;
   float *out;
   int64_t out_stride;
 };
@@ -56,7 +56,7 @@ template <bool BFLOAT16, int ROWS, int TILES> void multiply_rows(const Product &
     if (count < ROWS) return multiply_rows<BFLOAT16, ROWS - 1, TILES>(p, tile, first, count);
   const int64_t tile_bytes = p.tile_words * WORD_BYTES;
   dot<BFLOAT16, ROWS, TILES>(p.tiles + tile * tile_bytes, tile_bytes, p.x + first * p.x_stride, p.x_stride, p.num_steps,
-                             p.kept ? p.kept + first : nullptr, p.out + first * p.out_stride + tile * LANES, p.out_stride);
+                             p.rescale ? p.rescale + first : nullptr, p.out + first * p.out_stride + tile * LANES, p.out_stride);
 }
 
 template <bool BFLOAT16> void multiply_panels(const Product &p, int64_t first, int64_t last) {
@@ -97,7 +97,7 @@ template <int TILES> void multiply_tiles(const Product &p, int64_t tile, int64_t
   float *out = p.out + row * p.out_stride + tile * LANES;
   const int32_t *x = p.x + row * p.x_stride;
   const uint8_t *at = p.tiles + tile * tile_bytes;
-  if (p.kept) {
+  if (p.rescale) {
     load_tile<0>(out, stride);
     if constexpr (TILES == 4) load_tile<1>(out + LANES, stride), load_tile<2>(out + 2 * LANES, stride), load_tile<3>(out + 3 * LANES, stride);
   } else {
@@ -117,10 +117,10 @@ template <int TILES> void multiply_tiles(const Product &p, int64_t tile, int64_t
 }
 
 inline void multiply_by_tiles(const Product &p, int64_t first, int64_t last, TileHeight &height) {
-  if (p.kept)
+  if (p.rescale)
     for (int64_t row = first; row < last; ++row)
       for (float *at = p.out + row * p.out_stride, *end = at + p.num_tiles * LANES; at != end; at += LANES)
-        store(at, multiply(load(at), splat(p.kept[row])));
+        store(at, multiply(load(at), splat(p.rescale[row])));
   for (int64_t row = first; row < last; row += TILE_ROWS) {
     height.set(std::min(last - row, TILE_ROWS));
     for (int64_t tile = 0; tile < p.num_tiles;) {

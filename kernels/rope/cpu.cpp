@@ -9,7 +9,7 @@
 #include "../rows.h"
 #include "../simd.h"
 #include "../threads.h"
-#include "turn.h"
+#include "rotate.h"
 
 namespace {
 
@@ -24,15 +24,15 @@ OPERATOR(rope, (const void *x, const void *cos, const void *sin, void *out, Dtyp
                 int64_t channels, int64_t half, int64_t token_stride, bool interleaved)) {
   const int64_t tokens_per_chunk = rows_of_chunk(CHUNK_CHANNELS, num_heads * channels);
   parallel_for(divide_up(num_tokens, tokens_per_chunk), [&](int64_t chunk) {
-    thread_local std::vector<float> kept;
-    kept.resize(2 * channels + 2 * half);
-    float *from = kept.data(), *to = from + channels, *c = to + channels, *s = c + half;
+    thread_local std::vector<float> buffer;
+    buffer.resize(2 * channels + 2 * half);
+    float *from = buffer.data(), *to = from + channels, *c = to + channels, *s = c + half;
     for (int64_t token = chunk * tokens_per_chunk; token < std::min((chunk + 1) * tokens_per_chunk, num_tokens); ++token) {
       read_floats(cos, dtype, token * half, half, c);
       read_floats(sin, dtype, token * half, half, s);
       for (int64_t head = 0; head < num_heads; ++head) {
         read_floats(x, dtype, token * token_stride + head * channels, channels, from);
-        turn_head(from, channels, c, s, half, interleaved, to);
+        rotate_head(from, channels, c, s, half, interleaved, to);
         write_floats(out, dtype, (token * num_heads + head) * channels, channels, to);
       }
     }
@@ -43,9 +43,9 @@ OPERATOR(rope, (const void *x, const void *cos, const void *sin, void *out, Dtyp
 OPERATOR(rope_angles, (const int64_t *positions, const float *frequencies, float factor, void *cos, void *sin, Dtype dtype,
                        int64_t num_tokens, int64_t half)) {
   parallel_for(divide_up(num_tokens, TOKENS_OF_ANGLES), [&](int64_t chunk) {
-    thread_local std::vector<float> kept;
-    kept.resize(2 * half);
-    float *c = kept.data(), *s = c + half;
+    thread_local std::vector<float> buffer;
+    buffer.resize(2 * half);
+    float *c = buffer.data(), *s = c + half;
     for (int64_t token = chunk * TOKENS_OF_ANGLES; token < std::min((chunk + 1) * TOKENS_OF_ANGLES, num_tokens); ++token) {
       for (int64_t i = 0; i < half; ++i) {
         const float angle = static_cast<float>(positions[token]) * frequencies[i];

@@ -1,7 +1,7 @@
 // Draws one token per row of logits without sorting the vocabulary. kernels/sampling/reference.py is the specification.
 //
-// Sums have another order than in the reference. If a decision is nearer to its limit than TOLERANCE, the result for
-// the row is UNDECIDED. All other results equal the reference.
+// Sums are added in another order than in the reference. If a sum is within TOLERANCE of the value that it is compared
+// with, the result of the row is UNDECIDED. All other results are equal to the reference.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -57,7 +57,7 @@ double sum(const double *x, int64_t count) {
   return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]));
 }
 
-// Tokens are ordered by falling logit, then by rising id. All tokens up to a last one may be drawn.
+// Tokens are ordered by falling logit, then by rising id. The tokens up to RowSampler::last_ may be drawn.
 struct Token {
   double scaled;
   int64_t id;
@@ -65,7 +65,7 @@ struct Token {
   bool operator<(const Token &other) const { return scaled != other.scaled ? scaled > other.scaled : id < other.id; }
 };
 
-class Row {
+class RowSampler {
  public:
   int64_t draw(const float *logits, int64_t vocab_size, const Settings &settings) {
     if (!scale(logits, vocab_size, settings.temperature)) return UNDECIDED;
@@ -75,7 +75,7 @@ class Row {
     if (has_top_k) keep_top_k(static_cast<int64_t>(settings.top_k));
     if (has_top_p && !keep_top_p(settings.top_p)) return UNDECIDED;
     if (settings.min_p > 0 && !keep_min_p(settings.min_p)) return UNDECIDED;
-    if (has_top_k || has_top_p) drop_what_follows(last_);
+    if (has_top_k || has_top_p) drop_after(last_);
     return invert(settings.uniform);
   }
 
@@ -84,7 +84,7 @@ class Row {
   std::vector<uint16_t> bucket_of_;       // the bucket of each token, by falling logit
   std::vector<int64_t> counts_;           // number of tokens per bucket
   std::vector<double> masses_;            // sum of weights per bucket
-  std::vector<Token> among_;              // tokens of one bucket
+  std::vector<Token> candidates_;         // tokens of one bucket
   int64_t last_bucket_ = NUM_BUCKETS - 1;
   Token last_;
 
@@ -98,7 +98,7 @@ class Row {
     return std::isfinite(highest);
   }
 
-  void drop_what_follows(const Token last) {
+  void drop_after(const Token last) {
     for (int64_t id = 0; id < static_cast<int64_t>(scaled_.size()); ++id) {
       const bool kept = (scaled_[id] > last.scaled) | ((scaled_[id] == last.scaled) & (id <= last.id));
       weights_[id] = kept ? weights_[id] : 0.0;
@@ -119,11 +119,11 @@ class Row {
     return !std::isnan(masses_.back());
   }
 
-  // Sets `among_` to the tokens of a bucket that are still kept.
+  // Sets `candidates_` to the tokens of a bucket that are still kept.
   void gather(int64_t bucket) {
-    among_.clear();
+    candidates_.clear();
     for (size_t id = 0; id < scaled_.size(); ++id)
-      if (bucket_of_[id] == bucket && scaled_[id] >= last_.scaled) among_.push_back({scaled_[id], static_cast<int64_t>(id)});
+      if (bucket_of_[id] == bucket && scaled_[id] >= last_.scaled) candidates_.push_back({scaled_[id], static_cast<int64_t>(id)});
   }
 
   // Also keeps tokens with the same logit as the last one.
@@ -131,28 +131,28 @@ class Row {
     int64_t bucket = 0;
     for (; k > counts_[bucket]; ++bucket) k -= counts_[bucket];
     gather(bucket);
-    std::nth_element(among_.begin(), among_.begin() + (k - 1), among_.end());
-    last_.scaled = among_[k - 1].scaled;
+    std::nth_element(candidates_.begin(), candidates_.begin() + (k - 1), candidates_.end());
+    last_.scaled = candidates_[k - 1].scaled;
     last_bucket_ = bucket;
     masses_[bucket] = 0;
-    for (const Token &token : among_)
+    for (const Token &token : candidates_)
       if (token.scaled >= last_.scaled) masses_[bucket] += weights_[token.id];
   }
 
   bool keep_top_p(double p) {
-    const double total = sum(masses_.data(), last_bucket_ + 1), limit = p * total, unsure = TOLERANCE * total;
+    const double total = sum(masses_.data(), last_bucket_ + 1), limit = p * total, tolerance = TOLERANCE * total;
     double before = 0;
     int64_t bucket = 0;
     for (; bucket < last_bucket_ && before + masses_[bucket] < limit; ++bucket) before += masses_[bucket];
     gather(bucket);
-    std::sort(among_.begin(), among_.end());
-    for (const Token &token : among_) {
-      if (before >= limit + unsure) return true;
-      if (!(before <= limit - unsure)) return false;
+    std::sort(candidates_.begin(), candidates_.end());
+    for (const Token &token : candidates_) {
+      if (before >= limit + tolerance) return true;
+      if (!(before <= limit - tolerance)) return false;
       last_ = token;
       before += weights_[token.id];
     }
-    return bucket == last_bucket_ || before >= limit + unsure;
+    return bucket == last_bucket_ || before >= limit + tolerance;
   }
 
   bool keep_min_p(double min_p) {
@@ -167,7 +167,7 @@ class Row {
   // Returns the first token at which the cumulative weight exceeds the uniform number times the total weight.
   int64_t invert(double uniform) {
     const int64_t vocab_size = weights_.size();
-    const double total = sum(weights_.data(), vocab_size), target = uniform * total, unsure = TOLERANCE * total;
+    const double total = sum(weights_.data(), vocab_size), target = uniform * total, tolerance = TOLERANCE * total;
     double before = 0;
     for (int64_t first = 0; first < vocab_size; first += BLOCK) {
       const int64_t count = std::min(BLOCK, vocab_size - first);
@@ -175,7 +175,7 @@ class Row {
       if (before + block > target) {
         for (int64_t id = first; id < first + count; ++id) {
           const double after = before + weights_[id];
-          if (after > target) return before <= target - unsure && after >= target + unsure ? id : UNDECIDED;
+          if (after > target) return before <= target - tolerance && after >= target + tolerance ? id : UNDECIDED;
           before = after;
         }
         return UNDECIDED;
@@ -187,8 +187,8 @@ class Row {
 };
 
 int64_t most_likely(const float *logits, int64_t vocab_size) {
-  const float *found = std::find(logits, logits + vocab_size, largest(logits, vocab_size));
-  return found == logits + vocab_size ? 0 : found - logits;  // 0: all logits are NaN
+  const float *position = std::find(logits, logits + vocab_size, largest(logits, vocab_size));
+  return position == logits + vocab_size ? 0 : position - logits;  // 0: all logits are NaN
 }
 
 }  // namespace
@@ -210,7 +210,7 @@ OPERATOR(most_likely, (const void *logits, Dtype dtype, int64_t *tokens, int64_t
 // logits [R, V]; tokens [R], -1 where the result is undecided.
 OPERATOR(draw, (const float *logits, const double *settings, int64_t *tokens, int64_t num_rows, int64_t vocab_size)) {
   parallel_for(num_rows, [&](int64_t row) {
-    thread_local Row work;
-    tokens[row] = work.draw(logits + row * vocab_size, vocab_size, reinterpret_cast<const Settings *>(settings)[row]);
+    thread_local RowSampler sampler;
+    tokens[row] = sampler.draw(logits + row * vocab_size, vocab_size, reinterpret_cast<const Settings *>(settings)[row]);
   });
 }

@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "../exp.h"
-#include "../numbers.h"
+#include "../elements.h"
 #include "../operator.h"
 #include "../threads.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 13;  // numbers that justify another thread
+constexpr int64_t CHUNK = 1 << 13;  // elements that justify another thread
 
 }  // namespace
 
@@ -20,7 +20,7 @@ OPERATOR(soft_cap, (const void *x, float cap, void *out, Dtype dtype, int64_t co
     const int64_t end = std::min((chunk + 1) * CHUNK, count);
     for_dtype(dtype, [&]<Dtype DTYPE>() {
       for (int64_t i = chunk * CHUNK; i < end; i += LANES)
-        store_numbers<DTYPE>(out, i, count, rounded<DTYPE>(multiply(limit, tanh(divide(load_numbers<DTYPE>(x, i, count), limit)))));
+        store_elements<DTYPE>(out, i, count, rounded<DTYPE>(multiply(limit, tanh(divide(load_elements<DTYPE>(x, i, count), limit)))));
     });
   });
 }

@@ -23,7 +23,8 @@ void take(const void *x, int64_t stride, const int64_t *order, void *out, int64_
 
 }  // namespace
 
-// x: rows `stride` numbers apart; order [I]: channels of a row; out [rows, I]. A number has `size` bytes, 2 or 4.
+// x: rows with a stride of `stride` elements; order [I]: channels of a row; out [rows, I]. An element has `size` bytes, 2
+// or 4.
 OPERATOR(take_channels, (const void *x, int64_t stride, const int64_t *order, void *out, int64_t size, int64_t num_rows, int64_t num_channels)) {
   (size == 2 ? take<uint16_t> : take<uint32_t>)(x, stride, order, out, num_rows, num_channels);
 }

@@ -193,7 +193,7 @@ GOVERNING = {
     "begin_recording",
     "end_recording",
     "replay",
-    "forget",
+    "free_recording",
     "run_chunks",
     "set_threads",
     "get_threads",

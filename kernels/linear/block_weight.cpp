@@ -2,23 +2,23 @@
 // layout.
 //
 // M rows, K inputs, N outputs. A tile is 16 outputs, one per lane; a step is four inputs, the bytes of a lane; a unit
-// is eight steps. Rows are converted to 16-bit fixed point with a scale per group, as in ints.cpp. The sum of a group
-// is an exact integer; groups are scaled and added in float32 in the order of inputs. So the bits of a row depend
+// is eight steps. Rows are converted to 16-bit fixed point with a scale per group, as in int_weight.cpp. The sum of a
+// group is an exact integer; groups are scaled and added in float32 in the order of inputs. So the bits of a row depend
 // neither on other rows nor on how threads share the work.
 #include <algorithm>
 #include <vector>
 
 #include "../tiles.h"
-#include "superblocks.h"
+#include "block_weight.h"
 
 namespace {
 
 constexpr int LIMBS = 2, SUMS = sums_of(LIMBS);
 constexpr int64_t PANELS_PER_CHUNK = 16;
 #ifdef HAS_TILES
-constexpr int64_t ROWS_FOR_TILES = 16;  // more than in ints.cpp: weights are expanded to bytes first, which takes as long as some rows
+constexpr int64_t ROWS_FOR_TILES = 16;  // least rows for AMX tiles; more than in int_weight.cpp, because weights are expanded to bytes first
 #endif
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache, as in ints.cpp
+constexpr int64_t PREFETCH_BYTES = 8192;  // distance, into the L2 cache, as in int_weight.cpp
 
 // The addresses where a kernel starts to read.
 struct Sources {
@@ -30,7 +30,7 @@ struct Sources {
 };
 
 // Multiplies TILES tiles by ROWS rows; out [ROWS, TILES, 16]. Never inlined: inside other code the compiler keeps sums
-// in memory, as in ints.cpp.
+// in memory, as in int_weight.cpp.
 template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles(Sources from, float *out) {
   constexpr int GROUP_STEPS = Kind::group / STEP;
   constexpr int64_t SHARE = Kind::block_bytes / Kind::units;
@@ -101,28 +101,28 @@ template <class Kind, int ROWS, int TILES> [[gnu::noinline]] void multiply_tiles
 // Rows as fixed point, and their weights.
 template <class Kind> struct Job {
   Product product;
-  Activations<LIMBS> all;
+  Activations<LIMBS> activations;
 
   explicit Job(const Product &of)
-      : product(of), all{of.rows.num_rows, of.rows.num_inputs, Kind::group, of.rows.num_inputs / STEP, Kind::offset} {}
-  int64_t tile_bytes() const { return all.num_inputs / Kind::block * Kind::block_bytes; }
+      : product(of), activations{of.rows.num_rows, of.rows.num_inputs, Kind::group, of.rows.num_inputs / STEP, Kind::offset} {}
+  int64_t tile_bytes() const { return activations.num_inputs / Kind::block * Kind::block_bytes; }
   int64_t tiles_of_chunk() const { return TILES_OF_CHUNK; }
-  int64_t num_panels() const { return all.num_panels; }
+  int64_t num_panels() const { return activations.num_panels; }
   int64_t num_fills() const { return num_panels(); }
   int64_t panels_of_chunk() const { return PANELS_PER_CHUNK; }
-  int64_t panel_bytes() const { return all.num_rows * all.bytes_per_row; }
-  void place(char *memory) { all.memory = memory; }
+  int64_t panel_bytes() const { return activations.num_rows * activations.bytes_per_row; }
+  void assign_memory(char *memory) { activations.memory = memory; }
 };
 
-// Multiplies one panel by tiles first to last - 1. Results are rounded before the bias is added, as if they had been
-// written.
+// Multiplies one panel by tiles first to last - 1. The products are rounded to the dtype before the bias is
+// added.
 template <class Kind, int ROWS> void multiply_panel(const Job<Kind> &job, const Output &out, int64_t panel, int64_t first, int64_t last) {
-  const Panel<LIMBS> x = job.all.panel(panel);
+  const Panel<LIMBS> x = job.activations.panel(panel);
   if constexpr (ROWS > 1)
     if (x.num_rows < ROWS) return multiply_panel<Kind, ROWS - 1>(job, out, panel, first, last);
   constexpr int FIT = ACCUMULATORS / (ROWS * (SUMS + 1)), TILES = FIT >= 4 ? 4 : 1;
   const Dtype dtype = job.product.rows.dtype;
-  write_tiles<ROWS, TILES>(out, dtype, panel * job.all.height, first, last,
+  write_tiles<ROWS, TILES>(out, dtype, panel * job.activations.height, first, last,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
     const auto tiles = num_tiles == TILES ? multiply_tiles<Kind, ROWS, TILES> : multiply_tiles<Kind, ROWS, 1>;
     tiles({weight.memory + tile * job.tile_bytes(), job.tile_bytes(), x.words, x.scales, x.sums}, result);
@@ -137,23 +137,24 @@ template <class Kind> void multiply_all(const std::vector<Product> &products) {
   jobs.clear();
   for (const Product &product : products) jobs.emplace_back(product);
   const auto fill = [](const Job<Kind> &job, int64_t number) {
-    const Panel<LIMBS> panel = job.all.panel(number);
-    for (int64_t row = 0; row < panel.num_rows; ++row) fill_row_for<Kind>(job.all, panel, row, job.product.rows, number * job.all.height + row);
+    const Panel<LIMBS> panel = job.activations.panel(number);
+    for (int64_t row = 0; row < panel.num_rows; ++row)
+      fill_row_of_kind<Kind>(job.activations, panel, row, job.product.rows, number * job.activations.height + row);
   };
-  run(jobs, fill, [](const Job<Kind> &job, const Part &part) {
-    for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
-      multiply_panel<Kind, Panel<LIMBS>::MAX_ROWS>(job, *part.out, panel, part.first_tile, part.last_tile);
+  run(jobs, fill, [](const Job<Kind> &job, const WorkItem &item) {
+    for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel)
+      multiply_panel<Kind, Panel<LIMBS>::MAX_ROWS>(job, *item.out, panel, item.first_tile, item.last_tile);
   });
 }
 
 }  // namespace
 
-void multiply_blocks(Codes codes, const std::vector<Product> &products) {
+void multiply_block_weights(Codes codes, const std::vector<Product> &products) {
   std::vector<Product> few = products;
 #ifdef HAS_TILES
   const auto are_many = [](const Product &product) { return product.rows.num_rows >= ROWS_FOR_TILES; };
   const auto many = std::stable_partition(few.begin(), few.end(), [&](const Product &product) { return !are_many(product); });
-  if (many != few.end()) multiply_blocks_by_tiles(codes, {many, few.end()});
+  if (many != few.end()) multiply_block_weights_by_tiles(codes, {many, few.end()});
   few.erase(many, few.end());
 #endif
   if (!few.empty()) with_kind(codes, [&](auto kind) { multiply_all<decltype(kind)>(few); });

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../room.h"
+#include "../aligned_buffer.h"
 #include "../tiles.h"
 #include "compressed.h"
 #include "products.h"
@@ -18,12 +18,12 @@ namespace {
 constexpr int64_t STEP_BYTES = 4;  // of a row
 constexpr int64_t vector_bytes(Dtype dtype) { return LANES * (dtype == Dtype::float16 ? 2 : STEP_BYTES); }  // of a tile's step
 constexpr int64_t ROWS_OF_CHUNK = 8 * ACCUMULATORS;
-constexpr int64_t ROWS_PER_PACKING = 256;  // for a plain weight: packing a tile takes as long as multiplying about ten rows by it
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into L2; 2048 bytes into L1 are up to 1.15 times slower at 8 and 16 rows
-constexpr int MAX_UNFETCHED = 2;  // up to this many rows memory speed is the limit for 12 bits; prefetches would take 1.17 of one core's time
-// Rows per panel. Up to MAX_ROWS rows are one panel, which reads the weight once. More rows are split into panels for
-// two tiles, which need fewer loads per product: a core that starts two products per cycle can do at most two loads for
-// them. AVX2 has the registers for one tile.
+constexpr int64_t ROWS_PER_PACKING = 256;  // for a plain weight: packing a tile takes as long as multiplying ten rows by it
+constexpr int64_t PREFETCH_BYTES = 8192;  // distance, into the L2 cache; 2048 bytes into the L1 cache are up to 1.15 times slower with 8 and 16 rows
+constexpr int MAX_ROWS_WITHOUT_PREFETCH = 2;  // of a 12-bit weight: memory is the limit, and prefetches would take 1.17 of one core's time
+// Rows per panel. Up to MAX_ROWS rows are one panel, which reads the weight once. More rows are split into panels that
+// are multiplied by two tiles at once. These panels need fewer loads per product: a core that starts two products per
+// cycle can do at most two loads for them. AVX2 has registers for one tile only.
 constexpr int MAX_ROWS = ACCUMULATORS, TILES_OF_MANY = ACCUMULATORS < 16 ? 1 : 2, MAX_ROWS_OF_MANY = ACCUMULATORS / TILES_OF_MANY;
 
 struct Job {
@@ -41,7 +41,7 @@ struct Job {
   int64_t panels_of_chunk() const { return (product.plain.numbers ? ROWS_PER_PACKING : ROWS_OF_CHUNK) / max_height(); }
   int64_t first_row(int64_t panel) const { return rows().num_rows * panel / num_panels(); }  // heights differ by at most one
   int64_t panel_bytes() const { return rows().num_rows * num_steps() * STEP_BYTES; }
-  void place(char *memory) { panels = memory; }
+  void assign_memory(char *memory) { panels = memory; }
 };
 
 void fill_panel(const Job &job, int64_t panel) {
@@ -54,7 +54,7 @@ void fill_panel(const Job &job, int64_t panel) {
   for (int64_t row = 0; row < height; ++row) {
     const char *from = static_cast<const char *>(rows.x) + (first + row) * row_bytes;
     if (rows.dtype == Dtype::float16) {
-      float *x = room(floats, rows.num_inputs);
+      float *x = aligned_buffer(floats, rows.num_inputs);
       read_floats(from, rows.dtype, 0, rows.num_inputs, x);
       from = reinterpret_cast<const char *>(x);
     }
@@ -75,15 +75,15 @@ template <Dtype DTYPE> Ints load_step(const uint8_t *weight) {
 }
 
 // The addresses that a kernel prefetches into the L2 cache while it multiplies TILES tiles.
-struct Ahead {
+struct PrefetchPlan {
   int64_t distance, advance;  // bytes ahead in each tile; bytes per step (per group of a compressed weight)
   int64_t jump_at, jump;      // from this step or group on, this many more bytes ahead
 };
 
-// A single panel prefetches its own tiles, and near their end the tiles of the next call. Several panels share the
-// prefetches of the next call's tiles: otherwise the first panel would wait for memory, and memory would be idle during
-// the other panels.
-template <int TILES> Ahead fetch_ahead(int64_t tile_bytes, int64_t step_bytes, int64_t panel, int64_t num_panels) {
+// A single panel prefetches the tiles that it multiplies, and near their end the tiles of the next call. Several panels
+// share the prefetches of the next call's tiles. Otherwise the first panel would wait for memory, and memory would be
+// idle during the remaining panels.
+template <int TILES> PrefetchPlan prefetch_plan(int64_t tile_bytes, int64_t step_bytes, int64_t panel, int64_t num_panels) {
   if (num_panels == 1) return {PREFETCH_BYTES, step_bytes, (tile_bytes - PREFETCH_BYTES) / step_bytes, (TILES - 1) * tile_bytes};
   return {TILES * tile_bytes + tile_bytes * panel / num_panels, step_bytes / num_panels, -1, 0};
 }
@@ -91,7 +91,7 @@ template <int TILES> Ahead fetch_ahead(int64_t tile_bytes, int64_t step_bytes, i
 // result [ROWS, TILES, 16] = the products of ROWS rows and TILES tiles. Never inlined: inside other code the compiler
 // keeps half of the sums in memory (2.2 times slower).
 template <Dtype DTYPE, int ROWS, int TILES>
-[[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const Ahead &ahead, const int32_t *x, int64_t num_steps, float *result) {
+[[gnu::noinline]] void dot(const uint8_t *weight, int64_t tile_bytes, const PrefetchPlan &ahead, const int32_t *x, int64_t num_steps, float *result) {
   constexpr int64_t VECTOR_BYTES = vector_bytes(DTYPE);
   Floats sums[ROWS][TILES];
   UNROLL
@@ -122,9 +122,10 @@ template <Dtype DTYPE, int ROWS, int TILES>
     for (int t = 0; t < TILES; ++t) store(result + (row * TILES + t) * LANES, sums[row][t]);
 }
 
-// The same for compressed tiles from number `tile` on, in the same order.
+// Computes the same as `dot`, in the same order, for compressed tiles from number `tile` on.
 template <int ROWS, int TILES>
-[[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const Ahead &ahead, const int32_t *x, float *result) {
+[[gnu::noinline]] void dot_compressed(const uint8_t *weight, const Compressed &layout, int64_t tile, const PrefetchPlan &ahead, const int32_t *x,
+                                      float *result) {
   Floats sums[ROWS][TILES];
   UNROLL
   for (int row = 0; row < ROWS; ++row)
@@ -140,7 +141,8 @@ template <int ROWS, int TILES>
     if (group == ahead.jump_at) fetched += ahead.jump;
     UNROLL
     for (int t = 0; t < TILES; ++t)
-      for (int64_t line = 0; line < GROUP_BYTES && ROWS > MAX_UNFETCHED; line += 64) _mm_prefetch(fetched + t * tile_bytes + line, _MM_HINT_T1);
+      for (int64_t line = 0; line < GROUP_BYTES && ROWS > MAX_ROWS_WITHOUT_PREFETCH; line += 64)
+        _mm_prefetch(fetched + t * tile_bytes + line, _MM_HINT_T1);
     UNROLL
     for (int64_t half = 0; half < 2; ++half) {  // both steps of all tiles together, so that they share the loaded rows
       Ints steps[TILES][STEPS_OF_PAIR];
@@ -174,11 +176,11 @@ void multiply(const Job &job, const Weight &weight, int64_t all_tiles, int64_t p
   if (weight.is_compressed) {
     const Compressed layout{all_tiles, job.num_steps()};
     const auto product = num_tiles == TILES ? dot_compressed<ROWS, TILES> : dot_compressed<ROWS, 1>;
-    product(weight.memory, layout, tile, fetch_ahead<TILES>(layout.tile_bytes(), GROUP_BYTES, number, num_panels), x, result);
+    product(weight.memory, layout, tile, prefetch_plan<TILES>(layout.tile_bytes(), GROUP_BYTES, number, num_panels), x, result);
   } else {
     const int64_t bytes = job.tile_bytes();
     const auto product = num_tiles == TILES ? dot<DTYPE, ROWS, TILES> : dot<DTYPE, ROWS, 1>;
-    product(weight.memory + (tile - weight.first_tile) * bytes, bytes, fetch_ahead<TILES>(bytes, vector_bytes(DTYPE), number, num_panels), x,
+    product(weight.memory + (tile - weight.first_tile) * bytes, bytes, prefetch_plan<TILES>(bytes, vector_bytes(DTYPE), number, num_panels), x,
             job.num_steps(), result);
   }
   if (weight.bias) add_bias(weight, DTYPE, ROWS, tile, num_tiles, count, result);
@@ -197,34 +199,34 @@ template <Dtype DTYPE, int ROWS> void multiply_panel(const Job &job, const Outpu
 }
 
 // Plain weights are packed first.
-template <Dtype DTYPE> void multiply_part(const Job &job, const Part &part) {
-  Output out = *part.out;
+template <Dtype DTYPE> void multiply_item(const Job &job, const WorkItem &item) {
+  Output out = *item.out;
   if (job.product.plain.numbers) {
     thread_local std::vector<uint8_t> packed;
-    const int64_t tile_bytes = job.tile_bytes(), bytes = (part.last_tile - part.first_tile) * tile_bytes;
+    const int64_t tile_bytes = job.tile_bytes(), bytes = (item.last_tile - item.first_tile) * tile_bytes;
     if (packed.size() < static_cast<size_t>(bytes)) packed.resize(bytes);
-    for (int64_t tile = part.first_tile; tile < part.last_tile; ++tile)
-      pack_tile<DTYPE>(job.product.plain, out.num_outputs, job.rows().num_inputs, tile, packed.data() + (tile - part.first_tile) * tile_bytes);
-    out.weight.memory = packed.data(), out.weight.first_tile = part.first_tile;
+    for (int64_t tile = item.first_tile; tile < item.last_tile; ++tile)
+      pack_tile<DTYPE>(job.product.plain, out.num_outputs, job.rows().num_inputs, tile, packed.data() + (tile - item.first_tile) * tile_bytes);
+    out.weight.memory = packed.data(), out.weight.first_tile = item.first_tile;
   }
-  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel)
-    multiply_panel<DTYPE, MAX_ROWS>(job, out, panel, part.first_tile, part.last_tile);
+  for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel)
+    multiply_panel<DTYPE, MAX_ROWS>(job, out, panel, item.first_tile, item.last_tile);
 }
 
 }  // namespace
 
-void multiply_floats(const std::vector<Product> &products) {
+void multiply_float_weights(const std::vector<Product> &products) {
 #ifdef HAS_TILES
-  if (!products.empty() && products[0].rows.dtype == Dtype::bfloat16) return multiply_bfloat16_by_tiles(products);
+  if (!products.empty() && products[0].rows.dtype == Dtype::bfloat16) return multiply_bfloat16_weights_by_tiles(products);
 #endif
   thread_local std::vector<Job> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.push_back({product});
-  run(jobs, fill_panel, [](const Job &job, const Part &part) {
+  run(jobs, fill_panel, [](const Job &job, const WorkItem &item) {
     const Dtype dtype = job.rows().dtype;
-    const auto multiply = dtype == Dtype::float32    ? multiply_part<Dtype::float32>
-                          : dtype == Dtype::bfloat16 ? multiply_part<Dtype::bfloat16>
-                                                     : multiply_part<Dtype::float16>;
-    multiply(job, part);
+    const auto multiply = dtype == Dtype::float32    ? multiply_item<Dtype::float32>
+                          : dtype == Dtype::bfloat16 ? multiply_item<Dtype::bfloat16>
+                                                     : multiply_item<Dtype::float16>;
+    multiply(job, item);
   });
 }

@@ -1,4 +1,4 @@
-// Loads and stores 16 numbers of a row as float32, for any dtype, with the rounding of rows.h.
+// Loads and stores 16 elements of a row as float32, for any dtype, with the rounding of rows.h.
 #pragma once
 
 #include "rows.h"
@@ -14,14 +14,14 @@ template <class Work> void for_dtype(Dtype dtype, Work &&work) {
     work.template operator()<Dtype::float16>();
 }
 
-template <Dtype DTYPE> constexpr int64_t NUMBER_BYTES = DTYPE == Dtype::float32 ? 4 : 2;
+template <Dtype DTYPE> constexpr int64_t ELEMENT_BYTES = DTYPE == Dtype::float32 ? 4 : 2;
 
-// Loads numbers `first` to `first` + 15 of a row of `count`; zeros beyond its end.
-template <Dtype DTYPE> Floats load_numbers(const void *row, int64_t first, int64_t count) {
-  const char *at = static_cast<const char *>(row) + first * NUMBER_BYTES<DTYPE>;
-  alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>] = {};
+// Loads elements `first` to `first` + 15 of a row of `count` elements; 0 after its end.
+template <Dtype DTYPE> Floats load_elements(const void *row, int64_t first, int64_t count) {
+  const char *at = static_cast<const char *>(row) + first * ELEMENT_BYTES<DTYPE>;
+  alignas(64) char part[LANES * ELEMENT_BYTES<DTYPE>] = {};
   if (first + LANES > count) [[unlikely]] {
-    if (first < count) std::memcpy(part, at, (count - first) * NUMBER_BYTES<DTYPE>);
+    if (first < count) std::memcpy(part, at, (count - first) * ELEMENT_BYTES<DTYPE>);
     at = part;
   }
   if constexpr (DTYPE == Dtype::float32)
@@ -32,10 +32,10 @@ template <Dtype DTYPE> Floats load_numbers(const void *row, int64_t first, int64
     return load_float16(reinterpret_cast<const uint16_t *>(at));
 }
 
-// Stores the numbers that are inside the row. They must be representable in the dtype.
-template <Dtype DTYPE> void store_numbers(void *row, int64_t first, int64_t count, Floats x) {
-  char *at = static_cast<char *>(row) + first * NUMBER_BYTES<DTYPE>;
-  alignas(64) char part[LANES * NUMBER_BYTES<DTYPE>];
+// Stores the elements that are inside the row. They must be representable in the dtype.
+template <Dtype DTYPE> void store_elements(void *row, int64_t first, int64_t count, Floats x) {
+  char *at = static_cast<char *>(row) + first * ELEMENT_BYTES<DTYPE>;
+  alignas(64) char part[LANES * ELEMENT_BYTES<DTYPE>];
   char *const to = first + LANES > count ? part : at;
   if constexpr (DTYPE == Dtype::float32)
     store(reinterpret_cast<float *>(to), x);
@@ -43,7 +43,7 @@ template <Dtype DTYPE> void store_numbers(void *row, int64_t first, int64_t coun
     store_halves(reinterpret_cast<uint16_t *>(to), bit_and(shift_right<16>(as_ints(x)), splat(0xffff)));
   else
     store_float16(reinterpret_cast<uint16_t *>(to), x);
-  if (to == part && first < count) [[unlikely]] std::memcpy(at, part, (count - first) * NUMBER_BYTES<DTYPE>);
+  if (to == part && first < count) [[unlikely]] std::memcpy(at, part, (count - first) * ELEMENT_BYTES<DTYPE>);
 }
 
 // Rounds to the dtype and converts back.

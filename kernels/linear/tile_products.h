@@ -8,60 +8,60 @@
 
 namespace {
 
-constexpr int64_t ROW_TILES_OF_CHUNK = 16;  // 256 rows: in a block they leave three quarters of the L2 cache to the weight
-constexpr int64_t BLOCK_STEPS = 32;         // steps of a weight per block, which many rows are multiplied by in turn
-constexpr int64_t STEPS_OF_STORE = 4;       // interval of stores: a store after 2,150 cycles without one takes 700 cycles longer
+constexpr int64_t ROW_TILES_OF_CHUNK = 16;  // 256 rows: their part of a block fills a quarter of the L2 cache
+constexpr int64_t BLOCK_STEPS = 32;         // steps of a weight per block; all rows of a chunk are multiplied by it in turn
+constexpr int64_t STEPS_OF_STORE = 4;       // interval of stores: after 2,150 cycles without a store, the next takes 700 cycles longer
 constexpr int64_t QUARTER = TILE_BYTES / 4;
-constexpr int64_t PREFETCH_BYTES = 8192;  // ahead, into the L2 cache
+constexpr int64_t PREFETCH_BYTES = 8192;    // distance of prefetches into the L2 cache
 
-// Some steps of up to four tiles of outputs, [tile, steps, 1024 bytes]. A block is read in small parts during the
-// products of another block: the AMX unit leaves time for vector instructions.
+// Some steps of up to four tiles of outputs, [tile, steps, 1024 bytes]. A block is read in quarters of a step during the
+// products of the previous block, because vector instructions run while the AMX unit multiplies.
 template <class Reader> struct Block {
   const uint8_t *tiles[TILES_OF_CHUNK];
   Reader *readers;
   uint8_t *memory;
   int64_t num_tiles, first_quarter, num_quarters;  // quarters of steps, per tile
   int64_t tile, quarter;                           // the next to be read
-  bool are_there;  // stored in the weight in the form that tile loads need
+  bool is_in_place;  // whether tiles are loaded from the weight itself, without a copy in `memory`
 
   void begin(Reader *first_reader, int64_t count, int64_t first_step, int64_t num_steps, uint8_t *to) {
     readers = first_reader, memory = to, num_tiles = count, first_quarter = first_step * 4, num_quarters = num_steps * 4;
-    are_there = readers[0].holds(first_step, num_steps);
-    for (int64_t t = 0; t < num_tiles; ++t) tiles[t] = are_there ? readers[t].at(first_step) : memory + t * num_steps * TILE_BYTES;
+    is_in_place = readers[0].is_loadable(first_step, num_steps);
+    for (int64_t t = 0; t < num_tiles; ++t) tiles[t] = is_in_place ? readers[t].at(first_step) : memory + t * num_steps * TILE_BYTES;
     tile = quarter = 0;
   }
 
-  void read_some() {
+  void read_quarter() {
     if (tile == num_tiles) return;
     Reader &reader = readers[tile];
-    const int64_t place = first_quarter + quarter;
-    if (are_there)
-      reader.ahead.template fetch<QUARTER>(reader.at(0) + place * QUARTER);
+    const int64_t index = first_quarter + quarter;
+    if (is_in_place)
+      reader.prefetcher.template fetch<QUARTER>(reader.at(0) + index * QUARTER);
     else
-      reader.expand(place, memory + (tile * num_quarters + quarter) * QUARTER);
+      reader.expand(index, memory + (tile * num_quarters + quarter) * QUARTER);
     if (++quarter == num_quarters) quarter = 0, ++tile;
   }
 
   void read_all() {
-    while (tile != num_tiles) read_some();
+    while (tile != num_tiles) read_quarter();
   }
 };
 
-// The addresses that a reader prefetches: PREFETCH_BYTES ahead in its tile, and near its end in the tiles that are read
-// next. Addresses are numbers here: a pointer outside of its array is undefined.
-struct Ahead {
+// Prefetches PREFETCH_BYTES ahead in a reader's tile, and near the end of the tile in the tiles that are read next.
+// Addresses are integers, because C++ does not define pointers outside of their arrays.
+struct Prefetcher {
   uintptr_t near_end;
   int64_t skipped;
 
-  // For a tile that is one of `num_tiles` read in turn.
-  Ahead() = default;
-  Ahead(const uint8_t *tile, int64_t tile_bytes, int64_t num_tiles)
+  // num_tiles: the tiles that are read alternately, this tile included.
+  Prefetcher() = default;
+  Prefetcher(const uint8_t *tile, int64_t tile_bytes, int64_t num_tiles)
       : near_end(reinterpret_cast<uintptr_t>(tile) + tile_bytes - PREFETCH_BYTES), skipped((num_tiles - 1) * tile_bytes) {}
   template <int64_t BYTES = 64> void fetch(const uint8_t *at) const {
     const uintptr_t address = reinterpret_cast<uintptr_t>(at);
-    const uintptr_t later = address + PREFETCH_BYTES + (address < near_end ? 0 : skipped);
+    const uintptr_t target = address + PREFETCH_BYTES + (address < near_end ? 0 : skipped);
     UNROLL
-    for (int64_t byte = 0; byte < BYTES; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(later + byte), _MM_HINT_T1);
+    for (int64_t byte = 0; byte < BYTES; byte += 64) _mm_prefetch(reinterpret_cast<const char *>(target + byte), _MM_HINT_T1);
   }
 };
 
@@ -90,11 +90,11 @@ template <int ROWS, int COLUMNS> void end_sums(char *sums, int64_t stride) {
 }
 
 // x: the first tile of rows, with a stride of `step_bytes` between steps; the second tile is `panel_bytes` after it.
-// Meanwhile it reads parts of the block `later`.
+// It also reads quarters of the block `next_block`.
 template <class Unit, int ROWS, int COLUMNS, class Reader>
 [[gnu::noinline]] void add_steps(const char *x, int64_t step_bytes, int64_t panel_bytes, const uint8_t *const *weight, int64_t num_steps,
-                                 Block<Reader> &later) {
-  alignas(64) thread_local uint8_t unread[TILE_BYTES];
+                                 Block<Reader> &next_block) {
+  alignas(64) thread_local uint8_t never_read[TILE_BYTES];
   for (int64_t step = 0; step < num_steps; ++step, x += step_bytes) {
     const int64_t at = step * TILE_BYTES;
     load_tile<4>(x, TILE_ROW_BYTES);
@@ -105,8 +105,8 @@ template <class Unit, int ROWS, int COLUMNS, class Reader>
     if constexpr (COLUMNS > 2) load_tile<6>(weight[3] + at, TILE_ROW_BYTES), Unit::template multiply<3, 4, 6>();
     if constexpr (ROWS > 1) load_tile<5>(x + panel_bytes, TILE_ROW_BYTES), Unit::template multiply<COLUMNS, 5, 6>();
     if constexpr (ROWS > 1 && COLUMNS > 1) Unit::template multiply<3, 5, 7>();
-    later.read_some();
-    if (step % STEPS_OF_STORE == STEPS_OF_STORE - 1) store_tile<7>(unread, TILE_ROW_BYTES);
+    next_block.read_quarter();
+    if (step % STEPS_OF_STORE == STEPS_OF_STORE - 1) store_tile<7>(never_read, TILE_ROW_BYTES);
   }
 }
 
@@ -114,11 +114,11 @@ template <class Unit, int ROWS, int COLUMNS, class Reader>
 template <class Unit, int COLUMNS, class Job, class Reader, class Number> void stream(const Job &job, Reader *readers, Number *sums) {
   alignas(64) thread_local uint8_t scratch[2][TILES_OF_CHUNK][TILE_BYTES];
   begin_sums<1, COLUMNS>(nullptr, 0, true);
-  Block<Reader> block{}, nothing{};
+  Block<Reader> block{}, no_block{};
   for (int64_t step = 0; step < job.num_steps(); ++step) {
     block.begin(readers, COLUMNS, step, 1, scratch[step % 2][0]);
     block.read_all();
-    add_steps<Unit, 1, COLUMNS>(job.panel(0) + step * job.step_bytes(), job.step_bytes(), 0, block.tiles, 1, nothing);
+    add_steps<Unit, 1, COLUMNS>(job.panel(0) + step * job.step_bytes(), job.step_bytes(), 0, block.tiles, 1, no_block);
   }
   end_sums<1, COLUMNS>(reinterpret_cast<char *>(sums), COLUMNS * TILE_ROW_BYTES);
 }
@@ -130,7 +130,7 @@ inline uint8_t *memory_of_block(int64_t number) {
 }
 
 // Processes the weight's tiles in pairs, some steps at a time. Each block is read while the previous block is
-// multiplied: work(block, tile, num_tiles, step, num_steps, later).
+// multiplied: work(block, tile, num_tiles, step, num_steps, next_block).
 template <class Reader, class Work>
 void for_each_block(Reader *readers, int64_t num_tiles, int64_t num_steps, int64_t steps_of_block, Work &&work) {
   const int64_t num_pairs = divide_up(num_tiles, 2), num_blocks = divide_up(num_steps, steps_of_block) * num_pairs;
@@ -150,23 +150,23 @@ void for_each_block(Reader *readers, int64_t num_tiles, int64_t num_steps, int64
   }
 }
 
-// Multiplies many rows. Up to 256 rows share a block read from the weight: sums [rows of the part's panels, tiles of
-// the part, 16].
+// Multiplies many rows. Up to 256 rows share a block read from the weight: sums [rows of the item's panels, tiles of
+// the item, 16].
 template <class Unit, class Job, class Reader, class Number>
-void multiply_many(const Job &job, Reader *readers, const Part &part, Number *sums) {
-  const int64_t num_tiles = part.last_tile - part.first_tile, stride = num_tiles * TILE_ROW_BYTES;
-  if (job.num_steps() == 0) std::fill_n(sums, (part.last_panel - part.first_panel) * TILE_ROWS * num_tiles * LANES, Number{});
+void multiply_many(const Job &job, Reader *readers, const WorkItem &item, Number *sums) {
+  const int64_t num_tiles = item.last_tile - item.first_tile, stride = num_tiles * TILE_ROW_BYTES;
+  if (job.num_steps() == 0) std::fill_n(sums, (item.last_panel - item.first_panel) * TILE_ROWS * num_tiles * LANES, Number{});
   for_each_block(readers, num_tiles, job.num_steps(), BLOCK_STEPS,
-                 [&](const Block<Reader> &block, int64_t tile, int64_t width, int64_t step, int64_t count, Block<Reader> &later) {
+                 [&](const Block<Reader> &block, int64_t tile, int64_t width, int64_t step, int64_t count, Block<Reader> &next_block) {
     const auto multiply = [&]<int ROWS, int COLUMNS>(int64_t panel) {
-      char *to = reinterpret_cast<char *>(sums) + (panel - part.first_panel) * TILE_ROWS * stride + tile * TILE_ROW_BYTES;
+      char *to = reinterpret_cast<char *>(sums) + (panel - item.first_panel) * TILE_ROWS * stride + tile * TILE_ROW_BYTES;
       begin_sums<ROWS, COLUMNS>(to, stride, step == 0);
       const char *x = job.panel(panel) + step * job.step_bytes();
-      add_steps<Unit, ROWS, COLUMNS>(x, job.step_bytes(), job.panel(1) - job.panel(0), block.tiles, count, later);
+      add_steps<Unit, ROWS, COLUMNS>(x, job.step_bytes(), job.panel(1) - job.panel(0), block.tiles, count, next_block);
       end_sums<ROWS, COLUMNS>(to, stride);
     };
-    for (int64_t panel = part.first_panel; panel < part.last_panel; panel += 2) {
-      const bool two_panels = panel + 1 < part.last_panel;
+    for (int64_t panel = item.first_panel; panel < item.last_panel; panel += 2) {
+      const bool two_panels = panel + 1 < item.last_panel;
       if (width == 2)
         two_panels ? multiply.template operator()<2, 2>(panel) : multiply.template operator()<1, 2>(panel);
       else

@@ -5,7 +5,7 @@
 // one rounding each. So the bits of a row depend neither on other rows nor on how threads share the work.
 #include <vector>
 
-#include "../room.h"
+#include "../aligned_buffer.h"
 #include "../tiles.h"
 #include "float8.h"
 #include "products.h"
@@ -42,7 +42,7 @@ template <bool IN_PAIRS> struct Job {
   int64_t panel_bytes() const { return rows().num_rows * row_bytes(); }
   char *inputs(int64_t panel) const { return panels + panel * height() * row_bytes(); }
   float *scales(int64_t panel) const { return reinterpret_cast<float *>(inputs(panel) + height(panel) * inputs_bytes()); }
-  void place(char *memory) { panels = memory; }
+  void assign_memory(char *memory) { panels = memory; }
 };
 
 // Reads numbers `first` to `first` + count - 1 of all rows in the format of a panel.
@@ -90,7 +90,7 @@ template <bool IN_PAIRS, bool EXPANDED, int ROWS, int TILES> [[gnu::noinline]] v
   constexpr int64_t BYTES = EXPANDED ? 2 * VECTOR_BYTES : VECTOR_BYTES;
   const Float8Tables tables;
   const Ints upper_half = splat(static_cast<int32_t>(0xffff0000));
-  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on it prefetches the next tiles, TILES further on
+  const uint8_t *near_end = from.codes + from.tile_bytes - PREFETCH_BYTES;  // from here on the prefetched tile is TILES tiles further
   std::fill(out, out + ROWS * TILES * LANES, 0.0f);
   for (int64_t group = 0; group < from.num_groups; ++group) {
     Floats sums[ROWS][TILES];
@@ -149,7 +149,7 @@ template <bool IN_PAIRS, bool EXPANDED, int ROWS, int TILES> [[gnu::noinline]] v
 }
 
 // The codes of an output's weights, from tile number `first_tile` on.
-struct CodesOf {
+struct OutputCodes {
   const Output &out;
   bool are_expanded;
   int64_t tile_bytes, first_tile;
@@ -158,12 +158,12 @@ struct CodesOf {
   const uint8_t *at(const Weight &weight, int64_t tile) const { return memory[&weight == &out.up] + (tile - first_tile) * tile_bytes; }
 };
 
-// Expands the codes of the part's tiles to bfloat16, in memory of this thread.
-const uint8_t *expand_tiles(const Weight &weight, const Part &part, int64_t tile_bytes, std::vector<uint8_t> &memory) {
+// Expands the codes of the item's tiles to bfloat16, in memory of this thread.
+const uint8_t *expand_tiles(const Weight &weight, const WorkItem &item, int64_t tile_bytes, std::vector<uint8_t> &memory) {
   const Float8Tables tables;
-  const int64_t num_bytes = (part.last_tile - part.first_tile) * tile_bytes;
-  const uint8_t *from = weight.memory + part.first_tile * tile_bytes;
-  uint8_t *const expanded = room(memory, 2 * num_bytes);
+  const int64_t num_bytes = (item.last_tile - item.first_tile) * tile_bytes;
+  const uint8_t *from = weight.memory + item.first_tile * tile_bytes;
+  uint8_t *const expanded = aligned_buffer(memory, 2 * num_bytes);
   for (int64_t byte = 0; byte < num_bytes; byte += VECTOR_BYTES) {
     Ints steps[2];
     expand(tables, load(from + byte), steps);
@@ -172,10 +172,10 @@ const uint8_t *expand_tiles(const Weight &weight, const Part &part, int64_t tile
   return expanded;
 }
 
-// result [ROWS, tiles, 16] = the products with the tiles from `tile` on: `count` numbers per row. They are rounded
-// before the bias is added, as if they had been written.
+// result [ROWS, tiles, 16] = the products with the tiles from `tile` on: `count` numbers per row. The products are rounded
+// to the dtype before the bias is added.
 template <bool IN_PAIRS, int ROWS, int TILES>
-void multiply(const Job<IN_PAIRS> &job, const CodesOf &codes, const Weight &weight, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count,
+void multiply(const Job<IN_PAIRS> &job, const OutputCodes &codes, const Weight &weight, int64_t panel, int64_t tile, int64_t num_tiles, int64_t count,
               float *result) {
   const auto *scales = reinterpret_cast<const float *>(weight.memory + codes.out.num_tiles() * job.tile_bytes());
   const int64_t tile_scales = job.num_groups() * LANES;
@@ -191,44 +191,44 @@ void multiply(const Job<IN_PAIRS> &job, const CodesOf &codes, const Weight &weig
 }
 
 // Multiplies a panel of at most ROWS rows by tiles first to last - 1.
-template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job, const CodesOf &codes, int64_t panel, const Part &part) {
+template <bool IN_PAIRS, int ROWS> void multiply_panel(const Job<IN_PAIRS> &job, const OutputCodes &codes, int64_t panel, const WorkItem &item) {
   if constexpr (ROWS > 1)
-    if (job.height(panel) < ROWS) return multiply_panel<IN_PAIRS, ROWS - 1>(job, codes, panel, part);
+    if (job.height(panel) < ROWS) return multiply_panel<IN_PAIRS, ROWS - 1>(job, codes, panel, item);
   constexpr int FIT = ACCUMULATORS / ROWS, TILES = FIT >= 4 ? 4 : 1;
-  write_tiles<ROWS, TILES>(*part.out, job.rows().dtype, panel * job.height(), part.first_tile, part.last_tile,
+  write_tiles<ROWS, TILES>(*item.out, job.rows().dtype, panel * job.height(), item.first_tile, item.last_tile,
                            [&](const Weight &weight, int64_t tile, int64_t num_tiles, int64_t count, float *result) {
                              multiply<IN_PAIRS, ROWS, TILES>(job, codes, weight, panel, tile, num_tiles, count, result);
                            });
 }
 
 // Codes are expanded first if several panels read them.
-template <bool IN_PAIRS> void multiply_part(const Job<IN_PAIRS> &job, const Part &part) {
-  thread_local std::vector<uint8_t> kept[2];
-  const Output &out = *part.out;
-  CodesOf codes{out, part.last_panel - part.first_panel > 1, job.tile_bytes(), 0, {out.weight.memory, out.up.memory}};
+template <bool IN_PAIRS> void multiply_item(const Job<IN_PAIRS> &job, const WorkItem &item) {
+  thread_local std::vector<uint8_t> buffers[2];
+  const Output &out = *item.out;
+  OutputCodes codes{out, item.last_panel - item.first_panel > 1, job.tile_bytes(), 0, {out.weight.memory, out.up.memory}};
   if (codes.are_expanded) {
-    codes.tile_bytes *= 2, codes.first_tile = part.first_tile;
-    codes.memory[0] = expand_tiles(out.weight, part, job.tile_bytes(), kept[0]);
-    if (out.up.memory) codes.memory[1] = expand_tiles(out.up, part, job.tile_bytes(), kept[1]);
+    codes.tile_bytes *= 2, codes.first_tile = item.first_tile;
+    codes.memory[0] = expand_tiles(out.weight, item, job.tile_bytes(), buffers[0]);
+    if (out.up.memory) codes.memory[1] = expand_tiles(out.up, item, job.tile_bytes(), buffers[1]);
   }
-  for (int64_t panel = part.first_panel; panel < part.last_panel; ++panel) multiply_panel<IN_PAIRS, MAX_ROWS>(job, codes, panel, part);
+  for (int64_t panel = item.first_panel; panel < item.last_panel; ++panel) multiply_panel<IN_PAIRS, MAX_ROWS>(job, codes, panel, item);
 }
 
 template <bool IN_PAIRS> void multiply_all(int64_t group_size, const std::vector<Product> &products) {
   thread_local std::vector<Job<IN_PAIRS>> jobs;
   jobs.clear();
   for (const Product &product : products) jobs.push_back({product, group_size});
-  run(jobs, fill_panel<IN_PAIRS>, multiply_part<IN_PAIRS>);
+  run(jobs, fill_panel<IN_PAIRS>, multiply_item<IN_PAIRS>);
 }
 
 }  // namespace
 
-void multiply_floats8(int64_t group_size, const std::vector<Product> &products) {
+void multiply_float8_weights(int64_t group_size, const std::vector<Product> &products) {
   if (products.empty()) return;
   const Rows &rows = products[0].rows;
   if (rows.scales || rows.dtype == Dtype::bfloat16)
 #ifdef HAS_TILES
-    multiply_floats8_by_tiles(group_size, products);
+    multiply_float8_weights_by_tiles(group_size, products);
 #else
     multiply_all<true>(group_size, products);
 #endif

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 template <int64_t STEP>
-inline void turn_pairs(const float *first, const float *second, const float *cos, const float *sin, int64_t count, float *__restrict to_first,
+inline void rotate_pairs(const float *first, const float *second, const float *cos, const float *sin, int64_t count, float *__restrict to_first,
                        float *__restrict to_second) {
   for (int64_t i = 0; i < count; ++i) {
     const float a = first[i * STEP], b = second[i * STEP];
@@ -15,11 +15,11 @@ inline void turn_pairs(const float *first, const float *second, const float *cos
 }
 
 // cos and sin [half]; channels from 2 * half on are copied.
-inline void turn_head(const float *from, int64_t channels, const float *cos, const float *sin, int64_t half, bool interleaved,
+inline void rotate_head(const float *from, int64_t channels, const float *cos, const float *sin, int64_t half, bool interleaved,
                       float *__restrict to) {
   if (interleaved)
-    turn_pairs<2>(from, from + 1, cos, sin, half, to, to + 1);
+    rotate_pairs<2>(from, from + 1, cos, sin, half, to, to + 1);
   else
-    turn_pairs<1>(from, from + half, cos, sin, half, to, to + half);
+    rotate_pairs<1>(from, from + half, cos, sin, half, to, to + half);
   std::copy(from + 2 * half, from + channels, to + 2 * half);
 }

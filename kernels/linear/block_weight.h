@@ -36,7 +36,7 @@ inline Ints shifted(Ints x, int bits) {
   }
 }
 
-// The codes of step number `step` of a unit.
+// Returns the codes of step `step` of a unit.
 template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
   const Ints pair = load(unit + step / 2 * VECTOR_BYTES);
   const Ints low = bit_and(step % 2 ? shift_right<4>(pair) : pair, splat(0x0f0f0f0f));
@@ -46,7 +46,7 @@ template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
   return low;
 }
 
-// The scales of a group of a block (part 0), or its minimums (part 1).
+// Returns the scales of a group of a block (part 0), or its minimums (part 1).
 template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t group, int64_t part) {
   const Floats factor = load(reinterpret_cast<const float *>(block + part * Kind::factors_bytes));
   if constexpr (!Kind::has_scales) return factor;
@@ -54,7 +54,8 @@ template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t grou
   return multiply(factor, to_floats(load_bytes(reinterpret_cast<const int8_t *>(scales))));
 }
 
-// Expands tiles of blocks to the format of grouped int8 weights in ints.cpp: bytes, then float scales, then minimums.
+// Expands tiles of blocks to the format of grouped int8 weights in int_weight.cpp: bytes, then float scales, then
+// minimums.
 template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles, int64_t num_inputs, uint8_t *bytes) {
   const uint8_t *const end = block + num_tiles * (num_inputs / Kind::block) * Kind::block_bytes;
   auto *scales = reinterpret_cast<float *>(bytes + num_tiles * num_inputs * LANES);
@@ -65,18 +66,19 @@ template <class Kind> void expand_tiles(const uint8_t *block, int64_t num_tiles,
       if constexpr (Kind::has_minimums) store(minimums, scales_of<Kind>(block, group, 1)), minimums += LANES;
     }
     const uint8_t *unit = block + Kind::head_bytes;
-    for (int64_t number = 0; number < Kind::units; ++number, unit += Kind::unit_bytes)
+    for (int64_t index = 0; index < Kind::units; ++index, unit += Kind::unit_bytes)
       UNROLL
       for (int step = 0; step < UNIT_STEPS; ++step, bytes += VECTOR_BYTES) store(bytes, codes_of<Kind>(unit, step));
   }
 }
 
-// Converts one row to fixed point. If the kind has minimums, it replaces the sums by sum * scale as floats, which
-// multiply the minimums.
-template <class Kind, class All, class Panel> void fill_row_for(const All &all, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
-  fill_row<2>(all, panel, row, rows, index);
+// Converts one row to fixed point. If the kind has minimums, it replaces each sum of the integers by sum * scale as a
+// float, because the minimum of a group is multiplied by this number.
+template <class Kind, class AllRows, class Panel>
+void fill_row_of_kind(const AllRows &all_rows, const Panel &panel, int64_t row, const Rows &rows, int64_t index) {
+  fill_row<2>(all_rows, panel, row, rows, index);
   if constexpr (Kind::has_minimums)
-    for (int64_t at = row; at < all.num_segments * panel.num_rows; at += panel.num_rows)
+    for (int64_t at = row; at < all_rows.num_segments * panel.num_rows; at += panel.num_rows)
       panel.sums[at] = std::bit_cast<int32_t>(static_cast<float>(panel.sums[at]) * panel.scales[at]);
 }
 
