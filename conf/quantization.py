@@ -21,6 +21,11 @@ class QuantMethod(Enum):
     awq = "awq"  # arXiv 2306.00978
     smoothquant = "smoothquant"  # arXiv 2211.10438
 
+    @property
+    def folds_scales(self) -> bool:
+        """Return whether the method folds scales of activations into the weights of other modules."""
+        return self in (QuantMethod.awq, QuantMethod.smoothquant)
+
 
 class Activations(Enum):
     none = "none"

@@ -58,10 +58,10 @@ def best_static_scale(absmax: Tensor, x: Tensor, kind: CodeKind) -> Tensor:
     x: [T, I]. A few large values may saturate, so that all other values get finer steps. fp8 needs no search: its steps
     are relative to the value.
     """
-    whole = static_scale(absmax, kind)
+    largest = static_scale(absmax, kind)
     if kind is CodeKind.FP8:
-        return whole
-    scales = [whole * (1 - step / 10) for step in range(NUM_SHARES)]
+        return largest
+    scales = [largest * (1 - step / 10) for step in range(NUM_SHARES)]
     errors = [sum_of_squares(quantize_static(x, scale, kind).float() * scale - x) for scale in scales]
     return scales[int(torch.stack(errors).argmin())]
 

@@ -94,7 +94,7 @@ class ActivationStats:
 
 
 @dataclass
-class _Passage:
+class _BatchState:
     """A batch and its hidden states before the next layer."""
 
     batch: Batch
@@ -124,7 +124,7 @@ class SequentialCalibrator:
         sequential: bool = True,
         with_cache: bool = False,
         collects: bool = True,
-        whole: tuple[CausalLM, KVCache] | None = None,
+        unsharded: tuple[CausalLM, KVCache] | None = None,
     ) -> None:
         """Prepare calibration; a first pipeline stage embeds the batches.
 
@@ -135,37 +135,37 @@ class SequentialCalibrator:
         """
         self._model, self._cache, self._sequential, self._with_cache = model, cache, sequential, with_cache
         self._collects = collects
-        self._whole = whole or (model, cache)
+        self._unsharded = unsharded or (model, cache)
         self._batches = [probe, *batches]
         self._next = model.own_layers.start
-        self._passages: list[_Passage] = []
+        self._states: list[_BatchState] = []
         """First the probe's, then one per batch."""
         self._samples_per_batch = -(-NUM_SAMPLES // len(batches))
         self.batch_seconds = 0.0
         """Seconds spent so far in layers and in observation of batches; grows with the number of tokens."""
         self._absmax: list[Tensor] = []  # per batch: [2, G] of keys and values in the current pass
         if model.before is None:
-            self._enter(model.embed)
+            self._begin(model.embed)
 
     def receive(self) -> None:
         """Receive the streams from the previous stage, before this stage's first layer."""
         before, dtype = self._model.before, self._cache.dtype
         assert before is not None
-        self._enter(
+        self._begin(
             lambda batch: self._model.received(before.receive(batch.shape.num_tokens, dtype, batch.numbers.device))
         )
 
     @torch.inference_mode()
-    def _enter(self, stream_of: Callable[[Batch], Stream]) -> None:
-        self._passages = [_Passage(batch, stream_of(batch)) for batch in self._batches]
+    def _begin(self, stream_of: Callable[[Batch], Stream]) -> None:
+        self._states = [_BatchState(batch, stream_of(batch)) for batch in self._batches]
 
     @torch.inference_mode()
     def send(self) -> None:
         """Send the streams to the next stage, after this stage's last layer."""
         assert self._model.after is not None
-        for passage in self._passages:
-            self._model.after.send(_total(passage.stream))
-        self._passages.clear()
+        for state in self._states:
+            self._model.after.send(_total(state.stream))
+        self._states.clear()
 
     def observe(self, linears: Sequence[str] = (), with_hessian: bool = False) -> list[ActivationStats]:
         """Return the input statistics of the next layer's linear layers. `linears` are their names within the layer.
@@ -174,15 +174,15 @@ class SequentialCalibrator:
         """
         if self._sequential and not linears:
             return []
-        observing = _Observing(self._samples_per_batch, with_hessian, self._collects)
+        observer = _InputObserver(self._samples_per_batch, with_hessian, self._collects)
         layer, norms = self._model.layers[self._next], self._model.layout.norms
-        with self._multiplying_fast(), observing.hooked(layer, linears, norms):
-            self._pass(goes_on=not self._sequential, after_batch=observing.forget)
-        return list(observing.groups.values())
+        with self._fast_methods(), observer.hooked(layer, linears, norms):
+            self._run_batches(keeps_outputs=not self._sequential, after_batch=observer.forget)
+        return list(observer.groups.values())
 
     def output(self) -> Tensor:
         """Return the probe's hidden states [T, E] after the next layer, with the layer's current weights."""
-        return _total(self._through_layer(self._passages[0], *self._whole))
+        return _total(self._run_layer(self._states[0], *self._unsharded))
 
     def advance(self) -> tuple[Tensor, Tensor] | None:
         """Advance by one layer. Without `sequential`, `observe` must have been called for the next layer.
@@ -191,33 +191,33 @@ class SequentialCalibrator:
         `with_cache`.
         """
         if self._sequential:
-            self._pass(goes_on=True)
-        self._passages[0].stream = self._through_layer(self._passages[0], self._model, self._cache)
+            self._run_batches(keeps_outputs=True)
+        self._states[0].stream = self._run_layer(self._states[0], self._model, self._cache)
         self._next += 1
         if not self._with_cache:
             return None
         keys, values = torch.stack(self._absmax).amax(0)
         return keys, values
 
-    def _pass(self, goes_on: bool, after_batch: Callable[[], None] = lambda: None) -> None:
-        """Run all batches through the next layer. With `goes_on`, their streams become the layer's outputs."""
+    def _run_batches(self, keeps_outputs: bool, after_batch: Callable[[], None] = lambda: None) -> None:
+        """Run all batches through the next layer. With `keeps_outputs`, their streams become the layer's outputs."""
         caches, start = self._cache.layers[0], perf_counter()
         self._absmax.clear()
-        for passage in self._passages[1:]:
-            stream = self._through_layer(passage, self._model, self._cache)
-            if goes_on:
-                passage.stream = stream
+        for state in self._states[1:]:
+            stream = self._run_layer(state, self._model, self._cache)
+            if keeps_outputs:
+                state.stream = stream
                 if self._with_cache:
-                    self._absmax.append(torch.stack([_absmax(cache, passage.batch.slots) for cache in caches]))
+                    self._absmax.append(torch.stack([_absmax(cache, state.batch.slots) for cache in caches]))
             after_batch()
         self.batch_seconds += perf_counter() - start
 
     @torch.inference_mode()
-    def _through_layer(self, passage: _Passage, model: CausalLM, cache: KVCache) -> Stream:
-        return model.run_layers(passage.stream, passage.batch, cache, range(self._next, self._next + 1))
+    def _run_layer(self, state: _BatchState, model: CausalLM, cache: KVCache) -> Stream:
+        return model.run_layers(state.stream, state.batch, cache, range(self._next, self._next + 1))
 
     @contextmanager
-    def _multiplying_fast(self) -> Iterator[None]:
+    def _fast_methods(self) -> Iterator[None]:
         layers = [module for module in self._model.layers[self._next].modules() if isinstance(module, Linear)]
         floats = [layer.method for layer in layers]
         for layer in layers:
@@ -232,8 +232,8 @@ class SequentialCalibrator:
     def observe_head(self, linears: list[str], with_hessian: bool) -> ActivationStats:
         """Return the statistics of the head's inputs, after the last layer."""
         group, start = None, perf_counter()
-        for passage in self._passages[1:]:
-            x = self._model.finish(passage.stream)  # [T, E]
+        for state in self._states[1:]:
+            x = self._model.finish(state.stream)  # [T, E]
             group = group or ActivationStats(linears, None, x, with_hessian)
             group.add(x, self._samples_per_batch)
         assert group is not None
@@ -264,8 +264,8 @@ def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
     return vectors.abs().amax((0, 2)).float() if vectors.shape[2] else vectors.new_zeros(vectors.shape[1]).float()
 
 
-class _Observing:
-    """Hooks that group linear layers by their input tensor. A group is named after its first layer."""
+class _InputObserver:
+    """Hooks that group linear layers by their input tensor. The name of a group is the name of its first layer."""
 
     def __init__(self, samples_per_batch: int, with_hessian: bool, collects: bool) -> None:
         self.groups: dict[str, ActivationStats] = {}
@@ -274,7 +274,7 @@ class _Observing:
         self._with_hessian = with_hessian
         # By id of the tensor: the group's first layer, or the norm that made it. The tensors are kept alive so that ids
         # stay unique.
-        self._leaders: dict[int, tuple[str, Tensor]] = {}
+        self._first_layers: dict[int, tuple[str, Tensor]] = {}
         self._norms: dict[int, tuple[str, Tensor]] = {}
 
     @contextmanager
@@ -290,7 +290,7 @@ class _Observing:
                 hook.remove()
 
     def forget(self) -> None:
-        self._leaders.clear()
+        self._first_layers.clear()
         self._norms.clear()
 
     def output_of(self, name: str) -> Callable[..., None]:
@@ -303,21 +303,21 @@ class _Observing:
     def input_of(self, name: str) -> Callable[..., None]:
         def observe(module: Linear, inputs: tuple[Tensor, Batch | None]) -> None:
             x, _ = inputs
-            if id(x) not in self._leaders:
-                self._leaders[id(x)] = name, x
+            if id(x) not in self._first_layers:
+                self._first_layers[id(x)] = name, x
                 pieces = module.pieces
                 # RowParallelReduce is never calibrated, because its sums depend on the number of ranks.
                 assert not isinstance(pieces, RowParallelReduce)
-                whole = x if pieces is None else pieces.observed(x)
+                gathered = x if pieces is None else pieces.observed(x)
                 if not self._collects:
                     return
                 if name not in self.groups:
                     norm, _ = self._norms.get(id(x), (None, x))
-                    self.groups[name] = ActivationStats([], norm, whole, self._with_hessian)
+                    self.groups[name] = ActivationStats([], norm, gathered, self._with_hessian)
                 self.groups[name].linears += [name] * (name not in self.groups[name].linears)
-                self.groups[name].add(whole, self._num_samples)
+                self.groups[name].add(gathered, self._num_samples)
             if self._collects:
-                group = self.groups[self._leaders[id(x)][0]]
+                group = self.groups[self._first_layers[id(x)][0]]
                 group.linears += [name] * (name not in group.linears)
 
         return observe

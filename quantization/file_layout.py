@@ -12,11 +12,11 @@ from models.causal_lm import CausalLM
 from models.layers.linear import Linear
 from models.linear_layers import LinearSpec, linear_specs
 from quantization.codes import CodeKind
-from quantization.kept_parts import LayoutOf
 from quantization.layouts import awq, compressed_tensors, gptq
 from quantization.layouts.base import WritableLayout
 from quantization.plan import plan, plan_pruning
 from quantization.scheme import LinearScheme
+from quantization.stored_parts import LayoutOf
 
 VLLM_CPU_BLOCK = 32  # input channels per block of vLLM's int4 CPU kernel
 
@@ -38,11 +38,11 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
     Raises UserError as `plan` does, and for schemes that the format cannot hold.
     """
     schemes, pruned = plan(model, quant), plan_pruning(model, quant)
-    kept = _others(model, schemes)
+    float_layers = _layers_except(model, schemes)
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups
     kv_cache = quant.kv_cache if quant.has_static_kv_cache else None
     if format is QuantizedFormat.compressed_tensors:
-        config = compressed_tensors.write_config(schemes, kept, is_permuted, kv_cache)
+        config = compressed_tensors.write_config(schemes, float_layers, is_permuted, kv_cache)
         return FileLayout(schemes, pruned, config, _compressed)
     if kv_cache is not None:
         raise UserError(
@@ -58,18 +58,18 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
         }
         if is_permuted:
             raise UserError("vLLM on a CPU has input channels in their own order: give quant.gptq.static_groups=true")
-        return FileLayout(schemes, [], compressed_tensors.write_config(schemes, kept, is_permuted), _compressed)
+        return FileLayout(schemes, [], compressed_tensors.write_config(schemes, float_layers, is_permuted), _compressed)
     # These files have float16 scales, so codes are chosen for scales that are rounded to float16.
     schemes = {
         name: replace(scheme, weights=replace(scheme.weights, scale_dtype=torch.float16))
         for name, scheme in schemes.items()
     }
     if format is QuantizedFormat.awq:
-        return FileLayout(schemes, [], awq.write_config(schemes, kept), _awq)
-    config = gptq.write_config(schemes, kept, is_permuted)
+        return FileLayout(schemes, [], awq.write_config(schemes, float_layers), _awq)
+    config = gptq.write_config(schemes, float_layers, is_permuted)
     is_v1 = config["checkpoint_format"] == gptq.V1
 
-    def layout(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+    def layout(layer: LinearSpec, scheme: LinearScheme, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WritableLayout:
         return gptq.GptqWeight(layer.shape, scheme.weights, is_v1)
 
     return FileLayout(schemes, [], config, layout)
@@ -83,11 +83,13 @@ def sparsity_config(model: CausalLM, sparsity: SparsityConfig, pruned: Collectio
     if not pruned:
         return {}
     return {
-        "sparsity_config": compressed_tensors.write_sparsity_config(sparsity.pattern, _others(model, pruned), share)
+        "sparsity_config": compressed_tensors.write_sparsity_config(
+            sparsity.pattern, _layers_except(model, pruned), share
+        )
     }
 
 
-def _others(model: CausalLM, chosen: Collection[str]) -> list[str]:
+def _layers_except(model: CausalLM, chosen: Collection[str]) -> list[str]:
     """Return the linear layers that are not in `chosen`. Conv1D layers are left out, because no target means them."""
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
     return [name for name, layer in linears if not layer.is_transposed and name not in chosen]
@@ -102,26 +104,30 @@ def on_vllm_cpu(layer: LinearSpec, scheme: LinearScheme) -> LinearScheme:
     weights, activations = scheme.weights, scheme.activations
     if weights.kind is CodeKind.FP8 and (weights.per_tensor or activations is not Activations.dynamic):
         raise UserError(
-            f"{layer.name} is {scheme}, but vLLM on a CPU has fp8 per channel with dynamic activations alone: "
+            f"{layer.name} is {scheme}, but vLLM on a CPU supports fp8 only per channel and with dynamic activations: "
             "give quant.per_tensor=false quant.activations=dynamic"
         )
     if weights.kind is CodeKind.FP8 or activations is not Activations.none:
         return scheme
     if weights.bits == 8 and weights.group_size is not None:
-        raise UserError(f"{layer.name} is {scheme}, but vLLM on a CPU has int8 per channel alone: give no groups")
+        raise UserError(
+            f"{layer.name} is {scheme}, but vLLM on a CPU supports int8 only per channel: leave quant.group_size out"
+        )
     if weights.bits == 8:
         return replace(scheme, activations=Activations.dynamic)
     if layer.shape[1] % VLLM_CPU_BLOCK:
         raise UserError(
-            f"{layer.name} has {layer.shape[1]} input channels, but vLLM on a CPU has int4 for multiples of {VLLM_CPU_BLOCK} alone: "
+            f"{layer.name} has {layer.shape[1]} input channels, but vLLM on a CPU supports int4 only for multiples of {VLLM_CPU_BLOCK}: "
             f"give quant.skip=[{layer.name}]"
         )
     return scheme
 
 
-def _compressed(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
-    return compressed_tensors.CompressedWeight(layer.shape, scheme, compressed_tensors.is_packed(scheme), found)
+def _compressed(
+    layer: LinearSpec, scheme: LinearScheme, tensor_shapes: Mapping[str, tuple[int, ...]]
+) -> WritableLayout:
+    return compressed_tensors.CompressedWeight(layer.shape, scheme, compressed_tensors.is_packed(scheme), tensor_shapes)
 
 
-def _awq(layer: LinearSpec, scheme: LinearScheme, found: Mapping[str, tuple[int, ...]]) -> WritableLayout:
+def _awq(layer: LinearSpec, scheme: LinearScheme, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WritableLayout:
     return awq.AwqWeight(layer.shape, scheme.weights)

@@ -64,64 +64,64 @@ def gptq(
     check(damping > 0, "damping", damping, "a positive number")
     scales, zero_points = choose_scales(weight, format)
     codes = encode(weight, scales, zero_points, format)  # initial codes; each column is overwritten when it is rounded
-    done = QuantizedWeight(codes, scales, zero_points)
+    result = QuantizedWeight(codes, scales, zero_points)
     order = torch.arange(weight.shape[1], device=weight.device)
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor, damping = _inverse_factor(hessian, order, damping)
-    rest = weight.float().T[order]  # [I, O]: the weights of a channel are contiguous
+    remaining = weight.float().T[order]  # [I, O]: the weights of a channel are contiguous
     dynamic = format.group_size is not None and not static_groups
-    mask = torch.ones_like(rest, dtype=torch.bool) if kept is None else kept.T[order]  # [I, O]
-    _round(rest, mask, factor, format, done, range(len(order)) if dynamic else order.tolist(), dynamic)
+    mask = torch.ones_like(remaining, dtype=torch.bool) if kept is None else kept.T[order]  # [I, O]
+    _round(remaining, mask, factor, format, result, range(len(order)) if dynamic else order.tolist(), dynamic)
     if not (dynamic and act_order):
-        return done, damping
+        return result, damping
     # Within a group, channels keep their original order, because a file stores only the group of each channel.
-    order, within = order.unflatten(0, (done.scales.shape[1], -1)).sort(1)  # [G, I / G]
+    order, within = order.unflatten(0, (result.scales.shape[1], -1)).sort(1)  # [G, I / G]
     codes = codes.unflatten(1, within.shape).gather(2, within.expand(len(codes), -1, -1))  # [O, G, I / G]
-    return replace(done, codes=codes.flatten(1), permutation=order.flatten()), damping
+    return replace(result, codes=codes.flatten(1), permutation=order.flatten()), damping
 
 
 def _round(
-    rest: Tensor,
+    remaining: Tensor,
     mask: Tensor,
     factor: Tensor,
     format: WeightFormat,
-    done: QuantizedWeight,
+    result: QuantizedWeight,
     columns: Sequence[int],
     dynamic: bool,
 ) -> None:
-    """Write the codes of rest [I, O] into `done`: channel i at columns[i], with the scale of that column's group.
+    """Write the codes of remaining [I, O] into `result`: channel i at columns[i], with the scale of that column's group.
 
-    Overwrites `rest`. mask: [I, O] bool, False for pruned weights, whose code is that of 0. factor: from
+    Overwrites `remaining`. mask: [I, O] bool, False for pruned weights, whose code is that of 0. factor: from
     _inverse_factor. dynamic: choose and write the scale of a group when its first channel is reached.
     """
-    num_inputs, size = rest.shape[0], format.group_size or rest.shape[0]
+    num_inputs, size = remaining.shape[0], format.group_size or remaining.shape[0]
     # Corrections reach later channels only within a block until the block ends. A group whose scale is chosen here must
     # therefore fit in one block.
     step = size * max(1, BLOCK_SIZE // size) if dynamic else BLOCK_SIZE
     for start in range(0, num_inputs, step):
         end = min(start + step, num_inputs)
-        errors = torch.empty_like(rest[start:end])  # [B, O]
+        errors = torch.empty_like(remaining[start:end])  # [B, O]
         with threads(None):  # the last bits of torch's addr_ depend on the thread count
             for i in range(start, end):
                 group = slice(columns[i] // size, columns[i] // size + 1)
                 if dynamic and i % size == 0:
-                    _choose_group(rest[i : i + size].where(mask[i : i + size], 0).T, format, done, group)
-                scales = done.scales[:, group]  # [O, 1]
-                zero_points = None if done.zero_points is None else done.zero_points[:, group]
-                codes = encode(rest[i].where(mask[i], 0).unsqueeze(1), scales, zero_points, format)  # [O, 1]
-                done.codes[:, columns[i]] = codes.squeeze(1)
+                    _choose_group(remaining[i : i + size].where(mask[i : i + size], 0).T, format, result, group)
+                scales = result.scales[:, group]  # [O, 1]
+                zero_points = None if result.zero_points is None else result.zero_points[:, group]
+                codes = encode(remaining[i].where(mask[i], 0).unsqueeze(1), scales, zero_points, format)  # [O, 1]
+                result.codes[:, columns[i]] = codes.squeeze(1)
                 rounded = QuantizedWeight(codes, scales, zero_points).dequantize().squeeze(1)  # [O]
-                errors[i - start] = (rest[i] - rounded) / factor[i, i]
-                rest[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - start], alpha=-1)
-        rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+                errors[i - start] = (remaining[i] - rounded) / factor[i, i]
+                remaining[i + 1 : end].addr_(factor[i, i + 1 : end], errors[i - start], alpha=-1)
+        remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
 
 
-def _choose_group(weight: Tensor, format: WeightFormat, done: QuantizedWeight, group: slice) -> None:
+def _choose_group(weight: Tensor, format: WeightFormat, result: QuantizedWeight, group: slice) -> None:
     scales, zero_points = choose_scales(weight, format)
-    done.scales[:, group] = scales
-    if done.zero_points is not None and zero_points is not None:
-        done.zero_points[:, group] = zero_points
+    result.scales[:, group] = scales
+    if result.zero_points is not None and zero_points is not None:
+        result.zero_points[:, group] = zero_points
 
 
 def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:

@@ -22,19 +22,19 @@ ZERO_POINTS = (".k_zero_point", ".v_zero_point")  # some tools write them next t
 LARGEST_CODES = {KVCacheFormat.int8: INT8_MAX, KVCacheFormat.fp8: FLOAT8_MAX}
 
 
-def place_kv_scales(model: CausalLM, per_head: bool, found: Mapping[str, tuple[int, ...]]) -> None:
+def place_kv_scales(model: CausalLM, per_head: bool, tensor_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Register uninitialised float32 scales in every attention module, in a model of any dtype.
 
-    `found` are the shapes of the checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
+    `tensor_shapes` are the shapes of the checkpoint's tensors, by name: some tools write [G] for [G, 1, 1], and [] for [1].
     """
     device = next(model.parameters()).device
     for name, heads in _scales(model).items():
         count = heads.num_key_value_heads
         shapes = [(count, 1, 1), (count,)] if per_head else [(1,), ()]
-        shape = found[name] if found.get(name) in shapes else shapes[0]
-        module, _, own = name.rpartition(".")
+        shape = tensor_shapes[name] if tensor_shapes.get(name) in shapes else shapes[0]
+        module, _, scale_name = name.rpartition(".")
         scale = nn.Parameter(torch.empty(shape, device=device), requires_grad=False)
-        model.get_submodule(module).register_parameter(own, scale)
+        model.get_submodule(module).register_parameter(scale_name, scale)
     model.float32_tensors = (*model.float32_tensors, KEY, VALUE)
 
 
@@ -46,8 +46,8 @@ def choose_kv_scales(
     Returns, by scale name, the shard of the whole layer's scales that this rank has.
     """
     module, shards = f"{model.layout.layers}.{layer}.{model.layout.attention}", {}
-    for own, largest in zip((KEY, VALUE), absmax, strict=True):
-        name = f"{module}.{own}"
+    for scale_name, largest in zip((KEY, VALUE), absmax, strict=True):
+        name = f"{module}.{scale_name}"
         if (heads := _scales(model).get(name)) is not None:
             assign(model, name, scale_of(largest, LARGEST_CODES[format]).reshape(-1, 1, 1))
             shards[name] = Shard(0, (range(heads.first_key, heads.first_key + heads.num_key_value_heads),))
@@ -78,5 +78,7 @@ def _scales(model: CausalLM) -> dict[str, Heads]:
     # An MTP layer, which only drafts, has no scales.
     layers = zip(attention_names(model), model.attention_heads, strict=False)
     return {
-        f"{name}.{own}": heads for name, heads in layers for own in ((KEY, VALUE) if heads.value_head_dim else (KEY,))
+        f"{name}.{scale_name}": heads
+        for name, heads in layers
+        for scale_name in ((KEY, VALUE) if heads.value_head_dim else (KEY,))
     }

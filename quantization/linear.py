@@ -125,7 +125,7 @@ class CodedMethod(LinearMethod):
         has_row_scales = self.scheme.activations not in (Activations.none, Activations.static)
         if has_row_scales or weights.kind.is_blocks or may_be_permuted(self._layout):
             return None
-        if any(each.stop % size for each in ranges):
+        if any(inputs.stop % size for inputs in ranges):
             return None
         method = copy.copy(self)
         method._layout = layout = InputsLayout(self._layout, ranges[rank])
@@ -264,22 +264,22 @@ class Dequantized:
 class DequantizedInputs:
     """Some input channels of a `Dequantized` weight, which is read whole."""
 
-    whole: Dequantized
+    unsharded: Dequantized
     inputs: range
     is_float = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.whole.shape[0], len(self.inputs)
+        return self.unsharded.shape[0], len(self.inputs)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        return self.whole.tensors()
+        return self.unsharded.tensors()
 
     def read(self, tensors: dict[str, Tensor]) -> Tensor:
-        return self.whole.read(tensors)[:, self.inputs.start : self.inputs.stop]
+        return self.unsharded.read(tensors)[:, self.inputs.start : self.inputs.stop]
 
     def shard(self, outputs: tuple[range, ...]) -> "tuple[DequantizedInputs, dict[str, Shard]]":
-        raise ValueError("a matrix is shared once")
+        raise ValueError("the matrix is already sharded")
 
     def shard_inputs(self, inputs: range) -> "tuple[DequantizedInputs, dict[str, Shard]]":
-        raise ValueError("a matrix is shared once")
+        raise ValueError("the matrix is already sharded")

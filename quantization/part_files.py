@@ -19,9 +19,9 @@ from models.formats.base import Checkpoint
 from models.formats.huggingface_writer import write_companions
 from models.formats.manifest import write_manifest
 from models.formats.safetensors_writer import save_tensors
-from quantization.kept_parts import KeptPart
 from quantization.quantizer import LinearReport, QuantizedLayer
 from quantization.smoothing_record import add_folds
+from quantization.stored_parts import StoredPart
 
 INDEX = "model.safetensors.index.json"
 REST = "model-rest.safetensors"
@@ -53,24 +53,26 @@ class PartFiles:
     def has(self, part: QuantizedLayer) -> bool:
         return (self.path_of(part)).is_file()
 
-    def write(self, part: QuantizedLayer, kept: KeptPart) -> None:
-        if kept.folds is not None:
+    def write(self, part: QuantizedLayer, stored: StoredPart) -> None:
+        if stored.folds is not None:
             # Folds come first: a part counts as complete as soon as its file exists.
-            add_folds(self.folder, kept.folds)
-        reports = json.dumps([asdict(report) for report in kept.reports])
-        save_tensors(self.path_of(part), kept.tensors, {"reports": reports})
+            add_folds(self.folder, stored.folds)
+        reports = json.dumps([asdict(report) for report in stored.reports])
+        save_tensors(self.path_of(part), stored.tensors, {"reports": reports})
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
         """Write the tensors that are in no part: embeddings, the final norm, a float head."""
         save_tensors(self.folder / REST, tensors, {})
 
-    def read(self, part: QuantizedLayer) -> KeptPart:
+    def read(self, part: QuantizedLayer) -> StoredPart:
         """Return a stored part. Raises UserError if its file is damaged."""
         path = self.path_of(part)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                return KeptPart(tensors, [LinearReport(**each) for each in json.loads(file.metadata()["reports"])])
+                return StoredPart(
+                    tensors, [LinearReport(**report) for report in json.loads(file.metadata()["reports"])]
+                )
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
 

@@ -21,7 +21,7 @@ from quantization.pruning import GROUP
 from quantization.scheme import LinearScheme, fitted, override_of, scheme_of
 
 HEAD = "lm_head"  # name of the head in skip and overrides, for every model family
-NO_FLOATS_BEFORE_INTEGERS = (
+AUTO_NEEDS_INTEGERS = (
     "quant.activations=auto is for int8 and int4 weights with float activations, and this model has none: "
     "leave it out, or give a float model with quant=int8 or quant=int4"
 )
@@ -36,10 +36,10 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     if config.scheme is QuantScheme.none:
         return {}
     layers, aliases = linear_specs(model), _aliases(model)
-    usual = scheme_of(config)
-    schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, usual)
+    default = scheme_of(config)
+    schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, default)
     if config.group_size is None:
-        schemes |= {name: fitted(usual, linear_layer(model, name).whole_shape[1]) for name in layers}
+        schemes |= {name: fitted(default, linear_layer(model, name).whole_shape[1]) for name in layers}
     changes = [(pattern, override_of(pattern, text), "overrides") for pattern, text in config.overrides.items()]
     changes += [(pattern, None, "skip") for pattern in config.skip]
     overridden = set[str]()
@@ -50,7 +50,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     chosen = {name: scheme for name, scheme in schemes.items() if scheme is not None}
     if not chosen:
         raise UserError(
-            f"quant={config.scheme.name} leaves all {len(layers)} layers as they are: skip fewer, or give quant=none"
+            f"quant={config.scheme.name} quantises none of {len(layers)} layers: skip fewer layers, or give quant=none"
         )
     for name, scheme in chosen.items():
         size = scheme.weights.group_size
@@ -60,7 +60,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
                 f"give a quant.group_size that does, quant.overrides, or quant.skip=[{name}]"
             )
     if config.group_size is None:
-        _tell_of_groups(chosen, {*layers} - overridden, usual)
+        _warn_of_smaller_groups(chosen, {*layers} - overridden, default)
     return chosen
 
 
@@ -98,22 +98,26 @@ def _aliases(model: CausalLM) -> dict[str, tuple[str, ...]]:
 
 
 def _matched(pattern: str, field: str, aliases: Mapping[str, tuple[str, ...]]) -> list[str]:
-    matched = [name for name, names in aliases.items() if any(fnmatchcase(own, pattern) for own in names)]
+    matched = [name for name, names in aliases.items() if any(fnmatchcase(alias, pattern) for alias in names)]
     if not matched:
         raise UserError(
-            f"quant.{field} has {pattern!r}, which matches no layer: there are {', '.join(_kinds(aliases))} and so on"
+            f"quant.{field} has {pattern!r}, which matches no layer: there are {', '.join(_example_names(aliases))} and so on"
         )
     return matched
 
 
-def _tell_of_groups(schemes: Mapping[str, LinearScheme], layers: Collection[str], usual: LinearScheme) -> None:
-    counts = Counter(schemes[name].weights.group_size for name in layers if name in schemes and schemes[name] != usual)
+def _warn_of_smaller_groups(
+    schemes: Mapping[str, LinearScheme], layers: Collection[str], default: LinearScheme
+) -> None:
+    counts = Counter(
+        schemes[name].weights.group_size for name in layers if name in schemes and schemes[name] != default
+    )
     if counts:
-        found = " and ".join(f"{count} layers have groups of {size}" for size, count in counts.items())
-        warn_once(f"{found}, because {usual.weights.group_size} does not divide their input channels")
+        layers_by_size = " and ".join(f"{count} layers have groups of {size}" for size, count in counts.items())
+        warn_once(f"{layers_by_size}, because {default.weights.group_size} does not divide their input channels")
 
 
-def _kinds(names: Iterable[str]) -> list[str]:
+def _example_names(names: Iterable[str]) -> list[str]:
     """Return one full name for each distinct last part of a name."""
     return list({name.rpartition(".")[2]: name for name in reversed(list(names))}.values())
 
@@ -143,18 +147,18 @@ def place_stored_layers(
     """
     tensors: dict[str, dict[str, tuple[int, ...]]] = {}  # by module, then by the name within it
     for tensor, shape in shapes.items():
-        module, _, own = tensor.rpartition(".")
-        tensors.setdefault(module, {})[own] = shape
+        module, _, name = tensor.rpartition(".")
+        tensors.setdefault(module, {})[name] = shape
     schemes = {}
     for name, spec in (linear_specs(model) | linear_specs(model, quantizable=False)).items():
-        layer, found = linear_layer(model, name), tensors.get(name, {})
-        scheme = stored.scheme(spec, found)
+        layer, tensor_shapes = linear_layer(model, name), tensors.get(name, {})
+        scheme = stored.scheme(spec, tensor_shapes)
         # A tied head may have its own quantised weight in addition to the embedding.
         is_float = not layer.is_quantizable or layer.embedding is not None
-        if scheme is None or is_float and not holds_codes(found):
+        if scheme is None or is_float and not holds_codes(tensor_shapes):
             continue
         try:
-            layout = stored.layout(spec, found)
+            layout = stored.layout(spec, tensor_shapes)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         if layer.is_quantizable:
@@ -186,8 +190,8 @@ def make_activations_auto(model: CausalLM) -> None:
     Raises UserError if no layer has integer weights and float activations.
     """
     methods = [module.method for module in model.modules() if isinstance(module, Linear)]
-    found = [m for m in methods if isinstance(m, IntMethod) and m.scheme.activations is Activations.none]
-    if not found:
-        raise UserError(NO_FLOATS_BEFORE_INTEGERS)
-    for method in found:
+    int_methods = [m for m in methods if isinstance(m, IntMethod) and m.scheme.activations is Activations.none]
+    if not int_methods:
+        raise UserError(AUTO_NEEDS_INTEGERS)
+    for method in int_methods:
         method.scheme = replace(method.scheme, activations=Activations.auto)

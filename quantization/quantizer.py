@@ -25,7 +25,6 @@ from quantization.plan import float_weight
 from quantization.pruning import pruned_entries
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
-from quantization.smoothing_record import SMOOTHING
 from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
 
 FLOAT = "float"  # the scheme of a layer that is not quantised
@@ -83,7 +82,7 @@ def parts_of(model: CausalLM, schemes: dict[str, LinearScheme], pruned: Sequence
         part = next((part for part in parts if name.startswith(part.prefix)), None)
         if part is None and model.get_submodule(name) is not model.head:
             raise UserError(
-                f"{name} lies outside of the layers, where calibration does not reach: give quant.skip=[{name}]"
+                f"{name} is outside the decoder layers, and calibration does not reach it: give quant.skip=[{name}]"
             )
         (part or head).schemes[name] = scheme
     return parts + [QuantizedLayer(head.index, f"{name}.", head.schemes, []) for name in head.schemes]
@@ -101,13 +100,12 @@ def is_sequential(config: QuantConfig) -> bool:
     GPTQ compensates for the errors of earlier layers, searches weigh these errors, and Wanda measures the outputs of
     pruned layers. A fold changes the keys and values of a static KV cache, so they are observed after it.
     """
-    is_folded = config.method in SMOOTHING
     return (
         config.method in (QuantMethod.gptq, QuantMethod.awq)
         or config.auto_clip
         or config.sparsity.prunes
         or config.has_static_kv_cache
-        and is_folded
+        and config.method.folds_scales
     )
 
 
@@ -153,13 +151,13 @@ class Quantizer:
         full_names = dict(zip(schemes, part.schemes, strict=True))
         weights = {name: float_weight(linear_layer(self._model, full_names[name])).float() for name in schemes}
         inputs = {name: group for group in groups for name in group.linears}
-        with _naming(part.prefix):
+        with _error_prefix(part.prefix):
             rounded_errors = {name: _rounded_error(weights[name], schemes[name], inputs[name]) for name in inputs}
             notes, folds = self._smooth(part, weights, groups, schemes)
         stored, reports = {}, []
         for name, scheme in schemes.items():
             group = inputs.get(name)
-            with _naming(full_names[name]):
+            with _error_prefix(full_names[name]):
                 chosen, note = self._choose(weights[name], group, scheme, full_names[name] in pruned)
             stored[full_names[name]] = StoredWeight(chosen, _input_scale(group, groups, scheme))
             error = _error(weights[name], _sampled_weight(chosen), scheme, group) if group else None
@@ -168,7 +166,7 @@ class Quantizer:
             rounded = rounded_errors.get(name)
             reports.append(replace(report, scheme=str(scheme), rounded_error=rounded, error=error, note=note))
         reports += [report for name, report in pruned.items() if name not in part.schemes]
-        if self._config.method not in SMOOTHING or self._config.shift:
+        if not self._config.method.folds_scales or self._config.shift:
             return stored, reports, None
         return stored, reports, {full_names[name]: fold for name, fold in folds.items()}
 
@@ -180,7 +178,7 @@ class Quantizer:
             return LinearReport(name, FLOAT, None, None, note, _share_of_zeros(weight))
         x = _sampled(group.sample)
         outputs = x @ _sampled(weight).float().T
-        with _naming(name):
+        with _error_prefix(name):
             weight.masked_fill_(pruned_entries(weight, group.norms, config), 0)
         error = _relative_error(x @ _sampled(weight).float().T, outputs)
         return LinearReport(name, FLOAT, None, None, "", _share_of_zeros(weight), error)
@@ -188,7 +186,7 @@ class Quantizer:
     def _smooth(
         self, part: QuantizedLayer, weights: Weights, groups: list[ActivationStats], schemes: dict[str, LinearScheme]
     ) -> tuple[dict[str, str], dict[str, Fold]]:
-        if self._config.method not in SMOOTHING:
+        if not self._config.method.folds_scales:
             return {}, {}
         if part.index == len(self._model.layers):
             return dict.fromkeys(schemes, "not smoothed: the head"), {}
@@ -270,12 +268,12 @@ def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group
     return _relative_error(x @ sampled.dequantize().T, outputs)
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _error_prefix(name: str) -> Iterator[None]:
     """Prefix the message of a UserError in the context with the name."""
     try:
         yield

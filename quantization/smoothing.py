@@ -128,8 +128,8 @@ class Smoother:
 
     def _producer(self, consumer: str, scales: Tensor) -> str | None:
         """Return the layer whose output channels [I] are the consumer's inputs; None if there is none."""
-        parent, _, own = consumer.rpartition(".")
-        producer = f"{parent}.{self._layout.scale_fold_targets.get(own)}".strip(".")
+        parent, _, name = consumer.rpartition(".")
+        producer = f"{parent}.{self._layout.scale_fold_targets.get(name)}".strip(".")
         return producer if producer in self._weights and self._weights[producer].shape[0] == len(scales) else None
 
     def _divide_outputs(self, producer: str, scales: Tensor) -> None:
@@ -165,5 +165,5 @@ class Smoother:
         parameter.data = (weight.T if is_transposed else weight).to(parameter.dtype)
 
     def _keeps_output(self) -> bool:
-        found, expected = self._run().float(), self._expected.float()
-        return bool((found - expected).norm() <= TOLERANCES[self._expected.dtype] * expected.norm())
+        actual, expected = self._run().float(), self._expected.float()
+        return bool((actual - expected).norm() <= TOLERANCES[self._expected.dtype] * expected.norm())

@@ -24,7 +24,6 @@ from models.layers.lora_target import LoRATarget
 from models.layers.missing import is_missing
 
 SMOOTHED_BY = "smoothed_by"
-SMOOTHING = (QuantMethod.awq, QuantMethod.smoothquant)
 FOLDS = "smoothing.safetensors"
 INPUTS, OUTPUTS = "input_scales", "output_scales"
 RECIPE = "recipe.yaml"  # written by llm-compressor into the model's folder
@@ -34,7 +33,7 @@ MODIFIERS = ("AWQModifier", "SmoothQuantModifier")
 def mark_smoothing(quant: QuantConfig) -> dict[str, Any]:
     """Return the additional entry of config.json for a method that folds scales into weights; else empty."""
     name = f"{quant.method.name} with quant.shift" if quant.shift else quant.method.name
-    return {SMOOTHED_BY: name} if quant.method in SMOOTHING else {}
+    return {SMOOTHED_BY: name} if quant.method.folds_scales else {}
 
 
 def smoothed_by(config: ConfigReader, folder: Path) -> str | None:
@@ -58,8 +57,8 @@ def fold_tensors(folds: Mapping[str, Fold]) -> dict[str, Tensor]:
     """Return the tensors that record the folds. `folds` are by full layer name."""
     tensors: dict[str, Tensor] = {}
     for layer, fold in folds.items():
-        own = {INPUTS: fold.input_scales, OUTPUTS: fold.output_scales}
-        tensors |= {f"{layer}.{name}": scales for name, scales in own.items() if scales is not None}
+        scales_of_layer = {INPUTS: fold.input_scales, OUTPUTS: fold.output_scales}
+        tensors |= {f"{layer}.{name}": scales for name, scales in scales_of_layer.items() if scales is not None}
     return tensors
 
 
@@ -92,17 +91,17 @@ def read_folds(folder: Path, model: CausalLM) -> dict[str, Fold] | None:
         return None
     modules = dict(model.named_modules())
     shapes = {name: module.whole_shape for name, module in modules.items() if isinstance(module, LoRATarget)}
-    found: dict[str, dict[str, Tensor]] = {}
+    scales_by_layer: dict[str, dict[str, Tensor]] = {}
     for key, scales in SafetensorsFile(path).read_whole()[0].items():
-        layer, _, own = key.rpartition(".")
+        layer, _, name = key.rpartition(".")
         if is_missing(layer, modules):
             continue
         outputs, inputs = shapes.get(layer, (0, 0))
-        if scales.shape != ({INPUTS: inputs, OUTPUTS: outputs}.get(own),) or layer not in shapes:
+        if scales.shape != ({INPUTS: inputs, OUTPUTS: outputs}.get(name),) or layer not in shapes:
             raise UserError(
-                f"{path}: {key} {list(scales.shape)} fits no layer of this model: it belongs to another one"
+                f"{path}: {key} {list(scales.shape)} matches no layer of this model: the file belongs to another model"
             )
         if scales.dtype != torch.float32 or not (scales.isfinite() & (scales > 0)).all():
-            raise UserError(f"{path}: {key} does not hold positive float32 numbers: quantise the float model anew")
-        found.setdefault(layer, {})[own] = scales
-    return {layer: Fold(own.get(INPUTS), own.get(OUTPUTS)) for layer, own in found.items()}
+            raise UserError(f"{path}: {key} does not hold positive float32 numbers: quantise the float model again")
+        scales_by_layer.setdefault(layer, {})[name] = scales
+    return {layer: Fold(folded.get(INPUTS), folded.get(OUTPUTS)) for layer, folded in scales_by_layer.items()}

@@ -34,7 +34,7 @@ from pipelines.loading.planning import ModelPlan
 from pipelines.loading.request_settings import RequestSettings
 from pipelines.loading.soft_prefixes import place_prefixes, read_prefixes
 from quantization.kv_scales import static_kv_formats
-from quantization.plan import NO_FLOATS_BEFORE_INTEGERS
+from quantization.plan import AUTO_NEEDS_INTEGERS
 from quantization.smoothing_record import read_folds, smoothed_by
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def load_planned(plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda 
     if isinstance(model, ExportedLM):
         model.load()
         if model.quantized is not None and not model.graph.num_quantized:
-            raise UserError(NO_FLOATS_BEFORE_INTEGERS)
+            raise UserError(AUTO_NEEDS_INTEGERS)
         if plan.options.adapters:
             _ = model.adapted_graph  # a damaged adapter graph fails here, not in a step
         return

@@ -38,11 +38,13 @@ class Awq:
 
     format: WeightFormat
 
-    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
-        return LinearScheme(self.format) if holds_codes(found) else None
+    def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+        return LinearScheme(self.format) if holds_codes(tensor_shapes) else None
 
-    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "AwqWeight":
-        return AwqWeight(layer.shape, self.format, has_zero_points=not self.format.symmetric or "qzeros" in found)
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> "AwqWeight":
+        return AwqWeight(
+            layer.shape, self.format, has_zero_points=not self.format.symmetric or "qzeros" in tensor_shapes
+        )
 
 
 def read_awq(config: ConfigReader) -> Awq:
@@ -66,10 +68,10 @@ def read_awq(config: ConfigReader) -> Awq:
     return Awq(WeightFormat(bits, symmetric=symmetric, group_size=group_size))
 
 
-def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str, Any]:
+def write_config(schemes: dict[str, LinearScheme], float_layers: list[str]) -> dict[str, Any]:
     """Return the `quantization_config` for `schemes`, which maps layer names to schemes.
 
-    `kept` are the linear layers that stay floats. Raises UserError for weights other than int4, quantised activations,
+    `float_layers` are the linear layers that stay floats. Raises UserError for weights other than int4, quantised activations,
     several schemes and a quantised head: the layout has none of them.
     """
     if len(set(schemes.values())) > 1:
@@ -91,7 +93,7 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str]) -> dict[str,
         "bits": 4,
         "group_size": scheme.weights.group_size or -1,
         "zero_point": not scheme.weights.symmetric,
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": float_layers,
     }
 
 

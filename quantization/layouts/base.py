@@ -57,13 +57,13 @@ class WritableLayout(WeightLayout, Protocol):
 class StoredQuantization(Protocol):
     """The `quantization_config` of a checkpoint: which layers are quantised, and how files store them."""
 
-    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         """Return the layer's scheme, or None for a layer that is stored in floats.
 
-        found: shapes of the file's tensors of this layer, by their names relative to the layer.
+        tensor_shapes: shapes of the file's tensors of this layer, by their names relative to the layer.
         """
 
-    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         """Return the layout of a layer that has a scheme."""
 
 
@@ -72,9 +72,9 @@ def may_be_permuted(layout: WeightLayout) -> bool:
     return any(name.endswith("g_idx") for name in layout.tensors())
 
 
-def holds_codes(found: Mapping[str, tuple[int, ...]]) -> bool:
+def holds_codes(tensor_shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether the file has more tensors for a layer than a float layer needs.
 
     For formats whose tools do not list the float layers, or list them in patterns that each tool matches differently.
     """
-    return bool(found.keys() - {"weight", "bias"})
+    return bool(tensor_shapes.keys() - {"weight", "bias"})

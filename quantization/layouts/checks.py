@@ -66,9 +66,9 @@ def positive(scales: Tensor, name: str) -> Tensor:
     return values
 
 
-def scalar_shape(found: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+def scalar_shape(tensor_shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
     """Return the shape of a scalar in the file: some tools write [], some [1]."""
-    return () if found.get(name) == () else (1,)
+    return () if tensor_shapes.get(name) == () else (1,)
 
 
 def channel_order(group_index: Tensor, group_size: int | None, name: str) -> Tensor | None:

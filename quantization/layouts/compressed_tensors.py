@@ -46,14 +46,14 @@ class CompressedTensors:
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
 
-    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         group = self._group(layer.name)
         return group.scheme if group else None
 
-    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "CompressedWeight":
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> "CompressedWeight":
         group = self._group(layer.name)
         assert group is not None
-        return CompressedWeight(layer.shape, group.scheme, group.is_packed, found)
+        return CompressedWeight(layer.shape, group.scheme, group.is_packed, tensor_shapes)
 
     def _group(self, name: str) -> _Group | None:
         """Return the layer's group, or None. A target with the layer's name has priority over a target with its class."""
@@ -79,8 +79,8 @@ def read_compressed_tensors(config: ConfigReader) -> CompressedTensors:
         config.raw(key)
     groups = config.section("config_groups")
     # `kv_cache` and `sparsity` read the contents of these two sections.
-    others = [config.raw(key) for key in ("kv_cache_scheme", "sparsity_config")]
-    if groups is None and not any(others):
+    other_sections = [config.raw(key) for key in ("kv_cache_scheme", "sparsity_config")]
+    if groups is None and not any(other_sections):
         raise UserError("quantization_config: config_groups is empty")
     names = groups.values if groups else {}
     return CompressedTensors(
@@ -141,22 +141,22 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
 
 
 def write_config(
-    schemes: dict[str, LinearScheme], kept: list[str], permuted: bool, kv_cache: KVCacheFormat | None = None
+    schemes: dict[str, LinearScheme], float_layers: list[str], permuted: bool, kv_cache: KVCacheFormat | None = None
 ) -> dict[str, Any]:
     """Return the `quantization_config` for `schemes`, which maps layer names to schemes.
 
-    `kept` are the linear layers that stay floats. kv_cache: the format of a KV cache with static scales. permuted:
+    `float_layers` are the linear layers that stay floats. kv_cache: the format of a KV cache with static scales. permuted:
     whether the groups are not consecutive channels. The config records it, because a reader that ignores it computes
     wrong results.
     """
     by_scheme: dict[LinearScheme, list[str]] = {}
     for name, scheme in schemes.items():
         by_scheme.setdefault(scheme, []).append(name)
-    usual = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]), default=None)
+    most_common = max(by_scheme, key=lambda scheme: len(by_scheme[scheme]), default=None)
     formats = {_format(scheme) for scheme in by_scheme} or {DENSE}
     groups = {
         f"group_{i}": {
-            "targets": ["Linear", *(name for name in names if name == HEAD)] if scheme == usual else names,
+            "targets": ["Linear", *(name for name in names if name == HEAD)] if scheme == most_common else names,
             "weights": _write_weights(scheme.weights, permuted),
             "input_activations": _write_activations(scheme),
             "output_activations": None,
@@ -169,22 +169,22 @@ def write_config(
         "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": kept,
+        "ignore": float_layers,
         "kv_cache_scheme": kv_cache and write_kv_cache_scheme(kv_cache),
     }
 
 
-def write_sparsity_config(pattern: SparsityPattern, kept: list[str], share: float) -> dict[str, Any]:
+def write_sparsity_config(pattern: SparsityPattern, unpruned: list[str], share: float) -> dict[str, Any]:
     """Return the `sparsity_config` of weights that are stored with their zeros (compressed-tensors after 0.14).
 
-    `kept` are the linear layers that are not pruned. share: the zeros of the pruned layers / all weights of the model.
+    `unpruned` are the linear layers that are not pruned. share: the zeros of the pruned layers / all weights of the model.
     """
     return {
         "format": DENSE,
         "sparsity_structure": pattern.name,
         "global_sparsity": 100 * share,
         "targets": ["Linear"],
-        "ignore": kept,
+        "ignore": unpruned,
         "registry_requires_subclass": False,
     }
 
@@ -227,12 +227,12 @@ def _write_activations(scheme: LinearScheme) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """The tensors of one weight. `found` tells which optional tensors exist, and their shapes."""
+    """The tensors of one weight. `tensor_shapes` tells which optional tensors exist, and their shapes."""
 
     shape: tuple[int, int]
     scheme: LinearScheme
     is_packed: bool
-    found: Mapping[str, tuple[int, ...]]
+    tensor_shapes: Mapping[str, tuple[int, ...]]
     stored_shape: tuple[int, int] | None = None
     """The shape in `weight_shape`, if this is a shard of the stored weight."""
 
@@ -244,7 +244,7 @@ class CompressedWeight:
         groups = divided(self.shape, format.group_size)
         scale: tuple[int, ...] = (outputs, groups)
         if format.per_tensor:
-            scale = scalar_shape(self.found, "weight_scale")
+            scale = scalar_shape(self.tensor_shapes, "weight_scale")
         names: dict[str, tuple[int, ...]] = {"weight_scale": scale}
         if self.is_packed:
             names |= {"weight_packed": (outputs, num_words(inputs, format.bits)), "weight_shape": (2,)}
@@ -252,10 +252,10 @@ class CompressedWeight:
             names["weight"] = self.shape
         if not format.symmetric:
             names["weight_zero_point"] = (num_words(outputs, format.bits), groups) if self.is_packed else scale
-        if "weight_g_idx" in self.found:
+        if "weight_g_idx" in self.tensor_shapes:
             names["weight_g_idx"] = (inputs,)
         if self.scheme.activations is Activations.static:
-            names["input_scale"] = scalar_shape(self.found, "input_scale")
+            names["input_scale"] = scalar_shape(self.tensor_shapes, "input_scale")
         return names
 
     def output_axes(self) -> dict[str, OutputAxis]:
@@ -274,13 +274,13 @@ class CompressedWeight:
         (outputs, inputs), format = self.shape, self.scheme.weights
         scales = finite(tensors["weight_scale"], "weight_scale")
         if self.is_packed:
-            found, expected = tensors["weight_shape"].tolist(), list(self.stored_shape or self.shape)
-            if found != expected:
-                raise UserError(f"weight_shape is {found}, expected {expected}")
+            file_shape, expected = tensors["weight_shape"].tolist(), list(self.stored_shape or self.shape)
+            if file_shape != expected:
+                raise UserError(f"weight_shape is {file_shape}, expected {expected}: the file is damaged")
             codes = unpack(of_type(tensors, "weight_packed", torch.int32), format.bits, inputs)
         else:
-            wanted = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
-            codes = of_type(tensors, "weight", wanted)
+            dtype = torch.float8_e4m3fn if format.kind is CodeKind.FP8 else torch.int8
+            codes = of_type(tensors, "weight", dtype)
         zero_points = self._zero_points(tensors)
         if format.per_tensor:
             scales = scales.reshape(1, 1)

@@ -34,13 +34,13 @@ class Fp8:
     block: tuple[int, int] | None
     activations: Activations
 
-    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         size = self.block[1] if self.block else None
         format = WeightFormat(8, CodeKind.FP8, group_size=size, per_tensor=size is None)
-        return LinearScheme(format, self.activations) if holds_codes(found) else None
+        return LinearScheme(format, self.activations) if holds_codes(tensor_shapes) else None
 
-    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "Fp8Weight":
-        return Fp8Weight(layer.shape, self.block, self.activations is Activations.static, found)
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> "Fp8Weight":
+        return Fp8Weight(layer.shape, self.block, self.activations is Activations.static, tensor_shapes)
 
 
 def read_fp8(config: ConfigReader) -> Fp8:
@@ -76,23 +76,23 @@ class Fp8Weight:
     shape: tuple[int, int]
     block: tuple[int, int] | None
     is_static: bool
-    found: Mapping[str, tuple[int, ...]]
+    tensor_shapes: Mapping[str, tuple[int, ...]]
 
     @property
     def _scale_name(self) -> str:
-        return "weight_scale" if "weight_scale" in self.found else "weight_scale_inv"
+        return "weight_scale" if "weight_scale" in self.tensor_shapes else "weight_scale_inv"
 
     @property
     def _input_name(self) -> str:
-        return "activation_scale" if "activation_scale" in self.found else "input_scale"
+        return "activation_scale" if "activation_scale" in self.tensor_shapes else "input_scale"
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        scales = scalar_shape(self.found, self._scale_name)
+        scales = scalar_shape(self.tensor_shapes, self._scale_name)
         if self.block:
             scales = (-(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1]))
         names: dict[str, tuple[int, ...]] = {"weight": self.shape, self._scale_name: scales}
         if self.is_static:
-            names[self._input_name] = scalar_shape(self.found, self._input_name)
+            names[self._input_name] = scalar_shape(self.tensor_shapes, self._input_name)
         return names
 
     def output_axes(self) -> dict[str, OutputAxis]:

@@ -40,11 +40,11 @@ class GGUFQuantization:
 
     types: dict[str, str]
 
-    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         kind = self.types.get(layer.name)
         return None if kind is None else LinearScheme(FORMATS[kind])
 
-    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> WeightLayout:
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
         kind = self.types[layer.name]
         return GGUFBlocks(kind, layer.shape) if kind in KINDS else GGUFWeight(layer.shape)
 
@@ -54,18 +54,18 @@ def read_gguf_quantization(files: list[WeightFile], device: torch.device = CPU) 
 
     None for another file format, and for files without packed weights.
     """
-    kept = {
+    packed = {
         module: kind
         for module, kind in _types(files).items()
         if kind in FORMATS and (device.type == "cpu" or kind not in KINDS)
     }
-    return GGUFQuantization(kept) if kept else None
+    return GGUFQuantization(packed) if packed else None
 
 
 def warn_of_unpacked(files: list[WeightFile], stored: GGUFQuantization | None) -> None:
     """Log in one line which weight types are unpacked to floats."""
-    kept = {} if stored is None else stored.types
-    if unpacked := Counter(kind for module, kind in _types(files).items() if module not in kept):
+    packed = {} if stored is None else stored.types
+    if unpacked := Counter(kind for module, kind in _types(files).items() if module not in packed):
         counts = ", ".join(f"{count} of {kind}" for kind, count in sorted(unpacked.items()))
         log.warning("weights are unpacked to floats, which take more memory: %s", counts)
 

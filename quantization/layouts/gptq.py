@@ -49,15 +49,15 @@ class Gptq:
     is_v1: bool
     act_order: bool
 
-    def scheme(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
+    def scheme(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> LinearScheme | None:
         format = self._format(layer.name)
-        return LinearScheme(format) if format and holds_codes(found) else None
+        return LinearScheme(format) if format and holds_codes(tensor_shapes) else None
 
-    def layout(self, layer: LinearSpec, found: Mapping[str, tuple[int, ...]]) -> "GptqWeight":
+    def layout(self, layer: LinearSpec, tensor_shapes: Mapping[str, tuple[int, ...]]) -> "GptqWeight":
         format = self._format(layer.name)
         assert format is not None
-        has_unused_bias = "bias" in found and not layer.has_bias
-        return GptqWeight(layer.shape, format, self.is_v1, self.act_order or "g_idx" in found, has_unused_bias)
+        has_unused_bias = "bias" in tensor_shapes and not layer.has_bias
+        return GptqWeight(layer.shape, format, self.is_v1, self.act_order or "g_idx" in tensor_shapes, has_unused_bias)
 
     def _format(self, name: str) -> WeightFormat | None:
         return next((format for pattern, format in self.rules if pattern.match(name)), self.format)
@@ -76,28 +76,30 @@ def read_gptq(config: ConfigReader) -> Gptq:
     config.expect("pack_dtype", ("int32",), "int32")
     config.expect("rotation", (None, ""), None)
     config.expect("adapter", (None, {}), None)
-    usual = _read_format(config, None)
+    default = _read_format(config, None)
     act_order = config.get("desc_act", bool, False)
     rules = config.section("dynamic")
     patterns = list(config.get("dynamic", dict, {}))
     for key in NO_EFFECT:
         config.raw(key)
     check_autoround(config)
-    return Gptq(usual, tuple(_read_rule(rules, text, usual) for text in patterns if rules), version == V1, act_order)
+    return Gptq(
+        default, tuple(_read_rule(rules, text, default) for text in patterns if rules), version == V1, act_order
+    )
 
 
-def _read_format(config: ConfigReader, usual: WeightFormat | None) -> WeightFormat:
-    """Read the format of a config, or of a rule. A rule inherits the values of `usual` that it does not set."""
-    bits = config.expect("bits", (4, 8), usual.bits if usual else None)
-    symmetric = config.get("sym", bool, usual.symmetric if usual else True)
+def _read_format(config: ConfigReader, default: WeightFormat | None) -> WeightFormat:
+    """Read the format of a config, or of a rule. A rule inherits the values of `default` that it does not set."""
+    bits = config.expect("bits", (4, 8), default.bits if default else None)
+    symmetric = config.get("sym", bool, default.symmetric if default else True)
     if bits == 8 and not symmetric:
         raise UserError("quantization_config: sym=false with bits=8 is not supported: only with bits=4")
-    whole_rows = config.raw("group_size", -1 if usual and usual.group_size is None else None) == -1
-    group_size = None if whole_rows else config.count("group_size", usual.group_size if usual else None)
+    whole_rows = config.raw("group_size", -1 if default and default.group_size is None else None) == -1
+    group_size = None if whole_rows else config.count("group_size", default.group_size if default else None)
     return WeightFormat(bits, symmetric=symmetric, group_size=group_size)
 
 
-def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.Pattern[str], WeightFormat | None]:
+def _read_rule(rules: ConfigReader, text: str, default: WeightFormat) -> tuple[re.Pattern[str], WeightFormat | None]:
     """Read a rule.
 
     `-:` leaves matching layers in floats (None); `+:` or no prefix changes them. The first match counts.
@@ -107,18 +109,18 @@ def _read_rule(rules: ConfigReader, text: str, usual: WeightFormat) -> tuple[re.
         return pattern, None
     rule = rules.section(text)
     if rule is None:
-        return pattern, usual
-    format = _read_format(rule, usual)
+        return pattern, default
+    format = _read_format(rule, default)
     rule.raw("desc_act")  # ignored: the file stores the group of each channel
     if unread := rule.unread():
         raise UserError(f"quantization_config: dynamic: {text!r} has settings that are not known: {', '.join(unread)}")
     return pattern, format
 
 
-def write_config(schemes: dict[str, LinearScheme], kept: list[str], act_order: bool) -> dict[str, Any]:
+def write_config(schemes: dict[str, LinearScheme], float_layers: list[str], act_order: bool) -> dict[str, Any]:
     """Return the `quantization_config` for `schemes`, which maps layer names to schemes.
 
-    `kept` are the linear layers that stay floats. act_order: whether any weight has a permutation. Asymmetric weights
+    `float_layers` are the linear layers that stay floats. act_order: whether any weight has a permutation. Asymmetric weights
     need v2, because v1 cannot store a zero point of 0. Raises UserError for fp8 and for quantised activations: the
     layout has none of them.
     """
@@ -126,19 +128,21 @@ def write_config(schemes: dict[str, LinearScheme], kept: list[str], act_order: b
         if scheme.weights.kind is not CodeKind.INT or scheme.activations is not Activations.none:
             raise UserError(f"GPTQ holds int4 and int8 weights, not {scheme}: give quantize.format=compressed_tensors")
     formats = [scheme.weights for scheme in schemes.values()]
-    usual = max(formats, key=formats.count)
-    others = {f"+:^{re.escape(name)}$": _written(s.weights) for name, s in schemes.items() if s.weights != usual}
+    default = max(formats, key=formats.count)
+    exceptions = {
+        f"+:^{re.escape(name)}$": _write_format(s.weights) for name, s in schemes.items() if s.weights != default
+    }
     return {
         "quant_method": METHOD,
         "checkpoint_format": V1 if all(format.symmetric for format in formats) else V2,
-        **_written(usual),
+        **_write_format(default),
         "desc_act": act_order,
         "lm_head": "lm_head" in schemes,
-        "dynamic": {f"-:^{re.escape(name)}$": {} for name in kept} | others,
+        "dynamic": {f"-:^{re.escape(name)}$": {} for name in float_layers} | exceptions,
     }
 
 
-def _written(format: WeightFormat) -> dict[str, Any]:
+def _write_format(format: WeightFormat) -> dict[str, Any]:
     return {"bits": format.bits, "group_size": format.group_size or -1, "sym": format.symmetric}
 
 
@@ -209,14 +213,14 @@ class GptqWeight:
         codes, zero_points = weight.codes, torch.zeros_like(weight.scales, dtype=torch.int8)
         if weight.zero_points is not None:
             codes, zero_points = codes - 8, weight.zero_points - 8
-        place = torch.arange(inputs)
+        position = torch.arange(inputs)
         if weight.permutation is not None:
-            place = weight.permutation.argsort()
-            codes = codes[:, place]
+            position = weight.permutation.argsort()
+            codes = codes[:, position]
         words = pack(zero_points.T, bits)
         return {
             "qweight": pack(codes, bits).T.contiguous(),
             "qzeros": words - ONES[bits] if self.is_v1 else words,
             "scales": as_float16(weight.scales).T.contiguous(),
-            "g_idx": (place // (self.format.group_size or inputs)).int(),
+            "g_idx": (position // (self.format.group_size or inputs)).int(),
         }

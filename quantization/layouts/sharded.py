@@ -21,44 +21,47 @@ class ShardedLayout:
     Only the words or blocks that contain these outputs are read. The other outputs in them are dropped.
     """
 
-    whole: WeightLayout
+    unsharded: WeightLayout
     outputs: tuple[range, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return count(self.outputs), self.whole.shape[1]
+        return count(self.outputs), self.unsharded.shape[1]
 
     def shards(self) -> dict[str, Shard]:
         """Return the shard of each tensor, by name. Tensors without a shard are read whole."""
-        axes = self.whole.output_axes().items()
-        return {name: Shard(axis, tuple(_indices(each, per) for each in self.outputs)) for name, (axis, per) in axes}
+        axes = self.unsharded.output_axes().items()
+        return {
+            name: Shard(axis, tuple(_indices(outputs, per) for outputs in self.outputs)) for name, (axis, per) in axes
+        }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         shards = self.shards()
         return {
-            name: shards[name].shape(shape) if name in shards else shape for name, shape in self.whole.tensors().items()
+            name: shards[name].shape(shape) if name in shards else shape
+            for name, shape in self.unsharded.tensors().items()
         }
 
     def output_axes(self) -> dict[str, OutputAxis]:
-        raise ValueError("a layout is shared once")
+        raise ValueError("the layout is already sharded")
 
     def of_outputs(self, num_outputs: int) -> WeightLayout:
-        raise ValueError("a layout is shared once")
+        raise ValueError("the layout is already sharded")
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        axes = self.whole.output_axes()
+        axes = self.unsharded.output_axes()
         if not axes:
-            return _of_rows(self.whole.read(tensors), [output for each in self.outputs for output in each])
+            return _of_rows(self.unsharded.read(tensors), [output for outputs in self.outputs for output in outputs])
         covered = self._covered(axes)
         parts = dict(tensors)
         for name, axis in axes.items():
             parts[name] = _take(tensors[name], axis.axis, list(self._places(covered, axis.per_index)))
-        return _of_rows(self.whole.of_outputs(count(covered)).read(parts), list(_within(self.outputs, covered)))
+        return _of_rows(self.unsharded.of_outputs(count(covered)).read(parts), list(_within(self.outputs, covered)))
 
     def _covered(self, axes: dict[str, OutputAxis]) -> tuple[range, ...]:
         """Extend each range of outputs so that it neither starts nor ends within a word or a block."""
-        size, num_outputs = math.lcm(*(axis.per_index for axis in axes.values())), self.whole.shape[0]
-        spans = (_indices(each, size) for each in self.outputs)
+        size, num_outputs = math.lcm(*(axis.per_index for axis in axes.values())), self.unsharded.shape[0]
+        spans = (_indices(outputs, size) for outputs in self.outputs)
         return tuple(range(span.start * size, min(span.stop * size, num_outputs)) for span in spans)
 
     def _places(self, covered: Sequence[range], per_index: int) -> Iterator[int]:
@@ -67,10 +70,10 @@ class ShardedLayout:
         An index that was not read gets the nearest position; `read` drops its outputs afterwards.
         """
         before = 0
-        for own, around in zip(self.outputs, covered, strict=True):
-            read = _indices(own, per_index)
+        for outputs_range, covered_range in zip(self.outputs, covered, strict=True):
+            read = _indices(outputs_range, per_index)
             yield from (
-                before + min(max(i, read.start), read.stop - 1) - read.start for i in _indices(around, per_index)
+                before + min(max(i, read.start), read.stop - 1) - read.start for i in _indices(covered_range, per_index)
             )
             before += len(read)
 
@@ -82,24 +85,24 @@ class InputsLayout:
     The whole weight is read, because the scale of an output may depend on all of its inputs.
     """
 
-    whole: WeightLayout
+    unsharded: WeightLayout
     inputs: range
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.whole.shape[0], len(self.inputs)
+        return self.unsharded.shape[0], len(self.inputs)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        return self.whole.tensors()
+        return self.unsharded.tensors()
 
     def output_axes(self) -> dict[str, OutputAxis]:
-        raise ValueError("a layout is shared once")
+        raise ValueError("the layout is already sharded")
 
     def of_outputs(self, num_outputs: int) -> WeightLayout:
-        raise ValueError("a layout is shared once")
+        raise ValueError("the layout is already sharded")
 
     def read(self, tensors: dict[str, Tensor]) -> StoredWeight:
-        stored = self.whole.read(tensors)
+        stored = self.unsharded.read(tensors)
         weight = stored.weight
         assert weight.permutation is None
         zero_points = None if weight.zero_points is None else self._columns(weight.zero_points)
@@ -113,7 +116,7 @@ class InputsLayout:
         """
         if tensor.shape[1] == 1:
             return tensor
-        inputs_each = self.whole.shape[1] // tensor.shape[1]
+        inputs_each = self.unsharded.shape[1] // tensor.shape[1]
         return tensor[:, self.inputs.start // inputs_each : self.inputs.stop // inputs_each].contiguous()
 
 
@@ -124,9 +127,11 @@ def _indices(outputs: range, per_index: int) -> range:
 def _within(outputs: Sequence[range], covered: Sequence[range]) -> Iterator[int]:
     """Yield the positions of `outputs` within the `covered` ranges, counted over all of these."""
     before = 0
-    for own, around in zip(outputs, covered, strict=True):
-        yield from range(before + own.start - around.start, before + own.stop - around.start)
-        before += len(around)
+    for outputs_range, covered_range in zip(outputs, covered, strict=True):
+        yield from range(
+            before + outputs_range.start - covered_range.start, before + outputs_range.stop - covered_range.start
+        )
+        before += len(covered_range)
 
 
 def _of_rows(stored: StoredWeight, rows: list[int]) -> StoredWeight:

@@ -19,8 +19,8 @@ from pipelines.loading.shard_plan import shard_plan
 from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.threads import ThreadRankContext
 from quantization.file_layout import file_layout
-from quantization.kept_parts import KeptPart
 from quantization.quantizer import LinearReport
+from quantization.stored_parts import StoredPart
 from tests.helpers.builders import unpacked_engine
 from tests.helpers.rank_threads import run_stages
 from tests.helpers.waiting import LIMIT_S
@@ -54,7 +54,7 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
     engine = unpacked_engine(float_run, len(samples))
     batches = calibration_batches(engine, samples)
     sizes = engine.num_blocks, engine.block_size
-    chosen: dict[int, Future[KeptPart]] = defaultdict(Future)
+    chosen: dict[int, Future[StoredPart]] = defaultdict(Future)
 
     def of_rank(context: ThreadRankContext) -> Quantized:
         source = resolve_model(run.model)
@@ -71,7 +71,7 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
             own = share.choose(part)
             if own is not None:
                 fields, payload = encode(own)
-                chosen[part.index].set_result(decode(KeptPart, fields, bytearray(payload), CPU))
+                chosen[part.index].set_result(decode(StoredPart, fields, bytearray(payload), CPU))
             kept = chosen[part.index].result(LIMIT_S)
             made.tensors |= kept.tensors | share.place(part, kept.tensors)
             made.folds |= kept.folds or {}

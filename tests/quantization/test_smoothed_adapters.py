@@ -209,11 +209,11 @@ NAME = "model.layers.0.mlp.up_proj.input_scales"
 @each(
     ("tensors", "message"),
     [
-        ({NAME: torch.ones(63)}, rf"{NAME} \[63\] fits no layer of this model: it belongs to another one"),
-        ({"model.norm.input_scales": torch.ones(64)}, "model.norm.input_scales .64. fits no layer of this model"),
-        ({"model.layers.9.mlp.up_proj.input_scales": torch.ones(0)}, "fits no layer of this model"),
-        ({"model.layers.0.mlp.up_proj.bias": torch.ones(0)}, r"up_proj\.bias \[0\] fits no layer of this model"),
-        ({NAME: torch.zeros(64)}, rf"{NAME} does not hold positive float32 numbers: quantise the float model anew"),
+        ({NAME: torch.ones(63)}, rf"{NAME} \[63\] matches no layer of this model: the file belongs to another model"),
+        ({"model.norm.input_scales": torch.ones(64)}, "model.norm.input_scales .64. matches no layer of this model"),
+        ({"model.layers.9.mlp.up_proj.input_scales": torch.ones(0)}, "matches no layer of this model"),
+        ({"model.layers.0.mlp.up_proj.bias": torch.ones(0)}, r"up_proj\.bias \[0\] matches no layer of this model"),
+        ({NAME: torch.zeros(64)}, rf"{NAME} does not hold positive float32 numbers: quantise the float model again"),
         ({NAME: torch.full((64,), torch.inf)}, "does not hold positive float32 numbers"),
         ({NAME: torch.ones(64).half()}, "does not hold positive float32 numbers"),
     ],

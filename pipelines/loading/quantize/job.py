@@ -12,7 +12,7 @@ from pipelines.jobs.journal import dumps
 from pipelines.jobs.output_folder import kept_folder
 from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerprint, plain_quant
 from pipelines.loading.model_source import ModelSource
-from quantization.smoothing_record import FOLDS, SMOOTHING
+from quantization.smoothing_record import FOLDS
 
 VERSION = 3  # version of the results: increase it with every change of codes, scales or observed statistics
 
@@ -40,7 +40,7 @@ def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
     cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
     quant = {key: value for key, value in plain_quant(run.quant).items() if key not in cache}
     quant |= {"activations": run.quant.activations.of_model}
-    if run.quant.method in SMOOTHING:
+    if run.quant.method.folds_scales:
         quant |= {"kept": FOLDS}  # older folders do not have this file
     model = run.model
     tokenizer = model.tokenizer and find_tokenizer(model.tokenizer, model.hub, model.revision)

@@ -25,10 +25,10 @@ from models.weights import place_tensor, refuse_damaged
 from pipelines.engine.kv_cache import allocate_kv_cache
 from quantization.calibration import SequentialCalibrator
 from quantization.file_layout import FileLayout
-from quantization.kept_parts import KeptPart, part_tensors, place_part
 from quantization.kv_scales import choose_kv_scales, static_kv_formats
 from quantization.quantizer import LinearReport, QuantizedLayer, Quantizer, is_sequential, parts_of
 from quantization.smoothing_record import fold_tensors
+from quantization.stored_parts import StoredPart, part_tensors, place_part
 
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ class Share:
         prefixes = tuple(part.prefix for part in self.parts)
         return self._joined(name for name, _ in self._whole.named_parameters() if not name.startswith(prefixes))
 
-    def choose(self, part: QuantizedLayer) -> KeptPart | None:
+    def choose(self, part: QuantizedLayer) -> StoredPart | None:
         """Prune the part, observe its inputs, and choose its codes on the first rank.
 
         Other ranks return None. Raises UserError.
@@ -108,7 +108,7 @@ class Share:
                 return None
             stored, reports, folds = self._quantizer.quantize(part, groups, pruned)
             tensors = part_tensors(part, self._whole, stored, self._layout.layout_of)
-        return KeptPart(tensors, reports, None if folds is None else fold_tensors(folds))
+        return StoredPart(tensors, reports, None if folds is None else fold_tensors(folds))
 
     def pass_over(self, part: QuantizedLayer) -> None:
         """Run the steps of `choose` that a part from an earlier run still needs."""
@@ -204,8 +204,8 @@ class PartStep(Step[Result]):
 
 
 @dataclass(frozen=True)
-class Choose(PartStep[KeptPart | None]):
-    def compute(self, share: Share) -> KeptPart | None:
+class Choose(PartStep[StoredPart | None]):
+    def compute(self, share: Share) -> StoredPart | None:
         return share.choose(share.parts[self.part])
 
 

@@ -128,7 +128,7 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
         (
             QuantizedFormat.vllm_cpu,
             QuantConfig(INT8, group_size=32, skip=["*.down_proj"]),
-            "has int8 per channel alone: give no groups",
+            "supports int8 only per channel: leave quant.group_size out",
         ),
         (
             QuantizedFormat.vllm_cpu,
@@ -140,7 +140,7 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
             QuantConfig(FP8, activations=DYNAMIC, per_tensor=True),
             "give quant.per_tensor=false",
         ),
-        (QuantizedFormat.vllm_cpu, QuantConfig(INT4), r"int4 for multiples of 32 alone: give quant.skip=\["),
+        (QuantizedFormat.vllm_cpu, QuantConfig(INT4), r"int4 only for multiples of 32: give quant.skip=\["),
         (
             QuantizedFormat.vllm_cpu,
             QuantConfig(INT4, GPTQ, **LAYERS, gptq=GptqConfig(static_groups=False)),

@@ -70,7 +70,7 @@ def with_(**groups: Any) -> Callable[[RunConfig, Path], RunConfig]:
          "quant.activations=auto is not allowed: give none with task=quantize and give it when the model is used"),
         (kept, "model.keep_packed=true is not allowed: give false with task=quantize and give it when the model is used"),
         (random, "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, which"),
-        (with_(quant=replace(STATIC, skip=["*"])), "quant=a8w8 leaves all 15 layers as they are: skip fewer"),
+        (with_(quant=replace(STATIC, skip=["*"])), "quant=a8w8 quantises none of 15 layers: skip fewer layers"),
         (with_(quant=replace(STATIC, skip=["*.k_prj"])), "quant.skip has '[*].k_prj', which matches no layer: there are"),
         (with_(quant=QuantConfig(INT4, group_size=32)), "down_proj has 176 input channels, which groups of 32 do not divide: give a quant"),
         (with_(quant=SHIFT), "quant.shift needs norms and linear layers with biases, as BLOOM, GPT-2 and OPT have, but .* has none"),

@@ -1,4 +1,4 @@
-"""The tensors of a quantised part of a model, whole and by their names in the files.
+"""The unsharded tensors of a quantised part of a model, by their names in the files.
 
 They are written to files, sent to ranks, and placed into a float model.
 """
@@ -24,7 +24,7 @@ LayoutOf = Callable[[LinearSpec, LinearScheme, Mapping[str, tuple[int, ...]]], W
 
 
 @dataclass(frozen=True)
-class KeptPart:
+class StoredPart:
     tensors: dict[str, Tensor]
     """By their names in the files: codes and scales of its linear layers, and its other parameters."""
     reports: list[LinearReport]
@@ -49,9 +49,9 @@ def part_tensors(
         bias = linear_layer(model, name).bias
         outputs, inputs = stored[name].weight.codes.shape
         spec = LinearSpec(name, (outputs, inputs), is_transposed=False, has_bias=bias is not None)
-        own = layout_of(spec, scheme, {}).write(stored[name])
-        own |= {} if bias is None else {"bias": bias.data}
-        tensors |= {f"{name}.{own_name}": tensor for own_name, tensor in own.items()}
+        layer_tensors = layout_of(spec, scheme, {}).write(stored[name])
+        layer_tensors |= {} if bias is None else {"bias": bias.data}
+        tensors |= {f"{name}.{tensor_name}": tensor for tensor_name, tensor in layer_tensors.items()}
     return tensors
 
 
@@ -66,20 +66,20 @@ def place_part(
 
     A rank's model takes its own shards; `shards` as `shard_model` returns them.
     """
-    device, rest = next(model.parameters()).device, dict(tensors)
+    device, remaining = next(model.parameters()).device, dict(tensors)
     for name, scheme in part.schemes.items():
         layer, prefix = linear_layer(model, name), f"{name}."
-        own = {t.removeprefix(prefix): rest.pop(t) for t in tensors if t.startswith(prefix)}
-        if "bias" in own:
-            rest[f"{name}.bias"] = own.pop("bias")
+        layer_tensors = {t.removeprefix(prefix): remaining.pop(t) for t in tensors if t.startswith(prefix)}
+        if "bias" in layer_tensors:
+            remaining[f"{name}.bias"] = layer_tensors.pop("bias")
         spec = LinearSpec(name, layer.whole_shape, layer.is_transposed, layer.bias is not None)
-        layout = layout_of(spec, scheme, {n: tuple(t.shape) for n, t in own.items()})
+        layout = layout_of(spec, scheme, {n: tuple(t.shape) for n, t in layer_tensors.items()})
         if layer.outputs is None:
-            place_quantized(layer, scheme, layout.read(own))
+            place_quantized(layer, scheme, layout.read(layer_tensors))
         else:
             shared = ShardedLayout(layout, layer.outputs)
-            own |= {n: part_of(own[n], shard) for n, shard in shared.shards().items()}
-            place_quantized(layer, scheme, shared.read(own))
-    for name, tensor in rest.items():
-        own_part = part_of(tensor, shards[name]) if name in shards else tensor
-        place_tensor(model, name, own_part.to(device, copy=True))
+            layer_tensors |= {n: part_of(layer_tensors[n], shard) for n, shard in shared.shards().items()}
+            place_quantized(layer, scheme, shared.read(layer_tensors))
+    for name, tensor in remaining.items():
+        shard = part_of(tensor, shards[name]) if name in shards else tensor
+        place_tensor(model, name, shard.to(device, copy=True))
