@@ -77,12 +77,12 @@ def read_adapter(
     modules = dict(model.named_modules())
     names = full_names(modules)  # an adapter that was trained without the head lacks the first part of the names
     factors = {}
-    with ThreadPoolExecutor(1) as beside:  # hashing takes about half as long as all the rest
-        digest = beside.submit(_digest, (folder / CONFIG).read_bytes(), content)
+    with ThreadPoolExecutor(1) as executor:  # hashing takes about half as long as all the rest
+        digest = executor.submit(_digest, (folder / CONFIG).read_bytes(), content)
         for parameter, change in read_changes(weights, settings).items():
-            own = parameter.rpartition(".")[0]
-            name = names.get(own, own)
-            if is_missing(own, {found: modules[full] for found, full in names.items()}):
+            module = parameter.rpartition(".")[0]
+            name = names.get(module, module)
+            if is_missing(module, {stored_name: modules[full] for stored_name, full in names.items()}):
                 continue
             if change.replacement and _is_copy(tensors[change.replacement], (parameter, f"{name}.weight"), base):
                 change.replacement = None
@@ -90,13 +90,13 @@ def read_adapter(
                     continue
             layer = _adaptable(name, change, modules, model, folder)
             outputs, inputs = layer.whole_shape
-            keys = expect_factors(weights, change, settings.rank(own), inputs, outputs)
+            keys = expect_factors(weights, change, settings.rank(module), inputs, outputs)
             a, b = _folded(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
             a, b = a.to(dtype), b.to(dtype)
             if not (all_finite(a.view(1, -1)).all() and all_finite(b.view(1, -1)).all()):
                 remedy = "get the adapter anew, or give a wider model.dtype"
                 raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
-            factors[name] = Factors(*layer.own(a, b), settings.scale(own))
+            factors[name] = Factors(*layer.own(a, b), settings.scale(module))
         return Adapter(digest.result(), factors)
 
 
@@ -106,8 +106,12 @@ def _is_copy(tensor: Tensor, names: Collection[str], base: Iterable[WeightFile])
     The values are compared in the file's dtype.
     """
     for file in base:
-        for _, own in file.read([name for name in names if name in file.shapes]):
-            return own.is_floating_point() and own.shape == tensor.shape and torch.equal(tensor.to(own.dtype), own)
+        for _, base_tensor in file.read([name for name in names if name in file.shapes]):
+            return (
+                base_tensor.is_floating_point()
+                and base_tensor.shape == tensor.shape
+                and torch.equal(tensor.to(base_tensor.dtype), base_tensor)
+            )
     return False
 
 

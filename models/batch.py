@@ -124,8 +124,8 @@ class Batch:
     def owners(self) -> Tensor:
         """The sequence of each token [T]. Padding rows belong to the last sequence."""
         tokens = torch.arange(self.positions.shape[0], device=self.positions.device)
-        found = torch.bucketize(tokens, self.query_starts[1:], right=True)  # a padding row gets S
-        return found.clamp(max=self.context_lengths.shape[0] - 1)
+        sequences = torch.bucketize(tokens, self.query_starts[1:], right=True)  # a padding row gets S
+        return sequences.clamp(max=self.context_lengths.shape[0] - 1)
 
     @property
     def origins(self) -> Tensor:

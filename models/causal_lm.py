@@ -102,8 +102,8 @@ class CausalLM(Module, ABC):
     @property
     def of_a_missing_mark(self) -> str:
         """The error for a prompt without one of `prompt_marks`."""
-        ids = ", and ".join(" or ".join(map(str, each)) for each in self.prompt_marks)
-        return f"the prompt lacks tokens that the model finds its parts by: give one with the ids {shortened(ids)}"
+        marks = ", and ".join(" or ".join(map(str, ids)) for ids in self.prompt_marks)
+        return f"the prompt lacks tokens that the model finds its parts by: give one with the ids {shortened(marks)}"
 
     @property
     def num_prompt_features(self) -> int:
@@ -143,8 +143,8 @@ class CausalLM(Module, ABC):
     @property
     def attention_heads(self) -> list[Heads]:
         """The attention heads of each layer of this stage. They define the shapes of its keys and values."""
-        own = (layer for layer in self.layers if not isinstance(layer, MissingLayer))
-        return [layer.get_submodule(self.layout.attention).heads for layer in own]  # type: ignore[misc]
+        layers = (layer for layer in self.layers if not isinstance(layer, MissingLayer))
+        return [layer.get_submodule(self.layout.attention).heads for layer in layers]  # type: ignore[misc]
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         """Return the bytes of weights that a decode step reads.
@@ -164,10 +164,10 @@ class CausalLM(Module, ABC):
 
         Raises UserError for a prompt that lacks a mark.
         """
-        found = [next((id for id in ids if id in token_ids), None) for ids in self.prompt_marks]
-        if None in found:
+        mark_ids = [next((id for id in ids if id in token_ids), None) for ids in self.prompt_marks]
+        if None in mark_ids:
             raise UserError(self.of_a_missing_mark)
-        return tuple(token_ids.index(id) for id in found if id is not None)
+        return tuple(token_ids.index(id) for id in mark_ids if id is not None)
 
     def embed(self, batch: Batch) -> Stream:
         """Return the input of the first layer [T, E]."""

@@ -47,9 +47,9 @@ def read_num_labels(config: ConfigReader) -> int | None:
     """
     names = config.raw("architectures")
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if other := next((name for name in names if name.endswith(OTHER_HEADS)), None):
+    if unsupported := next((name for name in names if name.endswith(OTHER_HEADS)), None):
         remedy = f"give a reward model that is a ...{CLASSIFIER}"
-        raise UserError(f"config.json: architectures={other!r} has a head that is not supported: {remedy}")
+        raise UserError(f"config.json: architectures={unsupported!r} has a head that is not supported: {remedy}")
     if not any(name.endswith(CLASSIFIER) for name in names):
         return None
     labels = config.get("id2label", dict, {})

@@ -16,20 +16,20 @@ def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """
     if shard is None or group.size == 1:
         return part
-    each = (1,) * group.size
-    own = torch.cat([torch.arange(r.start, r.stop, device=part.device) for r in shard.ranges])  # [O]
-    counts = group.gather(own.new_full((1, 1), len(own)), each)[0].tolist()
-    places = group.gather(_padded(own[:, None], max(counts)), each)  # [most, p]
-    moved = part.movedim(shard.axis, 0)
-    rows = moved.reshape(len(own), -1)  # [O, the other axes]
+    ones = (1,) * group.size
+    indices = torch.cat([torch.arange(r.start, r.stop, device=part.device) for r in shard.ranges])  # [O]
+    counts = group.gather(indices.new_full((1, 1), len(indices)), ones)[0].tolist()
+    places = group.gather(_padded(indices[:, None], max(counts)), ones)  # [most, p]
+    transposed = part.movedim(shard.axis, 0)
+    rows = transposed.reshape(len(indices), -1)  # [O, the other axes]
     width = rows.shape[1]
-    every = group.gather_first(_padded(rows, max(counts)), (width,) * group.size)  # [most, p * width]
-    if every is None:
+    gathered = group.gather_first(_padded(rows, max(counts)), (width,) * group.size)  # [most, p * width]
+    if gathered is None:
         return part
-    whole = rows.new_empty(int(places.max()) + 1, width)
+    joined = rows.new_empty(int(places.max()) + 1, width)
     for rank, count in enumerate(counts):
-        whole[places[:count, rank]] = every[:count, rank * width : (rank + 1) * width]
-    return whole.view(-1, *moved.shape[1:]).movedim(0, shard.axis).contiguous()
+        joined[places[:count, rank]] = gathered[:count, rank * width : (rank + 1) * width]
+    return joined.view(-1, *transposed.shape[1:]).movedim(0, shard.axis).contiguous()
 
 
 def given_by_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
@@ -41,8 +41,8 @@ def given_by_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Grou
     """
     rows, columns = whole.shape
     piece = whole if group.rank == 0 else part.new_empty(rows, 0)
-    given = group.gather(piece, (columns, *(0,) * (group.size - 1)))
-    return given if shard is None else part_of(given, shard).clone()  # a copy, so that the whole matrix can be freed
+    matrix = group.gather(piece, (columns, *(0,) * (group.size - 1)))
+    return matrix if shard is None else part_of(matrix, shard).clone()  # a copy, so that the whole matrix can be freed
 
 
 def _padded(rows: Tensor, num_rows: int) -> Tensor:

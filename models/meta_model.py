@@ -109,16 +109,16 @@ class _TooManyValuesError(Exception):
 class _AtMost(TorchFunctionMode):
     """Counts the values of the tensors that this thread creates while it is active, and raises above a limit."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__()
-        self._left = most
+        self._remaining = limit
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.empty and isinstance(made, Tensor):
-            self._left -= made.numel()
-            if self._left < 0:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.empty and isinstance(result, Tensor):
+            self._remaining -= result.numel()
+            if self._remaining < 0:
                 raise _TooManyValuesError
-        return made
+        return result

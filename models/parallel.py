@@ -71,7 +71,9 @@ def shard_model(
     shards: dict[str, Shard] = {}
     for number in model.own_layers:
         divided = _ShardedLayer(model, model.layers[number], parallel_layout, group)
-        shards |= {f"{model.layout.layers}.{number}.{own}": shard for own, shard in divided.shards.items()}
+        shards |= {
+            f"{model.layout.layers}.{number}.{name_in_layer}": shard for name_in_layer, shard in divided.shards.items()
+        }
     if parallel_layout.adds:
         _warn_of_joined(model)
     return shards | _shard_vocabulary(model, parallel_layout, group)
@@ -120,7 +122,7 @@ def check_experts(model: CausalLM, tp: int) -> None:
 def _warn_of_joined(model: CausalLM) -> None:
     """Log how many layers gather although the parallel layout `adds`."""
     pieces = [module.pieces for module in model.modules() if isinstance(module, Linear) and module.pieces is not None]
-    joined = sum(isinstance(each, RowParallelGather) for each in pieces)
+    joined = sum(isinstance(piece, RowParallelGather) for piece in pieces)
     if joined:
         log.warning(
             "parallel.sum=reduce: %d of %d layers gather, because the groups, blocks or order of their inputs, or the scales of their "
@@ -150,13 +152,13 @@ def _stream_width(model: CausalLM) -> int:
     return outputs
 
 
-def _keep_stage(model: CausalLM, own: range) -> None:
+def _keep_stage(model: CausalLM, layers: range) -> None:
     """Replace the modules of other stages by `MissingLayer`. Lists keep their length, so that names do not change."""
     before, after = _outside(model)
     absent = [
-        f"{model.layout.layers}.{number}" for number in range(model.config.num_hidden_layers) if number not in own
+        f"{model.layout.layers}.{number}" for number in range(model.config.num_hidden_layers) if number not in layers
     ]
-    is_first, is_last = own.start == 0, own.stop == model.config.num_hidden_layers
+    is_first, is_last = layers.start == 0, layers.stop == model.config.num_hidden_layers
     if not is_first:
         absent += [name for name in before if not (is_last and _is_tied(model) and name == model.layout.embedding)]
     if not is_last:
@@ -165,7 +167,7 @@ def _keep_stage(model: CausalLM, own: range) -> None:
         ]  # NoHead defines the width of the outputs
     for name in absent:
         register(model, name, MissingLayer())
-    model.own_layers = own
+    model.own_layers = layers
 
 
 class _ShardedLayer:
@@ -178,22 +180,22 @@ class _ShardedLayer:
         attention = layer.get_submodule(self._layout.attention)
         heads: Heads = attention.heads  # type: ignore[assignment]
         self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
-        of_attention = {module for module in attention.modules() if isinstance(module, Linear)}
+        attention_layers = {module for module in attention.modules() if isinstance(module, Linear)}
         if parallel_layout.whole_experts:
             self._divide_experts(layer)
         in_experts = _in_whole_experts(layer) if parallel_layout.whole_experts else set()
         for name, module in list(layer.named_modules()):
             is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
             if isinstance(module, Linear) and not is_whole:
-                self._divide(name, module, module in of_attention)
-        own = shard_heads(*self._num_heads, parallel_layout.tp, parallel_layout.tp_rank)
-        self._divide_scales(attention, own)
+                self._divide(name, module, module in attention_layers)
+        head_shard = shard_heads(*self._num_heads, parallel_layout.tp, parallel_layout.tp_rank)
+        self._divide_scales(attention, head_shard)
         attention.heads = replace(  # type: ignore[assignment]
             heads,
-            num_attention_heads=len(own.queries),
-            num_key_value_heads=len(own.keys),
-            first=own.queries.start,
-            first_key=own.keys.start,
+            num_attention_heads=len(head_shard.queries),
+            num_key_value_heads=len(head_shard.keys),
+            first=head_shard.queries.start,
+            first_key=head_shard.keys.start,
             num_whole_keys=heads.num_key_value_heads,
         )
 
@@ -201,29 +203,31 @@ class _ShardedLayer:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
-            given = shard_inputs(inputs, self._num_heads if of_attention else None, tp)
+            input_ranges = shard_inputs(inputs, self._num_heads if of_attention else None, tp)
             if (
                 self._parallel_layout.adds
-                and (shards := layer.shard_inputs(given, self._parallel_layout.tp_rank)) is not None
+                and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None
             ):
                 layer.pieces = RowParallelReduce(self._group)
                 self.shards |= {f"{name}.{tensor}": shard for tensor, shard in shards.items()}
                 return
             widths = tuple(len(shard_channels(outputs, tp, rank)) for rank in range(tp))
-            layer.pieces = RowParallelGather(Pieces(self._group, tuple(map(len, given))), Pieces(self._group, widths))
-        own = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
-        self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(own).items()}
+            layer.pieces = RowParallelGather(
+                Pieces(self._group, tuple(map(len, input_ranges))), Pieces(self._group, widths)
+            )
+        output_ranges = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
+        self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(output_ranges).items()}
 
     def _divide_experts(self, layer: nn.Module) -> None:
         tp = self._parallel_layout.tp
         for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
             experts.keep(ExpertParallel(self._group, tuple(shard(len(experts), tp, rank) for rank in range(tp))))
 
-    def _divide_scales(self, attention: nn.Module, own: HeadShard) -> None:
+    def _divide_scales(self, attention: nn.Module, head_shard: HeadShard) -> None:
         """Shard the attention module's own parameters that have one value per key head. Scalars stay whole."""
         for name, parameter in attention.named_parameters(recurse=False):
             if parameter.ndim and len(parameter) == self._num_heads[1]:
-                shard = Shard(0, (own.keys,))
+                shard = Shard(0, (head_shard.keys,))
                 shape = shard.shape(tuple(parameter.shape))
                 setattr(attention, name, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
                 self.shards[f"{self._layout.attention}.{name}"] = shard
@@ -237,24 +241,24 @@ def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: G
     """Shard the embedding and the vocabulary head, if the stage has them. A classification head stays whole."""
     vocab_size, layout = model.config.vocab_size, model.layout
     words = tuple(shard_channels(vocab_size, parallel_layout.tp, rank) for rank in range(parallel_layout.tp))
-    embedding, head, own = model.embedding, model.head, (words[parallel_layout.tp_rank],)
+    embedding, head, rank_words = model.embedding, model.head, (words[parallel_layout.tp_rank],)
     shards: dict[str, Shard] = {}
     if isinstance(embedding, Embedding):
         embedding.words = VocabParallel(group, words)
-        shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, own)
+        shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, rank_words)
     if isinstance(head, Linear):
         if head.shape[0] != vocab_size:  # classification labels
             return shards
-        shards |= {f"{layout.head}.{tensor}": shard for tensor, shard in head.shard(own).items()}
+        shards |= {f"{layout.head}.{tensor}": shard for tensor, shard in head.shard(rank_words).items()}
     elif [*head.parameters()]:
-        shards[f"{layout.head}.weight"] = _shard_rows(head, own)
+        shards[f"{layout.head}.weight"] = _shard_rows(head, rank_words)
     else:
         return shards
     model.vocabulary = Pieces(group, tuple(map(len, words)))
     return shards
 
 
-def _shard_rows(module: nn.Module, own: tuple[range, ...]) -> Shard:
-    shard, weight = Shard(0, own), module.get_parameter("weight")
+def _shard_rows(module: nn.Module, ranges: tuple[range, ...]) -> Shard:
+    shard, weight = Shard(0, ranges), module.get_parameter("weight")
     module.weight = nn.Parameter(torch.empty(shard.shape(tuple(weight.shape)), device=weight.device))
     return shard

@@ -52,8 +52,8 @@ class Architecture:
 
 
 def _named(name: str) -> Any:
-    module, _, own = name.rpartition(".")
-    return getattr(importlib.import_module(f"{FAMILIES}.{module}"), own)
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(f"{FAMILIES}.{module}"), attribute)
 
 
 INV_FREQ = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")

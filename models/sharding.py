@@ -95,9 +95,9 @@ def shard_heads(num_queries: int, num_keys: int, tp: int, rank: int) -> HeadShar
         keys = shard(num_keys, tp, rank)
         return HeadShard(range(keys.start * group, keys.stop * group), keys)
     key = rank * num_keys // tp
-    sharing = [other for other in range(tp) if other * num_keys // tp == key]
-    own = shard(group, len(sharing), rank - sharing[0])
-    return HeadShard(range(key * group + own.start, key * group + own.stop), range(key, key + 1))
+    sharing = [other_rank for other_rank in range(tp) if other_rank * num_keys // tp == key]
+    part = shard(group, len(sharing), rank - sharing[0])
+    return HeadShard(range(key * group + part.start, key * group + part.stop), range(key, key + 1))
 
 
 @cache
@@ -109,21 +109,22 @@ def shard_outputs(
     `units` are the units of its consecutive sections. `num_heads`: H and G of the layer's attention.
     """
     heads = shard_heads(*num_heads, tp, rank)
-    of_unit = {
+    unit_heads = {
         Unit.QUERY_HEAD: (num_heads[0], heads.queries),
         Unit.KEY_VALUE_HEAD: (num_heads[1], heads.keys),
         Unit.QKV_HEAD: (num_heads[0], heads.queries),
     }
     if set(units) == {Unit.CHANNEL}:
         length = size // len(units)
-        own = shard_channels(length, tp, rank)
-        return tuple(range(i * length + own.start, i * length + own.stop) for i in range(len(units)))
-    counts = [of_unit[unit][0] for unit in units]
+        channels = shard_channels(length, tp, rank)
+        return tuple(range(i * length + channels.start, i * length + channels.stop) for i in range(len(units)))
+    counts = [unit_heads[unit][0] for unit in units]
     width = size // sum(counts)  # the width of a head, equal in all sections
     starts = accumulate([0, *counts[:-1]])
-    owns = [of_unit[unit][1] for unit in units]
+    head_ranges = [unit_heads[unit][1] for unit in units]
     return tuple(
-        range((start + own.start) * width, (start + own.stop) * width) for start, own in zip(starts, owns, strict=True)
+        range((start + heads.start) * width, (start + heads.stop) * width)
+        for start, heads in zip(starts, head_ranges, strict=True)
     )
 
 
@@ -136,7 +137,7 @@ def shard_inputs(inputs: int, num_heads: tuple[int, int] | None, tp: int) -> lis
         return [shard_channels(inputs, tp, rank) for rank in range(tp)]
     width = inputs // num_heads[0]
     queries = [shard_heads(*num_heads, tp, rank).queries for rank in range(tp)]
-    return [range(own.start * width, own.stop * width) for own in queries]
+    return [range(rank_queries.start * width, rank_queries.stop * width) for rank_queries in queries]
 
 
 def stages(layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, pp: int) -> list[range]:

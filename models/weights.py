@@ -76,7 +76,7 @@ def expected_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     These are the parameters, and the tensors that linear layers load.
     """
     parts = checkpoint_parts(model).items()
-    return parameter_shapes(model) | {name: layer.method.tensors()[own] for name, (layer, own) in parts}
+    return parameter_shapes(model) | {name: layer.method.tensors()[part] for name, (layer, part) in parts}
 
 
 def parameter_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
@@ -119,10 +119,10 @@ def load_weights(
             if tensor.is_floating_point() and _holds_nan(tensor):
                 damaged.append(name)
             if name in parts:
-                layer, own = parts[name]
-                came = incomplete.setdefault(layer, {})
-                came[own] = tensor
-                if came.keys() == layer.method.tensors().keys():
+                layer, part = parts[name]
+                tensors = incomplete.setdefault(layer, {})
+                tensors[part] = tensor
+                if tensors.keys() == layer.method.tensors().keys():
                     _load(layer, name.rpartition(".")[0], incomplete.pop(layer), dtype, device)
             if name in parameters:
                 assign(model, name, tensor.to(device, parameter_dtype(model, name, dtype), copy=file.is_mapped))
@@ -200,23 +200,23 @@ def _compare(
     ignored: tuple[str, ...],
     ignored_prefixes: tuple[str, ...],
 ) -> None:
-    found: dict[str, tuple[int, ...]] = {}
-    twice = []
+    stored: dict[str, tuple[int, ...]] = {}
+    duplicates = []
     for file in files:
         for name, shape in file.shapes.items():
             full_name = names.get(name, name)
-            twice += [name] if full_name in found else []
-            found[full_name] = shape
+            duplicates += [name] if full_name in stored else []
+            stored[full_name] = shape
     faults = {
-        "missing": [name for name in expected if name not in found],
+        "missing": [name for name in expected if name not in stored],
         "unexpected": [
             name
-            for name in found
+            for name in stored
             if name not in accepted and not name.endswith(ignored) and not name.startswith(ignored_prefixes)
         ],
-        "found twice": twice,
+        "found twice": duplicates,
         "wrong shape": [
-            f"{n} {list(found[n])}, expected {list(s)}" for n, s in expected.items() if n in found and found[n] != s
+            f"{n} {list(stored[n])}, expected {list(s)}" for n, s in expected.items() if n in stored and stored[n] != s
         ],
     }
     if texts := [f"{sort}: {_listed(names)}" for sort, names in faults.items() if names]:

@@ -113,11 +113,11 @@ class Description:
     @property
     def heads(self) -> list[Heads]:
         """The heads of each layer's keys and values. The numbers of query heads are fixed in the graph."""
-        own = [
+        heads = [
             Heads(keys.num_heads, keys.num_heads, keys.channels, values.channels)
             for keys, values in zip(self.sides[::2], self.sides[1::2], strict=True)
         ]
-        return own if self.part is None else self.part.place(own)
+        return heads if self.part is None else self.part.place(heads)
 
 
 def part_folder(folder: Path, parallel_layout: ParallelLayout) -> Path:
@@ -142,14 +142,16 @@ def describe(
     parallel_layout: ParallelLayout,
 ) -> dict[str, Any]:
     """Return the content of export.json for a traced model, or for a rank's part."""
-    shape, (own, adapted) = model.config, weights
+    shape, (base_weights, adapted_weights) = model.config, weights
     capabilities = shape.capabilities
-    held = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
-    scales = {weight.data_ptr(): name for name, weight in own.items()}
-    mixtures = [each for each in model.modules() if isinstance(each, Experts)]
-    of_mixtures = [asdict(Mixture(_bytes(each), len(each), each.num_experts_per_tok)) for each in mixtures]
+    model_addresses = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
+    scales = {weight.data_ptr(): name for name, weight in base_weights.items()}
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+    mixture_entries = [
+        asdict(Mixture(_bytes(experts), len(experts), experts.num_experts_per_tok)) for experts in mixtures
+    ]
     has_embedding = not isinstance(model.embedding, MissingLayer)
-    embeddings = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     unread = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(model.head))
     return {
         "hidden_size": hidden_size,
@@ -169,11 +171,11 @@ def describe(
         "operators": schemas(),
         "cache": [_side(vectors, scales) for vectors in itertools.chain(*cache.layers)],
         "step_bytes": _bytes(model) - unread - sum(map(_bytes, mixtures)),
-        "mixtures": of_mixtures,
+        "mixtures": mixture_entries,
         "quant": quant,
-        "weights": list(own),
-        "constants": [name for name, weight in own.items() if weight.data_ptr() not in held],
-        "adapted_weights": list(adapted),
+        "weights": list(base_weights),
+        "constants": [name for name, weight in base_weights.items() if weight.data_ptr() not in model_addresses],
+        "adapted_weights": list(adapted_weights),
         "linears": {name: layer.whole_shape for name, layer in adaptable_layers(model).items()},
         "head": model.layout.head,
         "sha256": sha256,
@@ -190,11 +192,11 @@ def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
 
 def _check_machine(reader: ConfigReader, folder: Path) -> None:
     """Raise UserError if the model was exported for another instruction set or with other operators."""
-    made_for, here = reader.require("instruction_set", str), _instructions()
-    if made_for != here:
-        raise UserError(f"{folder} was exported for {made_for!r}, and this machine has {here}: {REMEDY} here")
-    known, wanted = schemas(), reader.require("operators", dict)  # an older graph does not list newer operators
-    if changed := sorted(name for name in wanted if wanted[name] != known.get(name)):
+    exported_for, here = reader.require("instruction_set", str), _instructions()
+    if exported_for != here:
+        raise UserError(f"{folder} was exported for {exported_for!r}, and this machine has {here}: {REMEDY} here")
+    current, exported = schemas(), reader.require("operators", dict)  # an older graph does not list newer operators
+    if changed := sorted(name for name in exported if exported[name] != current.get(name)):
         raise UserError(f"{folder} was exported with other operators ({', '.join(changed)[:80]}): {REMEDY}")
 
 
@@ -227,15 +229,17 @@ def read_description(folder: Path, rank: int = 0) -> Description:
         return _read(folder, reader)
     tp, pp, sha256 = reader.count("tp"), reader.count("pp"), reader.require("sha256", dict)
     parallel_layout = ParallelLayout(tp, pp, rank % tp, rank // tp)
-    own = part_folder(folder, parallel_layout)
+    rank_folder = part_folder(folder, parallel_layout)
     try:
-        if _sha256(own / EXPORT) != sha256.get(str((own / EXPORT).relative_to(folder))):
-            raise UserError(f"{own / EXPORT} is damaged (its sha256 is another one than {EXPORT} says): {REMEDY}")
+        if _sha256(rank_folder / EXPORT) != sha256.get(str((rank_folder / EXPORT).relative_to(folder))):
+            raise UserError(
+                f"{rank_folder / EXPORT} is damaged (its sha256 is another one than {EXPORT} says): {REMEDY}"
+            )
     except OSError as error:
-        raise UserError(f"{own / EXPORT} is damaged ({error.strerror}): {REMEDY}") from error
-    description = _read(own, ConfigReader.from_folder(own, EXPORT))
+        raise UserError(f"{rank_folder / EXPORT} is damaged ({error.strerror}): {REMEDY}") from error
+    description = _read(rank_folder, ConfigReader.from_folder(rank_folder, EXPORT))
     if description.parallel_layout != parallel_layout:
-        raise UserError(f"{own / EXPORT} is damaged (it is of {description.parallel_layout}): {REMEDY}")
+        raise UserError(f"{rank_folder / EXPORT} is damaged (it is of {description.parallel_layout}): {REMEDY}")
     return description
 
 
@@ -248,20 +252,15 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     dtype = reader.expect("dtype", tuple(DTYPES), None)
     shape = _read_shape(reader)
     try:
-        sides = [Side(**each) for each in reader.raw("cache")]
-        mixtures = [Mixture(**each) for each in reader.raw("mixtures")]
+        sides = [Side(**entry) for entry in reader.raw("cache")]
+        mixtures = [Mixture(**entry) for entry in reader.raw("mixtures")]
         weights, constants, adapted = ([*reader.raw(key)] for key in ("weights", "constants", "adapted_weights"))
         linears = {name: (outputs, inputs) for name, (outputs, inputs) in reader.require("linears", dict).items()}
-        counts = [*(each.num_heads for each in sides), *(number for each in mixtures for number in vars(each).values())]
         sha256 = {file: reader.require("sha256", dict)[file] for file in (GRAPH, ADAPTED_GRAPH)}
-        counts += [number for each in linears.values() for number in each]
-        marks = [[*ids] for ids in reader.raw("prompt_marks", [])]
-        if any(type(token) is not int for token in itertools.chain(reader.raw("eos_token_ids"), *marks)):
+        _check_counts(sides, mixtures, linears)
+        prompt_marks = [[*ids] for ids in reader.raw("prompt_marks", [])]
+        if any(type(token) is not int for token in itertools.chain(reader.raw("eos_token_ids"), *prompt_marks)):
             raise ValueError("eos_token_ids, or prompt_marks, are no numbers")
-        if any(type(number) is not int or not 0 < number < 2**48 for number in counts):
-            raise ValueError("a count is no number above 0")
-        if any(type(each.channels) is not int or not 0 <= each.num_heads * each.channels < 2**24 for each in sides):
-            raise ValueError("heads times channels are no number below 2**24")
         part = reader.raw("part")
         part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
         num_layers = shape.num_hidden_layers if part is None else len(part.own_layers)
@@ -285,7 +284,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         linears,
         reader.require("head", str),
         sha256,
-        marks,
+        prompt_marks,
         part,
     )
     if unread := reader.unread():
@@ -293,6 +292,16 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
             f"{folder / EXPORT} has keys that are not understood ({shortened(', '.join(unread))}): {REMEDY}"
         )
     return description
+
+
+def _check_counts(sides: list[Side], mixtures: list[Mixture], linears: dict[str, tuple[int, int]]) -> None:
+    counts = [side.num_heads for side in sides]
+    counts += [number for mixture in mixtures for number in vars(mixture).values()]
+    counts += [number for shape in linears.values() for number in shape]
+    if any(type(number) is not int or not 0 < number < 2**48 for number in counts):
+        raise ValueError("a count is not a number above 0")
+    if any(type(side.channels) is not int or not 0 <= side.num_heads * side.channels < 2**24 for side in sides):
+        raise ValueError("heads times channels is not a number below 2**24")
 
 
 def _vectors(side: Side, dtype: torch.dtype, weights: dict[str, Tensor]) -> PagedVectors:

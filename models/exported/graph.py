@@ -43,14 +43,14 @@ class Call:
     """Pairs of sizes that must be equal, because C++ would otherwise read out of bounds."""
 
     def run(self, values: list[Any], cache: KVCache) -> None:
-        for one, other in self.equal_sizes:
-            if one(values, cache) != other(values, cache):
-                raise ValueError(f"{one(values, cache)} rows or choices for {other(values, cache)}")
-        keywords = {name: given(values, cache) for name, given in self.keywords.items()}
-        result = self.function(*[given(values, cache) for given in self.arguments], **keywords)
+        for left, right in self.equal_sizes:
+            if left(values, cache) != right(values, cache):
+                raise ValueError(f"{left(values, cache)} rows or choices for {right(values, cache)}")
+        keywords = {name: argument(values, cache) for name, argument in self.keywords.items()}
+        result = self.function(*[argument(values, cache) for argument in self.arguments], **keywords)
         results = (result,) if self.has_one_output else result or ()
-        for number, each in zip(self.outputs, results, strict=False):
-            values[number] = each
+        for number, value in zip(self.outputs, results, strict=False):
+            values[number] = value
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _run(calls: list[Call], values: list[Any], cache: KVCache, result: int) -> T
     except (ValueError, TypeError, IndexError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = shortened(" ".join(str(error).split()))
         raise DamagedGraphError(f"{name} cannot be computed: {type(error).__name__}: {reason}") from error
-    found = values[result]
-    if not isinstance(found, Tensor) or found.ndim != 2:
+    output = values[result]
+    if not isinstance(output, Tensor) or output.ndim != 2:
         raise DamagedGraphError("its outputs are no matrices")
-    return found
+    return output

@@ -151,8 +151,8 @@ class ExportedLM(CausalLM):
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         active = (
-            each.num_bytes * (1 - (1 - each.num_experts_per_tok / each.num_experts) ** num_sequences)
-            for each in self.description.mixtures
+            mixture.num_bytes * (1 - (1 - mixture.num_experts_per_tok / mixture.num_experts) ** num_sequences)
+            for mixture in self.description.mixtures
         )
         return self.description.step_bytes + sum(active)
 

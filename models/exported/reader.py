@@ -163,7 +163,7 @@ class _Builder:
         stored = map(Stored, range(sum(map(len, self._stored))))
         tables = (TablePart(layer, field) for layer in range(len(adapted)) for field in range(NUM_FIELDS))
         inputs = [*map(Value, range(len(fields)), fields), *stored, *weights.values(), *tables]
-        names = [each["as_tensor"]["name"] for each in graph["inputs"]]
+        names = [graph_input["as_tensor"]["name"] for graph_input in graph["inputs"]]
         self._values: dict[str, Any] = dict(zip(names, inputs, strict=True))
         self._num_values = len(fields)
         self._sizes: dict[int, Given] = {}
@@ -171,8 +171,10 @@ class _Builder:
 
     def build(self) -> Graph:
         calls = [self._call(node) for node in self._graph["nodes"] if node["target"] != ONLY_CHECKS]
-        hidden, *others = (self._values[each["as_tensor"]["name"]].number for each in self._graph["outputs"])
-        (logits,) = others or [hidden]
+        hidden, *logits_numbers = (
+            self._values[graph_output["as_tensor"]["name"]].number for graph_output in self._graph["outputs"]
+        )
+        (logits,) = logits_numbers or [hidden]
         end = 1 + max(number for number, call in enumerate(calls) if hidden in call.outputs)
         return Graph(self._fields, calls[:end], calls[end:], self._num_values, hidden, logits, self._num_quantized)
 
@@ -182,28 +184,28 @@ class _Builder:
         if function is None:
             raise DamagedGraphError(f"{target!r} is no function of a model")
         name = target.split(".")[-2]
-        given = {each["name"]: self._parsed(each["arg"]) for each in node["inputs"]}
+        values = {argument["name"]: self._parsed(argument["arg"]) for argument in node["inputs"]}
         schema: Schema | None = getattr(function, "schema", None)
         arguments, keywords, maker = list[Given](), dict[str, Given](), name
         if schema is not None:
-            arguments = self._own_arguments(schema, given)
-            if self._quantized is not None and (count := _num_integer_weights(name, given)):
+            arguments = self._own_arguments(schema, values)
+            if self._quantized is not None and (count := _num_integer_weights(name, values)):
                 arguments[0] = _quantized_rows(self._quantized, arguments[0], count)
                 self._num_quantized += 1
             function = _lora_add if name == "lora_add" else function
-        elif name == "index" and [getattr(each, "maker", "") for each in given["indices"]] == ["output_rows"]:
-            function, arguments = _output_rows, [_resolved(given["self"]), _resolved(given["indices"][0])]
-            maker = f"{getattr(given['self'], 'maker', '')}[output_rows]"
+        elif name == "index" and [getattr(index, "maker", "") for index in values["indices"]] == ["output_rows"]:
+            function, arguments = _output_rows, [_resolved(values["self"]), _resolved(values["indices"][0])]
+            maker = f"{getattr(values['self'], 'maker', '')}[output_rows]"
         elif target.startswith("torch."):
-            if name == "owned_rows" or name == "embedding" and getattr(given["indices"], "maker", "") == "token_ids":
+            if name == "owned_rows" or name == "embedding" and getattr(values["indices"], "maker", "") == "token_ids":
                 function = partial(self._embed, function)
-            keywords = {name: _resolved(value) for name, value in given.items()}
+            keywords = {name: _resolved(value) for name, value in values.items()}
         else:
-            arguments = [_resolved(value) for value in given.values()]
-        equal = [] if schema is None else self._equal_sizes(name, given)
+            arguments = [_resolved(value) for value in values.values()]
+        equal = [] if schema is None else self._equal_sizes(name, values)
         outputs, has_one_output = self._outputs(node["outputs"], maker)
         if name in ("route", "route_corrected", "topk"):
-            self._sizes[outputs[1]] = _size(given["self" if name == "topk" else "logits"], -1)
+            self._sizes[outputs[1]] = _size(values["self" if name == "topk" else "logits"], -1)
         elif name == "group_rows":
             self._sizes |= dict.fromkeys(outputs[1:], _size(Value(outputs[0], ""), 0))
         return Call(node["name"] or target, function, arguments, keywords, outputs, has_one_output, equal)
@@ -214,7 +216,7 @@ class _Builder:
         for output in outputs:
             ((kind, value),) = output.items()
             if kind == "as_tensors":
-                names += [each["name"] for each in value]
+                names += [tensor["name"] for tensor in value]
             elif kind != "as_none":
                 names.append(value["name"] if kind == "as_tensor" else value["as_name"])
         if len({*names} - self._values.keys()) != len(names):
@@ -231,17 +233,17 @@ class _Builder:
         if kind in PLAIN:
             return _plain(kind, value)
         if kind.removesuffix("s") in PLAIN:
-            return [_plain(kind.removesuffix("s"), each) for each in value]
+            return [_plain(kind.removesuffix("s"), item) for item in value]
         match kind:
             case "as_tensor":
                 return self._values[value["name"]]
             case "as_tensors":
-                return [self._values[each["name"]] for each in value]
+                return [self._values[tensor["name"]] for tensor in value]
             case "as_optional_tensor" | "as_sym_int":
                 return self._values[value["as_name"]] if "as_name" in value else self._parsed(value)
             case "as_optional_tensors" | "as_sym_ints":
                 kind = kind.removesuffix("s")
-                return [self._parsed({kind: each}) for each in value]
+                return [self._parsed({kind: item}) for item in value]
             case "as_scalar_type":
                 return DTYPES[value]
             case "as_device" if value["type"] == "cpu":
@@ -250,39 +252,41 @@ class _Builder:
                 return torch.strided
         raise DamagedGraphError(f"{kind!r} is no argument of a model's function")
 
-    def _own_arguments(self, schema: Schema, given: dict[str, Any]) -> list[Given]:
+    def _own_arguments(self, schema: Schema, values: dict[str, Any]) -> list[Given]:
         """Return the arguments of one of Quintet's operators, with compound types rebuilt.
 
         Arguments that contain only weights are built once.
         """
-        found = []
+        arguments = []
         for parts, names in schema.arguments:
-            if not given.keys() & {*names}:
+            if not values.keys() & {*names}:
                 continue
-            own = [given[name] if name in given else schema.signature.parameters[name].default for name in names]
+            components = [
+                values[name] if name in values else schema.signature.parameters[name].default for name in names
+            ]
             if parts is None:
-                found.append(_resolved(own[0]))
+                arguments.append(_resolved(components[0]))
             elif parts is PARTS:
-                found.append(self._cached(*own))
+                arguments.append(self._cached(*components))
             elif parts.make is AdapterTable:
-                found.append(self._table(own))
-            elif any(map(_is_computed, own)):
-                found.append(_computed(parts, [_resolved(each) for each in own]))
+                arguments.append(self._table(components))
+            elif any(map(_is_computed, components)):
+                arguments.append(_computed(parts, [_resolved(component) for component in components]))
             else:
-                made = parts.unflatten(own)
-                _check_weights(made)
-                found.append(_constant(made))
-        if given.keys() - schema.signature.parameters.keys():
-            raise DamagedGraphError(f"{[*given]} are other arguments")
-        return found
+                compound = parts.unflatten(components)
+                _check_weights(compound)
+                arguments.append(_constant(compound))
+        if values.keys() - schema.signature.parameters.keys():
+            raise DamagedGraphError(f"{[*values]} are other arguments")
+        return arguments
 
-    def _table(self, own: list[Any]) -> Given:
+    def _table(self, components: list[Any]) -> Given:
         """Return the argument for a layer's adapter table.
 
         The argument is None at run time if the layer has no adapters.
         """
-        number = own[0].layer if isinstance(own[0], TablePart) else -1
-        if own != [TablePart(number, field) for field in range(NUM_FIELDS)]:
+        number = components[0].layer if isinstance(components[0], TablePart) else -1
+        if components != [TablePart(number, field) for field in range(NUM_FIELDS)]:
             raise DamagedGraphError("what is given for a layer's adapters is something else")
         layer = self._adapted[number]
         return lambda values, cache: layer.adapters
@@ -291,43 +295,43 @@ class _Builder:
         self, tensors: list[Stored], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
     ) -> Given:
         """Return the argument for a layer's keys or values."""
-        number = self._stored.index([each.number for each in tensors])
+        number = self._stored.index([tensor.number for tensor in tensors])
         side = self._sides[number]
-        taken = replace(side, channels=channels)
-        of_side = PARTS.flatten(taken)
-        is_alike = (format, channels, dtype) == (of_side[1], *of_side[3:]) and scales is of_side[2]
+        vectors = replace(side, channels=channels)
+        expected = PARTS.flatten(vectors)
+        is_alike = (format, channels, dtype) == (expected[1], *expected[3:]) and scales is expected[2]
         if not is_alike or not min(1, side.channels) <= channels <= side.channels:
             raise DamagedGraphError(
-                f"a cache of {format} and {channels} channels for one of {of_side[1]} and {side.channels}"
+                f"a cache of {format} and {channels} channels for one of {expected[1]} and {side.channels}"
             )
         layer, is_value = divmod(number, 2)
         if channels == side.channels:
             return lambda values, cache: cache.layers[layer][is_value]
         return lambda values, cache: replace(cache.layers[layer][is_value], channels=channels)
 
-    def _equal_sizes(self, name: str, given: dict[str, Any]) -> list[tuple[Given, Given]]:
+    def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Given, Given]]:
         """Return pairs of sizes that must be equal.
 
         Raises DamagedGraphError if memory indices have another maker than in PLACES.
         """
         for (operator, argument), makers in PLACES.items():
-            if operator == name and getattr(given[argument], "maker", None) not in makers:
+            if operator == name and getattr(values[argument], "maker", None) not in makers:
                 raise DamagedGraphError(f"{argument} of {name} are not made by {' or '.join(sorted(makers))}")
         match name:
             case "paged_attention":
-                rows = "token_ids" if given["query_starts"].maker == "query_starts" else "output_rows"
-                return [(_size(given["query"], 0), _size(Value(self._fields.index(rows), rows), 0))]
+                rows = "token_ids" if values["query_starts"].maker == "query_starts" else "output_rows"
+                return [(_size(values["query"], 0), _size(Value(self._fields.index(rows), rows), 0))]
             case "group_rows":
-                return [(_constant(given["num_experts"]), self._sizes[given["chosen"].number])]
+                return [(_constant(values["num_experts"]), self._sizes[values["chosen"].number])]
             case "grouped_matmul":
-                return [(_size(given["x_codes"], 0), self._sizes[given["starts"].number])]
+                return [(_size(values["x_codes"], 0), self._sizes[values["starts"].number])]
             case "combine_rows":
-                return [(_size(given["parts"], 0), self._sizes[given["places"].number])]
+                return [(_size(values["parts"], 0), self._sizes[values["places"].number])]
             case "lora_add":
-                num_rows, widths = _size(given["x"], 0), self._adapted[given["table_a"].layer].shape
-                of_rows = [(_size(given[each], 0), num_rows) for each in ("y", "slots")]
-                return of_rows + [
-                    (_size(given[each], 1), _constant(width)) for each, width in zip("yx", widths, strict=True)
+                num_rows, widths = _size(values["x"], 0), self._adapted[values["table_a"].layer].shape
+                row_counts = [(_size(values[name], 0), num_rows) for name in ("y", "slots")]
+                return row_counts + [
+                    (_size(values[name], 1), _constant(width)) for name, width in zip("yx", widths, strict=True)
                 ]
         return []
 
@@ -359,26 +363,26 @@ def _resolved(value: Any) -> Given:
     if isinstance(value, Value):
         number = value.number
         return lambda values, cache: values[number]
-    if any(isinstance(each, Stored | TablePart) for each in (value if isinstance(value, list) else [value])):
+    if any(isinstance(item, Stored | TablePart) for item in (value if isinstance(value, list) else [value])):
         raise DamagedGraphError("the cache, or adapters, are given to a function that does not know them")
     if isinstance(value, list) and _is_computed(value):
-        each = [_resolved(part) for part in value]
-        return lambda values, cache: [part(values, cache) for part in each]
+        resolved = [_resolved(part) for part in value]
+        return lambda values, cache: [part(values, cache) for part in resolved]
     return _constant(value)
 
 
-def _computed(parts: Parts, own: list[Given]) -> Given:
-    return lambda values, cache: parts.unflatten([each(values, cache) for each in own])
+def _computed(parts: Parts, components: list[Given]) -> Given:
+    return lambda values, cache: parts.unflatten([component(values, cache) for component in components])
 
 
-def _num_integer_weights(name: str, given: Mapping[str, Any]) -> int:
+def _num_integer_weights(name: str, values: Mapping[str, Any]) -> int:
     """Return the number of integer weights that share a product's float rows. 0: the operator is not such a product."""
-    if name not in PRODUCTS or given["x_scales"] is not None:
+    if name not in PRODUCTS or values["x_scales"] is not None:
         return 0
-    codes = given[f"{PRODUCTS[name]}_codes"]
+    codes = values[f"{PRODUCTS[name]}_codes"]
     if (codes[0] if isinstance(codes, list) else codes) not in (CODES["int8"], CODES["int4"]):
         return 0
-    return len(given["weights_memories"]) if name == "grouped_matmul" else 1
+    return len(values["weights_memories"]) if name == "grouped_matmul" else 1
 
 
 def _quantized_rows(quantized: Callable[[Tensor, int], Rows], x: Given, num_weights: int) -> Given:
@@ -386,8 +390,8 @@ def _quantized_rows(quantized: Callable[[Tensor, int], Rows], x: Given, num_weig
 
 
 def _size(value: Any, axis: int) -> Given:
-    given = _resolved(value)
-    return lambda values, cache: given(values, cache).shape[axis]
+    argument = _resolved(value)
+    return lambda values, cache: argument(values, cache).shape[axis]
 
 
 def _output_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -403,8 +407,9 @@ def _lora_add(y: Tensor, x: Tensor, table: AdapterTable | None, slots: Tensor) -
         lora_add(y, x, table, slots)
 
 
-def _check_weights(made: Any) -> None:
+def _check_weights(argument: Any) -> None:
     """Raise ValueError if a kernel would read past the end of a packed weight."""
-    for weight in made.weights if isinstance(made, WeightGroup) else made if isinstance(made, list) else [made]:
+    weights = list(argument.weights) if isinstance(argument, WeightGroup) else argument
+    for weight in weights if isinstance(weights, list) else [weights]:
         if isinstance(weight, FloatWeight):
             weight.check()

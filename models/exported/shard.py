@@ -30,8 +30,8 @@ class ExportedShard:
     def place(self, heads: list[Heads]) -> list[Heads]:
         """Return the heads of each own layer with their positions in the whole layer."""
         return [
-            replace(each, first_key=first, num_whole_keys=whole)
-            for each, (first, whole) in zip(heads, self.keys, strict=True)
+            replace(layer_heads, first_key=first, num_whole_keys=num_whole)
+            for layer_heads, (first, num_whole) in zip(heads, self.keys, strict=True)
         ]
 
 
@@ -42,9 +42,9 @@ def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str,
         "division": {name: getattr(parallel_layout, name) for name in PLACE},
         "own_layers": [model.own_layers.start, model.own_layers.stop],
         "width": 0 if link is None else link.width,
-        "keys": [[each.first_key, each.whole_keys] for each in model.attention_heads],
+        "keys": [[heads.first_key, heads.whole_keys] for heads in model.attention_heads],
         "outputs": {
-            name: [[each.start, each.stop] for each in layer.outputs]
+            name: [[outputs.start, outputs.stop] for outputs in layer.outputs]
             for name, layer in adaptable_layers(model).items()
             if layer.outputs is not None
         },
@@ -52,19 +52,19 @@ def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str,
     }
 
 
-def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> ExportedShard:
+def read_part(entry: dict[str, Any], num_layers: int, linears: dict[str, tuple[int, int]]) -> ExportedShard:
     """Read the entry that `describe_part` returns. Raises KeyError, TypeError or ValueError for any other content.
 
     `linears`: the outputs and inputs of the layers that can have adapters.
     """
-    parallel_layout, (first, last) = ParallelLayout(*[found["division"][name] for name in PLACE]), found["own_layers"]
-    keys = [(start, whole) for start, whole in found["keys"]]
-    outputs = {name: tuple(range(start, stop) for start, stop in ranges) for name, ranges in found["outputs"].items()}
+    parallel_layout, (first, last) = ParallelLayout(*[entry["division"][name] for name in PLACE]), entry["own_layers"]
+    keys = [(start, num_whole) for start, num_whole in entry["keys"]]
+    outputs = {name: tuple(range(start, stop) for start, stop in ranges) for name, ranges in entry["outputs"].items()}
     numbers = [
         *(getattr(parallel_layout, name) for name in PLACE),
         first,
         last,
-        found["width"],
+        entry["width"],
         *(number for pair in keys for number in pair),
     ]
     if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
@@ -76,8 +76,8 @@ def read_part(found: dict[str, Any], num_layers: int, linears: dict[str, tuple[i
     ):
         raise ValueError("its part is of no rank")
     for name, ranges in outputs.items():
-        if any(not 0 <= each.start < each.stop <= linears[name][0] for each in ranges):
+        if any(not 0 <= outputs.start < outputs.stop <= linears[name][0] for outputs in ranges):
             raise ValueError(f"its part has outputs that {name} has not")
-    if len(keys) != last - first or any(type(name) is not str for name in found["absent"]):
+    if len(keys) != last - first or any(type(name) is not str for name in entry["absent"]):
         raise ValueError("its part has not keys of each layer, or lacks what has no name")
-    return ExportedShard(parallel_layout, range(first, last), found["width"], keys, outputs, [*found["absent"]])
+    return ExportedShard(parallel_layout, range(first, last), entry["width"], keys, outputs, [*entry["absent"]])

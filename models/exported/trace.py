@@ -147,13 +147,13 @@ def trace(
     any_size["block_tables"] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in stored]
     any_table = [[dict.fromkeys(range(min(part.ndim, 2)), Dim.DYNAMIC) for part in table] for table in tables]
-    given = fields, stored, tables
+    arguments = fields, stored, tables
     any_shape = any_size, any_pool, any_table
-    step = torch.export.export(Step(model, cache, layers).eval(), given, dynamic_shapes=any_shape, strict=False)
-    traced = _with_weights(step, names, *given)
+    step = torch.export.export(Step(model, cache, layers).eval(), arguments, dynamic_shapes=any_shape, strict=False)
+    traced = _with_weights(step, names, *arguments)
     for node in traced.program.graph.nodes:  # these entries hold paths and code of this machine
-        for told in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
-            node.meta.pop(told, None)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+            node.meta.pop(key, None)
     return traced
 
 
@@ -168,25 +168,26 @@ def _with_weights(
 
     The program then holds no weights, and their file can be mapped.
     """
-    held, taken, weights = {**step.state_dict, **step.constants}, {*names.values()}, dict[str, Tensor]()
+    tensors_by_target, used_names = {**step.state_dict, **step.constants}, {*names.values()}
+    weights = dict[str, Tensor]()
     nodes = {node.name: node for node in step.graph.find_nodes(op="placeholder")}
-    own_inputs, others = dict[str, Node](), list[Node]()
+    weight_nodes, input_nodes = dict[str, Node](), list[Node]()
     for spec in step.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.target is None:
-            others.append(node)
+            input_nodes.append(node)
             continue
-        tensor = held[spec.target].detach()
-        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        own = spec.target.removeprefix("model.")
-        name = names.setdefault(place, own if own not in taken else f"{own}.{len(names)}")
+        tensor = tensors_by_target[spec.target].detach()
+        memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        target = spec.target.removeprefix("model.")
+        name = names.setdefault(memory, target if target not in used_names else f"{target}.{len(names)}")
         if name in weights:  # a weight with several names is stored once
-            node.replace_all_uses_with(own_inputs[name])
+            node.replace_all_uses_with(weight_nodes[name])
             step.graph.erase_node(node)
         else:
-            weights[name], own_inputs[name] = tensor.contiguous(), node
+            weights[name], weight_nodes[name] = tensor.contiguous(), node
     num_before = len(fields) + len(stored)
-    inputs = [*others[:num_before], *own_inputs.values(), *others[num_before:]]
+    inputs = [*input_nodes[:num_before], *weight_nodes.values(), *input_nodes[num_before:]]
     first = next(node for node in step.graph.nodes if node.op != "placeholder")
     for node in inputs:
         first.prepend(node)

@@ -59,8 +59,8 @@ class BitmaskFile:
             if module + end not in self._holders:
                 raise UserError(f"{self.path} has {module}{BITMASK}, but the checkpoint has no {module}{end}")
         for end, dtype in TYPES.items():
-            if (found := self._holders[module + end].dtypes[module + end]) != dtype:
-                raise UserError(f"{self.path}: {module}{end} is {found}, expected {dtype}")
+            if (actual := self._holders[module + end].dtypes[module + end]) != dtype:
+                raise UserError(f"{self.path}: {module}{end} is {actual}, expected {dtype}")
         shape = tuple(self._tensor(module + SHAPE).flatten().tolist())
         packed = self._file.shapes[module + BITMASK]
         if not shape or packed != (*shape[:-1], -(-shape[-1] // 8)):

@@ -129,9 +129,9 @@ def _tagged_file(folder: Path, path: str, tag: str) -> Path:
     if len(files) == 1:
         return files[0]
     names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
-    found = f"{len(files)} GGUF models in it have that tag ({names})" if files else "no GGUF model in it has that tag"
+    problem = f"{len(files)} GGUF models in it have that tag ({names})" if files else "no GGUF model in it has that tag"
     raise UserError(
-        f"model.path={path}: {found}: look at the repository's list of files and give another tag, the path of one file "
+        f"model.path={path}: {problem}: look at the repository's list of files and give another tag, the path of one file "
         "on disk, or the id of the Hugging Face checkpoint"
     )
 
@@ -153,9 +153,9 @@ def _unreachable(endpoint: str) -> str | None:
 
     def look_up() -> None:
         with suppress(OSError):
-            found = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
+            infos = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
             for address in dict.fromkeys(
-                entry[4][:2] for entry in found
+                entry[4][:2] for entry in infos
             ):  # in parallel: one address may be unreachable
                 attempts.append(Thread(target=connect, args=(address,), daemon=True))
                 attempts[-1].start()

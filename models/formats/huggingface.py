@@ -51,8 +51,8 @@ def checkpoint_of(
         files = open_files()
         return split_experts(text_files(files) if is_text_of_more else files, expected)
 
-    own = text_config(config.values, str(path / CONFIG)) if is_text_of_more else config
-    return Checkpoint(path, own, generation_config, open_weights, tokenizer)
+    model_config = text_config(config.values, str(path / CONFIG)) if is_text_of_more else config
+    return Checkpoint(path, model_config, generation_config, open_weights, tokenizer)
 
 
 class SafetensorsFile:
@@ -81,7 +81,7 @@ class SafetensorsFile:
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
             tensor, before = file.get_slice(name), (slice(None),) * shard.axis
-            parts = [tensor[(*before, slice(each.start, each.stop))] for each in shard.ranges]
+            parts = [tensor[(*before, slice(indices.start, indices.stop))] for indices in shard.ranges]
             return torch.cat(parts, shard.axis)
 
     def read_whole(self) -> tuple[dict[str, Tensor], bytes]:
@@ -151,14 +151,14 @@ def _lone_pickle(folder: Path) -> list[str]:
     return names if len(names) == 1 else []
 
 
-def weight_names(folder: Path, whole: str) -> list[str]:
+def weight_names(folder: Path, file_name: str) -> list[str]:
     """Return the name of the file `whole`, or of the shards in its index; an empty list if the folder has neither.
 
     Raises UserError for an invalid index or a missing shard.
     """
-    if (folder / whole).is_file():
-        return [whole]
-    index = folder / f"{whole}.index.json"
+    if (folder / file_name).is_file():
+        return [file_name]
+    index = folder / f"{file_name}.index.json"
     if not index.is_file():
         return []
     try:

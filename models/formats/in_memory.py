@@ -49,8 +49,8 @@ def open_in_memory(model: Any, load_tokenizer: Callable[[], Tokenizer | None]) -
     values |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     generation = model.generation_config
     tensors: dict[str, Tensor] = model.state_dict()
-    if elsewhere := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
-        raise UserError(f"{elsewhere} of the model is not in memory: load it without offloading, or give its folder")
+    if offloaded := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
+        raise UserError(f"{offloaded} of the model is not in memory: load it without offloading, or give its folder")
 
     def open_files() -> list[WeightFile]:
         return [TensorsInMemory(path, revert_weight_conversion(model, tensors))]

@@ -57,14 +57,16 @@ class SplitFile:
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
         if name not in self._matrices:
             return self._file.read_ranges(name, shard)
-        whole = self._read(self._matrices[name])
-        return torch.cat([whole.narrow(shard.axis, each.start, len(each)) for each in shard.ranges], shard.axis)
+        matrix = self._read(self._matrices[name])
+        return torch.cat(
+            [matrix.narrow(shard.axis, indices.start, len(indices)) for indices in shard.ranges], shard.axis
+        )
 
     def _read(self, matrix: _Matrix) -> Tensor:
         expert = self._file.read_ranges(matrix.joined, Shard(0, (range(matrix.expert, matrix.expert + 1),)))[0]
         whole = expert.T if matrix.is_transposed else expert
-        own = whole.narrow(0, matrix.first, matrix.shape[0])
-        return own.clone(
+        rows = whole.narrow(0, matrix.first, matrix.shape[0])
+        return rows.clone(
             memory_format=torch.contiguous_format
         )  # without the copy it would keep the whole expert in memory
 
@@ -82,8 +84,10 @@ def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors
     matrices = {own: each for name in file.shapes for own, each in _matrices_of(name, shapes, expected)}
     if not matrices:
         return file
-    if twice := next((own for own in matrices if own in shapes), None):
-        raise UserError(f"{file.path} holds {twice} in {matrices[twice].joined}, but the checkpoint has it alone, too")
+    if duplicate := next((name for name in matrices if name in shapes), None):
+        raise UserError(
+            f"{file.path} holds {duplicate} in {matrices[duplicate].joined}, but the checkpoint has it alone, too"
+        )
     if not isinstance(file, RangedFile):
         raise UserError(
             f"{file.path} joins experts in one tensor, which is read of safetensors alone: convert it to them"
@@ -98,11 +102,15 @@ def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors)
     if gate is None or prefix == name:
         return
     channels, hidden = gate.shape
-    straight = {f"{prefix}{GATE_UP}": (2 * channels, hidden), f"{prefix}{DOWN}": (hidden, channels)}
+    output_first = {f"{prefix}{GATE_UP}": (2 * channels, hidden), f"{prefix}{DOWN}": (hidden, channels)}
     # At most one of the two is square; a square shape does not show the order.
-    turned = {shapes[own][1:] == size[::-1] for own, size in straight.items() if own in shapes and size[0] != size[1]}
-    is_transposed = turned == {True}
-    if len(turned) > 1 or shapes[name][1:] != (straight[name][::-1] if is_transposed else straight[name]):
+    orders = {
+        shapes[joined_name][1:] == size[::-1]
+        for joined_name, size in output_first.items()
+        if joined_name in shapes and size[0] != size[1]
+    }
+    is_transposed = orders == {True}
+    if len(orders) > 1 or shapes[name][1:] != (output_first[name][::-1] if is_transposed else output_first[name]):
         return
     layers = {"down_proj": (0, (hidden, channels))}
     if name.endswith(GATE_UP):

@@ -62,13 +62,13 @@ def merge_lora(files: list[WeightFile], adapter: Path, model: CausalLM) -> list[
     changes = read_changes(weights, settings)
     for name, change in changes.items():
         _check(name, change, weights, settings, model)
-    known = full_names(parameter_shapes(model))
+    model_names = full_names(parameter_shapes(model))
     merged: list[WeightFile] = []
     missing = set(changes)
     for file in files:
-        own = {name: changes[known[name]] for name in file.shapes if known.get(name) in changes}
-        missing -= {known[name] for name in own}
-        merged.append(MergedFile(file, own, weights))
+        file_changes = {name: changes[model_names[name]] for name in file.shapes if model_names.get(name) in changes}
+        missing -= {model_names[name] for name in file_changes}
+        merged.append(MergedFile(file, file_changes, weights))
     if missing:
         raise UserError(f"{weights.path} changes {min(missing)}, which {files[0].path.parent} does not hold")
     return merged
@@ -179,8 +179,8 @@ def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Chan
                 f"{weights.path}: {key} is not used: neither a factor of LoRA nor a module that {CONFIG} says is saved"
             )
         change = changes.setdefault(target, Change())
-        if other := getattr(change, role):
-            raise UserError(f"{weights.path}: {key} and {other} are the same for {target}")
+        if previous := getattr(change, role):
+            raise UserError(f"{weights.path}: {key} and {previous} are the same for {target}")
         setattr(change, role, key)
     if not changes:
         raise UserError(f"{weights.path} holds no tensors, so that it changes nothing: get the adapter anew")

@@ -58,10 +58,10 @@ def _fault(folder: Path, name: str, entry: Any) -> str | None:
     file = folder / name
     if not file.is_file():
         return f"{name} is missing"
-    if (found := file.stat().st_size) != (expected := entry.get("size")):
-        return f"{name} has {found} bytes, expected {expected!r}"
-    if (digest := _sha256(file)) != (wanted := entry.get("sha256")):
-        return f"{name} has sha256 {digest}, expected {wanted!r}"
+    if (actual_size := file.stat().st_size) != (listed_size := entry.get("size")):
+        return f"{name} has {actual_size} bytes, expected {listed_size!r}"
+    if (digest := _sha256(file)) != (listed_digest := entry.get("sha256")):
+        return f"{name} has sha256 {digest}, expected {listed_digest!r}"
     return None
 
 

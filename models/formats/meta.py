@@ -73,7 +73,7 @@ def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
     multiplier = params.positive("ffn_dim_multiplier", 1.0)
     shapes = open_meta_shards(folder, allow_pickle)[0].shapes
     vocab_size = params.get("vocab_size", int, -1)
-    found = shapes.get("model.embed_tokens.weight", (1,))[0]
+    embedding_rows = shapes.get("model.embed_tokens.weight", (1,))[0]
     eps, theta = params.positive("norm_eps", 1e-5), params.positive("rope_theta", 10000.0)
     scaled = params.get("use_scaled_rope", bool, False)
     values: dict[str, Any] = {
@@ -85,11 +85,11 @@ def read_meta_config(folder: Path, allow_pickle: bool) -> ConfigReader:
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "rms_norm_eps": eps,
-        "vocab_size": found if vocab_size == -1 else vocab_size,
+        "vocab_size": embedding_rows if vocab_size == -1 else vocab_size,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(dim) if scaled else None,
-        "eos_token_id": LLAMA3_EOS if found == LLAMA3_VOCAB else None,
+        "eos_token_id": LLAMA3_EOS if embedding_rows == LLAMA3_VOCAB else None,
         "max_position_embeddings": params.count("max_seq_len", _context_length(theta, scaled, eps)),
     }
     params.raw("max_batch_size")
@@ -182,15 +182,15 @@ class MetaShards:
             self.dtypes[name] = shards[0].dtypes[source]
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        wanted = list(names)
-        for start in range(0, len(wanted), AT_ONCE):
-            group = wanted[start : start + AT_ONCE]
+        requested = list(names)
+        for start in range(0, len(requested), AT_ONCE):
+            group = requested[start : start + AT_ONCE]
             streams = [shard.read(self._sources[name][0] for name in group) for shard in self._shards]
             for name, pieces in zip(group, zip(*streams, strict=True), strict=True):
                 cut = self._sources[name][1]
                 tensors = [tensor for _, tensor in pieces]
-                whole = tensors[0].clone() if cut is None else torch.cat(tensors, dim=cut)
-                yield name, self._reorder(name, whole)
+                joined = tensors[0].clone() if cut is None else torch.cat(tensors, dim=cut)
+                yield name, self._reorder(name, joined)
 
     def _reorder(self, name: str, tensor: Tensor) -> Tensor:
         """Reorder the rows of queries and keys.

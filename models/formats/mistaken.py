@@ -47,6 +47,6 @@ def _refuse_other_folders(folder: Path) -> None:
             f"{folder} is an adapter of {base}: give that as model.path, and the adapter as model.adapters={{NAME: {folder}}}"
         )
     if (folder / "snapshots").is_dir():
-        found = sorted(each for each in (folder / "snapshots").iterdir() if each.is_dir())
-        where = f"model.path={found[-1]}" if found else "the id to download it anew"
+        snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+        where = f"model.path={snapshots[-1]}" if snapshots else "the id to download it anew"
         raise UserError(f"{folder} is a folder of the hub's cache: give the model's id, or {where}")

@@ -60,22 +60,24 @@ def restore(model: CausalLM, path: Path, tensors: dict[str, Tensor], dtype: torc
 
     Raises UserError if they do not fit its shapes and dtype.
     """
-    own: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
+    module_tensors: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        own[module][leaf] = tensor
+        module_tensors[module][leaf] = tensor
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     try:
         for name, parameter in other_parameters(model).items():
             module, _, leaf = name.rpartition(".")
             if module not in layers:
                 assign(
-                    model, name, take(own[module], leaf, tuple(parameter.shape), parameter_dtype(model, name, dtype))
+                    model,
+                    name,
+                    take(module_tensors[module], leaf, tuple(parameter.shape), parameter_dtype(model, name, dtype)),
                 )
         for name, layer in layers.items():
-            layer.restore(own[name], dtype)
+            layer.restore(module_tensors[name], dtype)
     except (KeyError, ValueError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise UserError(f"{path} does not hold this model: {name}: {reason}; {REMEDY}") from error
-    if left := [f"{module}.{leaf}" for module, rest in own.items() for leaf in rest]:
-        raise UserError(f"{path} does not hold this model: {left[0]} belongs to no layer; {REMEDY}")
+    if unused := [f"{module}.{leaf}" for module, leaves in module_tensors.items() for leaf in leaves]:
+        raise UserError(f"{path} does not hold this model: {unused[0]} belongs to no layer; {REMEDY}")

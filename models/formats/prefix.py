@@ -104,34 +104,36 @@ def _read_peft(folder: Path, model: CausalLM) -> Prefix:
         raise UserError(f"{path} holds {', '.join(file.shapes) or 'nothing'}: give one float tensor {PEFT_TENSOR}")
     ((_, values),) = file.read([PEFT_TENSOR])
     num_tokens = len(values) if values.ndim else 0
-    if num_tokens != (said := config.count("num_virtual_tokens")):
-        raise UserError(f"{path} has {num_tokens} virtual tokens, but {PEFT_CONFIG} num_virtual_tokens={said}")
+    if num_tokens != (num_in_config := config.count("num_virtual_tokens")):
+        raise UserError(f"{path} has {num_tokens} virtual tokens, but {PEFT_CONFIG} num_virtual_tokens={num_in_config}")
     digest = _digest(path, "keys and values" if kind == KEYS_AND_VALUES else "embeddings", num_tokens, values)
     if kind in EMBEDDINGS:
-        wanted = num_tokens, model.embedding.embedding_dim
-        if values.shape != wanted:
-            raise UserError(f"{path} is {list(values.shape)}, but the model's embeddings need [P, E] = {list(wanted)}")
+        expected = num_tokens, model.embedding.embedding_dim
+        if values.shape != expected:
+            raise UserError(
+                f"{path} is {list(values.shape)}, but the model's embeddings need [P, E] = {list(expected)}"
+            )
         return Prefix(path, num_tokens, num_tokens, digest, [], values)
     shape = tuple(values.shape)
     _check_shape(
         path, shape, model, lambda num_layers, g, d: (num_tokens, 2 * num_layers * g * d), "[P, L * 2 * G * D]"
     )
     heads, num_layers = model.attention_heads[0], model.config.num_hidden_layers
-    both = values.view(num_tokens, num_layers, 2, heads.whole_keys, heads.head_dim).unbind(1)
-    return Prefix(path, num_tokens, num_tokens, digest, [(layer[:, 0], layer[:, 1]) for layer in both])
+    layers = values.view(num_tokens, num_layers, 2, heads.whole_keys, heads.head_dim).unbind(1)
+    return Prefix(path, num_tokens, num_tokens, digest, [(layer[:, 0], layer[:, 1]) for layer in layers])
 
 
 def _check_shape(
-    path: Path, found: tuple[int, ...], model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
+    path: Path, stored: tuple[int, ...], model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
 ) -> None:
     """Raise UserError unless `found` equals `shape(L, G, D)` of the model."""
-    sizes = {(each.whole_keys, each.head_dim, each.value_head_dim) for each in model.attention_heads}
-    (g, d, value_d), *others = sizes
+    sizes = {(heads.whole_keys, heads.head_dim, heads.value_head_dim) for heads in model.attention_heads}
+    (g, d, value_d), *other_sizes = sizes
     num_layers = model.config.num_hidden_layers
-    wanted = shape(num_layers, g, d)
-    if found != wanted or others or (value_d and value_d != d):
+    expected = shape(num_layers, g, d)
+    if stored != expected or other_sizes or (value_d and value_d != d):
         numbers = f"L={num_layers}, G={g}, D={d}"
-        raise UserError(f"{path} is {list(found)}, but the model needs {names} = {list(wanted)} ({numbers})")
+        raise UserError(f"{path} is {list(stored)}, but the model needs {names} = {list(expected)} ({numbers})")
 
 
 def _digest(path: Path, kind: str, first_position: int, values: Tensor) -> str:

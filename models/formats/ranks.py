@@ -30,21 +30,21 @@ def rank_folders(folder: Path, pattern: str) -> list[Path]:
 
     Raises UserError if one is missing.
     """
-    found = {
+    folders = {
         int(match[1]): path
         for path in folder.iterdir()
         if (match := RANK_FOLDER.fullmatch(path.name)) and any(path.glob(pattern))
     }
-    return in_order(found, f"{folder}: rank_{{}}/{pattern}")
+    return in_order(folders, f"{folder}: rank_{{}}/{pattern}")
 
 
-def in_order(found: dict[int, T], name: str) -> list[T]:
+def in_order(items: dict[int, T], name: str) -> list[T]:
     """Return the values of 0, 1, ... Raises UserError with `name.format(number)` for the first missing number."""
-    for i in range(len(found)):
-        if i not in found:
-            numbers = ", ".join(map(str, sorted(found)[:LISTED]))
-            raise UserError(f"{name.format(i)} is missing (found: {numbers}{', ...' * (len(found) > LISTED)})")
-    return [found[i] for i in range(len(found))]
+    for i in range(len(items)):
+        if i not in items:
+            numbers = ", ".join(map(str, sorted(items)[:LISTED]))
+            raise UserError(f"{name.format(i)} is missing (found: {numbers}{', ...' * (len(items) > LISTED)})")
+    return [items[i] for i in range(len(items))]
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class JoinedRanks:
         faults: list[str] = []
         for name, files in _holders(ranks).items():
             shape = files[0].shapes[name]
-            wanted = expected.get(name, ExpectedTensor(shape))  # a later comparison rejects unexpected tensors
-            self.shapes[name] = wanted.shape
+            expected_tensor = expected.get(name, ExpectedTensor(shape))  # a later comparison rejects unexpected tensors
+            self.shapes[name] = expected_tensor.shape
             self.dtypes[name] = files[0].dtypes[name]
-            pieces = _match(name, files, wanted)
+            pieces = _match(name, files, expected_tensor)
             if pieces is None:
-                other = next((file for file in files if file.shapes[name] != shape), files[0])
+                differing = next((file for file in files if file.shapes[name] != shape), files[0])
                 faults.append(
-                    f"{other.path}: {name} is {list(other.shapes[name])}, one of {len(files)} pieces, "
+                    f"{differing.path}: {name} is {list(differing.shapes[name])}, one of {len(files)} pieces, "
                     f"expected {list(self.shapes[name])} or its tensor-parallel slices"
                 )
             else:
@@ -90,8 +90,8 @@ class JoinedRanks:
         for name in names:
             pieces = self._pieces[name]
             if pieces.dim is None:
-                whole = _read_one(pieces.files[0], name)
-                yield name, whole.clone() if pieces.files[0].is_mapped else whole
+                tensor = _read_one(pieces.files[0], name)
+                yield name, tensor.clone() if pieces.files[0].is_mapped else tensor
             else:
                 yield name, self._join(name, pieces, pieces.dim)
 
@@ -99,15 +99,15 @@ class JoinedRanks:
         tensors = (_read_one(file, name) for file in pieces.files)
         if pieces.count < len(pieces.files):
             tensors = (tensor for tensor in self._without_copies(name, list(tensors), pieces.count))
-        whole, at = torch.empty(0), 0
+        joined, at = torch.empty(0), 0
         for piece in tensors:  # one by one: memory holds the whole and a single slice
             if at == 0:
-                whole = piece.new_empty(self.shapes[name])
-            if piece.dtype != whole.dtype:
-                raise UserError(f"{self.path}: pieces of {name} are {whole.dtype} and {piece.dtype}")
-            whole.narrow(dim, at, piece.shape[dim]).copy_(piece)
+                joined = piece.new_empty(self.shapes[name])
+            if piece.dtype != joined.dtype:
+                raise UserError(f"{self.path}: pieces of {name} are {joined.dtype} and {piece.dtype}")
+            joined.narrow(dim, at, piece.shape[dim]).copy_(piece)
             at += piece.shape[dim]
-        return whole
+        return joined
 
     def _without_copies(self, name: str, tensors: list[Tensor], count: int) -> list[Tensor]:
         """Return one tensor for each different slice.
@@ -116,10 +116,10 @@ class JoinedRanks:
         show which.
         """
         repeats = len(tensors) // count
-        side_by_side = [tensors[i * repeats : (i + 1) * repeats] for i in range(count)]
-        apart = [tensors[i::count] for i in range(count)]
-        for groups in (side_by_side, apart):
-            if all(_same_bytes(group[0], other) for group in groups for other in group[1:]):
+        adjacent = [tensors[i * repeats : (i + 1) * repeats] for i in range(count)]
+        strided = [tensors[i::count] for i in range(count)]
+        for groups in (adjacent, strided):
+            if all(_same_bytes(group[0], copy) for group in groups for copy in group[1:]):
                 return [group[0] for group in groups]
         raise UserError(
             f"{self.path}: {name} has {len(tensors)} pieces where {count} make it up, and they are no copies of each other: "
@@ -130,29 +130,29 @@ class JoinedRanks:
 def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile]]:
     holders: dict[str, list[WeightFile]] = {}
     for files in ranks:
-        own: dict[str, WeightFile] = {}
+        rank_files: dict[str, WeightFile] = {}
         for file in files:
             for name in file.shapes:
-                if name in own:
-                    raise UserError(f"{file.path} and {own[name].path.name} of the same rank both hold {name}")
-                own[name] = file
-        for name, file in own.items():
+                if name in rank_files:
+                    raise UserError(f"{file.path} and {rank_files[name].path.name} of the same rank both hold {name}")
+                rank_files[name] = file
+        for name, file in rank_files.items():
             holders.setdefault(name, []).append(file)
     return holders
 
 
 def _match(name: str, files: list[WeightFile], expected: ExpectedTensor) -> Pieces | None:
     """Return how the files' slices form the expected tensor; None if they do not."""
-    shape, whole = files[0].shapes[name], expected.shape
-    if len(shape) != len(whole) or any(file.shapes[name] != shape for file in files):
+    shape, expected_shape = files[0].shapes[name], expected.shape
+    if len(shape) != len(expected_shape) or any(file.shapes[name] != shape for file in files):
         return None
-    differing = [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
+    differing = [dim for dim in range(len(shape)) if shape[dim] != expected_shape[dim]]
     if not differing:
         return Pieces(files, None, 1)
     dim = differing[0]
-    if len(differing) > 1 or dim not in expected.shard_axes or shape[dim] < 1 or whole[dim] % shape[dim]:
+    if len(differing) > 1 or dim not in expected.shard_axes or shape[dim] < 1 or expected_shape[dim] % shape[dim]:
         return None
-    count = whole[dim] // shape[dim]
+    count = expected_shape[dim] // shape[dim]
     return None if len(files) % count else Pieces(files, dim, count)
 
 

@@ -15,8 +15,8 @@ class RenamedFile:
         """`names`: the names in the file, by new name."""
         self._file, self._names = file, names
         self.path, self.is_mapped = file.path, file.is_mapped
-        self.shapes = {name: file.shapes[found] for name, found in names.items()}
-        self.dtypes = {name: file.dtypes[found] for name, found in names.items()}
+        self.shapes = {name: file.shapes[stored_name] for name, stored_name in names.items()}
+        self.dtypes = {name: file.dtypes[stored_name] for name, stored_name in names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -43,10 +43,10 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
         raise UserError(
             f"{folder / TRANSFORMER}: do_lower_case=true is not supported: give the texts in lower case, and false"
         )
-    most = transformer.get("max_seq_length")
-    if most is not None and (type(most) is not int or most < 1):
+    max_tokens = transformer.get("max_seq_length")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise UserError(
-            f"{folder / TRANSFORMER}: max_seq_length={shortened(repr(most))} is not a number of tokens above 0"
+            f"{folder / TRANSFORMER}: max_seq_length={shortened(repr(max_tokens))} is not a number of tokens above 0"
         )
     settings = read_json(folder / PROMPTS)
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
@@ -56,7 +56,7 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
         raise UserError(
             f"{folder / PROMPTS}: default_prompt_name={default!r} is none of {', '.join(prompts) or 'no prompts'}"
         )
-    return EmbeddingFiles(pooling, normalizes, prompts, default, most)
+    return EmbeddingFiles(pooling, normalizes, prompts, default, max_tokens)
 
 
 def copy_embedding_files(source: Path, folder: Path) -> None:
@@ -94,8 +94,8 @@ def _read_pooling(file: Path) -> str:
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if (mode := config.get("pooling_mode")) is not None:
         chosen.append(str(mode))
-    pooling, *others = {(MODES | NEWER_MODES).get(name) for name in chosen} or {None}
-    if pooling is None or others:
+    pooling, *more_modes = {(MODES | NEWER_MODES).get(name) for name in chosen} or {None}
+    if pooling is None or more_modes:
         raise UserError(
             f"{file}: the pooling {' + '.join(chosen) or 'none'} is not supported: only one of {', '.join(MODES)}"
         )

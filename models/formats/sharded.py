@@ -105,10 +105,10 @@ class ShardedFile:
 
         In another parallel layout the rank has no file of its own.
         """
-        own = copy(self)
+        rank_view = copy(self)
         if (parallel_layout.tp, parallel_layout.pp) == (self._tp, self._pp):
-            own._nearest = rank_file(parallel_layout.stage, parallel_layout.tp_rank)
-        return own
+            rank_view._nearest = rank_file(parallel_layout.stage, parallel_layout.tp_rank)
+        return rank_view
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
@@ -123,9 +123,9 @@ class ShardedFile:
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
         shape, axis = self.shapes[name], self._axes[name]
         axis = shard.axis if axis is None else axis
-        wanted = shard.ranges if axis == shard.axis else (range(shape[axis]),)
+        ranges = shard.ranges if axis == shard.axis else (range(shape[axis]),)
         part, at = torch.empty(shard.shape(shape), dtype=self.dtypes[name]), 0
-        for span in (span for each in wanted for span in self._spans(name, each)):
+        for span in (span for indices in ranges for span in self._spans(name, indices)):
             (_, piece) = next(self._files[span.file].read([name]))  # a view: only copied pages are loaded
             source = piece.narrow(axis, span.start, len(span.indices))
             target = part.narrow(axis, at, len(span.indices))
@@ -134,29 +134,31 @@ class ShardedFile:
                 target.copy_(source)
                 continue
             start = 0
-            for each in shard.ranges:
-                target.narrow(shard.axis, start, len(each)).copy_(source.narrow(shard.axis, each.start, len(each)))
-                start += len(each)
+            for indices in shard.ranges:
+                target.narrow(shard.axis, start, len(indices)).copy_(
+                    source.narrow(shard.axis, indices.start, len(indices))
+                )
+                start += len(indices)
         return part
 
-    def _spans(self, name: str, wanted: range) -> Iterator[Span]:
+    def _spans(self, name: str, indices: range) -> Iterator[Span]:
         """Yield the positions of the wanted indices, in order.
 
         Prefers the rank's own file, then the file with the longest consecutive range.
         """
-        while wanted:
+        while indices:
             span = max(
                 (
-                    Span(range(wanted.start, min(each.stop, wanted.stop)), file, start + wanted.start - each.start)
+                    Span(range(indices.start, min(held.stop, indices.stop)), file, start + indices.start - held.start)
                     for piece in self._pieces[name]
-                    for start, each in _placed(piece, wanted)
-                    if wanted.start in each
+                    for start, held in _placed(piece, indices)
+                    if indices.start in held
                     for file in piece.files
                 ),
                 key=lambda span: (span.file == self._nearest, len(span.indices)),
             )
             yield span
-            wanted = range(span.indices.stop, wanted.stop)
+            indices = range(span.indices.stop, indices.stop)
 
     def _add(self, name: str, entry: ConfigReader) -> None:
         """Check a tensor's entry against the files.
@@ -178,16 +180,18 @@ class ShardedFile:
             _check_whole(read, size, f"{self.path}: {name}")
         dtype = entry.require("dtype", str)
         for piece in read:
-            whole = tuple(shape)
-            held = whole if axis is None or piece.ranges is None else Shard(axis, piece.ranges).shape(whole)
+            tensor_shape = tuple(shape)
+            piece_shape = (
+                tensor_shape if axis is None or piece.ranges is None else Shard(axis, piece.ranges).shape(tensor_shape)
+            )
             for file in piece.files:
-                self._check(name, self._open(name, file), held, dtype)
+                self._check(name, self._open(name, file), piece_shape, dtype)
         self.shapes[name], self._axes[name], self._pieces[name] = tuple(shape), axis, read
 
     def _check(self, name: str, opened: SafetensorsFile, shape: tuple[int, ...], dtype: str) -> None:
-        found = (opened.shapes.get(name), str(opened.dtypes.get(name)))
-        if found != (shape, f"torch.{dtype}"):
-            has = f"{found[1]} {list(found[0])}" if found[0] is not None else "nothing"
+        actual = (opened.shapes.get(name), str(opened.dtypes.get(name)))
+        if actual != (shape, f"torch.{dtype}"):
+            has = f"{actual[1]} {list(actual[0])}" if actual[0] is not None else "nothing"
             raise UserError(f"{opened.path} has {has} as {name}, but {LAYOUT} says torch.{dtype} {list(shape)}")
         self.dtypes[name] = opened.dtypes[name]
 
@@ -201,18 +205,18 @@ class ShardedFile:
         return self._files[file]
 
 
-def _placed(piece: Piece, wanted: range) -> Iterator[tuple[int, range]]:
+def _placed(piece: Piece, indices: range) -> Iterator[tuple[int, range]]:
     """Yield the ranges of a piece, each with its start in the piece.
 
     A whole tensor yields the wanted range unchanged.
     """
     if piece.ranges is None:
-        yield wanted.start, wanted
+        yield indices.start, indices
         return
     start = 0
-    for each in piece.ranges:
-        yield start, each
-        start += len(each)
+    for part in piece.ranges:
+        yield start, part
+        start += len(part)
 
 
 def _piece(values: dict[str, Any], size: int | None, where: str) -> Piece:
@@ -224,9 +228,9 @@ def _piece(values: dict[str, Any], size: int | None, where: str) -> Piece:
         if ranges is not None:
             raise UserError(f"{where}: ranges={ranges!r} of a tensor without an axis: expected null")
         return Piece(None, tuple(files))
-    if not isinstance(ranges, list) or not all(_is_range(each, size) for each in ranges):
+    if not isinstance(ranges, list) or not all(_is_range(entry, size) for entry in ranges):
         raise UserError(f"{where}: ranges={ranges!r} is not a list of [start, stop] within {size}")
-    return Piece(tuple(range(*each) for each in ranges), tuple(files))
+    return Piece(tuple(range(*entry) for entry in ranges), tuple(files))
 
 
 def _is_range(values: Any, size: int) -> bool:
@@ -240,10 +244,10 @@ def _check_whole(pieces: list[Piece], size: int | None, where: str) -> None:
             raise UserError(f"{where}: {len(pieces)} pieces of a tensor without an axis: expected 1")
         return
     end = 0
-    for each in sorted((each for piece in pieces for each in piece.ranges or ()), key=lambda each: each.start):
-        if each.start > end:
+    for part in sorted((part for piece in pieces for part in piece.ranges or ()), key=lambda part: part.start):
+        if part.start > end:
             break
-        end = max(end, each.stop)
+        end = max(end, part.stop)
     if end < size or not pieces:
         raise UserError(f"{where}: no piece has index {end} of {size}")
 

@@ -32,14 +32,17 @@ def divide_tensors(model: CausalLM, names: Mapping[str, str | None], tp: int, pp
     names by the checkpoint's names. A tensor that no rank reads has None, and goes to the first rank. `dtype`: of the
     model; the bytes in this dtype determine the pipeline stages. Raises UserError as `shard_model` does.
     """
-    of_stages = []
+    stage_names = []
     for stage in range(pp):
         shard_model(part := deepcopy(model), ParallelLayout(1, pp, 0, stage), Alone(), dtype)
-        of_stages.append(expected_shapes(part).keys())
-    of_ranks = [shard_model(deepcopy(model), ParallelLayout(tp, 1, rank), Alone(), dtype) for rank in range(tp)]
+        stage_names.append(expected_shapes(part).keys())
+    rank_shards = [shard_model(deepcopy(model), ParallelLayout(tp, 1, rank), Alone(), dtype) for rank in range(tp)]
     shares: Shares = [
-        [{name: shards.get(own) for name, own in names.items() if own in held} for shards in of_ranks]
-        for held in of_stages
+        [
+            {name: shards.get(model_name) for name, model_name in names.items() if model_name in stage_tensors}
+            for shards in rank_shards
+        ]
+        for stage_tensors in stage_names
     ]
     shares[0][0] |= {name: None for name in names if not any(name in ranks[0] for ranks in shares)}
     return shares
@@ -52,13 +55,13 @@ def write_sharded(
 
     Calls `on_bytes(done, total)` after every tensor that is read.
     """
-    of_stages = [
+    stage_entries = [
         [entry for entry in entries_of(files) if any(entry.name in share for share in ranks)] for ranks in shares
     ]
-    total, done = sum(entry.nbytes for entries in of_stages for entry in entries), 0
+    total, done = sum(entry.nbytes for entries in stage_entries for entry in entries), 0
     sha256: dict[str, str] = {}
     tensors: dict[str, dict[str, Any]] = {}
-    for stage, (ranks, entries) in enumerate(zip(shares, of_stages, strict=True)):
+    for stage, (ranks, entries) in enumerate(zip(shares, stage_entries, strict=True)):
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(SafetensorsWriter(folder / rank_file(stage, rank), _parts(entries, share)))
@@ -78,7 +81,9 @@ def write_sharded(
 
 def _parts(entries: list[Entry], share: Mapping[str, Shard | None]) -> list[Entry]:
     owned = [(entry, share[entry.name]) for entry in entries if entry.name in share]
-    return [Entry(each.name, each.dtype, shard.shape(each.shape) if shard else each.shape) for each, shard in owned]
+    return [
+        Entry(entry.name, entry.dtype, shard.shape(entry.shape) if shard else entry.shape) for entry, shard in owned
+    ]
 
 
 def _write(
@@ -93,7 +98,7 @@ def _write(
     entry = tensors.setdefault(name, {"shape": [*tensor.shape], "dtype": dtype, "axis": axis, "pieces": []})
     for writer, shard in owners:
         writer.write(content := content_of(tensor if shard is None else part_of(tensor, shard)))
-        ranges = None if shard is None else [[each.start, each.stop] for each in shard.ranges]
+        ranges = None if shard is None else [[indices.start, indices.stop] for indices in shard.ranges]
         piece = next((piece for piece in entry["pieces"] if piece["ranges"] == ranges), None)
         if piece is None:
             piece = {"ranges": ranges, "files": [], "sha256": hashlib.sha256(content).hexdigest()}

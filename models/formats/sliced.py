@@ -30,17 +30,17 @@ class SlicedFile:
             if shard is not None and isinstance(self._file, RangedFile):
                 yield name, self._file.read_ranges(name, shard)
                 continue
-            for _, whole in self._file.read([name]):
+            for _, tensor in self._file.read([name]):
                 yield (
                     name,
-                    whole if shard is None else part_of(whole, shard).clone(),
+                    tensor if shard is None else part_of(tensor, shard).clone(),
                 )  # copies, so that the whole can be freed
-                del whole  # frees it before the next one is read
+                del tensor  # frees it before the next one is read
 
 
-def part_of(whole: Tensor, shard: Shard) -> Tensor:
+def part_of(tensor: Tensor, shard: Shard) -> Tensor:
     """Return a shard; it is a view if the shard is one range."""
-    parts = [whole.narrow(shard.axis, each.start, len(each)) for each in shard.ranges]
+    parts = [tensor.narrow(shard.axis, indices.start, len(indices)) for indices in shard.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, shard.axis)
 
 
@@ -56,8 +56,8 @@ def sliced_files(
     If files have the same parallel layout, the rank reads only its own. `matched`: the model's names by the
     checkpoint's names, from `match_tensors` of the whole model. `shards`: from `shard_model`.
     """
-    wanted = expected_shapes(model).keys()
-    needed = {found: name for found, name in matched.items() if name in wanted}
-    own = {found: shards[name] for found, name in needed.items() if name in shards}
+    rank_tensors = expected_shapes(model).keys()
+    needed = {stored_name: name for stored_name, name in matched.items() if name in rank_tensors}
+    rank_shards = {stored_name: shards[name] for stored_name, name in needed.items() if name in shards}
     files = [file.of_rank(parallel_layout) if isinstance(file, ShardedFile) else file for file in files]
-    return [SlicedFile(file, [name for name in file.shapes if name in needed], own) for file in files]
+    return [SlicedFile(file, [name for name in file.shapes if name in needed], rank_shards) for file in files]

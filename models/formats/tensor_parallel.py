@@ -26,8 +26,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def is_tensor_parallel(folder: Path) -> bool:
     """Return whether a folder has slices of ranks and no whole weights; whole weights take precedence."""
-    whole = ("model.safetensors", "model.safetensors.index.json")
-    if not (folder / "config.json").is_file() or any((folder / name).is_file() for name in whole):
+    whole_files = ("model.safetensors", "model.safetensors.index.json")
+    if not (folder / "config.json").is_file() or any((folder / name).is_file() for name in whole_files):
         return False
     return any(VLLM.fullmatch(file.name) for file in folder.iterdir()) or bool(rank_folders(folder, "*.safetensors"))
 
@@ -51,11 +51,11 @@ def open_ranks(folder: Path, expected: ExpectedTensors) -> list[WeightFile]:
 
 
 def _rank_files(folder: Path) -> list[list[Path]]:
-    found: dict[int, dict[int, Path]] = {}
+    parts: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := VLLM.fullmatch(path.name):
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    ranks = in_order(found, f"{folder}: model-rank-{{}}-part-0.safetensors")
+            parts.setdefault(int(match[1]), {})[int(match[2])] = path
+    ranks = in_order(parts, f"{folder}: model-rank-{{}}-part-0.safetensors")
     if ranks:
         return [in_order(parts, f"{folder}: model-rank-{i}-part-{{}}.safetensors") for i, parts in enumerate(ranks)]
     return [sorted(rank.glob("*.safetensors")) for rank in rank_folders(folder, "*.safetensors")]

@@ -63,10 +63,10 @@ def text_config(config: dict[str, Any], where: str) -> ConfigReader:
         raise UserError(f"{where}: text_config={inner!r} is not an object")
     outer = {key: value for key, value in config.items() if key not in OTHER_SETTINGS | {"text_config", "model_type"}}
     values = outer | inner | {key: outer[key] for key in OUTER_WINS if outer.get(key) is not None}
-    own_type = inner.get("model_type", wrapper)
-    if own_type == wrapper:
-        own_type = TEXT_MODELS[wrapper]
-    values["model_type"] = TEXT_TYPES.get(str(own_type), own_type)
+    text_type = inner.get("model_type", wrapper)
+    if text_type == wrapper:
+        text_type = TEXT_MODELS[wrapper]
+    values["model_type"] = TEXT_TYPES.get(str(text_type), text_type)
     if wrapper == "qwen3_vl_moe":  # its own code always normalises
         ConfigReader(values, where).expect("norm_topk_prob", (True, None), None)
         values["norm_topk_prob"] = True
@@ -106,9 +106,9 @@ def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any
 
 def text_name(name: str) -> str:
     """Return a text tensor's or module's name in a text checkpoint."""
-    for prefix, own in TEXT_PREFIXES.items():
+    for prefix, text_prefix in TEXT_PREFIXES.items():
         if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
+            return text_prefix + name.removeprefix(prefix)
     return name
 
 
@@ -119,14 +119,14 @@ def text_files(files: list[WeightFile]) -> list[WeightFile]:
     """
     texts, left_out = list[WeightFile](), list[str]()
     for file in files:
-        others = [name for name in file.shapes if name.startswith(OTHER_TOWERS)]
+        skipped = [name for name in file.shapes if name.startswith(OTHER_TOWERS)]
         names = {text_name(name): name for name in file.shapes if not name.startswith(OTHER_TOWERS)}
-        if len(names) + len(others) < len(file.shapes):
+        if len(names) + len(skipped) < len(file.shapes):
             raise UserError(
                 f"{file.path} holds tensors of its text twice, with language_model in their names and without"
             )
         texts.append(renamed(file, names))
-        left_out += others
+        left_out += skipped
     if left_out:
         prefixes = [prefix for prefix in OTHER_TOWERS if any(name.startswith(prefix) for name in left_out)]
         log.warning("%d tensors of %s are not loaded: only text is computed", len(left_out), ", ".join(prefixes))

@@ -110,15 +110,15 @@ class Muon(torch.optim.Optimizer):
             by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
             for p in group["params"]:
                 by_shape.setdefault(p.shape, []).append(p)
-            for shape, same in by_shape.items():
+            for shape, parameters in by_shape.items():
                 updates = []
-                for p in same:
+                for p in parameters:
                     assert p.grad is not None
                     buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     buffer.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(buffer, group["momentum"]))
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
-                for p, update in zip(same, orthogonalised(torch.stack(updates)), strict=True):
+                for p, update in zip(parameters, orthogonalised(torch.stack(updates)), strict=True):
                     p.add_(update, alpha=-group["lr"] * scale)
 
 
@@ -139,10 +139,10 @@ def train(
 ) -> Iterator[int]:
     """Train with a cosine schedule over `minutes`. Prints the loss every 100 steps, and yields after each step."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = [
         Muon(matrices, lr=10 * peak_rate),
-        torch.optim.AdamW(others, lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(vectors, lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [10 * peak_rate, peak_rate]
     model.model.compile()  # 4.5 instead of 3.7 thousand tokens/s on two AVX2 cores

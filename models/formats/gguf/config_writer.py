@@ -166,10 +166,10 @@ def _gemma(writer: GGUFWriter, c: Gemma2Config, architecture: str) -> None:
     scale = c.hidden_size / c.num_attention_heads if by_hidden_size else c.head_dim
     if c.query_pre_attn_scalar != scale:
         raise _refuse(f"query_pre_attn_scalar={c.query_pre_attn_scalar:g}, where its scale is of {scale:g}")
-    windows, every = {window for window in c.windows if window}, GEMMA_FULL_EVERY[architecture]
-    has_pattern = all((window is None) == (i % every == 0) for i, window in enumerate(c.windows, 1))
+    windows, interval = {window for window in c.windows if window}, GEMMA_FULL_EVERY[architecture]
+    has_pattern = all((window is None) == (i % interval == 0) for i, window in enumerate(c.windows, 1))
     if not has_pattern or len(windows) != 1:
-        raise _refuse(f"layer_types other than a full_attention for each {every} layers")
+        raise _refuse(f"layer_types other than a full_attention for each {interval} layers")
     _decoder(writer, c)
     writer.add_sliding_window(windows.pop())
     if c.final_logit_softcapping is not None:

@@ -40,23 +40,23 @@ def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture
     warning counts it.
     """
     mixture = Mixture(FILE_TYPES[dtype][0], shapes, architecture)
-    wanted = {
+    chosen = {
         name: T.F32 if len(shape) == 1 or name.endswith(EXACT) else mixture.type_of(name)
         for name, shape in shapes.items()
     }
-    types = {name: _fitting(kind, shapes[name][-1]) for name, kind in wanted.items()}
-    if unfit := [name for name, kind in wanted.items() if types[name] is not kind]:
-        others = sorted({types[name].name for name in unfit})
+    types = {name: _fitting(kind, shapes[name][-1]) for name, kind in chosen.items()}
+    if unfit := [name for name, kind in chosen.items() if types[name] is not kind]:
+        replacements = sorted({types[name].name for name in unfit})
         what = "%s: the rows of %d tensors are not a multiple of their blocks, so these are %s (%s first)"
-        log.warning(what, dtype, len(unfit), " or ".join(others), unfit[0])
+        log.warning(what, dtype, len(unfit), " or ".join(replacements), unfit[0])
     return types
 
 
 class Mixture:
     """The types of a file's matrices, without regard to row length."""
 
-    def __init__(self, most: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-        self._most = most
+    def __init__(self, base_type: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
+        self._base_type = base_type
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
         self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
@@ -68,19 +68,23 @@ class Mixture:
         self._is_70b = self._num_layers == 80 and shares_values
 
     def type_of(self, name: str) -> T:
-        if self._most in STORED:
-            return self._most
+        if self._base_type in STORED:
+            return self._base_type
         if name == self._head:
-            return T.Q8_0 if self._most is T.Q8_0 or self._shapes[name][-1] % _block(self._most) else T.Q6_K
+            return T.Q8_0 if self._base_type is T.Q8_0 or self._shapes[name][-1] % _block(self._base_type) else T.Q6_K
         if self._has_8_experts and name.endswith((*MAKES_VALUES, "attn_k.weight")):
             return T.Q8_0
-        if self._has_8_experts and name.endswith("attn_output.weight") and self._most is T.Q4_K:
+        if self._has_8_experts and name.endswith("attn_output.weight") and self._base_type is T.Q4_K:
             return T.Q5_K
-        if self._most in MIXED and (name.endswith(MAKES_VALUES) or "ffn_down" in name) and self._is_sensitive(name):
+        if (
+            self._base_type in MIXED
+            and (name.endswith(MAKES_VALUES) or "ffn_down" in name)
+            and self._is_sensitive(name)
+        ):
             return T.Q6_K
-        if self._is_70b and name.endswith(MAKES_VALUES) and self._most is T.Q4_K:
+        if self._is_70b and name.endswith(MAKES_VALUES) and self._base_type is T.Q4_K:
             return T.Q5_K
-        return self._most
+        return self._base_type
 
     def _is_sensitive(self, name: str) -> bool:
         """Whether the tensor is in the first or last eighth of the layers, or in every third layer between."""

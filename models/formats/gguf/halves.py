@@ -50,7 +50,7 @@ def find_halves(tensors: dict[str, TensorInfo]) -> dict[str, Halves]:
 
     Raises UserError for halves that do not fit together.
     """
-    found = {}
+    halves = {}
     for name, to_key in tensors.items():
         match = TO_KEY.fullmatch(name)
         if match is None or (to_value := tensors.get(f"{match[1]}.attn_v_b.weight")) is None:
@@ -61,6 +61,6 @@ def find_halves(tensors: dict[str, TensorInfo]) -> dict[str, Halves]:
                 f"{to_key.path}: {match[1]}.attn_k_b has the shape {list(shapes[0])} and attn_v_b {list(shapes[1])}: "
                 "expected [heads, latent, key] and [heads, value, latent]"
             )
-        whole = DEEPSEEK.hugging_face_name(f"{match[1]}.attn_kv_b.weight")
-        found[whole] = Halves((name, f"{match[1]}.attn_v_b.weight"), to_key, to_value)
-    return found
+        target = DEEPSEEK.hugging_face_name(f"{match[1]}.attn_kv_b.weight")
+        halves[target] = Halves((name, f"{match[1]}.attn_v_b.weight"), to_key, to_value)
+    return halves

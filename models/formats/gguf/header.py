@@ -86,9 +86,9 @@ class GGUFHeader:
         Raises UserError for anything else.
         """
         values = self.arrays.get(key)
-        found = "none" if values is None else f"{len(values)} texts" if isinstance(values, list) else values.dtype.kind
+        actual = "none" if values is None else f"{len(values)} texts" if isinstance(values, list) else values.dtype.kind
         if not isinstance(values, np.ndarray) or values.dtype.kind.replace("u", "i") != kind:
-            raise UserError(f"{self.path}: {key} must be an array of kind {kind!r}, found {found}")
+            raise UserError(f"{self.path}: {key} must be an array of kind {kind!r}, found {actual}")
         if len(values) != count:
             raise UserError(f"{self.path}: {key} has {len(values)} values, expected {count}")
         return list(values.tolist())
@@ -157,8 +157,10 @@ def all_tensors(headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
     """Return the tensors of all files of a model. Raises UserError if two files hold the same tensor."""
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
-        if twice := next((name for name in header.tensors if name in tensors), None):
-            raise UserError(f"{header.path} holds the tensor {twice!r}, which {tensors[twice].path.name} holds, too")
+        if duplicate := next((name for name in header.tensors if name in tensors), None):
+            raise UserError(
+                f"{header.path} holds the tensor {duplicate!r}, which {tensors[duplicate].path.name} holds, too"
+            )
         tensors |= header.tensors
     return tensors
 
@@ -214,10 +216,10 @@ class _HeaderParser:
         return UserError(f"{self._path}: {text}")
 
     def _take(self, num_bytes: int, what: str) -> bytes:
-        left = self._size - self._at
-        if num_bytes > left:
+        remaining = self._size - self._at
+        if num_bytes > remaining:
             raise self._error(
-                f"{what} needs {num_bytes} bytes at {self._at}, but {left} are left: the file is truncated or damaged"
+                f"{what} needs {num_bytes} bytes at {self._at}, but {remaining} are left: the file is truncated or damaged"
             )
         data = self._file.read(num_bytes)
         if len(data) != num_bytes:  # the file became shorter
@@ -234,17 +236,17 @@ class _HeaderParser:
             raise self._error(f"{count} {what} are announced, but only {self._size - self._at} bytes are left")
         return count
 
-    def _text(self, what: str, most: int) -> str:
+    def _text(self, what: str, limit: int) -> str:
         length = self._number("<Q", f"the length of {what}")
-        if length > most:
-            raise self._error(f"{what} has {length} bytes, expected at most {most}")
+        if length > limit:
+            raise self._error(f"{what} has {length} bytes, expected at most {limit}")
         try:
             return self._take(length, what).decode()
         except UnicodeDecodeError as error:
             raise self._error(f"{what} at {self._at - length} is not UTF-8: {error.reason}") from error
 
-    def _name(self, what: str, most: int) -> str:
-        name = self._text(what, most)
+    def _name(self, what: str, limit: int) -> str:
+        name = self._text(what, limit)
         if not name.isprintable():  # it appears in one-line messages
             raise self._error(f"{what} is {name[:80]!r}, which cannot be printed")
         return name
@@ -293,9 +295,9 @@ class _HeaderParser:
                     f"the tensor {name!r} ends at {end}, but the file has {self._size} bytes: it is truncated or damaged"
                 )
         in_order = sorted(tensors.items(), key=lambda item: item[1].offset)
-        for (name, tensor), (other, following) in pairwise(in_order):
+        for (name, tensor), (next_name, following) in pairwise(in_order):
             if tensor.offset + tensor.num_bytes > following.offset:
-                raise self._error(f"the tensors {name!r} and {other!r} overlap at {following.offset}")
+                raise self._error(f"the tensors {name!r} and {next_name!r} overlap at {following.offset}")
         return tensors
 
     def _tensor(self, name: str, alignment: int, header: GGUFHeader) -> TensorInfo:
@@ -310,11 +312,11 @@ class _HeaderParser:
         number = self._number("<I", f"the type of {name!r}")
         offset = self._number("<Q", f"the offset of {name!r}")
         if number not in TYPES:
-            known = number in GGMLQuantizationType._value2member_map_
-            found = GGMLQuantizationType(number).name if known else f"number {number}"
+            is_ggml_type = number in GGMLQuantizationType._value2member_map_
+            type_name = GGMLQuantizationType(number).name if is_ggml_type else f"number {number}"
             supported = ", ".join(kind.name for kind in sorted(TYPES))
             raise header.unsupported(
-                f"the tensor {name!r} has the type {found}, which is not supported: only {supported}"
+                f"the tensor {name!r} has the type {type_name}, which is not supported: only {supported}"
             )
         kind = GGMLQuantizationType(number)
         block, block_bytes = GGML_QUANT_SIZES[kind]

@@ -38,8 +38,8 @@ class TensorLayout:
             return f"{self.whole[match[1]]}.{match[2]}"
         if match := LAYER_NAME.fullmatch(name):
             module, leaf = match[2], match[3]
-            if (whole := f"{module}.{leaf}") in self.in_layer:
-                return f"{self.layers}.{match[1]}.{self.in_layer[whole]}"
+            if (path := f"{module}.{leaf}") in self.in_layer:
+                return f"{self.layers}.{match[1]}.{self.in_layer[path]}"
             if module in self.in_layer:
                 return f"{self.layers}.{match[1]}.{self.in_layer[module]}.{leaf}"
         if (match := EXPERT_NAME.fullmatch(name)) and match[2] in self.in_expert:
@@ -64,8 +64,8 @@ class TensorLayout:
             return f"{_key_of(self.whole, module)}.{leaf}"
         if expert := re.fullmatch(rf"{re.escape(self.experts)}\.\d+\.(\w+)", match[2]):
             return f"blk.{match[1]}.{_key_of(self.in_expert, expert[1])}_exps.{leaf}"
-        if (whole := f"{match[2]}.{leaf}") in self.in_layer.values():
-            return f"blk.{match[1]}.{_key_of(self.in_layer, whole)}"
+        if (path := f"{match[2]}.{leaf}") in self.in_layer.values():
+            return f"blk.{match[1]}.{_key_of(self.in_layer, path)}"
         return f"blk.{match[1]}.{_key_of(self.in_layer, match[2])}.{leaf}"
 
     def _expert_name(self, layer: str, expert: int | str, module: str) -> str:

@@ -50,11 +50,11 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(fill, range(0, len(rows), at_once)))
-    whole = blocks.reshape(-1, block_bytes)
+    flat_blocks = blocks.reshape(-1, block_bytes)
     numbers: list[NDArray[Any]] = [rows]
     for place in FLOAT16_PLACES.get(kind.name, (0,)):
-        numbers.append(whole[:, place : place + 2].copy().view(np.float16))
-    if not all(np.isfinite(each).all() for each in numbers):
+        numbers.append(flat_blocks[:, place : place + 2].copy().view(np.float16))
+    if not all(np.isfinite(values).all() for values in numbers):
         raise OverflowError(f"{np.abs(rows).max():.6g}, which {kind.name} cannot")
     return blocks
 
@@ -95,10 +95,10 @@ class AffineSuperBlock:
         minimum_step, minimum_codes = _steps(minima)
         scales = scale_step.astype(np.float32) * scale_codes
         minima = minimum_step.astype(np.float32) * minimum_codes
-        whole = _by_block(np.where(scales == 0, codes, self._round((x + minima) / scales)))
-        fifth_bits = [np.packbits(whole >> 4, axis=1, bitorder="little")] if self.largest > 15 else []
+        rounded = _by_block(np.where(scales == 0, codes, self._round((x + minima) / scales)))
+        fifth_bits = [np.packbits(rounded >> 4, axis=1, bitorder="little")] if self.largest > 15 else []
         steps = np.stack((scale_step, minimum_step), axis=1).view(np.uint8)
-        four_bits = whole[:, 0::2] & 15 | whole[:, 1::2] << 4
+        four_bits = rounded[:, 0::2] & 15 | rounded[:, 1::2] << 4
         return _joined(steps, _pack_six_bits(scale_codes, minimum_codes), *fifth_bits, four_bits)
 
     def _search(self, x: Floats) -> tuple[Floats, Floats, Floats]:
@@ -109,7 +109,7 @@ class AffineSuperBlock:
         is_flat = low == high
         inverse = np.where(is_flat, 0, self.largest / (high - low))
         scale = np.where(is_flat, 0, 1 / inverse)
-        found = inverse, low  # of the best candidate, for its rounding
+        best = inverse, low  # of the best candidate, for its rounding
         error = _error(weights, scale * self._round(inverse * (x - low)) + low - x)
         for i in range(self.num_candidates):
             inverse = (self.first + STEP * np.float32(i) + self.largest) / (high - low)
@@ -123,10 +123,10 @@ class AffineSuperBlock:
             fitted_low = np.where(fitted_low > 0, 0, fitted_low)
             fitted_error = _error(weights, fitted_scale * codes + fitted_low - x)
             is_better = (determinant > 0) & (fitted_error < error)
-            found = np.where(is_better, inverse, found[0]), np.where(is_better, low, found[1])
+            best = np.where(is_better, inverse, best[0]), np.where(is_better, low, best[1])
             error = np.where(is_better, fitted_error, error)
             scale, low = np.where(is_better, fitted_scale, scale), np.where(is_better, fitted_low, low)
-        return scale, -low, self._round(found[0] * (x - found[1]))
+        return scale, -low, self._round(best[0] * (x - best[1]))
 
     def _round(self, codes: Floats) -> Floats:
         return np.clip(np.rint(codes), 0, self.largest)
@@ -139,8 +139,8 @@ def _error(weights: Floats, difference: Floats) -> Floats:
 
 def _steps(values: Floats) -> tuple[NDArray[np.float16], Floats]:
     """Return the step [B], and the multiples [8, B] of it that represent nonnegative `values` [8, B]."""
-    most = values.max(0)
-    inverse, step = np.where(most > 0, (LARGEST_SCALE / most, most / LARGEST_SCALE), 0)
+    largest = values.max(0)
+    inverse, step = np.where(largest > 0, (LARGEST_SCALE / largest, largest / LARGEST_SCALE), 0)
     return step.astype(np.float16), np.clip(np.rint(inverse * values), 0, LARGEST_SCALE)
 
 
@@ -149,8 +149,8 @@ def _pack_six_bits(scales: Floats, minima: Floats) -> Bytes:
 
     The top two bits of the last four numbers are in the bytes of the first four.
     """
-    both = np.stack((scales, minima)).astype(np.uint8)
-    first, last = both[:, :4], both[:, 4:]
+    numbers = np.stack((scales, minima)).astype(np.uint8)
+    first, last = numbers[:, :4], numbers[:, 4:]
     return np.concatenate((*(first | last >> 4 << 6), last[0] & 15 | last[1] << 4)).T
 
 
@@ -161,9 +161,9 @@ class SignedSuperBlock:
         """Return the blocks [B, bytes]: low four bits of the codes, upper two bits, scales, and their step."""
         x = _by_value(rows, 16)
         scales, codes = self._search(x)
-        most = _extreme(scales)
-        is_zero = np.abs(most) < SMALLEST
-        inverse = -Q6_SCALES / most
+        largest = _extreme(scales)
+        is_zero = np.abs(largest) < SMALLEST
+        inverse = -Q6_SCALES / largest
         step = np.where(is_zero, 0, 1 / inverse).astype(np.float16)
         scale_codes = np.where(is_zero, 0, np.minimum(np.rint(inverse * scales), Q6_SCALES - 1))
         scales = step.astype(np.float32) * scale_codes
@@ -178,7 +178,7 @@ class SignedSuperBlock:
         """Return the groups' scales [16, B], and the best candidate's codes [16, 16, B], shifted to begin at 0."""
         extreme, weights = _extreme(x), x * x
         is_zero = np.abs(extreme) < SMALLEST
-        found = scale = best = np.zeros_like(extreme)
+        best_inverse = scale = best = np.zeros_like(extreme)
         for i in (0, *range(-9, 0), *range(1, 10)):
             inverse = -(Q6_CODES + STEP * np.float32(i)) / extreme
             codes = self._round(inverse * x)
@@ -186,8 +186,8 @@ class SignedSuperBlock:
             is_better = (sum_ll > 0) & ((i == 0) | (sum_lx * sum_lx > best * sum_ll))
             scale = np.where(is_better, sum_lx / sum_ll, scale)
             best = np.where(is_better, scale * sum_lx, best)
-            found = np.where(is_better | (i == 0), inverse, found)
-        codes = np.where(is_zero, 0, self._round(found * x) + Q6_CODES)
+            best_inverse = np.where(is_better | (i == 0), inverse, best_inverse)
+        codes = np.where(is_zero, 0, self._round(best_inverse * x) + Q6_CODES)
         return np.where(is_zero, 0, scale), codes
 
     def _round(self, codes: Floats) -> Floats:

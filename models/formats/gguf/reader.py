@@ -88,9 +88,9 @@ class GGUFWeights:
         self._sources: dict[str, TensorInfo] = {}
         tensors = all_tensors(headers)
         self._halves = find_halves(tensors)
-        of_halves = {name for halves in self._halves.values() for name in halves.names}
+        half_names = {name for halves in self._halves.values() for name in halves.names}
         for name, tensor in tensors.items():
-            if name in self._layout.settings or name in of_halves:
+            if name in self._layout.settings or name in half_names:
                 continue
             for ours, source in _hugging_face_tensors(self._layout, name, tensor).items():
                 if ours in self._sources or ours in self._halves:
@@ -117,10 +117,10 @@ class GGUFWeights:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             tensor = self._read(name)
-            own = name.split(".")[-2]
-            if self._layout.norm_offset and own.endswith("norm"):
+            module = name.split(".")[-2]
+            if self._layout.norm_offset and module.endswith("norm"):
                 tensor = tensor - self._layout.norm_offset
-            if order := self._row_orders.get(own):
+            if order := self._row_orders.get(module):
                 if tensor.shape[0] % order.multiple:
                     raise UserError(
                         f"{self.path}: {name} has {tensor.shape[0]} rows, expected a multiple of {order.multiple}"

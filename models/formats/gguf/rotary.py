@@ -32,12 +32,12 @@ def turning_share(channels: int, head_dim: int) -> float:
 def longrope(file: GGUFMetadata) -> dict[str, Any] | None:
     """Return rope_scaling of Phi-3, or None. Raises UserError for an attention factor without frequency factors."""
     attention_factor = file.read.positive("rope.scaling.attn_factor", 1.0)
-    found = [file.tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
-    if found == [None, None]:
+    factor_tensors = [file.tensors.get(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
+    if factor_tensors == [None, None]:
         file.read.expect("rope.scaling.attn_factor", (None, 1.0), None)
         file.read.expect("rope.scaling.type", ("none", None), None)
         return None
-    short, long = (None if tensor is None else read_tensor(tensor).flatten().tolist() for tensor in found)
+    short, long = (None if tensor is None else read_tensor(tensor).flatten().tolist() for tensor in factor_tensors)
     factors = {"short_factor": short, "long_factor": long}
     return {"rope_type": "longrope", **factors, "attention_factor": attention_factor}
 

@@ -151,8 +151,8 @@ class SpecialTokens:
 
     def _code_texts(self, name: str) -> list[str]:
         """Return the vocabulary's token for a key of CODE, unless the file gives its id."""
-        given = self.header.section("tokenizer.ggml").raw(f"{name}_token_id")
-        return [text for text in CODE[name] if text in self._ids][:1] if given is None else []
+        file_id = self.header.section("tokenizer.ggml").raw(f"{name}_token_id")
+        return [text for text in CODE[name] if text in self._ids][:1] if file_id is None else []
 
     @property
     def _end_texts(self) -> tuple[str, ...]:
@@ -161,9 +161,9 @@ class SpecialTokens:
     @cached_property
     def _not_ends(self) -> dict[int, int]:
         """Return the types of tokens in ENDS that do not end a text in this vocabulary, by id."""
-        found: dict[int, int] = {}
+        types: dict[int, int] = {}
         if "<|end|>" in self._ids and any(calls <= self._ids.keys() for calls in HARMONY_CALLS):
-            found[self._ids["<|end|>"]] = TokenType.USER_DEFINED
+            types[self._ids["<|end|>"]] = TokenType.USER_DEFINED
         if "</s>" in self._ids and any(text in self._ids for text in PLAIN_EOS_MARKERS):
-            found[self._ids["</s>"]] = TokenType.NORMAL
-        return found
+            types[self._ids["</s>"]] = TokenType.NORMAL
+        return types

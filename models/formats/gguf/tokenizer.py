@@ -113,8 +113,8 @@ def _byte_pairs(header: GGUFHeader, special: SpecialTokens, pre: PreTokenizer, a
     used = [(i, token) for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED]  # unused tokens are padding
     ids = {token: i for i, token in used}
     if len(ids) != len(used):
-        twice = next(token for i, token in used if ids[token] != i)
-        raise UserError(f"{header.path}: {LIST} has {twice[:80]!r} twice")
+        duplicate = next(token for i, token in used if ids[token] != i)
+        raise UserError(f"{header.path}: {LIST} has {duplicate[:80]!r} twice")
     merges = [_merge(header, pair, ids) for pair in header.texts("tokenizer.ggml.merges")]
     backend = Backend(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words_first))
     if pre.is_nfc:

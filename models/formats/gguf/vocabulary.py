@@ -87,13 +87,13 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
         text for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == TokenType.CONTROL
     ]
     probes = [*PROBES, *(f"{text}a" for text in control[-1:])]
-    others = [repr(text) for text in probes if read_back.encode(text, False) != tokenizer.encode(text, False)]
+    changed = [repr(text) for text in probes if read_back.encode(text, False) != tokenizer.encode(text, False)]
     known, letters = set(vocabulary.tokens), pre_tokenizers.ByteLevel.alphabet()
     num_missing = sum(f"<0x{byte:02X}>" not in known for byte in range(256))
     num_letters = sum(letter not in known for letter in letters)
     faults = {
-        f"it has rules that GGUF cannot say, and texts such as {', '.join(others[:3])} get other tokens there": bool(
-            others
+        f"it has rules that GGUF cannot say, and texts such as {', '.join(changed[:3])} get other tokens there": bool(
+            changed
         ),
         "it begins a text with [gMASK] sop, which is for the caller to write there": isinstance(
             tokenizer, ChatGLM2Tokenizer

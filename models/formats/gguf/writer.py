@@ -146,7 +146,7 @@ def by_part(tensor: Tensor, heads: int) -> Tensor:
 def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
     if isinstance(shape, Phi3Config):
         factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
-        is_scaled = {1.0} != {factor for each in factors.values() for factor in each}
+        is_scaled = {1.0} != {factor for values in factors.values() for factor in values}
         return {name: np.array(values, np.float32) for name, values in factors.items() if is_scaled}
     rotary = getattr(shape, "rotary", None)
     return {} if rotary is None or rotary.type != "llama3" else {ROTARY_FACTORS: llama3_factors(rotary).numpy()}
@@ -194,8 +194,8 @@ def _add_tokenizer(writer: GGUFWriter, checkpoint: Checkpoint, vocab_size: int) 
     if vocabulary.unknown_token_id is not None:
         writer.add_unk_token_id(vocabulary.unknown_token_id)
     writer.add_bos_token_id(NONE if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
-    given = checkpoint.generation_config.get("eos_token_id") or checkpoint.config.raw("eos_token_id")
-    ends = given if isinstance(given, list) else [given]
+    file_ids = checkpoint.generation_config.get("eos_token_id") or checkpoint.config.raw("eos_token_id")
+    ends = file_ids if isinstance(file_ids, list) else [file_ids]
     ordered = dict.fromkeys(id for id in (tokenizer.eos_token_id, *ends, *tokenizer.turn_end_ids) if id is not None)
     for name, id in zip(END_TOKENS, ordered or [NONE], strict=False):
         getattr(writer, f"add_{name}_token_id")(id)

@@ -84,10 +84,10 @@ class CkptFile:
         if stored.tensor_type not in DTYPES:
             raise ValueError(f"{tag} is of type {stored.tensor_type}: only {', '.join(DTYPES)} are supported")
         size = math.prod(stored.dims) * DTYPES[stored.tensor_type].itemsize
-        found = sum(part.stop - part.start for part in stored.parts)
-        if size != found or size == 0:
+        stored_bytes = sum(part.stop - part.start for part in stored.parts)
+        if size != stored_bytes or size == 0:
             raise ValueError(
-                f"{tag} {list(stored.dims)} of {stored.tensor_type} takes {size} bytes, but {found} are there"
+                f"{tag} {list(stored.dims)} of {stored.tensor_type} takes {size} bytes, but {stored_bytes} are there"
             )
         self._stored[name] = stored
 

@@ -54,7 +54,7 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
 
 
 def _model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    found = []
+    configs = []
     import yaml  # imported here, because only this function needs it
 
     for file in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]):
@@ -65,17 +65,17 @@ def _model_config(folder: Path) -> tuple[Path, dict[str, Any]]:
         model = content.get("model") if isinstance(content, dict) else None
         values = model.get("model_config") if isinstance(model, dict) else None
         if isinstance(values, dict):
-            found.append((file, {str(key): value for key, value in values.items()}))
+            configs.append((file, {str(key): value for key, value in values.items()}))
             experts = content.get("moe_config")
             if isinstance(experts, dict) and experts.get("expert_num") not in (None, 1):
-                found[-1][1]["moe_config"] = experts
-    if len(found) != 1:
-        names = f" (found: {', '.join(file.name for file, _ in found)})" if found else ""
+                configs[-1][1]["moe_config"] = experts
+    if len(configs) != 1:
+        names = f" (found: {', '.join(file.name for file, _ in configs)})" if configs else ""
         raise UserError(
             f"{folder} has .ckpt files, but neither config.json nor one YAML of MindFormers with model.model_config{names}"
         )
-    _check_size(*found[0])
-    return found[0]
+    _check_size(*configs[0])
+    return configs[0]
 
 
 def _check_size(file: Path, values: dict[str, Any]) -> None:

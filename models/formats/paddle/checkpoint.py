@@ -96,20 +96,20 @@ def rank_files(folder: Path) -> list[list[Path]]:
 
     Whole weights are one rank. Returns an empty list if there are no weights.
     """
-    for whole in WHOLE:
-        if found := weight_names(folder, whole):
-            return [[folder / name for name in found]]
+    for file_name in WHOLE:
+        if shards := weight_names(folder, file_name):
+            return [[folder / name for name in shards]]
     stages: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := RANK.fullmatch(path.name):
-            other = stages.setdefault(int(match[2] or 0), {}).setdefault(int(match[1] or 0), path)
-            if other != path:
-                names = " and ".join(sorted((other.name, path.name)))
+            registered = stages.setdefault(int(match[2] or 0), {}).setdefault(int(match[1] or 0), path)
+            if registered != path:
+                names = " and ".join(sorted((registered.name, path.name)))
                 raise UserError(f"{folder}: {names} are of the same rank: leave one of them there")
     in_stages = in_order(stages, f"{folder}: the file of pipeline stage {{}}")
     ranks = [[path] for stage in in_stages for path in in_order(stage, f"{folder}: the file of rank {{}}")]
-    lone = sorted(folder.glob(f"*{PICKLE}"))
-    return ranks or ([lone] if len(lone) == 1 else [])
+    pickles = sorted(folder.glob(f"*{PICKLE}"))
+    return ranks or ([pickles] if len(pickles) == 1 else [])
 
 
 class PartsFile:
@@ -159,8 +159,8 @@ class JoinedParts:
     def __init__(self, ranks: JoinedRanks, names: Names, expected: ExpectedTensors) -> None:
         self.path = ranks.path
         self._ranks, self._names = ranks, names
-        wanted = {name: tuple(names.parts_of(name)) for name in expected}
-        self._parts = {name: parts for name, parts in wanted.items() if ranks.shapes.keys() >= {*parts}}
+        model_parts = {name: tuple(names.parts_of(name)) for name in expected}
+        self._parts = {name: parts for name, parts in model_parts.items() if ranks.shapes.keys() >= {*parts}}
         used = {part for parts in self._parts.values() for part in parts}
         self._parts |= {
             name: (name,) for name in ranks.shapes if name not in used
@@ -171,13 +171,13 @@ class JoinedParts:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             parts = [tensor for _, tensor in self._ranks.read(self._parts[name])]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            yield name, whole.T.contiguous() if self._names.keeps_transposed(name, tuple(whole.shape)) else whole
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield name, tensor.T.contiguous() if self._names.keeps_transposed(name, tuple(tensor.shape)) else tensor
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shapes = [self._ranks.shapes[part] for part in self._parts[name]]
-        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
-        return whole[::-1] if self._names.keeps_transposed(name, whole) else whole
+        joined_shape = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+        return joined_shape[::-1] if self._names.keeps_transposed(name, joined_shape) else joined_shape
 
 
 def _expected_parts(names: Names, expected: ExpectedTensors) -> dict[str, ExpectedTensor]:

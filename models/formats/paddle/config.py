@@ -82,26 +82,26 @@ def read_paddle_config(folder: Path) -> tuple[ConfigReader, Names]:
     file = config_file(folder)
     if not file.is_file():
         raise UserError(f"{folder} has PaddleNLP's weights, but no config.json and no model_config.json")
-    found = ConfigReader(_values(file), str(file))
-    model_type = found.require("model_type", str)
+    paddle_config = ConfigReader(_values(file), str(file))
+    model_type = paddle_config.require("model_type", str)
     if model_type not in PREFIXES:
         raise UserError(
             f"{file}: PaddleNLP's model_type={model_type!r} is not read: only {', '.join(sorted(PREFIXES))}: "
             "give the model's checkpoint in Hugging Face's layout"
         )
-    known = KNOWN | KNOWN_OF.get(model_type, {})
-    for key, value in known.items():
-        found.expect(key, (value, None), value)
-    left_out = HARMLESS | known.keys() | {"rope_scaling_type", "rope_scaling_factor"}
+    supported = KNOWN | KNOWN_OF.get(model_type, {})
+    for key, value in supported.items():
+        paddle_config.expect(key, (value, None), value)
+    left_out = HARMLESS | supported.keys() | {"rope_scaling_type", "rope_scaling_factor"}
     if model_type not in ("bloom", "qwen"):
         left_out |= {"seq_length"}  # a training setting; another key has the longest context
     renamed = RENAMED.get(model_type, {})
-    values = {renamed.get(key, key): value for key, value in found.values.items() if key not in left_out}
+    values = {renamed.get(key, key): value for key, value in paddle_config.values.items() if key not in left_out}
     values["model_type"] = TYPES.get(model_type, model_type)
     if model_type == "gpt":
         values["layer_norm_epsilon"] = 1e-5  # from PaddleNLP's code: its config has no such key
         values["activation_function"] = "gelu_pytorch_tanh"
-    return ConfigReader(values | _rope(found), str(file)), _names(found, model_type)
+    return ConfigReader(values | _rope(paddle_config), str(file)), _names(paddle_config, model_type)
 
 
 def _values(file: Path) -> dict[str, Any]:

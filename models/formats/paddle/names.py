@@ -116,14 +116,14 @@ class Names:
         """Return a tensor's name in Hugging Face's layout. Keeps an unknown name, which is rejected later."""
         if source in HEADS:
             return HEAD
-        prefix, own = PREFIXES[self.model_type]
+        prefix, our_prefix = PREFIXES[self.model_type]
         name = source.removeprefix(prefix)
         if name == source:
             return source
         if self.model_type == "ernie":
             for theirs, module in ERNIE_MODULES.items():
                 name = name.replace(theirs, module)
-        return own + (_gpt_name(name) if self.model_type == "gpt" else name)
+        return our_prefix + (_gpt_name(name) if self.model_type == "gpt" else name)
 
     def is_transposed(self, source: str, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor in the files is [inputs, outputs]."""
@@ -174,7 +174,7 @@ def names_of(model_type: str, is_tied: bool, heads: int, key_value_heads: int, h
     if model_type == "chatglm_v2":  # [H D + G D + G D], and gate rows before up rows
         qkv = {"query": heads, "key": key_value_heads, "value": key_value_heads}
         fused = {"query_key_value": Fused(qkv), "dense_h_to_4h": Fused({"gate": 1, "up": 1})}
-        return Names(model_type, is_tied, fused, {name: tuple(each.parts) for name, each in fused.items()})
+        return Names(model_type, is_tied, fused, {name: tuple(matrix.parts) for name, matrix in fused.items()})
     if model_type == "qwen":
         fused = {"c_attn": Fused({"query": 1, "key": 1, "value": 1})}
         return Names(model_type, is_tied, fused, {"c_attn": ("query", "key", "value")})

@@ -99,8 +99,8 @@ class PdparamsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            found = _Machine(self._map()).run()
-            self._arrays = _arrays(found)
+            content = _Machine(self._map()).run()
+            self._arrays = _arrays(content)
         except (ValueError, IndexError) as error:  # ValueError includes UserError; IndexError: the stack is empty
             raise UserError(f"{path} is damaged or holds more than arrays: {error}") from error
         self.shapes = {name: array.dims for name, array in self._arrays.items()}
@@ -138,12 +138,12 @@ def _bytes(data: mmap.mmap, content: Content) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8, count=place.stop - place.start, offset=place.start)
 
 
-def _arrays(found: Any) -> dict[str, Array]:
-    if not isinstance(found, dict):
+def _arrays(content: Any) -> dict[str, Array]:
+    if not isinstance(content, dict):
         raise ValueError("it does not hold a dictionary")
-    if SPLIT in found:
+    if SPLIT in content:
         raise ValueError("it holds arrays in pieces: save it anew with paddle.save(..., protocol=4)")
-    values = {name: value for name, value in found.items() if name != PARAMETER_NAMES}
+    values = {name: value for name, value in content.items() if name != PARAMETER_NAMES}
     # Tensors outside a state dictionary are pickled as a pair: Paddle's name and the array.
     values = {
         name: value[1] if isinstance(value, tuple) and len(value) == 2 else value for name, value in values.items()
@@ -278,8 +278,8 @@ class _Machine:
                 return {}
         raise ValueError(f"it calls something before byte {self._at} that makes no array")
 
-    def _build(self, made: Any, state: Any) -> None:
-        match made, state:
+    def _build(self, target: Any, state: Any) -> None:
+        match target, state:
             case Dtype(), (_, order, *_) if self._text(order) in ("<", "|"):
                 return
             case Dtype(code), _:
@@ -293,12 +293,12 @@ class _Machine:
                     raise ValueError(
                         f"an array before byte {self._at} is of type {code}: only {', '.join(DTYPES)} are read"
                     )
-                size, found = math.prod(dims) * DTYPES[code].itemsize, content.place.stop - content.place.start
-                if found < size or (found > size and not content.is_encoded):
+                size, stored_bytes = math.prod(dims) * DTYPES[code].itemsize, content.place.stop - content.place.start
+                if stored_bytes < size or (stored_bytes > size and not content.is_encoded):
                     raise ValueError(
-                        f"an array {list(dims)} before byte {self._at} takes {size} bytes, but {found} are there"
+                        f"an array {list(dims)} before byte {self._at} takes {size} bytes, but {stored_bytes} are there"
                     )
-                made.dims, made.code, made.is_fortran, made.content = dims, code, bool(fortran), content
+                target.dims, target.code, target.is_fortran, target.content = dims, code, bool(fortran), content
                 return
         raise ValueError(f"what is set before byte {self._at} is no array of numbers")
 

@@ -101,8 +101,12 @@ def read_scales(folder: Path, config: ConfigReader, names: Names) -> Scales | No
             f"{folder} is quantised ({kind}), but has not both {INPUTS} and {WEIGHTS}: join those of ranks first"
         )
     largest = KINDS[kind][2]
-    inputs = {name: _numbers(found, name, 1) / largest for name, found in _named(folder / INPUTS, INPUT_END, names)}
-    weights = {name: _numbers(found, name) / largest for name, found in _named(folder / WEIGHTS, WEIGHT_END, names)}
+    inputs = {
+        name: _numbers(thresholds, name, 1) / largest for name, thresholds in _named(folder / INPUTS, INPUT_END, names)
+    }
+    weights = {
+        name: _numbers(thresholds, name) / largest for name, thresholds in _named(folder / WEIGHTS, WEIGHT_END, names)
+    }
     shared = {name: inputs.get(_input_of(name), inputs.get(name)) for name in weights}
     if without := next((name for name, scale in shared.items() if scale is None), None):
         raise UserError(f"{folder / INPUTS} has no threshold of the input of {without}, whose weight is quantised")
@@ -125,10 +129,10 @@ def _read_cache(folder: Path, config: ConfigReader, names: Names) -> dict[str, T
     heads = config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
     scales = {}
-    for end, own in CACHE_ENDS.items():
-        for name, found in _named(folder / CACHE, end, names, tuple(CACHE_ENDS)):
-            of_heads = _numbers(found, name, heads) / 127.0
-            scales[f"{name}.{own}"] = of_heads[:: heads // groups].reshape(-1, 1, 1)
+    for end, scale_name in CACHE_ENDS.items():
+        for name, thresholds in _named(folder / CACHE, end, names, tuple(CACHE_ENDS)):
+            query_scales = _numbers(thresholds, name, heads) / 127.0
+            scales[f"{name}.{scale_name}"] = query_scales[:: heads // groups].reshape(-1, 1, 1)
     return scales
 
 
@@ -150,10 +154,10 @@ def _named(
 def _numbers(value: Any, name: str, count: int | None = None) -> Tensor:
     """Return thresholds as float32 [N]. Raises UserError unless they are `count` finite numbers above 0."""
     values = value if isinstance(value, list) else [value]
-    is_sound = all(type(each) in (int, float) and math.isfinite(each) and each > 0 for each in values)
+    is_sound = all(type(number) in (int, float) and math.isfinite(number) and number > 0 for number in values)
     if not values or not is_sound or count not in (None, len(values)):
-        wanted = f"{count} finite numbers" if count else "finite numbers"
-        raise UserError(f"the thresholds of {name} are {str(value)[:60]}, expected {wanted} above 0")
+        expected = f"{count} finite numbers" if count else "finite numbers"
+        raise UserError(f"the thresholds of {name} are {str(value)[:60]}, expected {expected} above 0")
     return torch.tensor(values, dtype=torch.float32)
 
 

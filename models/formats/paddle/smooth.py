@@ -77,7 +77,10 @@ class SmoothedFile:
                 f"{self.path}: {module}{FACTORS} has factors that are not finite and above 0: it is damaged"
             )
         is_attention = module.endswith("o_proj")
-        maker = next((module.removesuffix(end) + own for end, own in MAKERS.items() if module.endswith(end)), "")
+        maker = next(
+            (module.removesuffix(end) + source_module for end, source_module in MAKERS.items() if module.endswith(end)),
+            "",
+        )
         outputs = self._file.shapes.get(f"{maker}.weight", (0,))[0]
         if is_attention and outputs % groups or len(factors) != outputs * (heads // groups if is_attention else 1):
             raise UserError(
@@ -89,13 +92,13 @@ class SmoothedFile:
                 "channels: quantise without c8, or without smooth_all_linears"
             )
         if is_attention:
-            of_heads = factors.view(groups, heads // groups, -1)
-            if not of_heads.eq(of_heads[:, :1]).all():
+            head_factors = factors.view(groups, heads // groups, -1)
+            if not head_factors.eq(head_factors[:, :1]).all():
                 raise UserError(
                     f"{self.path}: {module}{FACTORS} differs between query heads that read the same value: "
                     "quantise without smooth_all_linears"
                 )
-            factors = of_heads[:, 0].flatten()
+            factors = head_factors[:, 0].flatten()
         self._factors[maker] = factors
 
 

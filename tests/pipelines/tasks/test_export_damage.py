@@ -149,11 +149,11 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"prompt_marks": [["a"]]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
         ({"prompt_marks": 3}, "export.json is damaged .'int' object is not iterable"),
         ({"a_later_key": 1}, "export.json has keys that are not understood .a_later_key.: export the model anew"),
-        ({"linears": {"model": [2**60, 1]}}, "export.json is damaged .a count is no number above 0"),
+        ({"linears": {"model": [2**60, 1]}}, "export.json is damaged .a count is not a number above 0"),
         ({"linears": {"model": [1]}}, "export.json is damaged .not enough values"),
         (
             {"cache": 4 * [SIDE | {"num_heads": 2**40}]},
-            "export.json is damaged .heads times channels are no number below",
+            "export.json is damaged .heads times channels is not a number below",
         ),
         ({"cache": 4 * [SIDE | {"format": []}]}, "is damaged .unhashable type"),
         ({"cache": 4 * [SIDE | {"scales": {}}]}, "is damaged .unhashable type"),
