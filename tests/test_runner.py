@@ -165,18 +165,18 @@ def test_the_end_of_a_text(artefact: Path, program: Path, tmp_path: Path) -> Non
     [
         (["3", "512"], "token id=512 is not allowed: give a number from 0 to 511"),
         (["x"], "token id=x is not allowed: give a number from 0 to 511"),
-        (["decode.beams=2", "3"], "decode.beams=2 is no setting of the runner: it has those that quintet-runner --help lists"),
+        (["decode.beams=2", "3"], "decode.beams=2 is not a setting of the runner: quintet-runner --help lists the settings"),
         (["decode.max_new_tokens=0", "3"], "decode.max_new_tokens=0 is not allowed: give a number from 1 to 2147483647"),
         (["decode.top_p=nan", "3"], "decode.top_p=nan is not allowed: give a number from 1e-09 to 1"),
         (["decode.ignore_eos=1", "3"], "decode.ignore_eos=1 is not allowed: give true or false"),
-        (["decode.temperature=1", "3"], "decode.temperature above 0 draws: give decode.seed"),
+        (["decode.temperature=1", "3"], "decode.temperature above 0 needs a seed: give decode.seed"),
         (["decode.max_new_tokens=2048", "3"],
-         "decode.max_new_tokens=2048 is more than the 2047 that fit; the model takes 2048"),
-        (["prompt=a", "3"], "prompt=TEXT and token ids are two prompts: give one of them"),
+         "decode.max_new_tokens=2048 is more than the 2047 that fit: the model's context length is 2048"),
+        (["prompt=a", "3"], "prompt=TEXT and token ids are two prompts: give only one of them"),
         (["input=text", "3"], "input is not used with a prompt: leave it out"),
         (["input=yaml"], "input=yaml is not allowed: give ids, text or json"),
         (["tokenize=true", "3"], "tokenize=true needs texts: give prompt=TEXT, input=text or input=json"),
-        (["3"] * 2048, "the prompt has 2048 tokens, which leaves no room for new ones; the model takes 2048"),
+        (["3"] * 2048, "the prompt has 2048 tokens, which leaves no room for new tokens: the model's context length is 2048"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_one_line(words: list[str], line: str, artefact: Path, program: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_is_no_file(artefact: Path, program: Path, tmp_path: Path) -> None:
         replacement(folder / GRAPH)
         ran = call(program, folder, "3")
         assert (ran.returncode, ran.stdout) == (1, "")
-        assert ran.stderr.endswith("graph.pt2 is no file\n")
+        assert ran.stderr.endswith("graph.pt2 is not a file\n")
 
 
 def test_a_weight_that_is_there_twice(artefact: Path, program: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_weight_that_is_there_twice(artefact: Path, program: Path, tmp_path: P
     twice = header[:-1] + f",{json.dumps(last[0])}:{json.dumps(last[1])}}}".encode()
     twice += b" " * (-len(twice) % 8)
     (folder / WEIGHTS).write_bytes(len(twice).to_bytes(8, "little") + twice + content[8 + size :])
-    assert call(program, folder, "3").stderr.endswith(f"cannot be run: {last[0]} is there twice\n")
+    assert call(program, folder, "3").stderr.endswith(f"cannot be run: {last[0]} occurs twice\n")
 
 
 @each("number", ["inf", "-nan", "1e999", "-", "01x", "tru"])
@@ -353,12 +353,12 @@ def test_texts_that_cannot_be_read(program: Path, exports: Exports, tmp_path: Pa
     for given, line in [
         ("\udcff", "the prompt is not UTF-8: convert it first"),
         ('"\\ud800"', "it is not JSON"),
-        ("3", "there is something else in the place of a text"),
+        ("3", "a value is not a text"),
     ]:
         words = [program, made, f"input={'text' if given == chr(0xDCFF) else 'json'}"]
         ran = subprocess.run(words, input=os.fsencode(f"{given}\n"), capture_output=True, timeout=60)
         assert (ran.returncode, ran.stdout, ran.stderr.decode()) == (1, b"", f"quintet-runner: {line}\n")
-    alone = "quintet-runner: {} takes token ids alone, because its tokenizer cannot be used: {}\n"
+    alone = "quintet-runner: {} takes only token ids, because its tokenizer cannot be used: {}\n"
     folder = Path(shutil.copytree(made, tmp_path / "copy"))
     (folder / RUNNER_TOKENIZER).write_text(json.dumps({"refused": "its model is Unigram"}))
     assert call(program, folder, "prompt=a").stderr == alone.format(folder, "its model is Unigram")
@@ -388,9 +388,9 @@ def test_two_hundred_damaged_tokenizers(program: Path, tmp_path: Path) -> None:
 def test_what_the_runner_does_not_compute(program: Path, exports: Exports, tmp_path: Path) -> None:
     a8w8 = QuantConfig(QuantScheme.a8w8, activations=Activations.dynamic)
     made = exports.of(wide_llama(tmp_path / "a8w8", DType.bfloat16, a8w8))
-    assert "the runner does not compute torch.ops.quintet." in call(program, made, "3").stderr
+    assert "the runner does not support torch.ops.quintet." in call(program, made, "3").stderr
     fp8 = exports.of(llama(tmp_path / "fp8", FP8_CACHE))
-    assert "the runner does not compute with a cache of fp8" in call(program, fp8, "3").stderr
+    assert "the runner does not support a cache of fp8" in call(program, fp8, "3").stderr
 
 
 def test_what_is_not_for_the_runner(artefact: Path, program: Path, tmp_path: Path) -> None:
@@ -400,10 +400,10 @@ def test_what_is_not_for_the_runner(artefact: Path, program: Path, tmp_path: Pat
     folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
     content = json.loads((folder / EXPORT).read_text())
     (folder / EXPORT).write_text(json.dumps({**content, "instruction_set": "sve"}))
-    assert "it was exported for sve, and this runner computes with " in call(program, folder, "3").stderr
+    assert "it was exported for sve, and this runner was built for " in call(program, folder, "3").stderr
     for divided in ({"tp": 2, "pp": 1, "sha256": {}}, {**content, "part": {}}):
         (folder / EXPORT).write_text(json.dumps(divided))
-        assert "cannot be run: it is divided among ranks, which run.py alone runs" in call(program, folder, "3").stderr
+        assert "cannot be run: it is sharded: run it by run.py" in call(program, folder, "3").stderr
 
 
 def read_document(folder: Path) -> dict[str, Any]:
@@ -475,15 +475,30 @@ def computed_weight(document: dict[str, Any]) -> None:
 @each(
     "harm, line",
     [
-        (other_slots, "rope_and_store.default cannot be computed: slots are not those of the batch"),
-        (all_starts, "paged_attention.default cannot be computed: its arguments have other shapes or types"),
-        (longer_weight, "matmul_swiglu.default cannot be computed: its arguments have other shapes or types"),
+        (other_slots, "rope_and_store.default cannot be computed: slots is not the batch's field of this name"),
+        (
+            all_starts,
+            "paged_attention.default cannot be computed: its arguments do not have the expected shapes and types",
+        ),
+        (
+            longer_weight,
+            "matmul_swiglu.default cannot be computed: its arguments do not have the expected shapes and types",
+        ),
         (unknown_argument, "rms_norm.default cannot be computed: epsilon is not known"),
-        (number_for_logits, "there is something else in the place of a tensor"),
-        (number_for_a_tensor, "rms_norm.default cannot be computed: there is something else in the place of a tensor"),
-        (viewed_weight, "matmul_swiglu.default cannot be computed: a weight that is none of the artefact"),
-        (part_of_a_split, "split_with_sizes.default cannot be computed: its arguments have other shapes or types"),
-        (computed_weight, "matmul_together.default cannot be computed: a weight that is none of the artefact"),
+        (number_for_logits, "a value is not a tensor"),
+        (number_for_a_tensor, "rms_norm.default cannot be computed: a value is not a tensor"),
+        (
+            viewed_weight,
+            "matmul_swiglu.default cannot be computed: a weight argument is not a weight of the exported model",
+        ),
+        (
+            part_of_a_split,
+            "split_with_sizes.default cannot be computed: its arguments do not have the expected shapes and types",
+        ),
+        (
+            computed_weight,
+            "matmul_together.default cannot be computed: a weight argument is not a weight of the exported model",
+        ),
     ],
 )
 def test_hostile_graphs(

@@ -1,4 +1,4 @@
-// The files of an artefact (docs/export.md), mapped.
+// The files of an exported model (docs/export.md), memory-mapped.
 #pragma once
 
 #include <cstring>
@@ -14,13 +14,13 @@
 // Maps a file until the process ends. Raises Refused if it cannot be read.
 inline std::string_view map_file(const std::string &path) {
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: reject a pipe instead of waiting for it
-  struct stat found;
-  require(file >= 0 && fstat(file, &found) == 0, path + " cannot be read (" + std::strerror(errno) + ")");
-  require(S_ISREG(found.st_mode), path + " is no file");
-  void *bytes = found.st_size ? mmap(nullptr, found.st_size, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
+  struct stat status;
+  require(file >= 0 && fstat(file, &status) == 0, path + " cannot be read (" + std::strerror(errno) + ")");
+  require(S_ISREG(status.st_mode), path + " is not a file");
+  void *bytes = status.st_size ? mmap(nullptr, status.st_size, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
   close(file);
   require(bytes != MAP_FAILED, path + " cannot be mapped (" + std::strerror(errno) + ")");
-  return {static_cast<const char *>(bytes), static_cast<size_t>(found.st_size)};
+  return {static_cast<const char *>(bytes), static_cast<size_t>(status.st_size)};
 }
 
 inline std::string_view part(std::string_view bytes, uint64_t start, uint64_t length) {
@@ -47,7 +47,7 @@ inline uint32_t crc32(std::string_view bytes) {
 // Returns the JSON of a PT2 archive's graph: the only stored entry of the zip file (APPNOTE 6.3) whose name ends with
 // /models/model.json.
 inline Json read_graph(std::string_view zip) {
-  const auto expect = [](bool holds) { require(holds, "it is no archive of stored files"); };
+  const auto expect = [](bool holds) { require(holds, "it is not an archive of uncompressed files"); };
   const size_t end = zip.rfind(std::string_view("PK\5\6"));
   expect(end != zip.npos);
   uint64_t at = number_at<uint32_t>(zip, end + 16);
@@ -59,7 +59,7 @@ inline Json read_graph(std::string_view zip) {
       const uint32_t size = number_at<uint32_t>(zip, at + 24), local = number_at<uint32_t>(zip, at + 42);
       expect(!graph && number_at<uint16_t>(zip, at + 10) == 0 && number_at<uint32_t>(zip, at + 20) == size && part(zip, local, 4) == "PK\3\4");
       graph = part(zip, local + uint64_t{30} + number_at<uint16_t>(zip, local + 26) + number_at<uint16_t>(zip, local + 28), size);
-      require(crc32(*graph) == number_at<uint32_t>(zip, at + 16), "a byte of its graph is another");
+      require(crc32(*graph) == number_at<uint32_t>(zip, at + 16), "the checksum of its graph is wrong");
     }
     at += 46 + name_length + number_at<uint16_t>(zip, at + 30) + number_at<uint16_t>(zip, at + 32);
   }
@@ -75,18 +75,18 @@ inline std::map<std::string, Tensor> read_weights(std::string_view file) {
   const Json described = parse_json(part(file, 8, header));
   const auto content = file.substr(8 + header);
   std::map<std::string, Tensor> weights;
-  for (const auto &[name, each] : described.object()) {
+  for (const auto &[name, entry] : described.object()) {
     if (name == "__metadata__") continue;
-    const auto type = TYPES.find(each["dtype"].text());
-    require(type != TYPES.end(), "weights of " + each["dtype"].text() + " are not read");
-    Tensor weight{type->second, integers(each["shape"])};
-    const Sizes places = integers(each["data_offsets"]);
-    require(places.size() == 2 && places[0] >= 0 && places[1] >= places[0], name + " has no place");
-    const auto bytes = part(content, places[0], places[1] - places[0]);
-    require(static_cast<int64_t>(bytes.size()) == weight.count() * bytes_of(weight.type), name + " has another size");
+    const auto type = TYPES.find(entry["dtype"].text());
+    require(type != TYPES.end(), "weights of dtype " + entry["dtype"].text() + " are not supported");
+    Tensor weight{type->second, integers(entry["shape"])};
+    const Sizes offsets = integers(entry["data_offsets"]);
+    require(offsets.size() == 2 && offsets[0] >= 0 && offsets[1] >= offsets[0], name + " has no valid data_offsets");
+    const auto bytes = part(content, offsets[0], offsets[1] - offsets[0]);
+    require(static_cast<int64_t>(bytes.size()) == weight.count() * bytes_of(weight.type), name + " has a size that does not fit its shape");
     require(reinterpret_cast<uintptr_t>(bytes.data()) % bytes_of(weight.type) == 0, name + " is not aligned");
     weight.data = reinterpret_cast<uint8_t *>(const_cast<char *>(bytes.data()));
-    require(weights.emplace(name, std::move(weight)).second, name + " is there twice");
+    require(weights.emplace(name, std::move(weight)).second, name + " occurs twice");
   }
   return weights;
 }

@@ -9,7 +9,7 @@
 using Texts = std::vector<std::string>;
 using DecoderStep = std::function<Texts(Texts)>;
 
-// A step that changes each token on its own, apart from knowing which token is first.
+// A step that changes each token separately. The change may depend on whether the token is first.
 inline DecoderStep each_of(std::function<std::u32string(const std::u32string &, bool is_first)> change) {
   return [change = std::move(change)](Texts tokens) {
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = encode_utf8(change(decode_lossy(tokens[i]), i == 0));
@@ -23,15 +23,15 @@ inline DecoderStep read_bytes_of_letters(const Json::List &values) {
   const auto letters = read_letters(values);
   for (size_t i = 0; i < letters.size(); ++i) bytes[letters[i][0]] = static_cast<char>(i);
   return [bytes](const Texts &tokens) {
-    std::string found;
+    std::string joined;
     for (const std::string &token : tokens) {
       const std::u32string text = decode_lossy(token);
       if (std::ranges::all_of(text, [&](char32_t letter) { return bytes.contains(letter); }))
-        for (const char32_t letter : text) found += bytes.at(letter);
+        for (const char32_t letter : text) joined += bytes.at(letter);
       else
-        found += token;
+        joined += token;
     }
-    return Texts{encode_utf8(decode_lossy(found))};
+    return Texts{encode_utf8(decode_lossy(joined))};
   };
 }
 
@@ -46,22 +46,22 @@ inline std::optional<char> byte_of(const std::string &token) {
 // Joins consecutive tokens such as <0x0A> into one text. If their bytes are not UTF-8, each byte becomes a replacement
 // character.
 inline Texts join_bytes(const Texts &tokens) {
-  Texts found;
+  Texts texts;
   std::string bytes;
   const auto end_row = [&] {
     if (bytes.empty()) return;
     const std::u32string marks(bytes.size(), REPLACEMENT);
-    found.push_back(encode_utf8(decode_utf8(bytes).value_or(marks)));
+    texts.push_back(encode_utf8(decode_utf8(bytes).value_or(marks)));
     bytes.clear();
   };
   for (const std::string &token : tokens) {
     if (const auto byte = byte_of(token))
       bytes += *byte;
     else
-      end_row(), found.push_back(token);
+      end_row(), texts.push_back(token);
   }
   end_row();
-  return found;
+  return texts;
 }
 
 // Joins pieces as sentencepiece does. Each byte that is not UTF-8 becomes a replacement character.
@@ -115,9 +115,9 @@ inline DecoderStep read_decoder_step(const Json &json) {
   if (is("byte_fallback", 1)) return join_bytes;
   if (is("fuse", 1))
     return [](const Texts &tokens) {
-      std::string whole;
-      for (const std::string &token : tokens) whole += token;
-      return Texts{whole};
+      std::string text;
+      for (const std::string &token : tokens) text += token;
+      return Texts{text};
     };
   if (is("replace", 3) && !values[1].text().empty())
     return each_of([old = characters(values[1]), by = characters(values[2])](const std::u32string &token, bool) { return replaced(token, old, by); });

@@ -13,8 +13,8 @@ enum Field : size_t {
   TOKEN_IDS, POSITIONS, SLOTS, QUERY_STARTS, CONTEXT_LENGTHS, PROMPT_LENGTHS, PROMPT_FEATURES, OUTPUT_ROWS, OUTPUT_STARTS, BLOCK_TABLES, NUM_FIELDS
 };
 
-// The keys or the values of a layer.
-struct Side {
+// The keys or the values of a layer: an input of the graph.
+struct CacheInput {
   int64_t num_heads, channels;
   size_t number;  // index in the graph's inputs
   Type dtype;
@@ -31,37 +31,37 @@ struct Call {
   Operator function;
   Json::Object arguments = {};
   std::vector<size_t> outputs = {};     // the values that it computes
-  std::vector<size_t> ended = {};       // the values that no later call reads
+  std::vector<size_t> last_read = {};       // the values that no later call reads
   std::vector<std::string> known = {};  // names of the arguments that the function has requested
   bool is_checked = false;              // whether it was called before: its weights and the names of its arguments are valid
 };
 
 inline Dtype dtype_of(Type type) {
-  require(type == Type::float32 || type == Type::bfloat16 || type == Type::float16, "its numbers are no floats");
+  require(type == Type::float32 || type == Type::bfloat16 || type == Type::float16, "its dtype is not a float");
   return type == Type::float32 ? Dtype::float32 : type == Type::bfloat16 ? Dtype::bfloat16 : Dtype::float16;
 }
 
 // The view that a call has of a step: its arguments by name, and its results.
 class Step {
  public:
-  Step(const std::vector<Side> &sides, size_t num_inputs, std::vector<Tensor> &values, Call &call)
-      : call(call), sides_(sides), num_inputs_(num_inputs), values_(values) {}
+  Step(const std::vector<CacheInput> &cache_inputs, size_t num_inputs, std::vector<Tensor> &values, Call &call)
+      : call(call), cache_inputs_(cache_inputs), num_inputs_(num_inputs), values_(values) {}
 
   Call &call;
 
   // Returns null if the argument is missing.
   const Json *find(std::string_view name) {
     if (!call.is_checked) call.known.emplace_back(name);
-    const Json *found = Json::find(call.arguments, name);
-    return found && !found->is_null() ? found : nullptr;
+    const Json *argument = Json::find(call.arguments, name);
+    return argument && !argument->is_null() ? argument : nullptr;
   }
   const Json &operator[](std::string_view name) {
-    const Json *found = find(name);
-    require(found, std::string(name) + " is missing");
-    return *found;
+    const Json *argument = find(name);
+    require(argument, std::string(name) + " is missing");
+    return *argument;
   }
   const Tensor &tensor(const Json &argument) const {
-    require(values_[argument.tensor()].data, "a value that nothing computed");
+    require(values_[argument.tensor()].data, "a value is read that no call computed");
     return values_[argument.tensor()];
   }
   const Tensor &tensor(std::string_view name) { return tensor((*this)[name]); }
@@ -74,58 +74,58 @@ class Step {
   // value.
   const Tensor &weight(const Json &argument) const {
     const size_t number = argument.tensor();
-    require(number >= NUM_FIELDS + sides_.size() && number < num_inputs_, "a weight that is none of the artefact");
+    require(number >= NUM_FIELDS + cache_inputs_.size() && number < num_inputs_, "a weight argument is not a weight of the exported model");
     return tensor(argument);
   }
   // Returns a field of the batch. Raises Refused if the argument is another value: kernels use its numbers as memory
   // offsets.
   const Tensor &field(std::string_view name, Field field) {
-    require((*this)[name].tensor() == field, std::string(name) + " are not those of the batch");
+    require((*this)[name].tensor() == field, std::string(name) + " is not the batch's field of this name");
     return tensor(name);
   }
   // Returns the keys or values that the arguments NAME_tensors, NAME_format and so on describe.
-  PagedVectors side(const std::string &name) {
+  PagedVectors cache_vectors(const std::string &name) {
     const auto &list = (*this)[name + "_tensors"].list();
-    require(list.size() == 1, name + " is no cache");
-    const auto found = std::find_if(sides_.begin(), sides_.end(), [&](const Side &side) { return side.number == list[0].tensor(); });
-    require(found != sides_.end() && (*this)[name + "_format"].text() == "none" && !find(name + "_scales") &&
-                integer(name + "_channels", 0) == found->channels && type(name + "_dtype") == found->dtype,
-            name + " has another format");
-    const Tensor &stored = values_[found->number];
+    require(list.size() == 1, name + " is not one tensor of the cache");
+    const auto input = std::find_if(cache_inputs_.begin(), cache_inputs_.end(), [&](const CacheInput &candidate) { return candidate.number == list[0].tensor(); });
+    require(input != cache_inputs_.end() && (*this)[name + "_format"].text() == "none" && !find(name + "_scales") &&
+                integer(name + "_channels", 0) == input->channels && type(name + "_dtype") == input->dtype,
+            name + " has a format that differs from export.json");
+    const Tensor &stored = values_[input->number];
     constexpr int32_t HAS_MARGIN = true;  // allocated by `empty`
-    return {stored.data, nullptr, stored.shape[1], found->num_heads, found->channels, found->channels, 0, KVFormat::unquantised,
-            dtype_of(found->dtype), HAS_MARGIN};
+    return {stored.data, nullptr, stored.shape[1], input->num_heads, input->channels, input->channels, 0, KVFormat::unquantised,
+            dtype_of(input->dtype), HAS_MARGIN};
   }
-  void give(size_t output, Tensor result) {
-    require(output < call.outputs.size(), "it has more results than the graph wants");
+  void set_result(size_t output, Tensor result) {
+    require(output < call.outputs.size(), "it has more results than the graph has outputs");
     values_[call.outputs[output]] = std::move(result);
   }
 
  private:
-  const std::vector<Side> &sides_;
+  const std::vector<CacheInput> &cache_inputs_;
   size_t num_inputs_;
   std::vector<Tensor> &values_;
 };
 
 class Graph {
  public:
-  std::vector<Side> sides;
+  std::vector<CacheInput> cache_inputs;
   std::vector<Tensor> inputs;  // unset entries for fields and cache, then the weights
 
   // Raises Refused if the graph calls functions that are not listed.
-  Graph(const Json &graph, std::vector<Side> sides_, const std::vector<Tensor> &weights) : sides(std::move(sides_)) {
-    inputs.resize(NUM_FIELDS + sides.size());
+  Graph(const Json &graph, std::vector<CacheInput> cache_inputs_, const std::vector<Tensor> &weights) : cache_inputs(std::move(cache_inputs_)) {
+    inputs.resize(NUM_FIELDS + cache_inputs.size());
     inputs.insert(inputs.end(), weights.begin(), weights.end());
-    for (const Json &each : graph["inputs"].list()) new_value(each["as_tensor"]);
-    require(last_.size() == inputs.size(), "its graph has other inputs");
+    for (const Json &input : graph["inputs"].list()) new_value(input["as_tensor"]);
+    require(last_.size() == inputs.size(), "the inputs of its graph do not fit export.json");
     for (const Json &node : graph["nodes"].list()) {
       const std::string &target = node["target"].text();
       if (target == "torch.ops.aten._assert_tensor_metadata.default") continue;  // a check that every trace contains; it computes nothing
       Call &call = calls_.emplace_back(Call{target, find_operator(target)});
-      require(call.function, "the runner does not compute " + target);
-      for (const Json &each : node["inputs"].list()) call.arguments.emplace_back(each["name"].text(), argument(each["arg"]));
-      for (const Json &each : node["outputs"].list()) {
-        const auto &[kind, value] = kind_and_value(each);
+      require(call.function, "the runner does not support " + target);
+      for (const Json &input : node["inputs"].list()) call.arguments.emplace_back(input["name"].text(), argument(input["arg"]));
+      for (const Json &output : node["outputs"].list()) {
+        const auto &[kind, value] = kind_and_value(output);
         if (kind == "as_tensors")
           for (const Json &part : value.list()) call.outputs.push_back(new_value(part));
         else if (kind != "as_none")
@@ -133,10 +133,10 @@ class Graph {
       }
     }
     const auto &outputs = graph["outputs"].list();
-    require(outputs.size() == 2, "its graph has other outputs");
+    require(outputs.size() == 2, "its graph does not have two outputs");
     logits_ = argument(outputs[1]).tensor();
     for (size_t number = inputs.size(); number < last_.size(); ++number)
-      if (number != logits_) calls_[last_[number]].ended.push_back(number);
+      if (number != logits_) calls_[last_[number]].last_read.push_back(number);
   }
 
   // Returns logits. Raises Refused if a call cannot be executed.
@@ -145,7 +145,7 @@ class Graph {
     values.resize(last_.size());
     for (Call &call : calls_) {
       try {
-        Step step(sides, inputs.size(), values, call);
+        Step step(cache_inputs, inputs.size(), values, call);
         call.function(step);
         for (const auto &[name, value] : call.arguments)
           require(call.is_checked || std::find(call.known.begin(), call.known.end(), name) != call.known.end(), name + " is not known");
@@ -153,7 +153,7 @@ class Graph {
       } catch (const Refused &error) {
         throw Refused(call.name + " cannot be computed: " + error.what());
       }
-      for (const size_t number : call.ended) values[number] = Tensor();
+      for (const size_t number : call.last_read) values[number] = Tensor();
     }
     return values[logits_];
   }
@@ -181,18 +181,18 @@ class Graph {
     if (kind == "as_none") return {nullptr};
     if (kind == "as_optional_tensor") return argument(value);
     if (kind == "as_tensor") {
-      const auto found = numbers_.find(value["name"].text());
-      require(found != numbers_.end(), "a value is read before it is computed");
-      last_[found->second] = calls_.size() - 1;
-      return {found->second};
+      const auto entry = numbers_.find(value["name"].text());
+      require(entry != numbers_.end(), "a value is read before it is computed");
+      last_[entry->second] = calls_.size() - 1;
+      return {entry->second};
     }
     if (kind == "as_tensors" || kind == "as_optional_tensors") {
       Json::List list;
-      for (const Json &each : value.list()) list.push_back(argument(kind == "as_tensors" ? Json{Json::Object{{"as_tensor", each}}} : each));
+      for (const Json &item : value.list()) list.push_back(argument(kind == "as_tensors" ? Json{Json::Object{{"as_tensor", item}}} : item));
       return {list};
     }
     for (const char *plain : {"as_int", "as_ints", "as_float", "as_bool", "as_bools", "as_string", "as_scalar_type"})
       if (kind == plain) return value;
-    throw Refused("an argument of the kind " + kind + " is not read");
+    throw Refused("an argument of the kind " + kind + " is not supported");
   }
 };

@@ -29,19 +29,19 @@ struct Json {
 
   // Returns null if there is no such name.
   static const Json *find(const Object &object, std::string_view name) {
-    const auto found = std::ranges::find(object, name, &Object::value_type::first);
-    return found == object.end() ? nullptr : &found->second;
+    const auto entry = std::ranges::find(object, name, &Object::value_type::first);
+    return entry == object.end() ? nullptr : &entry->second;
   }
   const Json &operator[](std::string_view name) const {
-    if (const Json *found = find(object(), name)) return *found;
-    throw Refused("there is no '" + std::string(name) + "'");
+    if (const Json *entry = find(object(), name)) return *entry;
+    throw Refused("it has no '" + std::string(name) + "'");
   }
 
  private:
   template <class Kind> const Kind &as(const char *kind) const {
-    const Kind *found = std::get_if<Kind>(&value);
-    require(found, std::string("there is something else in the place of ") + kind);
-    return *found;
+    const Kind *content = std::get_if<Kind>(&value);
+    require(content, std::string("a value is not ") + kind);
+    return *content;
   }
 };
 
@@ -50,9 +50,9 @@ class JsonParser {
   explicit JsonParser(std::string_view text) : at_(text.data()), end_(at_ + text.size()) {}
 
   Json document() {
-    Json found = value(0);
+    Json root = value(0);
     expect(next() == '\0' && at_ == end_);
-    return found;
+    return root;
   }
 
  private:
@@ -96,29 +96,29 @@ class JsonParser {
     take(close);
   }
   Json number() {
-    int64_t whole;
-    double other;
-    const auto [end, error] = std::from_chars(at_, end_, whole);
-    if (error == std::errc() && (end == end_ || (*end != '.' && *end != 'e' && *end != 'E'))) return at_ = end, Json{whole};
-    const auto [end_of_other, no_number] = std::from_chars(at_, end_, other);
-    expect(no_number == std::errc() && std::isfinite(other));  // from_chars also accepts inf and nan
-    return at_ = end_of_other, Json{other};
+    int64_t integer;
+    double floating;
+    const auto [end, error] = std::from_chars(at_, end_, integer);
+    if (error == std::errc() && (end == end_ || (*end != '.' && *end != 'e' && *end != 'E'))) return at_ = end, Json{integer};
+    const auto [end_of_float, float_error] = std::from_chars(at_, end_, floating);
+    expect(float_error == std::errc() && std::isfinite(floating));  // from_chars also accepts inf and nan
+    return at_ = end_of_float, Json{floating};
   }
   std::string text() {
-    constexpr std::string_view ESCAPED = "\"\\/bfnrt", MEANT = "\"\\/\b\f\n\r\t";
-    std::string found;
+    constexpr std::string_view ESCAPED = "\"\\/bfnrt", CHARACTERS = "\"\\/\b\f\n\r\t";
+    std::string text;
     for (take("\""); at_ != end_ && *at_ != '"'; ++at_) {
       if (*at_ != '\\') {
-        found += *at_;
+        text += *at_;
         continue;
       }
       expect(++at_ != end_);
       const size_t escaped = ESCAPED.find(*at_);
       expect(escaped != ESCAPED.npos || *at_ == 'u');
-      found += *at_ == 'u' ? encode_utf8(std::u32string(1, code_point())) : std::string(1, MEANT[escaped]);
+      text += *at_ == 'u' ? encode_utf8(std::u32string(1, code_point())) : std::string(1, CHARACTERS[escaped]);
     }
     expect(at_ != end_), ++at_;
-    return found;
+    return text;
   }
   // Returns the code point of the escape whose `u` is at `at_`, or of a surrogate pair of escapes. `at_` moves to the
   // last digit.
@@ -145,13 +145,13 @@ inline Json parse_json(std::string_view text) { return JsonParser(text).document
 // Returns a text as code points. Raises Refused if it is not UTF-8.
 inline std::u32string characters(const Json &json) {
   const auto text = decode_utf8(json.text());
-  require(text.has_value(), "a text is no UTF-8");
+  require(text.has_value(), "a text is not UTF-8");
   return *text;
 }
 
 // Returns the numbers of a list, for example a shape.
 inline Sizes integers(const Json &json) {
-  Sizes found;
-  for (const Json &each : json.list()) found.push_back(each.integer());
-  return found;
+  Sizes numbers;
+  for (const Json &item : json.list()) numbers.push_back(item.integer());
+  return numbers;
 }

@@ -12,7 +12,7 @@ extern "C" [[gnu::visibility("default")]] const Exported *first_exported();
 // pointer, as in ctypes.
 template <class... Arguments> void call_kernel(std::string_view name, Arguments... arguments) {
   static constexpr char TYPES[] = {'v', letter<Arguments>()..., '\0'};
-  for (const Exported *each = first_exported(); each; each = each->next)
-    if (each->name == name && std::string_view(each->types) == TYPES) return reinterpret_cast<void (*)(Arguments...)>(each->address)(arguments...);
-  throw Refused("the kernels have no " + std::string(name) + " of these arguments: run make runner");
+  for (const Exported *kernel = first_exported(); kernel; kernel = kernel->next)
+    if (kernel->name == name && std::string_view(kernel->types) == TYPES) return reinterpret_cast<void (*)(Arguments...)>(kernel->address)(arguments...);
+  throw Refused("the kernel library has no " + std::string(name) + " with these arguments: run make runner");
 }

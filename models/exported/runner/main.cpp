@@ -13,9 +13,9 @@ namespace {
 constexpr const char *USAGE =
     "usage: quintet-runner FOLDER [decode.max_new_tokens=256] [decode.temperature=0] [decode.top_k=0] [decode.top_p=1] [decode.min_p=0]\n"
     "                      [decode.seed=N] [decode.ignore_eos=false] [device.threads=N] [tokenize=false] [input=ids] [prompt=TEXT | ID ...]\n"
-    "FOLDER is what task=export wrote. Without a prompt each line of the input is one: token ids (input=ids), a text (input=text), or a text as\n"
-    "JSON writes it, with line breaks as \\n (input=json). A line of the output is its new token ids, or its new text, which is JSON for JSON.\n"
-    "tokenize=true writes the token ids of texts, and computes nothing. Conversations are texts here: the runner has no chat templates.\n";
+    "FOLDER is what task=export wrote. Without a prompt, each line of the input is a prompt: token ids (input=ids), a text (input=text), or\n"
+    "a JSON string (input=json). Each line of the output has the new token ids or the new text, as a JSON string for input=json.\n"
+    "tokenize=true writes the token ids of texts, and does not run the model. The runner has no chat templates: give conversations as text.\n";
 constexpr const char *TOKENIZER = "/runner_tokenizer.json";
 enum class Input { ids, text, json };
 constexpr int64_t DEFAULT_MAX_NEW_TOKENS = 256;  // or less if the context length leaves less
@@ -48,13 +48,13 @@ struct Settings {
     if (name == "decode.seed") return void(seed = parse<uint64_t>(name, text, 0, UINT64_MAX));
     if (name == "device.threads") return void(threads = parse<int32_t>(name, text, 1, 4096));
     if (name == "prompt") return void(prompt = text);
-    const std::string given = name + "=" + text;
+    const std::string setting = name + "=" + text;
     if (name == "input") {
-      require(text == "ids" || text == "text" || text == "json", given + " is not allowed: give ids, text or json");
+      require(text == "ids" || text == "text" || text == "json", setting + " is not allowed: give ids, text or json");
       return void(input = text == "ids" ? Input::ids : text == "text" ? Input::text : Input::json);
     }
-    require(name == "decode.ignore_eos" || name == "tokenize", given + " is no setting of the runner: it has those that quintet-runner --help lists");
-    require(text == "true" || text == "false", given + " is not allowed: give true or false");
+    require(name == "decode.ignore_eos" || name == "tokenize", setting + " is not a setting of the runner: quintet-runner --help lists the settings");
+    require(text == "true" || text == "false", setting + " is not allowed: give true or false");
     (name == "tokenize" ? tokenize : ignore_eos) = text == "true";
   }
 };
@@ -79,9 +79,9 @@ int64_t choose(const Tensor &logits, const Settings &settings, int64_t step) {
   if (settings.temperature == 0) return call_kernel("most_likely", logits.data, dtype, &token, int64_t{1}, logits.last()), token;
   std::vector<float> floats(logits.last());
   read_floats(logits.data, dtype, 0, logits.last(), floats.data());
-  const double wanted[5] = {settings.temperature, static_cast<double>(settings.top_k), settings.top_p, settings.min_p, uniform(*settings.seed, step)};
-  call_kernel("draw", floats.data(), &wanted[0], &token, int64_t{1}, logits.last());
-  require(token >= 0, "a draw is nearer to its limit than sums of float64 can tell: give another decode.seed");
+  const double parameters[5] = {settings.temperature, static_cast<double>(settings.top_k), settings.top_p, settings.min_p, uniform(*settings.seed, step)};
+  call_kernel("draw", floats.data(), &parameters[0], &token, int64_t{1}, logits.last());
+  require(token >= 0, "float64 cannot resolve the random number of a draw: give another decode.seed");
   return token;
 }
 
@@ -137,10 +137,10 @@ class Writer {
 void generate(Model &model, std::vector<int64_t> tokens, const Settings &settings, const Tokenizer *tokenizer) {
   require(!tokens.empty(), "the prompt has no tokens");
   const int64_t most = *std::ranges::max_element(tokens), end = model.vocab_size();
-  require(most < end, "the prompt has the token id " + std::to_string(most) + ", and the model's vocabulary is " + std::to_string(end));
+  require(most < end, "the prompt has the token id " + std::to_string(most) + ", and the model's vocabulary has " + std::to_string(end) + " tokens");
   const int64_t num_prompt = tokens.size(), room = model.context_length() - num_prompt;
-  const std::string context = "; the model takes " + std::to_string(model.context_length());
-  require(room > 0, "the prompt has " + std::to_string(num_prompt) + " tokens, which leaves no room for new ones" + context);
+  const std::string context = ": the model's context length is " + std::to_string(model.context_length());
+  require(room > 0, "the prompt has " + std::to_string(num_prompt) + " tokens, which leaves no room for new tokens" + context);
   const int64_t count = settings.max_new_tokens.value_or(std::min(DEFAULT_MAX_NEW_TOKENS, room));
   require(count <= room, "decode.max_new_tokens=" + std::to_string(count) + " is more than the " + std::to_string(room) + " that fit" + context);
   model.begin(num_prompt, num_prompt + count);
@@ -164,12 +164,12 @@ Settings read_settings(const std::vector<std::string> &words) {
     else
       settings.set(words[i].substr(0, sign), words[i].substr(sign + 1));
   }
-  require(ids.empty() || !settings.prompt, "prompt=TEXT and token ids are two prompts: give one of them");
+  require(ids.empty() || !settings.prompt, "prompt=TEXT and token ids are two prompts: give only one of them");
   require(!settings.input || (ids.empty() && !settings.prompt), "input is not used with a prompt: leave it out");
   if (!settings.input) settings.input = settings.prompt ? Input::text : Input::ids;
   if (!ids.empty()) settings.prompt = ids;
   require(!settings.tokenize || *settings.input != Input::ids, "tokenize=true needs texts: give prompt=TEXT, input=text or input=json");
-  require(settings.temperature == 0 || settings.seed, "decode.temperature above 0 draws: give decode.seed");
+  require(settings.temperature == 0 || settings.seed, "decode.temperature above 0 needs a seed: give decode.seed");
   if (settings.temperature == 0 && (settings.top_k != 0 || settings.top_p != 1 || settings.min_p != 0))
     std::cerr << "quintet-runner: decode.top_k, decode.top_p and decode.min_p are not used with decode.temperature=0" << std::endl;
   return settings;
@@ -178,7 +178,7 @@ Settings read_settings(const std::vector<std::string> &words) {
 void prepare_machine(const Settings &settings) {
   if (std::string_view(INSTRUCTION_SET) == "amx") {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // Linux, Documentation/arch/x86/xstate.rst
-    require(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0, "this machine does not let the runner use AMX");
+    require(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0, "the system does not permit the runner to use AMX");
   }
   if (settings.threads) call_kernel("set_threads", settings.threads);
   // Memory of a step is kept for the next step instead of being returned to the system.
@@ -196,39 +196,39 @@ void run(const std::vector<std::string> &words) {
   };
   std::optional<Tokenizer> tokenizer;
   std::optional<Model> model;
-  if (*settings.input != Input::ids) opened(tokenizer, words[0] + TOKENIZER, words[0] + " takes token ids alone, because its tokenizer cannot be used: ");
+  if (*settings.input != Input::ids) opened(tokenizer, words[0] + TOKENIZER, words[0] + " takes only token ids, because its tokenizer cannot be used: ");
   if (!settings.tokenize) prepare_machine(settings), opened(model, words[0], words[0] + " cannot be run: ");
-  const auto answer = [&](const std::string &prompt) {
+  const auto run_prompt = [&](const std::string &prompt) {
     const auto tokens = tokenizer ? read_text(prompt, *settings.input, *tokenizer) : read_ids(prompt, model->vocab_size());
     if (model) return generate(*model, tokens, settings, tokenizer ? &*tokenizer : nullptr);
     for (size_t i = 0; i < tokens.size(); ++i) std::cout << (i ? " " : "") << tokens[i];
     std::cout << std::endl;
   };
-  const auto answered = [&](const std::string &prompt) {
-    answer(prompt);
+  const auto run_checked = [&](const std::string &prompt) {
+    run_prompt(prompt);
     require(static_cast<bool>(std::cout), tokenizer ? "the text cannot be written" : "the tokens cannot be written");
   };
-  if (settings.prompt) return answered(*settings.prompt);
-  for (std::string line; std::getline(std::cin, line);) answered(line);
+  if (settings.prompt) return run_checked(*settings.prompt);
+  for (std::string line; std::getline(std::cin, line);) run_checked(line);
 }
 
 }  // namespace
 
 int main(int count, char **words) {
-  const std::vector<std::string> given(words + 1, words + count);
-  if (given.empty() || given[0] == "--help") return (given.empty() ? std::cerr : std::cout) << USAGE, given.empty() ? 2 : 0;
+  const std::vector<std::string> arguments(words + 1, words + count);
+  if (arguments.empty() || arguments[0] == "--help") return (arguments.empty() ? std::cerr : std::cout) << USAGE, arguments.empty() ? 2 : 0;
   std::string line;
   try {
-    return run(given), 0;
+    return run(arguments), 0;
   } catch (const std::bad_alloc &) {
-    line = "there is not enough memory: give a shorter prompt, or fewer decode.max_new_tokens";
+    line = "there is not enough memory: give a shorter prompt, or a smaller decode.max_new_tokens";
   } catch (const std::exception &error) {
     line = error.what();
   }
   constexpr size_t MOST = 400;  // limits names from files
   if (line.size() > MOST) line = line.substr(0, MOST) + "...";
-  for (char &each : line)
-    if (static_cast<unsigned char>(each) < ' ' || each == 127) each = '?';
+  for (char &character : line)
+    if (static_cast<unsigned char>(character) < ' ' || character == 127) character = '?';
   std::cerr << "quintet-runner: " << line << std::endl;
   return 1;
 }

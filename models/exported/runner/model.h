@@ -14,28 +14,28 @@ class Model {
   // Maps the files of the folder. Raises Refused if one is missing, damaged, or made for another instruction set.
   explicit Model(const std::string &folder) {
     const Json description = parse_json(map_file(folder + "/export.json"));
-    const bool is_divided = Json::find(description.object(), "tp") || Json::find(description.object(), "part");
-    require(!is_divided, "it is divided among ranks, which run.py alone runs");
-    const std::string &made_for = description["instruction_set"].text(), &name = description["dtype"].text();
-    require(made_for == INSTRUCTION_SET, "it was exported for " + made_for + ", and this runner computes with " INSTRUCTION_SET);
-    require(name == "float32" || name == "bfloat16" || name == "float16", "its dtype is " + name);
+    const bool is_sharded = Json::find(description.object(), "tp") || Json::find(description.object(), "part");
+    require(!is_sharded, "it is sharded: run it by run.py");
+    const std::string &instruction_set = description["instruction_set"].text(), &name = description["dtype"].text();
+    require(instruction_set == INSTRUCTION_SET, "it was exported for " + instruction_set + ", and this runner was built for " INSTRUCTION_SET);
+    require(name == "float32" || name == "bfloat16" || name == "float16", "its dtype " + name + " is not supported");
     const Type dtype = name == "float32" ? Type::float32 : name == "bfloat16" ? Type::bfloat16 : Type::float16;
     vocab_size_ = count(description["vocab_size"]), context_length_ = count(description["context_length"]);
-    if (const Json &border = description["key_border"]; !border.is_null()) context_length_ = std::min(context_length_, count(border));
+    if (const Json &threshold = description["key_border"]; !threshold.is_null()) context_length_ = std::min(context_length_, count(threshold));
     for (const int64_t token : integers(description["eos_token_ids"])) ends_.insert(token);
-    std::vector<Side> sides;
-    for (const Json &each : description["cache"].list()) {
-      require(each["format"].text() == "none", "the runner does not compute with a cache of " + each["format"].text());
-      sides.push_back({count(each["num_heads"]), count(each["channels"]), NUM_FIELDS + sides.size(), dtype});
+    std::vector<CacheInput> cache_inputs;
+    for (const Json &entry : description["cache"].list()) {
+      require(entry["format"].text() == "none", "the runner does not support a cache of " + entry["format"].text());
+      cache_inputs.push_back({count(entry["num_heads"]), count(entry["channels"]), NUM_FIELDS + cache_inputs.size(), dtype});
     }
-    const auto found = read_weights(map_file(folder + "/weights.safetensors"));
+    const auto stored = read_weights(map_file(folder + "/weights.safetensors"));
     std::vector<Tensor> weights;
-    for (const Json &each : description["weights"].list()) {
-      const auto weight = found.find(each.text());
-      require(weight != found.end(), "it has no weight " + each.text());
+    for (const Json &weight_name : description["weights"].list()) {
+      const auto weight = stored.find(weight_name.text());
+      require(weight != stored.end(), "it has no weight " + weight_name.text());
       weights.push_back(weight->second);
     }
-    graph_.emplace(read_graph(map_file(folder + "/graph.pt2")), sides, weights);
+    graph_.emplace(read_graph(map_file(folder + "/graph.pt2")), cache_inputs, weights);
   }
 
   int64_t vocab_size() const { return vocab_size_; }
@@ -47,21 +47,21 @@ class Model {
   void begin(int64_t prompt_length, int64_t num_tokens) {
     prompt_length_ = prompt_length, length_ = 0;
     num_blocks_ = divide_up(num_tokens, BLOCK_SIZE);
-    for (const Side &side : graph_->sides)
-      graph_->inputs[side.number] = empty(side.dtype, {num_blocks_, BLOCK_SIZE, side.num_heads, side.channels});
+    for (const CacheInput &input : graph_->cache_inputs)
+      graph_->inputs[input.number] = empty(input.dtype, {num_blocks_, BLOCK_SIZE, input.num_heads, input.channels});
   }
 
   // Returns the logits [1, V] after the last of these tokens, which follow the tokens of earlier steps.
   Tensor step(const std::vector<int64_t> &token_ids) {
     const int64_t num_tokens = token_ids.size(), width = std::bit_ceil(static_cast<uint64_t>(num_blocks_));
-    require(num_tokens > 0 && length_ + num_tokens <= num_blocks_ * BLOCK_SIZE, "more tokens than there is room for");
-    std::vector<int64_t> places(num_tokens), table(width, 0);
-    std::iota(places.begin(), places.end(), length_);
+    require(num_tokens > 0 && length_ + num_tokens <= num_blocks_ * BLOCK_SIZE, "more tokens than the cache has room for");
+    std::vector<int64_t> positions(num_tokens), table(width, 0);
+    std::iota(positions.begin(), positions.end(), length_);
     std::iota(table.begin(), table.begin() + num_blocks_, 0);
     length_ += num_tokens;
     put(TOKEN_IDS, {num_tokens}, token_ids);
-    put(POSITIONS, {num_tokens}, places);
-    put(SLOTS, {num_tokens}, places);  // block i of the only sequence is block i of the cache
+    put(POSITIONS, {num_tokens}, positions);
+    put(SLOTS, {num_tokens}, positions);  // block i of the only sequence is block i of the cache
     put(QUERY_STARTS, {2}, {0, num_tokens});
     put(CONTEXT_LENGTHS, {1}, {length_});
     put(PROMPT_LENGTHS, {num_tokens}, std::vector(num_tokens, prompt_length_));
@@ -70,7 +70,7 @@ class Model {
     put(OUTPUT_STARTS, {2}, {0, 1});
     put(BLOCK_TABLES, {1, width}, table);
     const Tensor logits = graph_->run();
-    require(logits.data && logits.shape == Sizes{1, vocab_size_}, "its graph does not give logits");
+    require(logits.data && logits.shape == Sizes{1, vocab_size_}, "its graph does not return logits");
     return logits;
   }
 
@@ -82,7 +82,7 @@ class Model {
 
   static int64_t count(const Json &json) {
     const int64_t number = json.integer();
-    require(number > 0 && number < int64_t{1} << 31, "a count is no number above 0");
+    require(number > 0 && number < int64_t{1} << 31, "a count is not a number above 0");
     return number;
   }
 

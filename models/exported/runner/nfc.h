@@ -24,7 +24,7 @@ class Composer {
   }
 
   std::u32string operator()(std::u32string_view text) const {
-    std::u32string marks = decomposed(text), found;
+    std::u32string marks = decomposed(text), composed;
     for (auto at = marks.begin(); at != marks.end();) {  // sorts consecutive marks by combining class
       const auto end = std::find_if(at, marks.end(), [&](char32_t code) { return class_of(code) == 0; });
       std::stable_sort(at, end, [&](char32_t left, char32_t right) { return class_of(left) < class_of(right); });
@@ -33,17 +33,17 @@ class Composer {
     size_t starter = std::u32string::npos;
     int last = -1;  // combining class of the last character after the starter; -1: none
     for (const char32_t code : marks) {
-      const int own = class_of(code);
-      const auto joined = starter != found.npos && last < own ? compose(found[starter], code) : std::nullopt;
+      const int combining_class = class_of(code);
+      const auto joined = starter != composed.npos && last < combining_class ? compose(composed[starter], code) : std::nullopt;
       if (joined) {
-        found[starter] = *joined;
+        composed[starter] = *joined;
         continue;
       }
-      if (own == 0) starter = found.size();
-      last = own == 0 ? -1 : own;
-      found += code;
+      if (combining_class == 0) starter = composed.size();
+      last = combining_class == 0 ? -1 : combining_class;
+      composed += code;
     }
-    return found;
+    return composed;
   }
 
  private:
@@ -53,30 +53,30 @@ class Composer {
   std::map<std::pair<char32_t, char32_t>, char32_t> composed_;
 
   uint8_t class_of(char32_t code) const {
-    const auto found = code < 0x300 ? classes_.end() : classes_.find(code);
-    return found == classes_.end() ? 0 : found->second;
+    const auto entry = code < 0x300 ? classes_.end() : classes_.find(code);
+    return entry == classes_.end() ? 0 : entry->second;
   }
   std::u32string decomposed(std::u32string_view text) const {
-    std::u32string found;
+    std::u32string result;
     for (const char32_t code : text) {
       const auto known = code < 0xC0 ? decomposed_.end() : decomposed_.find(code);
       if (known != decomposed_.end()) {
-        found += known->second;
+        result += known->second;
       } else if (code >= S && code < S + NUM_L * NUM_V * NUM_T) {
         const char32_t number = code - S;
-        found += {L + number / (NUM_V * NUM_T), V + number / NUM_T % NUM_V};
-        if (number % NUM_T) found += T + number % NUM_T;
+        result += {L + number / (NUM_V * NUM_T), V + number / NUM_T % NUM_V};
+        if (number % NUM_T) result += T + number % NUM_T;
       } else {
-        found += code;
+        result += code;
       }
     }
-    return found;
+    return result;
   }
   std::optional<char32_t> compose(char32_t first, char32_t second) const {
     if (first >= L && first < L + NUM_L && second >= V && second < V + NUM_V) return S + ((first - L) * NUM_V + second - V) * NUM_T;
     const bool lacks_tail = first >= S && first < S + NUM_L * NUM_V * NUM_T && (first - S) % NUM_T == 0;
     if (lacks_tail && second > T && second < T + NUM_T) return first + second - T;
-    const auto found = composed_.find({first, second});
-    return found == composed_.end() ? std::nullopt : std::optional(found->second);
+    const auto entry = composed_.find({first, second});
+    return entry == composed_.end() ? std::nullopt : std::optional(entry->second);
   }
 };

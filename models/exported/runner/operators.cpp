@@ -1,5 +1,5 @@
 // The functions that graphs may call. They call the kernels as kernels/*/__init__.py do. Arguments come from a file
-// that is not trusted: every function checks what its kernel does not check.
+// that is not trusted: every function makes the checks that its kernel does not make.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -13,15 +13,15 @@ namespace {
 
 void *const NONE = nullptr;
 
-void fit(bool do_fit) { require(do_fit, "its arguments have other shapes or types"); }
+void require_fit(bool holds) { require(holds, "its arguments do not have the expected shapes and types"); }
 
 bool is_of(const Tensor &x, Type type, const Sizes &shape) { return x.type == type && x.shape == shape; }
 
 bool is_integers(const Tensor &x, int64_t rank) { return x.type == Type::int64 && x.rank() == rank; }
 
 // Returns the tensor, after a check of its type and shape. A missing tensor has no address.
-Tensor numbers_of(const Tensor *x, Type type, const Sizes &shape) {
-  fit(!x || is_of(*x, type, shape));
+Tensor checked_tensor(const Tensor *x, Type type, const Sizes &shape) {
+  require_fit(!x || is_of(*x, type, shape));
   return x ? *x : Tensor();
 }
 
@@ -30,14 +30,14 @@ Tensor like(const Tensor &x) { return empty(x.type, x.shape); }
 // Returns the number of an axis, which may be negative to count from the end.
 int64_t axis_of(const Tensor &x, int64_t axis) {
   if (axis < 0) axis += x.rank();
-  require(axis >= 0 && axis < x.rank(), "an axis that is not there");
+  require(axis >= 0 && axis < x.rank(), "an axis does not exist");
   return axis;
 }
 
 // Returns a copy of a part of an axis.
 Tensor narrow(const Tensor &x, int64_t axis, int64_t start, int64_t length) {
   const int64_t size = x.shape[axis];
-  require(start >= 0 && length > 0 && start <= size && length <= size - start, "a part beyond the end");
+  require(start >= 0 && length > 0 && start <= size && length <= size - start, "a part ends after the end of its tensor");
   Sizes shape = x.shape;
   shape[axis] = length;
   const Tensor out = empty(x.type, shape);
@@ -48,14 +48,14 @@ Tensor narrow(const Tensor &x, int64_t axis, int64_t start, int64_t length) {
 
 // Returns rows of a table by their indices.
 Tensor rows_of(const Tensor &table, const Tensor &numbers) {
-  fit(table.rank() > 0 && is_integers(numbers, 1) && numbers.count() > 0);
+  require_fit(table.rank() > 0 && is_integers(numbers, 1) && numbers.count() > 0);
   Sizes shape = table.shape;
   shape[0] = numbers.shape[0];
   const Tensor out = empty(table.type, shape);
   const int64_t bytes = count_of({shape.begin() + 1, shape.end()}) * bytes_of(table.type);
   for (int64_t i = 0; i < shape[0]; ++i) {
     const int64_t row = numbers.as<int64_t>()[i];
-    require(row >= 0 && row < table.shape[0], "row " + std::to_string(row) + " of " + std::to_string(table.shape[0]));
+    require(row >= 0 && row < table.shape[0], "row " + std::to_string(row) + " of a table of " + std::to_string(table.shape[0]));
     std::memcpy(out.data + i * bytes, table.data + row * bytes, bytes);
   }
   return out;
@@ -63,77 +63,77 @@ Tensor rows_of(const Tensor &table, const Tensor &numbers) {
 
 // ---- aten
 
-void embedding(Step &step) { step.give(0, rows_of(step.tensor("weight"), step.tensor("indices"))); }
+void embedding(Step &step) { step.set_result(0, rows_of(step.tensor("weight"), step.tensor("indices"))); }
 void index(Step &step) {
-  fit(step["indices"].list().size() == 1);
-  step.give(0, rows_of(step.tensor("self"), step.tensor(step["indices"].list()[0])));
+  require_fit(step["indices"].list().size() == 1);
+  step.set_result(0, rows_of(step.tensor("self"), step.tensor(step["indices"].list()[0])));
 }
 
 void unflatten(Step &step) {
   Tensor x = step.tensor("self");
   const int64_t axis = axis_of(x, step["dim"].integer()), size = x.shape[axis];
   Sizes sizes = integers(step["sizes"]);
-  if (const auto open = std::find(sizes.begin(), sizes.end(), -1); open != sizes.end()) {
-    *open = 1;
-    *open = size / std::max<int64_t>(count_of(sizes), 1);
+  if (const auto unknown_size = std::find(sizes.begin(), sizes.end(), -1); unknown_size != sizes.end()) {
+    *unknown_size = 1;
+    *unknown_size = size / std::max<int64_t>(count_of(sizes), 1);
   }
-  fit(count_of(sizes) == size);
+  require_fit(count_of(sizes) == size);
   x.shape.erase(x.shape.begin() + axis);
   x.shape.insert(x.shape.begin() + axis, sizes.begin(), sizes.end());
-  step.give(0, x);
+  step.set_result(0, x);
 }
 
 void flatten(Step &step) {
   Tensor x = step.tensor("self");
   const int64_t first = axis_of(x, step.integer("start_dim", 0)), last = axis_of(x, step.integer("end_dim", -1));
-  fit(first <= last);
+  require_fit(first <= last);
   const int64_t size = count_of({x.shape.begin() + first, x.shape.begin() + last + 1});
   x.shape.erase(x.shape.begin() + first, x.shape.begin() + last);
   x.shape[first] = size;
-  step.give(0, x);
+  step.set_result(0, x);
 }
 
 // Returns the axis `dim` of `self` in consecutive parts that cover it. lengths(size) returns their lengths.
-template <class Lengths> void give_parts(Step &step, const Lengths &lengths, bool has_axis = true) {
+template <class Lengths> void set_parts(Step &step, const Lengths &lengths, bool has_axis = true) {
   const Tensor &x = step.tensor("self");
   const int64_t axis = axis_of(x, step.integer("dim", 0));
   int64_t start = 0;
   for (size_t i = 0; const int64_t length : Sizes(lengths(x.shape[axis]))) {
     Tensor part = narrow(x, axis, start, length);
     if (!has_axis) part.shape.erase(part.shape.begin() + axis);
-    step.give(i++, part), start += length;
+    step.set_result(i++, part), start += length;
   }
-  fit(start == x.shape[axis]);
+  require_fit(start == x.shape[axis]);
 }
-void unbind(Step &step) { give_parts(step, [&](int64_t) { return Sizes(step.call.outputs.size(), 1); }, false); }
-void split_with_sizes(Step &step) { give_parts(step, [&](int64_t) { return integers(step["split_sizes"]); }); }
+void unbind(Step &step) { set_parts(step, [&](int64_t) { return Sizes(step.call.outputs.size(), 1); }, false); }
+void split_with_sizes(Step &step) { set_parts(step, [&](int64_t) { return integers(step["split_sizes"]); }); }
 void chunk(Step &step) {
   const int64_t count = step.call.outputs.size();
-  fit(count > 0 && step["chunks"].integer() == count);
-  give_parts(step, [&](int64_t size) { return Sizes(count, size / count); });
+  require_fit(count > 0 && step["chunks"].integer() == count);
+  set_parts(step, [&](int64_t size) { return Sizes(count, size / count); });
 }
 void narrow_part(Step &step) {
   const Tensor &x = step.tensor("self");
-  step.give(0, narrow(x, axis_of(x, step["dim"].integer()), step["start"].integer(), step["length"].integer()));
+  step.set_result(0, narrow(x, axis_of(x, step["dim"].integer()), step["start"].integer(), step["length"].integer()));
 }
 
-std::vector<float> floats(const Tensor &x) {
+std::vector<float> to_floats(const Tensor &x) {
   std::vector<float> numbers(x.count());
   read_floats(x.data, dtype_of(x.type), 0, x.count(), numbers.data());
   return numbers;
 }
 
 // Returns a tensor like x with the results of compute(number of x, index), rounded to its type.
-template <class Compute> void give_each(Step &step, const Tensor &x, const Compute &compute) {
-  std::vector<float> numbers = floats(x);
+template <class Compute> void set_each(Step &step, const Tensor &x, const Compute &compute) {
+  std::vector<float> numbers = to_floats(x);
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = compute(numbers[i], i);
   const Tensor out = like(x);
   write_floats(out.data, dtype_of(x.type), 0, x.count(), numbers.data());
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void relu(Step &step) {
-  give_each(step, step.tensor("self"), [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays NaN
+  set_each(step, step.tensor("self"), [](float number, size_t) { return number < 0 ? 0 : number; });  // NaN stays NaN
 }
 
 void add(Step &step) {
@@ -142,24 +142,24 @@ void add(Step &step) {
     const Tensor out = like(x);
     const uint64_t addend = step["other"].integer();
     for (int64_t i = 0; i < x.count(); ++i) out.as<uint64_t>()[i] = x.as<uint64_t>()[i] + addend;
-    return step.give(0, out);
+    return step.set_result(0, out);
   }
-  const std::vector<float> addends = floats(numbers_of(&step.tensor("other"), x.type, x.shape));
-  give_each(step, x, [&](float number, size_t i) { return number + addends[i]; });
+  const std::vector<float> addends = to_floats(checked_tensor(&step.tensor("other"), x.type, x.shape));
+  set_each(step, x, [&](float number, size_t i) { return number + addends[i]; });
 }
 
 // ---- norms, activations and rotary embedding
 
 void normalise(Step &step, const Tensor *addend) {
-  const Tensor &x = step.tensor("x"), residual = numbers_of(addend, x.type, x.shape);
-  fit(x.count() > 0 && x.rank() > 0);
-  const Tensor weight = numbers_of(&step.tensor("weight"), x.type, {x.last()});
+  const Tensor &x = step.tensor("x"), residual = checked_tensor(addend, x.type, x.shape);
+  require_fit(x.count() > 0 && x.rank() > 0);
+  const Tensor weight = checked_tensor(&step.tensor("weight"), x.type, {x.last()});
   const Tensor out = like(x), total = addend ? like(x) : Tensor();
   const bool has_offset = step.find("weight_offset");
   call_kernel("rms_norm", x.data, residual.data, weight.data, out.data, total.data, NONE, NONE, false, int64_t{0}, NONE, int64_t{0},
               dtype_of(x.type), x.count() / x.last(), x.last(), step.number("eps", 0), has_offset, step.number("weight_offset", 0));
-  step.give(0, out);
-  if (addend) step.give(1, total);
+  step.set_result(0, out);
+  if (addend) step.set_result(1, total);
 }
 
 void rms_norm(Step &step) { normalise(step, nullptr); }
@@ -167,101 +167,101 @@ void add_rms_norm(Step &step) { normalise(step, &step.tensor("residual")); }
 
 void layer_norm(Step &step) {
   const Tensor &x = step.tensor("x"), out = like(x);
-  fit(x.count() > 0 && x.rank() > 0);
-  const Tensor weight = numbers_of(step.optional("weight"), x.type, {x.last()}), bias = numbers_of(step.optional("bias"), x.type, {x.last()});
+  require_fit(x.count() > 0 && x.rank() > 0);
+  const Tensor weight = checked_tensor(step.optional("weight"), x.type, {x.last()}), bias = checked_tensor(step.optional("bias"), x.type, {x.last()});
   call_kernel("layer_norm", x.data, weight.data, bias.data, out.data, NONE, NONE, false, int64_t{0}, NONE, int64_t{0}, dtype_of(x.type),
               x.count() / x.last(), x.last(), step.number("eps", 0));
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void gelu_tanh(Step &step) {
-  const Tensor &x = step.tensor("x"), up = numbers_of(step.optional("up"), x.type, x.shape), out = like(x);
-  fit(x.rank() == 2 && x.count() > 0);
+  const Tensor &x = step.tensor("x"), up = checked_tensor(step.optional("up"), x.type, x.shape), out = like(x);
+  require_fit(x.rank() == 2 && x.count() > 0);
   call_kernel("gelu", x.data, x.shape[1], up.data, x.shape[1], out.data, dtype_of(x.type), x.shape[0], x.shape[1], true);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void swiglu(Step &step) {
-  const Tensor &gate = step.tensor("gate"), up = numbers_of(&step.tensor("up"), gate.type, gate.shape), out = like(gate);
-  fit(gate.rank() == 2 && gate.count() > 0);
+  const Tensor &gate = step.tensor("gate"), up = checked_tensor(&step.tensor("up"), gate.type, gate.shape), out = like(gate);
+  require_fit(gate.rank() == 2 && gate.count() > 0);
   call_kernel("swiglu", gate.data, up.data, out.data, dtype_of(gate.type), gate.shape[0], gate.shape[1], gate.shape[1], gate.shape[1]);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void take_channels(Step &step) {
   const Tensor &x = step.tensor("x"), &order = step.tensor("order");
-  fit(x.rank() == 2 && x.count() > 0 && is_integers(order, 1) && order.count() > 0);
+  require_fit(x.rank() == 2 && x.count() > 0 && is_integers(order, 1) && order.count() > 0);
   const Tensor out = empty(x.type, {x.shape[0], order.shape[0]});
   for (int64_t i = 0; i < order.shape[0]; ++i) {
     const int64_t channel = order.as<int64_t>()[i];
-    require(channel >= 0 && channel < x.shape[1], "channel " + std::to_string(channel) + " of " + std::to_string(x.shape[1]));
+    require(channel >= 0 && channel < x.shape[1], "channel " + std::to_string(channel) + " of a tensor with " + std::to_string(x.shape[1]));
   }
   call_kernel("take_channels", x.data, x.shape[1], order.data, out.data, bytes_of(x.type), x.shape[0], order.shape[0]);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void rope_angles(Step &step) {
   const Tensor positions = step.tensor("positions"), frequencies = step.tensor("frequencies");
-  fit(is_integers(positions, 1) && frequencies.type == Type::float32 && frequencies.rank() == 1 && positions.count() * frequencies.count() > 0);
+  require_fit(is_integers(positions, 1) && frequencies.type == Type::float32 && frequencies.rank() == 1 && positions.count() * frequencies.count() > 0);
   const Type type = step.type("dtype");
   const int64_t num_tokens = positions.shape[0], half = frequencies.shape[0];
   const Tensor cos = empty(type, {num_tokens, half}), sin = empty(type, {num_tokens, half});
   call_kernel("rope_angles", positions.data, frequencies.data, step.number("factor", 1), cos.data, sin.data, dtype_of(type), num_tokens, half);
-  step.give(0, cos), step.give(1, sin);
+  step.set_result(0, cos), step.set_result(1, sin);
 }
 
 // ---- the cache
 
-int64_t size_of(const PagedVectors &side) { return side.num_heads * side.channels; }
+int64_t size_of(const PagedVectors &cache_vectors) { return cache_vectors.num_heads * cache_vectors.channels; }
 
 // The new tokens of a step for the cache of a layer.
-struct Additions {
+struct NewTokens {
   PagedVectors keys, values;
   Tensor slots, key, value;
   int64_t count;
 
-  explicit Additions(Step &step)
-      : keys(step.side("key_cache")), values(step.side("value_cache")), slots(step.field("slots", SLOTS)), key(step.tensor("key")),
+  explicit NewTokens(Step &step)
+      : keys(step.cache_vectors("key_cache")), values(step.cache_vectors("value_cache")), slots(step.field("slots", SLOTS)), key(step.tensor("key")),
         value(step.tensor("value")), count(slots.shape[0]) {
-    for (const auto &[x, side] : {std::pair{key, keys}, {value, values}})
-      fit(dtype_of(x.type) == side.dtype && x.shape == Sizes{count, side.num_heads, side.channels});
+    for (const auto &[x, cache_vectors] : {std::pair{key, keys}, {value, values}})
+      require_fit(dtype_of(x.type) == cache_vectors.dtype && x.shape == Sizes{count, cache_vectors.num_heads, cache_vectors.channels});
   }
 };
 
 void kv_store(Step &step) {
-  const auto [keys, values, slots, key, value, count] = Additions(step);
+  const auto [keys, values, slots, key, value, count] = NewTokens(step);
   call_kernel("kv_store", key.data, value.data, size_of(keys), size_of(values), &keys, &values, slots.data, count);
 }
 
 void rope_and_store(Step &step) {
-  const auto [keys, values, slots, key, value, count] = Additions(step);
+  const auto [keys, values, slots, key, value, count] = NewTokens(step);
   const Tensor &query = step.tensor("query");
-  fit(query.rank() == 3 && query.type == key.type && query.shape[0] == count && query.shape[2] == keys.channels);
-  const Tensor &cos = step.tensor("cos"), sin = numbers_of(&step.tensor("sin"), key.type, cos.shape);
-  fit(cos.type == key.type && cos.rank() == 2 && cos.shape[0] == count && cos.shape[1] * 2 <= keys.channels);
-  const Tensor query_norm = numbers_of(step.optional("query_norm"), key.type, {keys.channels});
-  const Tensor key_norm = numbers_of(step.optional("key_norm"), key.type, {keys.channels}), out = like(query);
+  require_fit(query.rank() == 3 && query.type == key.type && query.shape[0] == count && query.shape[2] == keys.channels);
+  const Tensor &cos = step.tensor("cos"), sin = checked_tensor(&step.tensor("sin"), key.type, cos.shape);
+  require_fit(cos.type == key.type && cos.rank() == 2 && cos.shape[0] == count && cos.shape[1] * 2 <= keys.channels);
+  const Tensor query_norm = checked_tensor(step.optional("query_norm"), key.type, {keys.channels});
+  const Tensor key_norm = checked_tensor(step.optional("key_norm"), key.type, {keys.channels}), out = like(query);
   const bool is_interleaved = step.find("interleaved") && step["interleaved"].flag();
   call_kernel("rope_and_store", query.data, key.data, value.data, query.shape[1] * query.shape[2], size_of(keys), size_of(values), query.shape[1],
               cos.data, sin.data, cos.shape[1], is_interleaved, query_norm.data, key_norm.data, step.number("eps", 0), out.data,
               &keys, &values, slots.data, count);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void paged_attention(Step &step) {
-  const PagedVectors keys = step.side("key_cache"), values = step.side("value_cache");
+  const PagedVectors keys = step.cache_vectors("key_cache"), values = step.cache_vectors("value_cache");
   const Tensor &tables = step.field("block_tables", BLOCK_TABLES), &lengths = step.field("context_lengths", CONTEXT_LENGTHS);
   const Tensor &starts = step.field("query_starts", step["query_starts"].tensor() == OUTPUT_STARTS ? OUTPUT_STARTS : QUERY_STARTS);
   const Tensor query = step.tensor("query");
-  fit(query.rank() == 3 && dtype_of(query.type) == keys.dtype && query.shape[2] == keys.channels && query.shape[1] > 0);
-  fit(keys.dtype == values.dtype && keys.num_heads == values.num_heads && query.shape[1] % keys.num_heads == 0);
+  require_fit(query.rank() == 3 && dtype_of(query.type) == keys.dtype && query.shape[2] == keys.channels && query.shape[1] > 0);
+  require_fit(keys.dtype == values.dtype && keys.num_heads == values.num_heads && query.shape[1] % keys.num_heads == 0);
   const int64_t num_heads = query.shape[1], window = step.integer("window", 0);
-  fit(query.shape[0] == starts.as<int64_t>()[lengths.shape[0]] && window >= 0);
-  const Tensor slopes = numbers_of(step.optional("alibi_slopes"), Type::float32, {num_heads});
+  require_fit(query.shape[0] == starts.as<int64_t>()[lengths.shape[0]] && window >= 0);
+  const Tensor slopes = checked_tensor(step.optional("alibi_slopes"), Type::float32, {num_heads});
   const Tensor out = empty(query.type, {query.shape[0], num_heads, values.channels});
   call_kernel("paged_attention", query.data, &keys, &values, tables.data, tables.shape[1], starts.data, lengths.data, lengths.shape[0], num_heads,
               step.number("scale", 1), step.number("soft_cap", 0), window, slopes.data, NONE, out.data);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 // ---- products
@@ -275,13 +275,13 @@ struct Packed {
 
 void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &layout) {
   const int64_t count = (bytes - layout.exception(0)) / static_cast<int64_t>(sizeof(Exception));
-  fit(count >= layout.num_tiles && bytes == layout.exception(count));
+  require_fit(count >= layout.num_tiles && bytes == layout.exception(count));
   std::vector<uint32_t> starts(layout.num_tiles);
   std::memcpy(starts.data(), memory + layout.start(0), starts.size() * sizeof(uint32_t));
   Exception last;
   std::memcpy(&last, memory + layout.exception(count - 1), sizeof last);
   require(*std::max_element(starts.begin(), starts.end()) < count && last.place == std::numeric_limits<uint32_t>::max(),
-          "compressed weights whose exceptions have no end");
+          "the exceptions of compressed weights have no end");
 }
 
 // Returns a weight [N, K] for rows x [M, K], in the layout of float_weight.py or int_weight.py. Raises Refused if a
@@ -289,38 +289,38 @@ void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &la
 // of the weight if they are lists.
 Packed packed(Step &step, const Tensor &x, const std::string &prefix, std::optional<size_t> number = std::nullopt) {
   const auto argument = [&](const char *name) -> const Json & {
-    const Json &found = step[prefix + name];
-    if (number) fit(*number < found.list().size());
-    return number ? found.list()[*number] : found;
+    const Json &value = step[prefix + name];
+    if (number) require_fit(*number < value.list().size());
+    return number ? value.list()[*number] : value;
   };
   const Tensor &weight = step.weight(argument("_memory"));
   const int64_t num_outputs = argument("_num_outputs").integer(), num_inputs = argument("_num_inputs").integer();
   const Format format{argument("_group_size").integer(), static_cast<Codes>(argument("_codes").integer()), argument("_has_zero_points").flag()};
   const Packed packed{weight.data, format.codes == Codes::none && weight.type == Type::uint8, num_outputs, format};
-  fit(num_inputs == x.shape[1]);
+  require_fit(num_inputs == x.shape[1]);
   if (step.call.is_checked) return packed;
   constexpr int64_t MOST = 1 << 24;
-  fit(num_outputs > 0 && num_outputs < MOST && num_inputs > 0 && num_inputs < MOST);
+  require_fit(num_outputs > 0 && num_outputs < MOST && num_inputs > 0 && num_inputs < MOST);
   const int64_t per_step = x.type == Type::bfloat16 ? 2 : 1, group = format.group_size, bytes = weight.count();
   const Compressed layout{divide_up(num_outputs, LANES), divide_up(num_inputs, per_step)};
-  if (format.codes == Codes::none && !packed.is_compressed) return fit(is_of(weight, x.type, {layout.num_tiles, layout.num_steps, LANES, per_step})), packed;
-  fit(weight.type == Type::uint8);
-  if (packed.is_compressed) return fit(x.type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
-  fit(group > 0 && group <= num_inputs);
+  if (format.codes == Codes::none && !packed.is_compressed) return require_fit(is_of(weight, x.type, {layout.num_tiles, layout.num_steps, LANES, per_step})), packed;
+  require_fit(weight.type == Type::uint8);
+  if (packed.is_compressed) return require_fit(x.type == Type::bfloat16), check_compressed(weight.data, bytes, layout), packed;
+  require_fit(group > 0 && group <= num_inputs);
   const int64_t numbers = layout.num_tiles * LANES * divide_up(num_inputs, group), bits = format.codes == Codes::int8 ? 8 : 4;
-  fit((format.codes == Codes::int8 || format.codes == Codes::int4) && num_inputs < 1 << 17);
-  fit(group == num_inputs || group == 128 || group == 64 || group == 32);
-  fit(bytes == layout.num_tiles * LANES * divide_up(num_inputs, 8) * bits + (format.has_zeros ? 5 : 4) * numbers);
+  require_fit((format.codes == Codes::int8 || format.codes == Codes::int4) && num_inputs < 1 << 17);
+  require_fit(group == num_inputs || group == 128 || group == 64 || group == 32);
+  require_fit(bytes == layout.num_tiles * LANES * divide_up(num_inputs, 8) * bits + (format.has_zeros ? 5 : 4) * numbers);
   return packed;
 }
 
 bool are_alike(const Format &a, const Format &b) { return a.group_size == b.group_size && a.codes == b.codes && a.has_zeros == b.has_zeros; }
 
-// Returns the rows of a product, which are floats. The codes of a8w8 are not supported.
+// Returns the rows of a product, which are to_floats. The codes of a8w8 are not supported.
 Tensor rows_to_multiply(Step &step) {
-  require(!step.find("x_scales") && !step.find("x_group_size"), "the runner does not compute products of activations of 8 bits");
+  require(!step.find("x_scales") && !step.find("x_group_size"), "the runner does not support 8-bit activations");
   const Tensor x = step.tensor("x_codes");
-  fit(x.rank() == 2 && x.count() > 0 && step.type("x_dtype") == x.type);
+  require_fit(x.rank() == 2 && x.count() > 0 && step.type("x_dtype") == x.type);
   return x;
 }
 
@@ -330,39 +330,39 @@ void matmul_together(Step &step) {
   const auto &biases = step["biases"].list();
   Packed weights[3];
   Tensor bias[3], out[3];
-  fit(count > 0 && count <= 3 && biases.size() == count);
+  require_fit(count > 0 && count <= 3 && biases.size() == count);
   for (size_t i = 0; i < count; ++i) {
     weights[i] = packed(step, x, "weights", i);
-    fit(are_alike(weights[0].format, weights[i].format));
-    bias[i] = numbers_of(biases[i].is_null() ? nullptr : &step.tensor(biases[i]), x.type, {weights[i].num_outputs});
+    require_fit(are_alike(weights[0].format, weights[i].format));
+    bias[i] = checked_tensor(biases[i].is_null() ? nullptr : &step.tensor(biases[i]), x.type, {weights[i].num_outputs});
     out[i] = empty(x.type, {x.shape[0], weights[i].num_outputs});
   }
   const auto &[a, b, c] = weights;
   call_kernel("matmul", x.data, NONE, int64_t{0}, dtype_of(x.type), x.shape[0], x.shape[1], a.format.group_size, a.format.codes, a.format.has_zeros,
               a.memory, a.is_compressed, bias[0].data, out[0].data, a.num_outputs, b.memory, b.is_compressed, bias[1].data, out[1].data, b.num_outputs,
               c.memory, c.is_compressed, bias[2].data, out[2].data, c.num_outputs);
-  for (size_t i = 0; i < count; ++i) step.give(i, out[i]);
+  for (size_t i = 0; i < count; ++i) step.set_result(i, out[i]);
 }
 
 void matmul_swiglu(Step &step) {
   const Tensor x = rows_to_multiply(step);
   const Packed gate = packed(step, x, "gate"), up = packed(step, x, "up");
-  fit(are_alike(gate.format, up.format) && gate.num_outputs == up.num_outputs);
-  const Tensor gate_bias = numbers_of(step.optional("gate_bias"), x.type, {gate.num_outputs});
-  const Tensor up_bias = numbers_of(step.optional("up_bias"), x.type, {up.num_outputs}), out = empty(x.type, {x.shape[0], gate.num_outputs});
+  require_fit(are_alike(gate.format, up.format) && gate.num_outputs == up.num_outputs);
+  const Tensor gate_bias = checked_tensor(step.optional("gate_bias"), x.type, {gate.num_outputs});
+  const Tensor up_bias = checked_tensor(step.optional("up_bias"), x.type, {up.num_outputs}), out = empty(x.type, {x.shape[0], gate.num_outputs});
   call_kernel("matmul_swiglu", x.data, NONE, int64_t{0}, dtype_of(x.type), x.shape[0], x.shape[1], gate.format.group_size, gate.format.codes,
               gate.format.has_zeros, gate.memory, gate.is_compressed, gate_bias.data, up.memory, up.is_compressed, up_bias.data, out.data, gate.num_outputs);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 void linear(Step &step) {
   const Tensor x = step.tensor("x"), weight = step.tensor("weight");
-  fit(x.rank() == 2 && x.count() > 0 && weight.rank() == 2 && weight.type == x.type && weight.shape[1] == x.shape[1] && weight.count() > 0);
+  require_fit(x.rank() == 2 && x.count() > 0 && weight.rank() == 2 && weight.type == x.type && weight.shape[1] == x.shape[1] && weight.count() > 0);
   const int64_t num_outputs = weight.shape[0];
-  const Tensor bias = numbers_of(step.optional("bias"), x.type, {num_outputs}), out = empty(x.type, {x.shape[0], num_outputs});
+  const Tensor bias = checked_tensor(step.optional("bias"), x.type, {num_outputs}), out = empty(x.type, {x.shape[0], num_outputs});
   call_kernel("linear", x.data, dtype_of(x.type), int64_t{1}, x.shape[0], x.shape[1], weight.data, weight.count(), weight.shape[1], int64_t{1},
               bias.data, out.data, num_outputs);
-  step.give(0, out);
+  step.set_result(0, out);
 }
 
 }  // namespace
@@ -377,6 +377,6 @@ Operator find_operator(const std::string &target) {
       {"quintet.rope_and_store.default", rope_and_store}, {"quintet.paged_attention.default", paged_attention},
       {"quintet.matmul_together.default", matmul_together}, {"quintet.matmul_swiglu.default", matmul_swiglu}, {"quintet.linear.default", linear}};
   constexpr std::string_view LIBRARIES = "torch.ops.";
-  const auto found = target.starts_with(LIBRARIES) ? OPERATORS.find(target.substr(LIBRARIES.size())) : OPERATORS.end();
-  return found == OPERATORS.end() ? nullptr : found->second;
+  const auto entry = target.starts_with(LIBRARIES) ? OPERATORS.find(target.substr(LIBRARIES.size())) : OPERATORS.end();
+  return entry == OPERATORS.end() ? nullptr : entry->second;
 }

@@ -37,24 +37,24 @@ class Program {
   Program(const Json &json, const std::vector<Set> &sets) {
     const Json::List &list = json.list();
     const auto number = [&](const Json &value, int64_t least, size_t end) {
-      const int64_t found = value.integer();
-      require(found >= least && found < static_cast<int64_t>(end), "a number of an instruction is not allowed");
-      return static_cast<size_t>(found);
+      const int64_t integer = value.integer();
+      require(integer >= least && integer < static_cast<int64_t>(end), "a number of an instruction is not allowed");
+      return static_cast<size_t>(integer);
     };
     for (size_t at = 0; at < list.size(); ++at) {
-      const Json::List &each = list[at].list();
-      const auto is = [&](std::string_view name, size_t size) { return each.size() == size && each[0].text() == name; };
-      const auto target = [&](size_t i) { return number(each[i], at + 1, list.size()); };
+      const Json::List &instruction = list[at].list();
+      const auto is = [&](std::string_view name, size_t size) { return instruction.size() == size && instruction[0].text() == name; };
+      const auto target = [&](size_t i) { return number(instruction[i], at + 1, list.size()); };
       if (is("set", 2))
-        code_.push_back({Kind::set, &sets[number(each[1], 0, sets.size())]});
+        code_.push_back({Kind::set, &sets[number(instruction[1], 0, sets.size())]});
       else if (is("run", 5))
-        code_.push_back({Kind::run, &sets[number(each[1], 0, sets.size())], number(each[2], 0, ANY), number(each[3], -1, ANY), mode(each[4].text())});
+        code_.push_back({Kind::run, &sets[number(instruction[1], 0, sets.size())], number(instruction[2], 0, ANY), number(instruction[3], -1, ANY), mode(instruction[4].text())});
       else if (is("fork", 3))
         code_.push_back({Kind::fork, nullptr, target(1), target(2)});
       else if (is("jump", 2))
         code_.push_back({Kind::jump, nullptr, target(1)});
       else if (is("ahead", 3))
-        code_.push_back({each[1].flag() ? Kind::ahead : Kind::not_ahead, nullptr, target(2)});
+        code_.push_back({instruction[1].flag() ? Kind::ahead : Kind::not_ahead, nullptr, target(2)});
       else
         require(is("match", 1), "an instruction is not known"), code_.push_back({Kind::match});
     }
@@ -63,33 +63,33 @@ class Program {
 
   // Returns the end of the match that begins at `at`, or npos.
   size_t match(std::u32string_view text, size_t at, size_t instruction = 0) const {
-    std::vector<State> others{{instruction, at, at}};  // alternatives to try if the current path fails
-    while (!others.empty()) {
-      State &other = others.back();
-      size_t next = other.instruction, place = other.place;
-      if (place == other.last)
-        others.pop_back();
+    std::vector<State> alternatives{{instruction, at, at}};  // alternatives to try if the current path fails
+    while (!alternatives.empty()) {
+      State &alternative = alternatives.back();
+      size_t next = alternative.instruction, place = alternative.place;
+      if (place == alternative.last)
+        alternatives.pop_back();
       else
-        place < other.last ? ++other.place : --other.place;
+        place < alternative.last ? ++alternative.place : --alternative.place;
       while (next != FAILED) {
-        const Instruction &each = code_[next++];
-        switch (each.kind) {
+        const Instruction &step = code_[next++];
+        switch (step.kind) {
           case Kind::match: return place;
-          case Kind::set: place < text.size() && each.set->holds(text[place]) ? ++place : next = FAILED; break;
-          case Kind::fork: others.push_back({each.b, place, place}); [[fallthrough]];
-          case Kind::jump: next = each.a; break;
+          case Kind::set: place < text.size() && step.set->holds(text[place]) ? ++place : next = FAILED; break;
+          case Kind::fork: alternatives.push_back({step.b, place, place}); [[fallthrough]];
+          case Kind::jump: next = step.a; break;
           case Kind::ahead:
-          case Kind::not_ahead: next = (match(text, place, next) != text.npos) == (each.kind == Kind::ahead) ? each.a : FAILED; break;
+          case Kind::not_ahead: next = (match(text, place, next) != text.npos) == (step.kind == Kind::ahead) ? step.a : FAILED; break;
           case Kind::run: {
-            size_t end = place, least = place + each.a;
-            while (end < text.size() && end - place < each.b && each.set->holds(text[end])) ++end;
+            size_t end = place, least = place + step.a;
+            while (end < text.size() && end - place < step.b && step.set->holds(text[end])) ++end;
             if (end < least) {
               next = FAILED;
-            } else if (each.mode == Mode::lazy) {
-              if (least < end) others.push_back({next, least + 1, end});
+            } else if (step.mode == Mode::lazy) {
+              if (least < end) alternatives.push_back({next, least + 1, end});
               place = least;
             } else {
-              if (least < end && each.mode == Mode::greedy) others.push_back({next, end - 1, least});
+              if (least < end && step.mode == Mode::greedy) alternatives.push_back({next, end - 1, least});
               place = end;
             }
           }
@@ -121,12 +121,12 @@ class Program {
 };
 
 inline std::u32string replaced(std::u32string_view text, const std::u32string &old, const std::u32string &by) {
-  std::u32string found;
+  std::u32string result;
   for (size_t at = 0;;) {
     const size_t next = text.find(old, at);
-    found += text.substr(at, next - at);
-    if (next == text.npos) return found;
-    found += by, at = next + old.size();
+    result += text.substr(at, next - at);
+    if (next == text.npos) return result;
+    result += by, at = next + old.size();
   }
 }
 
@@ -135,13 +135,13 @@ using TextStep = std::function<std::vector<Piece>(Piece)>;
 
 // Splits texts at the matches of a program. The treatment of matches is as in tokenizers.Split.
 inline TextStep read_split(const Json::List &values, const std::vector<Set> &sets) {
-  require(values.size() == 4, "a split has other values");
+  require(values.size() == 4, "a split does not have four values");
   const std::string behavior = values[3].text();
   const std::vector<std::string> known = {"Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous"};
   require(std::ranges::find(known, behavior) != known.end(), "the behavior " + behavior + " of a split is not known");
   return [program = Program(values[1], sets), inverts = values[2].flag(), behavior](const Piece &piece) {
     const std::u32string_view text = piece.text;
-    std::vector<Piece> found;
+    std::vector<Piece> pieces;
     bool was_match = false, is_new = true;
     const auto add = [&](size_t begin, size_t end, bool is_inside) {
       if (begin == end) return;
@@ -150,10 +150,10 @@ inline TextStep read_split(const Json::List &values, const std::vector<Set> &set
                              : behavior == "MergedWithNext"   ? was_match && !is_match
                              : behavior == "Contiguous"       ? is_match == was_match
                                                               : false;
-      if (is_joined && !is_new && !found.empty())
-        found.back().text += text.substr(begin, end - begin);
+      if (is_joined && !is_new && !pieces.empty())
+        pieces.back().text += text.substr(begin, end - begin);
       else if (behavior != "Removed" || !is_match)
-        found.push_back({std::u32string(text.substr(begin, end - begin)), piece.is_first && begin == 0});
+        pieces.push_back({std::u32string(text.substr(begin, end - begin)), piece.is_first && begin == 0});
       was_match = is_match, is_new = false;
     };
     size_t done = 0;
@@ -167,7 +167,7 @@ inline TextStep read_split(const Json::List &values, const std::vector<Set> &set
       done = at = end;
     }
     add(done, text.size(), false);
-    return found;
+    return pieces;
   };
 }
 
@@ -175,7 +175,7 @@ inline TextStep read_split(const Json::List &values, const std::vector<Set> &set
 inline std::vector<std::u32string> read_letters(const Json::List &values) {
   require(values.size() == 2 && values[1].list().size() == 256, "it has no letter for each byte");
   std::vector<std::u32string> letters;
-  for (const Json &each : values[1].list()) letters.push_back(characters(each));
+  for (const Json &entry : values[1].list()) letters.push_back(characters(entry));
   for (const auto &letter : letters) require(letter.size() == 1, "a letter of a byte is not one character");
   return letters;
 }
@@ -189,9 +189,9 @@ inline TextStep read_step(const Json &json, const std::vector<Set> &sets) {
     return [compose = Composer(values)](const Piece &piece) { return std::vector<Piece>{{compose(piece.text), piece.is_first}}; };
   if (name == "letters")
     return [letters = read_letters(values)](const Piece &piece) {
-      std::vector<Piece> found{{{}, piece.is_first}};
-      for (const char byte : encode_utf8(piece.text)) found[0].text += letters[static_cast<uint8_t>(byte)];
-      return found;
+      std::vector<Piece> pieces{{{}, piece.is_first}};
+      for (const char byte : encode_utf8(piece.text)) pieces[0].text += letters[static_cast<uint8_t>(byte)];
+      return pieces;
     };
   if (name == "replace" && values.size() == 3 && !values[1].text().empty())
     return [old = characters(values[1]), by = characters(values[2])](const Piece &piece) {
@@ -207,17 +207,17 @@ inline TextStep read_step(const Json &json, const std::vector<Set> &sets) {
 
 inline std::vector<TextStep> read_steps(const Json &json, const std::vector<Set> &sets) {
   std::vector<TextStep> steps;
-  for (const Json &each : json.list()) steps.push_back(read_step(each, sets));
+  for (const Json &step : json.list()) steps.push_back(read_step(step, sets));
   return steps;
 }
 
-inline std::vector<Piece> run_steps(const std::vector<TextStep> &steps, Piece whole) {
-  std::vector<Piece> pieces{std::move(whole)};
+inline std::vector<Piece> run_steps(const std::vector<TextStep> &steps, Piece text) {
+  std::vector<Piece> pieces{std::move(text)};
   for (const TextStep &step : steps) {
-    std::vector<Piece> made;
+    std::vector<Piece> next_pieces;
     for (Piece &piece : pieces)
-      for (Piece &part : step(std::move(piece))) made.push_back(std::move(part));
-    pieces = std::move(made);
+      for (Piece &part : step(std::move(piece))) next_pieces.push_back(std::move(part));
+    pieces = std::move(next_pieces);
   }
   return pieces;
 }

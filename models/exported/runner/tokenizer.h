@@ -14,23 +14,23 @@ class Tokenizer {
   explicit Tokenizer(const std::string &file) {
     const Json form = parse_json(map_file(file));
     if (const Json *reason = Json::find(form.object(), "refused")) throw Refused(reason->text());
-    for (const Json &each : form["sets"].list()) sets_.emplace_back(each);
+    for (const Json &set : form["sets"].list()) sets_.emplace_back(set);
     normalizer_ = read_steps(form["normalizer"], sets_), splitter_ = read_steps(form["splitter"], sets_);
-    for (const Json &each : form["decoder"].list()) decoder_.push_back(read_decoder_step(each));
+    for (const Json &step : form["decoder"].list()) decoder_.push_back(read_decoder_step(step));
     if (const Json &pieces = form["pieces"]; !pieces.is_null()) {
-      require(pieces.list().size() == 2, "its pieces have other values");
+      require(pieces.list().size() == 2, "its pieces do not have two values");
       pieces_ = Pieces{pieces.list()[0].flag(), pieces.list()[1].flag()};
     }
     read_vocabulary(form);
-    for (const Json &each : form["added"].list()) read_added(each);
-    for (auto &[letter, found] : raw_) std::ranges::stable_sort(found, std::ranges::greater(), [](const Added &token) { return token.text.size(); });
-    for (auto &[letter, found] : normalized_)
-      std::ranges::stable_sort(found, std::ranges::greater(), [](const Added &token) { return token.text.size(); });
+    for (const Json &entry : form["added"].list()) read_added(entry);
+    for (auto &[letter, tokens] : raw_) std::ranges::stable_sort(tokens, std::ranges::greater(), [](const Added &token) { return token.text.size(); });
+    for (auto &[letter, tokens] : normalized_)
+      std::ranges::stable_sort(tokens, std::ranges::greater(), [](const Added &token) { return token.text.size(); });
     for (const int64_t id : integers(form["special"])) special_.insert(id);
     begin_ = integers(form["begin"]), end_ = integers(form["end"]);
     if (!form["bos"].is_null()) bos_ = form["bos"].integer();
     const int64_t number = form["white_space"].integer();
-    require(number >= 0 && number < static_cast<int64_t>(sets_.size()), "its white space is no set");
+    require(number >= 0 && number < static_cast<int64_t>(sets_.size()), "its white space is not the number of a set");
     white_space_ = &sets_[number];
   }
 
@@ -40,9 +40,9 @@ class Tokenizer {
   std::vector<int64_t> encode(const std::u32string &text) const {
     std::vector<int64_t> ids = begin_;
     cut(raw_, {text, true}, ids, [&](Piece piece) {
-      Piece whole{{}, piece.is_first};
-      for (const Piece &part : run_steps(normalizer_, std::move(piece))) whole.text += part.text;
-      cut(normalized_, whole, ids, [&](Piece rest) {
+      Piece normalized{{}, piece.is_first};
+      for (const Piece &part : run_steps(normalizer_, std::move(piece))) normalized.text += part.text;
+      cut(normalized_, normalized, ids, [&](Piece rest) {
         for (const Piece &word : run_steps(splitter_, std::move(rest)))
           if (!word.text.empty()) encode_word(word.text, ids);
       });
@@ -65,9 +65,9 @@ class Tokenizer {
         texts.push_back(*tokens_[id]);
     }
     for (const DecoderStep &step : decoder_) texts = step(std::move(texts));
-    std::string whole;
-    for (const std::string &text : texts) whole += text;
-    return decode_lossy(whole);
+    std::string joined;
+    for (const std::string &text : texts) joined += text;
+    return decode_lossy(joined);
   }
 
  private:
@@ -128,9 +128,9 @@ class Tokenizer {
   static uint64_t pair_of(int64_t left, int64_t right) { return static_cast<uint64_t>(left) << 32 | static_cast<uint32_t>(right); }
 
   void read_vocabulary(const Json &form) {
-    for (const Json &each : form["tokens"].list()) {
-      if (!each.is_null()) ids_.emplace(each.text(), tokens_.size());
-      tokens_.push_back(each.is_null() ? std::nullopt : std::optional(each.text()));
+    for (const Json &token : form["tokens"].list()) {
+      if (!token.is_null()) ids_.emplace(token.text(), tokens_.size());
+      tokens_.push_back(token.is_null() ? std::nullopt : std::optional(token.text()));
     }
     const Json::List &merges = form["merges"].list();
     require(merges.size() % 4 == 0, "its merges are incomplete");
@@ -138,10 +138,10 @@ class Tokenizer {
     for (size_t i = 0; i < merges.size(); i += 4) {
       int64_t numbers[4];
       for (int j = 0; j < 4; ++j) numbers[j] = merges[i + j].integer();
-      require(std::ranges::all_of(numbers, [&](int64_t number) { return number >= 0 && number < int64_t{1} << 31; }), "a merge is no token");
+      require(std::ranges::all_of(numbers, [&](int64_t number) { return number >= 0 && number < int64_t{1} << 31; }), "a merge has a number that is not a token id");
       merges_[pair_of(numbers[0], numbers[1])] = {numbers[3], numbers[2]};
     }
-    for (const Json &each : form["bytes"].list()) bytes_.push_back(id_or_null(each));
+    for (const Json &entry : form["bytes"].list()) bytes_.push_back(id_or_null(entry));
     require(bytes_.empty() || bytes_.size() == 256, "it has no token for each byte");
     unknown_ = id_or_null(form["unknown"]);
     fuses_unknown_ = form["fuses_unknown"].flag(), whole_words_first_ = form["whole_words_first"].flag();
@@ -167,8 +167,8 @@ class Tokenizer {
       const auto listed = finder.find(text[at]);
       const Added *token = nullptr;
       if (listed != finder.end())
-        for (const Added &each : listed->second)
-          if (!token && text.substr(at).starts_with(each.text)) token = &each;
+        for (const Added &candidate : listed->second)
+          if (!token && text.substr(at).starts_with(candidate.text)) token = &candidate;
       if (!token) {
         ++at;
         continue;
@@ -185,8 +185,8 @@ class Tokenizer {
 
   void encode_word(const std::u32string &word, std::vector<int64_t> &ids) const {
     if (whole_words_first_) {
-      const auto whole = ids_.find(encode_utf8(word));
-      if (whole != ids_.end()) return ids.push_back(whole->second);
+      const auto entry = ids_.find(encode_utf8(word));
+      if (entry != ids_.end()) return ids.push_back(entry->second);
     }
     std::vector<Symbol> symbols;
     for (const int64_t id : letters_of(word)) {
@@ -227,11 +227,11 @@ class Tokenizer {
   // Merges neighbours, lowest rank first. A priority queue avoids quadratic time for long words.
   void merge(std::vector<Symbol> &symbols) const {
     std::priority_queue<Merge, std::vector<Merge>, std::greater<>> queue;
-    const auto found = [&](int64_t place) {
+    const auto find_merge = [&](int64_t place) {
       return symbols[place].after < 0 ? merges_.end() : merges_.find(pair_of(symbols[place].id, symbols[symbols[place].after].id));
     };
     const auto offer = [&](int64_t place) {
-      const auto next = found(place);
+      const auto next = find_merge(place);
       if (next != merges_.end()) queue.push({next->second.first, place, next->second.second});
     };
     for (size_t place = 0; place < symbols.size(); ++place) offer(place);
@@ -239,8 +239,8 @@ class Tokenizer {
       const Merge best = queue.top();
       queue.pop();
       if (symbols[best.place].is_gone) continue;
-      const auto still = found(best.place);
-      if (still == merges_.end() || still->second.second != best.id) continue;
+      const auto current = find_merge(best.place);
+      if (current == merges_.end() || current->second.second != best.id) continue;
       Symbol &left = symbols[best.place], &right = symbols[left.after];
       right.is_gone = true;
       left.id = best.id, left.after = right.after;
