@@ -1,6 +1,6 @@
-"""LoRA adapters that are kept apart from the weights, so that each row of a batch can have its own (arXiv 2106.09685).
+"""LoRA adapters that are not merged into the weights, so that each row of a batch can have another adapter.
 
-y = W x + s B (A x), where A, B and s belong to the row's adapter. I inputs, O outputs, r rank.
+y = W x + s B (A x) (arXiv 2106.09685), where A, B and s belong to the row's adapter. I inputs, O outputs, r rank.
 
 In a smoothed model a layer reads x / u and returns y / v. Its factors are then A diag(u) and diag(1 / v) B.
 """
@@ -70,14 +70,14 @@ def read_adapter(
     base: the files of the base model. PEFT may save copies of base tensors together with an adapted head; such copies
     are ignored.
 
-    Raises UserError for damaged files, for an adapter of another model, and for changes that require merging.
+    Raises UserError for damaged files, for an adapter of another model, and for changes that must be merged.
     """
     settings, weights = open_adapter(folder)
     tensors, content = weights.read_whole()
     modules = dict(model.named_modules())
-    names = full_names(modules)  # an adapter that was trained without the head lacks the first part of the names
+    names = full_names(modules)  # an adapter of a model without a head lacks the first part of the names
     factors = {}
-    with ThreadPoolExecutor(1) as executor:  # hashing takes about half as long as all the rest
+    with ThreadPoolExecutor(1) as executor:  # hashing takes about half as long as all other work
         digest = executor.submit(_digest, (folder / CONFIG).read_bytes(), content)
         for parameter, change in read_changes(weights, settings).items():
             module = parameter.rpartition(".")[0]
@@ -88,13 +88,13 @@ def read_adapter(
                 change.replacement = None
                 if change.a is None and change.b is None:
                     continue
-            layer = _adaptable(name, change, modules, model, folder)
+            layer = _lora_target(name, change, modules, model, folder)
             outputs, inputs = layer.whole_shape
             keys = expect_factors(weights, change, settings.rank(module), inputs, outputs)
-            a, b = _folded(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
+            a, b = _fold_factors(tensors[keys[0]], tensors[keys[1]], folds.get(name, Fold()))
             a, b = a.to(dtype), b.to(dtype)
             if not (all_finite(a.view(1, -1)).all() and all_finite(b.view(1, -1)).all()):
-                remedy = "get the adapter anew, or give a wider model.dtype"
+                remedy = "download the adapter again, or give a wider model.dtype"
                 raise UserError(f"{weights.path}: {name} holds NaN or infinite numbers in {dtype}: {remedy}")
             factors[name] = Factors(*layer.own(a, b), settings.scale(module))
         return Adapter(digest.result(), factors)
@@ -119,7 +119,7 @@ def _digest(*contents: bytes) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()
 
 
-def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
+def _fold_factors(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
     if fold.input_scales is not None:
         a = a.float() * fold.input_scales
     if fold.output_scales is not None:
@@ -127,40 +127,44 @@ def _folded(a: Tensor, b: Tensor, fold: Fold) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _adaptable(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> LoRATarget:
+def _lora_target(name: str, change: Change, modules: dict[str, nn.Module], model: CausalLM, folder: Path) -> LoRATarget:
     module = modules.get(name)
     if module is None:
-        raise UserError(f"{folder} changes {name}, {model.of_a_missing_layer}")
-    reason = "replaces a bias or a saved module" if change.replacement is not None else _refusal(name, modules, model)
+        raise UserError(f"{folder} changes {name}, {model.missing_layer_reason}")
+    reason = (
+        "replaces a bias or a saved module"
+        if change.replacement is not None
+        else _unsupported_reason(name, modules, model)
+    )
     if reason is not None or not isinstance(module, LoRATarget):
         remedy = f"merge it: task=convert convert.lora={folder}"
-        raise UserError(f"{folder} {reason} ({name}), which rows cannot do each for itself: {remedy}")
+        raise UserError(f"{folder} {reason} ({name}), which an unmerged adapter cannot do: {remedy}")
     return module
 
 
-def _refusal(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str | None:
-    """Return why a module cannot have a separate adapter per row. None: it can."""
+def _unsupported_reason(name: str, modules: dict[str, nn.Module], model: CausalLM) -> str | None:
+    """Return the reason why a module cannot have another adapter for each row. None: it can."""
     module = modules[name]
     parents = (modules[name.rsplit(".", level)[0]] for level in range(1, name.count(".") + 1))
     is_tied = name == model.layout.head and tied_weight(model.head) is not None
     if not isinstance(module, LoRATarget):
-        return f"adapts {type(module).__name__}, which is no linear layer"
+        return f"adapts {type(module).__name__}, which is not a linear layer"
     if not isinstance(module, Linear):
         return None
     if any(isinstance(parent, Experts) for parent in parents):
         return "adapts an expert"
     if is_tied or module.embedding is not None:
-        return "adapts a head that is one with the embedding"
+        return "adapts a head that is tied to the embedding"
     if not module.is_packable or not name.startswith((f"{model.layout.layers}.", model.layout.head)):
-        return "adapts a matrix that is not multiplied by itself"
+        return "adapts a matrix that is not a product of its own"
     return None
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, LoRATarget]:
-    """Return, by name, the linear layers that can have a separate adapter per row."""
+    """Return, by name, the linear layers that can have another adapter for each row."""
     modules = dict(model.named_modules())
     layers = ((name, module) for name, module in modules.items() if isinstance(module, LoRATarget))
-    return {name: layer for name, layer in layers if _refusal(name, modules, model) is None}
+    return {name: layer for name, layer in layers if _unsupported_reason(name, modules, model) is None}
 
 
 class AdapterTables:
@@ -173,16 +177,16 @@ class AdapterTables:
     def make_room(self, adapter: Adapter) -> bool:
         """Enlarge each layer's table to the adapter's rank. Return whether a table was replaced.
 
-        Recorded steps do not use a new table.
+        Steps that were recorded with the old table do not use the new one.
         """
         has_grown = False
         for name, factors in adapter.factors.items():
             layer, rank = self._layers[name], len(factors.a)
             if layer.adapters is None or layer.adapters.max_rank < rank:
-                layer.adapters, has_grown = self._grown(layer, rank), True
+                layer.adapters, has_grown = self._enlarged_table(layer, rank), True
         return has_grown
 
-    def _grown(self, layer: LoRATarget, rank: int) -> AdapterTable:
+    def _enlarged_table(self, layer: LoRATarget, rank: int) -> AdapterTable:
         (outputs, inputs), old = layer.shape, layer.adapters
         table = AdapterTable.empty(self._num_slots, rank, inputs, outputs, self._dtype, self._device)
         if old is not None:

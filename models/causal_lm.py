@@ -75,7 +75,7 @@ class CausalLM(Module, ABC):
     layout: ModelLayout = ModelLayout()
     float32_tensors: tuple[str, ...] = ()
     """Suffixes of the parameters that stay float32 in a model of another dtype."""
-    of_a_missing_layer = "which this model does not have: the adapter belongs to another one"
+    missing_layer_reason = "which this model does not have: the adapter belongs to another model"
     """The end of the error for an adapter of a layer that the model does not have."""
     vocabulary: Pieces | None = None
     """The ranks' parts of the vocabulary. None: the head is not sharded."""
@@ -95,7 +95,7 @@ class CausalLM(Module, ABC):
     def prompt_marks(self) -> Sequence[Sequence[int]]:
         """The ids that `prompt_features` searches for, one list per feature.
 
-        The first id of a list that the prompt contains is used.
+        The first id of a list that occurs in the prompt is used.
         """
         return ()
 
@@ -103,7 +103,7 @@ class CausalLM(Module, ABC):
     def of_a_missing_mark(self) -> str:
         """The error for a prompt without one of `prompt_marks`."""
         marks = ", and ".join(" or ".join(map(str, ids)) for ids in self.prompt_marks)
-        return f"the prompt lacks tokens that the model finds its parts by: give one with the ids {shortened(marks)}"
+        return f"the prompt lacks tokens that mark its parts: give a prompt with the ids {shortened(marks)}"
 
     @property
     def num_prompt_features(self) -> int:
@@ -136,7 +136,7 @@ class CausalLM(Module, ABC):
         return self._part(self.layout.final_norm)
 
     def _part(self, path: str) -> nn.Module:
-        """Every step calls this, and torch's get_submodule makes three times as many calls."""
+        """Return a module. Unlike get_submodule, it is cheap enough for every step."""
         part: nn.Module = attrgetter(path)(self)
         return part
 
@@ -150,7 +150,7 @@ class CausalLM(Module, ABC):
         """Return the bytes of weights that a decode step reads.
 
         Embeddings count only if they are the head's weight, because a step reads few rows of them. Experts count by the
-        expected share that the tokens choose if all experts are equally likely; this share is exact for one sequence.
+        expected fraction that the tokens choose if all experts are equally likely, which is exact for one sequence.
         """
         embeddings = [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
         skipped: float = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(self.head))
@@ -199,7 +199,7 @@ class CausalLM(Module, ABC):
         hidden: Tensor = self.final_norm(stream)
         return hidden
 
-    def received(self, x: Tensor) -> Stream:
+    def received_stream(self, x: Tensor) -> Stream:
         """Convert the tensor [T, E] that the previous stage sent into a stream."""
         return x
 
@@ -211,7 +211,9 @@ class CausalLM(Module, ABC):
         if self.before is None:
             stream = self.embed(batch)
         else:
-            stream = self.received(self.before.receive(batch.shape.num_tokens, cache.dtype, batch.numbers.device))
+            stream = self.received_stream(
+                self.before.receive(batch.shape.num_tokens, cache.dtype, batch.numbers.device)
+            )
         stream = self.run_layers(stream, batch, cache, self.own_layers)
         if self.after is None:
             return self.finish(stream)

@@ -85,7 +85,9 @@ def read_decoder_config(
         config.check_multiple("hidden_size", hidden_size, "num_attention_heads", heads)
     head_dim = config.count("head_dim", hidden_size // heads)
     if head_dim % 2:
-        raise UserError(f"config.json: head_dim={head_dim} is odd, but rotary embedding turns pairs of channels")
+        raise UserError(
+            f"config.json: head_dim={head_dim} is odd, but rotary embedding rotates pairs of channels: give an even head_dim"
+        )
     max_position_embeddings = config.count("max_position_embeddings", max_position_embeddings)
     return DecoderConfig(
         vocab_size=config.count("vocab_size"),
@@ -200,7 +202,7 @@ class PreNormLM(CausalLM):
     def layer_inputs(self, batch: Batch, dtype: torch.dtype) -> tuple[Angles | None]:
         return (None if self.rotary is None else self.rotary.angles(batch.positions, batch.prompt_lengths, dtype),)
 
-    def received(self, x: Tensor) -> ResidualStream:
+    def received_stream(self, x: Tensor) -> ResidualStream:
         return ResidualStream(x)
 
     def finish(self, stream: ResidualStream) -> Tensor:

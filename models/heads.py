@@ -45,8 +45,8 @@ def read_num_labels(config: ConfigReader) -> int | None:
 
     Raises UserError for an architecture with an unsupported head.
     """
-    names = config.raw("architectures")
-    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    architectures = config.raw("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     if unsupported := next((name for name in names if name.endswith(OTHER_HEADS)), None):
         remedy = f"give a reward model that is a ...{CLASSIFIER}"
         raise UserError(f"config.json: architectures={unsupported!r} has a head that is not supported: {remedy}")
@@ -80,5 +80,7 @@ def refuse_bidirectional(config: ConfigReader) -> None:
     """Raise UserError for a config that enables bidirectional attention, for any `model_type`."""
     for key, bidirectional in (("is_causal", False), ("use_bidirectional_attention", True)):
         if config.raw(key) is bidirectional:
-            what = f"config.json: {key}={str(bidirectional).lower()} is bidirectional attention, which is not supported"
-            raise UserError(f"{what}: give a model whose tokens see the earlier ones alone")
+            problem = (
+                f"config.json: {key}={str(bidirectional).lower()} is bidirectional attention, which is not supported"
+            )
+            raise UserError(f"{problem}: give a model with causal attention")

@@ -11,8 +11,8 @@ from models.sharding import Shard
 def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return the whole tensor on rank 0; all other ranks return their part. Every rank of the group calls it.
 
-    `shard`: this rank's shard; None: the tensor is not sharded. Indices that several ranks hold, such as a replicated
-    key head, come from the last of these ranks.
+    `shard`: this rank's shard; None: the tensor is not sharded. If several ranks hold an index, such as that of a
+    replicated key head, the last of them provides its values.
     """
     if shard is None or group.size == 1:
         return part
@@ -35,7 +35,7 @@ def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
 def given_by_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return this rank's part of a matrix that rank 0 holds whole. Every rank of the group calls it.
 
-    whole: the matrix on rank 0. On all other ranks only its shape counts.
+    whole: the matrix on rank 0. On other ranks only its shape is read.
     part: any tensor of the rank's current part; it defines the dtype and device.
     shard: as in `joined_by_first`.
     """

@@ -32,8 +32,8 @@ def open_model(
     """Return the model on the meta device, and its opened weight files. There are no files without a `checkpoint`.
 
     If a tied model's files hold only the head, the head is also used as the embedding. If they hold a head that differs
-    from the tied embedding, the model keeps its own head, as in transformers 5, and a warning is logged. Raises
-    UserError as `build_meta_model` does, and for files that cannot be opened.
+    from the embedding, the model is untied, as in transformers 5, and a warning is logged. Raises UserError as
+    `build_meta_model` does, and for files that cannot be opened.
     """
     model = build_meta_model(architecture, shape, checkpoint)
     if checkpoint is None:
@@ -44,32 +44,32 @@ def open_model(
         return model, files
     (embedding,) = (name for name, parameter in model.named_parameters() if parameter is tied)
     head_weight = head_name(model)
-    stored = _stored(files, model)
+    stored = _stored_tensors(files, model)
     if head_weight in stored and embedding not in stored:
-        return model, [_with_name(file, stored[head_weight][1], embedding) for file in files]
+        return model, [_with_renamed(file, stored[head_weight][1], embedding) for file in files]
     if not {head_weight, embedding} <= stored.keys():
         return model, files
     untied = build_meta_model(architecture, replace(shape, tie_word_embeddings=False), checkpoint)
     files = checkpoint.open_weights(expected_tensors(untied))
-    stored = _stored(files, untied)
+    stored = _stored_tensors(files, untied)
     head, weight = (next(file.read([name]))[1] for file, name in (stored[head_weight], stored[embedding]))
     if torch.equal(head.to(weight.dtype), weight):
         return model, files
     log.warning(
-        "the config in %s ties the head to the embedding, but the files hold a %s that differs: it is used, as with "
-        "tie_word_embeddings=false",
+        "the config in %s ties the head to the embedding, but the files hold a different %s: the stored head is used, as "
+        "with tie_word_embeddings=false",
         checkpoint.path,
         head_weight,
     )
     return untied, files
 
 
-def _with_name(file: WeightFile, old: str, new: str) -> WeightFile:
+def _with_renamed(file: WeightFile, old: str, new: str) -> WeightFile:
     names = {new if name == old else name: name for name in file.shapes}
     return renamed(file, names) if old in file.shapes else file
 
 
-def _stored(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightFile, str]]:
+def _stored_tensors(files: list[WeightFile], model: CausalLM) -> dict[str, tuple[WeightFile, str]]:
     """Return the file and the stored name of each tensor, by the model's name."""
     names = full_names(parameter_shapes(model))
     return {names.get(name, name): (file, name) for file in files for name in file.shapes}
@@ -82,7 +82,7 @@ def build_meta_model(architecture: Architecture, shape: ModelShape, checkpoint: 
     UserError as soon as the model has more values than the files can hold, so that a damaged config fails quickly.
     """
     num_bytes = 0 if checkpoint is None else _weight_bytes(checkpoint.path)
-    bound = _AtMost(VALUES_PER_BYTE * num_bytes) if num_bytes else nullcontext()
+    bound = _ValueLimit(VALUES_PER_BYTE * num_bytes) if num_bytes else nullcontext()
     try:
         with torch.device("meta"), bound:
             return architecture.build(shape)
@@ -90,8 +90,8 @@ def build_meta_model(architecture: Architecture, shape: ModelShape, checkpoint: 
         assert checkpoint is not None
         checkpoint.open_weights({})  # raises an error if the files themselves are damaged
         raise UserError(
-            f"{checkpoint.path} does not hold the model that its config describes: that has {shape.num_hidden_layers} layers and "
-            f"more values than {num_bytes} bytes of weights can be"
+            f"{checkpoint.path} does not hold the model that its config describes: a model of {shape.num_hidden_layers} layers "
+            f"with more values than {num_bytes} bytes of weights can hold"
         ) from None
 
 
@@ -106,7 +106,7 @@ class _TooManyValuesError(Exception):
     pass
 
 
-class _AtMost(TorchFunctionMode):
+class _ValueLimit(TorchFunctionMode):
     """Counts the values of the tensors that this thread creates while it is active, and raises above a limit."""
 
     def __init__(self, limit: int) -> None:

@@ -57,8 +57,8 @@ def shard_model(
     is the model's dtype. A multi-token prediction layer is replicated on every rank. Returns the shards of the
     checkpoint's tensors by the model's names; tensors without an entry are read whole.
 
-    Raises UserError for more ranks than heads, channels or whole experts, for whole experts in a model without experts,
-    and for more stages than layers. Logs a warning if layers that should add cannot.
+    Raises UserError for more ranks than heads, channels or experts, for whole experts in a model without experts, and
+    for more stages than layers. Logs a warning if the layout `adds`, but some layers cannot.
     """
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
@@ -70,12 +70,13 @@ def shard_model(
         return {}
     shards: dict[str, Shard] = {}
     for number in model.own_layers:
-        divided = _ShardedLayer(model, model.layers[number], parallel_layout, group)
+        sharded_layer = _ShardedLayer(model, model.layers[number], parallel_layout, group)
         shards |= {
-            f"{model.layout.layers}.{number}.{name_in_layer}": shard for name_in_layer, shard in divided.shards.items()
+            f"{model.layout.layers}.{number}.{name_in_layer}": shard
+            for name_in_layer, shard in sharded_layer.shards.items()
         }
     if parallel_layout.adds:
-        _warn_of_joined(model)
+        _warn_of_gathering(model)
     return shards | _shard_vocabulary(model, parallel_layout, group)
 
 
@@ -86,8 +87,8 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     more stages than layers, and for a multi-token prediction layer, which would need the embedding in the last stage.
     """
     if model.config.capabilities.predicts_ahead:
-        raise UserError(f"pp={pp} has no layer that predicts ahead: leave decode.speculate=mtp out, or give pp=1")
-    prefix, (before, after) = f"{model.layout.layers}.", _outside(model)
+        raise UserError(f"decode.speculate=mtp is not supported with pp={pp}: leave it out, or give pp=1")
+    prefix, (before, after) = f"{model.layout.layers}.", _modules_around_layers(model)
     sizes = module_bytes(model, dtype)
     layers = [0] * model.config.num_hidden_layers
     for name, size in sizes.items():
@@ -111,7 +112,9 @@ def check_experts(model: CausalLM, tp: int) -> None:
     """Raise UserError if a mixture has fewer experts than there are ranks, or if the model has no mixture."""
     numbers = [len(module) for module in model.modules() if isinstance(module, Experts)]
     if not numbers:
-        raise UserError("parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out")
+        raise UserError(
+            "parallel.experts=whole needs a mixture of experts, which this model does not have: leave it out"
+        )
     if tp > min(numbers):
         raise UserError(
             f"tp={tp} is more than the {min(numbers)} experts of a layer of this model: give parallel.experts=split, or at most "
@@ -119,20 +122,19 @@ def check_experts(model: CausalLM, tp: int) -> None:
         )
 
 
-def _warn_of_joined(model: CausalLM) -> None:
-    """Log how many layers gather although the parallel layout `adds`."""
+def _warn_of_gathering(model: CausalLM) -> None:
     pieces = [module.pieces for module in model.modules() if isinstance(module, Linear) and module.pieces is not None]
     joined = sum(isinstance(piece, RowParallelGather) for piece in pieces)
     if joined:
         log.warning(
-            "parallel.sum=reduce: %d of %d layers gather, because the groups, blocks or order of their inputs, or the scales of their "
-            "activations, cannot be divided",
+            "parallel.sum=reduce: %d of %d layers gather their inputs, because the groups, blocks or order of the inputs, "
+            "or the scales of their activations, cannot be sharded",
             joined,
             len(pieces),
         )
 
 
-def _outside(model: CausalLM) -> tuple[list[str], list[str]]:
+def _modules_around_layers(model: CausalLM) -> tuple[list[str], list[str]]:
     """Return the names of the leaf modules before and after the list of layers."""
     prefix = model.layout.layers
     leaves = [name for name, module in model.named_modules() if name == prefix or not [*module.children()]]
@@ -154,7 +156,7 @@ def _stream_width(model: CausalLM) -> int:
 
 def _keep_stage(model: CausalLM, layers: range) -> None:
     """Replace the modules of other stages by `MissingLayer`. Lists keep their length, so that names do not change."""
-    before, after = _outside(model)
+    before, after = _modules_around_layers(model)
     absent = [
         f"{model.layout.layers}.{number}" for number in range(model.config.num_hidden_layers) if number not in layers
     ]
@@ -182,14 +184,14 @@ class _ShardedLayer:
         self._num_heads = heads.num_attention_heads, heads.num_key_value_heads
         attention_layers = {module for module in attention.modules() if isinstance(module, Linear)}
         if parallel_layout.whole_experts:
-            self._divide_experts(layer)
-        in_experts = _in_whole_experts(layer) if parallel_layout.whole_experts else set()
+            self._shard_experts(layer)
+        in_experts = _modules_of_experts(layer) if parallel_layout.whole_experts else set()
         for name, module in list(layer.named_modules()):
             is_whole = module in in_experts or name.rpartition(".")[2] in self._layout.replicated
             if isinstance(module, Linear) and not is_whole:
-                self._divide(name, module, module in attention_layers)
+                self._shard_linear(name, module, module in attention_layers)
         head_shard = shard_heads(*self._num_heads, parallel_layout.tp, parallel_layout.tp_rank)
-        self._divide_scales(attention, head_shard)
+        self._shard_head_parameters(attention, head_shard)
         attention.heads = replace(  # type: ignore[assignment]
             heads,
             num_attention_heads=len(head_shard.queries),
@@ -199,11 +201,11 @@ class _ShardedLayer:
             num_whole_keys=heads.num_key_value_heads,
         )
 
-    def _divide(self, name: str, layer: Linear, of_attention: bool) -> None:
+    def _shard_linear(self, name: str, layer: Linear, is_attention: bool) -> None:
         last, (outputs, inputs) = name.rpartition(".")[2], layer.shape
         tp, units = self._parallel_layout.tp, self._layout.units.get(last, (Unit.CHANNEL,))
         if last in self._layout.row_parallel:
-            input_ranges = shard_inputs(inputs, self._num_heads if of_attention else None, tp)
+            input_ranges = shard_inputs(inputs, self._num_heads if is_attention else None, tp)
             if (
                 self._parallel_layout.adds
                 and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None
@@ -218,12 +220,12 @@ class _ShardedLayer:
         output_ranges = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
         self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(output_ranges).items()}
 
-    def _divide_experts(self, layer: nn.Module) -> None:
+    def _shard_experts(self, layer: nn.Module) -> None:
         tp = self._parallel_layout.tp
         for experts in [module for module in layer.modules() if isinstance(module, Experts)]:
             experts.keep(ExpertParallel(self._group, tuple(shard(len(experts), tp, rank) for rank in range(tp))))
 
-    def _divide_scales(self, attention: nn.Module, head_shard: HeadShard) -> None:
+    def _shard_head_parameters(self, attention: nn.Module, head_shard: HeadShard) -> None:
         """Shard the attention module's own parameters that have one value per key head. Scalars stay whole."""
         for name, parameter in attention.named_parameters(recurse=False):
             if parameter.ndim and len(parameter) == self._num_heads[1]:
@@ -233,28 +235,30 @@ class _ShardedLayer:
                 self.shards[f"{self._layout.attention}.{name}"] = shard
 
 
-def _in_whole_experts(layer: nn.Module) -> set[nn.Module]:
+def _modules_of_experts(layer: nn.Module) -> set[nn.Module]:
     return {module for experts in layer.modules() if isinstance(experts, Experts) for module in experts.modules()}
 
 
 def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: Group) -> dict[str, Shard]:
     """Shard the embedding and the vocabulary head, if the stage has them. A classification head stays whole."""
     vocab_size, layout = model.config.vocab_size, model.layout
-    words = tuple(shard_channels(vocab_size, parallel_layout.tp, rank) for rank in range(parallel_layout.tp))
-    embedding, head, rank_words = model.embedding, model.head, (words[parallel_layout.tp_rank],)
+    vocabulary_ranges = tuple(
+        shard_channels(vocab_size, parallel_layout.tp, rank) for rank in range(parallel_layout.tp)
+    )
+    embedding, head, rank_vocabulary = model.embedding, model.head, (vocabulary_ranges[parallel_layout.tp_rank],)
     shards: dict[str, Shard] = {}
     if isinstance(embedding, Embedding):
-        embedding.words = VocabParallel(group, words)
-        shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, rank_words)
+        embedding.words = VocabParallel(group, vocabulary_ranges)
+        shards[f"{layout.embedding}.weight"] = _shard_rows(embedding, rank_vocabulary)
     if isinstance(head, Linear):
         if head.shape[0] != vocab_size:  # classification labels
             return shards
-        shards |= {f"{layout.head}.{tensor}": shard for tensor, shard in head.shard(rank_words).items()}
+        shards |= {f"{layout.head}.{tensor}": shard for tensor, shard in head.shard(rank_vocabulary).items()}
     elif [*head.parameters()]:
-        shards[f"{layout.head}.weight"] = _shard_rows(head, rank_words)
+        shards[f"{layout.head}.weight"] = _shard_rows(head, rank_vocabulary)
     else:
         return shards
-    model.vocabulary = Pieces(group, tuple(map(len, words)))
+    model.vocabulary = Pieces(group, tuple(map(len, vocabulary_ranges)))
     return shards
 
 

@@ -15,7 +15,7 @@ FAMILIES = "models.families"
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture. Its modules are imported on first use, because a run needs only one architecture."""
+    """One architecture. Its modules are imported on first use, because a run uses only one architecture."""
 
     families: str
     """The names of the model families, for documentation."""
@@ -27,7 +27,7 @@ class Architecture:
     """Suffixes of tensors that some checkpoints hold, but this architecture computes."""
     head: HeadKind = HeadKind.vocabulary
     num_labels: int | None = None
-    """The number of labels of the checkpoint's classification head. None: it has a vocabulary head."""
+    """The number of labels of the classification head. None: the checkpoint has a vocabulary head."""
 
     @property
     def read_config(self) -> Callable[[ConfigReader], Any]:
@@ -93,7 +93,7 @@ ARCHITECTURES = {
     "internlm3": Architecture("InternLM3", "internlm3.read_config", "seed_oss.SeedOss", INV_FREQ),
     "kimi_k2": Architecture("Kimi K2", "deepseek.read_config_v3", "deepseek.Deepseek", INV_FREQ),
     "llama": Architecture(
-        "Llama 1, 2, 3, 3.1, 3.2, Llama Guard, TinyLlama and their kin",
+        "Llama 1, 2, 3, 3.1, 3.2, Llama Guard, TinyLlama and models of this architecture",
         "llama.read_config",
         "llama.Llama",
         INV_FREQ,
@@ -142,7 +142,7 @@ def find_architecture(config: ConfigReader) -> Architecture:
     refuse_bidirectional(config)
     model_type = config.require("model_type", str)
     if model_type in ENCODERS:
-        remedy = "give a model whose tokens see the earlier ones alone"
+        remedy = "give a model with causal attention"
         raise UserError(
             f"config.json: model_type={model_type!r} is a bidirectional encoder, which is not supported: {remedy}"
         )

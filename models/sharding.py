@@ -44,9 +44,9 @@ class Shard:
     axis: int
     ranges: tuple[range, ...]
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part of a tensor of shape `whole`."""
-        return tuple(count(self.ranges) if axis == self.axis else size for axis, size in enumerate(whole))
+    def shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of a tensor of shape `tensor_shape`."""
+        return tuple(count(self.ranges) if axis == self.axis else size for axis, size in enumerate(tensor_shape))
 
 
 @dataclass(frozen=True)

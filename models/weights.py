@@ -65,7 +65,7 @@ def match_tensors(model: CausalLM, files: list[WeightFile], ignored: tuple[str, 
         for name in matched.keys() & file.dtypes.keys():
             dtype = file.dtypes[name]
             if matched[name] in floats and (not dtype.is_floating_point or dtype.itemsize == 1):
-                remedy = "expected floats of 16 or 32 bits, or scales beside it"
+                remedy = "expected floats of 16 or 32 bits, or scales next to it"
                 raise UserError(f"{file.path}: {name} is {dtype}, but its layer is not quantised: {remedy}")
     return matched
 
@@ -151,8 +151,8 @@ def refuse_damaged(model: CausalLM) -> None:
     damaged = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     if damaged:
         raise UserError(
-            f"the weights hold NaN or infinite numbers: {_listed(damaged)}: the files are damaged, or model.dtype=float16 is too "
-            "small for them: get them anew, or try model.dtype=float32"
+            f"the weights hold NaN or infinite numbers: {_listed(damaged)}: the files are damaged, or the numbers exceed the range "
+            "of model.dtype=float16: download the files again, or try model.dtype=float32"
         )
 
 

@@ -152,7 +152,9 @@ class SequentialCalibrator:
         before, dtype = self._model.before, self._cache.dtype
         assert before is not None
         self._begin(
-            lambda batch: self._model.received(before.receive(batch.shape.num_tokens, dtype, batch.numbers.device))
+            lambda batch: self._model.received_stream(
+                before.receive(batch.shape.num_tokens, dtype, batch.numbers.device)
+            )
         )
 
     @torch.inference_mode()

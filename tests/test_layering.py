@@ -57,6 +57,8 @@ ALLOWED = {  # third-party package -> modules that may import it; a trailing dot
         "models.formats.gguf.tensors",
         "models.formats.gguf.writer",
         "models.formats.gguf.config_writer",
+        "models.formats.gguf.decoder_keys",
+        "models.formats.gguf.output_tensor",
         "models.formats.gguf.special_tokens",
         "models.formats.gguf.tokenizer",
         "models.formats.gguf.vocabulary",

@@ -41,16 +41,16 @@ REMEDY = "export the model anew by task=export"
 class ExportedShape(ModelShape):
     """The config of an exported model, whose code is not available."""
 
-    most_tokens: int
+    max_tokens: int
     capabilities: ModelCapabilities = ModelCapabilities()
 
     @property
     def context_length(self) -> int:
-        return self.most_tokens
+        return self.max_tokens
 
 
 @dataclass(frozen=True)
-class Side:
+class CacheFormat:
     """The cache format of a layer's keys or values."""
 
     num_heads: int
@@ -74,13 +74,13 @@ class Description:
     hidden_size: int
     embedding_dim: int
     dtype: torch.dtype
-    sides: list[Side]
+    cache_formats: list[CacheFormat]
     """Keys and values of each layer, alternating."""
     step_bytes: int
     """The bytes of weights that every decode step reads."""
     mixtures: list[Mixture]
     quant: dict[str, Any]
-    """The fields of QuantConfig at export."""
+    """The fields of QuantConfig with which the model was exported."""
     weights: list[str]
     """The names of the weights, in the order of the graph's inputs."""
     constants: list[str]
@@ -108,16 +108,16 @@ class Description:
 
         weights: the weights by name. Raises KeyError or ValueError.
         """
-        return [_vectors(side, self.dtype, weights) for side in self.sides]
+        return [_vectors(cache_format, self.dtype, weights) for cache_format in self.cache_formats]
 
     @property
     def heads(self) -> list[Heads]:
         """The heads of each layer's keys and values. The numbers of query heads are fixed in the graph."""
         heads = [
             Heads(keys.num_heads, keys.num_heads, keys.channels, values.channels)
-            for keys, values in zip(self.sides[::2], self.sides[1::2], strict=True)
+            for keys, values in zip(self.cache_formats[::2], self.cache_formats[1::2], strict=True)
         ]
-        return heads if self.part is None else self.part.place(heads)
+        return heads if self.part is None else self.part.with_positions(heads)
 
 
 def part_folder(folder: Path, parallel_layout: ParallelLayout) -> Path:
@@ -148,7 +148,7 @@ def describe(
     scales = {weight.data_ptr(): name for name, weight in base_weights.items()}
     mixtures = [module for module in model.modules() if isinstance(module, Experts)]
     mixture_entries = [
-        asdict(Mixture(_bytes(experts), len(experts), experts.num_experts_per_tok)) for experts in mixtures
+        asdict(Mixture(_num_bytes(experts), len(experts), experts.num_experts_per_tok)) for experts in mixtures
     ]
     has_embedding = not isinstance(model.embedding, MissingLayer)
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -167,10 +167,10 @@ def describe(
         "prefix_stops_scaling": capabilities.prefix_stops_scaling,
         "dtype": str(cache.dtype).removeprefix("torch."),
         "eos_token_ids": sorted(eos),
-        "instruction_set": _instructions(),
+        "instruction_set": _instruction_set(),
         "operators": schemas(),
-        "cache": [_side(vectors, scales) for vectors in itertools.chain(*cache.layers)],
-        "step_bytes": _bytes(model) - unread - sum(map(_bytes, mixtures)),
+        "cache": [_cache_format(vectors, scales) for vectors in itertools.chain(*cache.layers)],
+        "step_bytes": _num_bytes(model) - unread - sum(map(_num_bytes, mixtures)),
         "mixtures": mixture_entries,
         "quant": quant,
         "weights": list(base_weights),
@@ -183,7 +183,7 @@ def describe(
     } | ({"part": describe_part(model, parallel_layout)} if parallel_layout.tp * parallel_layout.pp > 1 else {})
 
 
-def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
+def _cache_format(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
     """Describe a layer's keys or values for export.json. `scales`: weight names by data pointer."""
     _, format, static, channels, _ = PARTS.flatten(vectors)
     name = None if static is None else scales[static.data_ptr()]
@@ -191,8 +191,7 @@ def _side(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
 
 
 def _check_machine(reader: ConfigReader, folder: Path) -> None:
-    """Raise UserError if the model was exported for another instruction set or with other operators."""
-    exported_for, here = reader.require("instruction_set", str), _instructions()
+    exported_for, here = reader.require("instruction_set", str), _instruction_set()
     if exported_for != here:
         raise UserError(f"{folder} was exported for {exported_for!r}, and this machine has {here}: {REMEDY} here")
     current, exported = schemas(), reader.require("operators", dict)  # an older graph does not list newer operators
@@ -232,14 +231,12 @@ def read_description(folder: Path, rank: int = 0) -> Description:
     rank_folder = part_folder(folder, parallel_layout)
     try:
         if _sha256(rank_folder / EXPORT) != sha256.get(str((rank_folder / EXPORT).relative_to(folder))):
-            raise UserError(
-                f"{rank_folder / EXPORT} is damaged (its sha256 is another one than {EXPORT} says): {REMEDY}"
-            )
+            raise UserError(f"{rank_folder / EXPORT} is damaged (its sha256 is not the one in {EXPORT}): {REMEDY}")
     except OSError as error:
         raise UserError(f"{rank_folder / EXPORT} is damaged ({error.strerror}): {REMEDY}") from error
     description = _read(rank_folder, ConfigReader.from_folder(rank_folder, EXPORT))
     if description.parallel_layout != parallel_layout:
-        raise UserError(f"{rank_folder / EXPORT} is damaged (it is of {description.parallel_layout}): {REMEDY}")
+        raise UserError(f"{rank_folder / EXPORT} is damaged (it is for {description.parallel_layout}): {REMEDY}")
     return description
 
 
@@ -252,21 +249,21 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
     dtype = reader.expect("dtype", tuple(DTYPES), None)
     shape = _read_shape(reader)
     try:
-        sides = [Side(**entry) for entry in reader.raw("cache")]
+        cache_formats = [CacheFormat(**entry) for entry in reader.raw("cache")]
         mixtures = [Mixture(**entry) for entry in reader.raw("mixtures")]
         weights, constants, adapted = ([*reader.raw(key)] for key in ("weights", "constants", "adapted_weights"))
         linears = {name: (outputs, inputs) for name, (outputs, inputs) in reader.require("linears", dict).items()}
         sha256 = {file: reader.require("sha256", dict)[file] for file in (GRAPH, ADAPTED_GRAPH)}
-        _check_counts(sides, mixtures, linears)
+        _check_counts(cache_formats, mixtures, linears)
         prompt_marks = [[*ids] for ids in reader.raw("prompt_marks", [])]
         if any(type(token) is not int for token in itertools.chain(reader.raw("eos_token_ids"), *prompt_marks)):
-            raise ValueError("eos_token_ids, or prompt_marks, are no numbers")
+            raise ValueError("eos_token_ids or prompt_marks are not integers")
         part = reader.raw("part")
         part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
         num_layers = shape.num_hidden_layers if part is None else len(part.own_layers)
         names = *weights, *constants, *adapted, *sha256.values()
-        if len(sides) != 2 * num_layers or any(type(name) is not str for name in names):
-            raise ValueError("it has not keys and values of each layer, or weights without names")
+        if len(cache_formats) != 2 * num_layers or any(type(name) is not str for name in names):
+            raise ValueError("it lacks keys or values of a layer, or a weight has no name")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / EXPORT} is damaged ({error}): {REMEDY}") from error
     description = Description(
@@ -274,7 +271,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         reader.count("hidden_size"),
         reader.count("embedding_dim"),
         DTYPES[dtype],
-        sides,
+        cache_formats,
         reader.count("step_bytes", bits=48),
         mixtures,
         reader.require("quant", dict),
@@ -288,33 +285,36 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
         part,
     )
     if unread := reader.unread():
-        raise UserError(
-            f"{folder / EXPORT} has keys that are not understood ({shortened(', '.join(unread))}): {REMEDY}"
-        )
+        raise UserError(f"{folder / EXPORT} has unknown keys ({shortened(', '.join(unread))}): {REMEDY}")
     return description
 
 
-def _check_counts(sides: list[Side], mixtures: list[Mixture], linears: dict[str, tuple[int, int]]) -> None:
-    counts = [side.num_heads for side in sides]
+def _check_counts(
+    cache_formats: list[CacheFormat], mixtures: list[Mixture], linears: dict[str, tuple[int, int]]
+) -> None:
+    counts = [cache_format.num_heads for cache_format in cache_formats]
     counts += [number for mixture in mixtures for number in vars(mixture).values()]
     counts += [number for shape in linears.values() for number in shape]
     if any(type(number) is not int or not 0 < number < 2**48 for number in counts):
         raise ValueError("a count is not a number above 0")
-    if any(type(side.channels) is not int or not 0 <= side.num_heads * side.channels < 2**24 for side in sides):
+    if any(
+        type(cache_format.channels) is not int or not 0 <= cache_format.num_heads * cache_format.channels < 2**24
+        for cache_format in cache_formats
+    ):
         raise ValueError("heads times channels is not a number below 2**24")
 
 
-def _vectors(side: Side, dtype: torch.dtype, weights: dict[str, Tensor]) -> PagedVectors:
-    scales = None if side.scales is None else weights[side.scales]
-    if scales is not None and (scales.shape != (side.num_heads,) or scales.dtype != torch.float32):
-        raise ValueError(f"{side.scales} are no scales of {side.num_heads} heads")
-    format = PARTS.unflatten(((), side.format, scales, side.channels, dtype)).format
-    return allocate(format, (0, 1, side.num_heads), side.channels, dtype, torch.device("meta"))
+def _vectors(cache_format: CacheFormat, dtype: torch.dtype, weights: dict[str, Tensor]) -> PagedVectors:
+    scales = None if cache_format.scales is None else weights[cache_format.scales]
+    if scales is not None and (scales.shape != (cache_format.num_heads,) or scales.dtype != torch.float32):
+        raise ValueError(f"{cache_format.scales} are not the scales of {cache_format.num_heads} heads")
+    format = PARTS.unflatten(((), cache_format.format, scales, cache_format.channels, dtype)).format
+    return allocate(format, (0, 1, cache_format.num_heads), cache_format.channels, dtype, torch.device("meta"))
 
 
-def _instructions() -> str:
+def _instruction_set() -> str:
     return build.instruction_set() if build.library() is not None else "none"
 
 
-def _bytes(module: nn.Module) -> int:
+def _num_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())

@@ -79,7 +79,7 @@ SIZES: dict[str, Callable[..., Any]] = {
 """Integer operations on sizes."""
 ONLY_CHECKS = "torch.ops.aten._assert_tensor_metadata.default"
 """This node is skipped: it repeats facts that every trace contains."""
-PLACES = {
+INDEX_PRODUCERS = {
     ("kv_store", "slots"): {"slots"},
     ("rope_and_store", "slots"): {"slots"},
     ("paged_attention", "block_tables"): {"block_tables"},
@@ -91,11 +91,10 @@ PLACES = {
     ("lora_add", "slots"): {"adapter_slots", "adapter_slots[output_rows].0"},
     ("lora_add", "y"): {"linear.0", *(f"matmul_together.{number}" for number in range(3))},
 }
-"""The allowed makers of unchecked arguments, by operator and argument.
+"""The allowed producers of unchecked arguments, by operator and argument.
 
-C++ reads these arguments as memory indices, or writes into them.
-
-A maker is a field of the batch, the output rows of a field, or an output of an operator.
+C++ uses these arguments as memory indices, or writes into them. A producer is a field of the batch, the output rows of
+a field, or an output of an operator.
 """
 
 

@@ -20,12 +20,12 @@ ADAPTED_INPUTS = (*INPUTS, ADAPTERS)
 STREAM = "stream"
 """An additional input of the graphs of later pipeline stages: the output [T, E] of the previous stage."""
 
-Given = Callable[[list[Any], KVCache], Any]
+Argument = Callable[[list[Any], KVCache], Any]
 """Returns an argument of a call from the step's values and the cache."""
 
 
 class DamagedGraphError(Exception):
-    """The graph cannot be run. The text gives the reason."""
+    """The graph cannot be run. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Call:
 
     name: str
     function: Callable[..., Any]
-    arguments: list[Given]
-    keywords: dict[str, Given]
+    arguments: list[Argument]
+    keywords: dict[str, Argument]
     outputs: list[int]
     """The indices of the step's values that the call sets."""
     has_one_output: bool
-    equal_sizes: list[tuple[Given, Given]]
+    equal_sizes: list[tuple[Argument, Argument]]
     """Pairs of sizes that must be equal, because C++ would otherwise read out of bounds."""
 
     def run(self, values: list[Any], cache: KVCache) -> None:
         for left, right in self.equal_sizes:
             if left(values, cache) != right(values, cache):
-                raise ValueError(f"{left(values, cache)} rows or choices for {right(values, cache)}")
+                raise ValueError(f"{left(values, cache)} rows or choices, expected {right(values, cache)}")
         keywords = {name: argument(values, cache) for name, argument in self.keywords.items()}
         result = self.function(*[argument(values, cache) for argument in self.arguments], **keywords)
         results = (result,) if self.has_one_output else result or ()
@@ -104,5 +104,5 @@ def _run(calls: list[Call], values: list[Any], cache: KVCache, result: int) -> T
         raise DamagedGraphError(f"{name} cannot be computed: {type(error).__name__}: {reason}") from error
     output = values[result]
     if not isinstance(output, Tensor) or output.ndim != 2:
-        raise DamagedGraphError("its outputs are no matrices")
+        raise DamagedGraphError("its outputs are not matrices")
     return output

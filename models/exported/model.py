@@ -48,8 +48,9 @@ class ExportedLM(CausalLM):
     It exposes only the LoRA target layers, so it cannot be calibrated.
     """
 
-    of_a_missing_layer = (
-        "which rows of an exported model cannot adapt: merge it by task=convert convert.lora, and export that"
+    missing_layer_reason = (
+        "which rows of an exported model cannot adapt: merge the adapter by task=convert convert.lora, "
+        "and export the result"
     )
     graph: Graph
     """The graph of steps without adapters."""
@@ -82,11 +83,11 @@ class ExportedLM(CausalLM):
             for name in names if has_head else filter(description.head.__ne__, names):
                 register(self, name, self._linears[name])
             if part is not None:
-                self._become(part, neighbours)
+                self._apply_shard(part, neighbours)
         except (KeyError, ValueError, AttributeError) as error:
-            self._refuse(error)
+            self._raise_damaged(error)
 
-    def _become(self, part: ExportedShard, neighbours: Neighbours) -> None:
+    def _apply_shard(self, part: ExportedShard, neighbours: Neighbours) -> None:
         self.own_layers = part.own_layers
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():
@@ -103,11 +104,11 @@ class ExportedLM(CausalLM):
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.folder / WEIGHTS} is damaged ({error}): {REMEDY}") from error
         try:
-            sides = self.description.vectors(self._weights)
+            layer_vectors = self.description.vectors(self._weights)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            self._refuse(error)
-        graph = self._read(GRAPH, INPUTS, self.description.weights, [])
-        formats = [side.format for side in sides]
+            self._raise_damaged(error)
+        graph = self._build(GRAPH, INPUTS, self.description.weights, [])
+        formats = [vectors.format for vectors in layer_vectors]
         self.kv_formats = list(zip(formats[::2], formats[1::2], strict=True))
         try:
             self.graph = graph
@@ -115,20 +116,22 @@ class ExportedLM(CausalLM):
                 if name not in self.description.constants:
                     self.register_buffer(f"weight_{number}", self._weights[name])
         except (KeyError, TypeError) as error:  # a linear layer has the same name
-            self._refuse(error)
+            self._raise_damaged(error)
 
     @cached_property
     def adapted_graph(self) -> Graph:
         """The graph of steps with adapters, read on first use. Raises UserError as `load` does."""
-        return self._read(ADAPTED_GRAPH, ADAPTED_INPUTS, self.description.adapted_weights, [*self._linears.values()])
+        return self._build(ADAPTED_GRAPH, ADAPTED_INPUTS, self.description.adapted_weights, [*self._linears.values()])
 
-    def _read(self, file: str, fields: tuple[str, ...], names: list[str], adapted: list[LoRATarget]) -> Graph:
+    def _build(self, file: str, fields: tuple[str, ...], names: list[str], adapted: list[LoRATarget]) -> Graph:
         weights, part = {name: self._weights[name] for name in names}, self.description.part
         fields += () if part is None or part.parallel_layout.stage == 0 else (STREAM,)
         try:
-            sides = self.description.vectors(self._weights)
+            layer_vectors = self.description.vectors(self._weights)
             graph = read_graph(self.folder / file, self.description.sha256[file])
-            return build_graph(graph, fields, sides, weights, self._embedding, adapted, self._group, self.quantized)
+            return build_graph(
+                graph, fields, layer_vectors, weights, self._embedding, adapted, self._group, self.quantized
+            )
         except DamagedGraphError as error:
             raise UserError(f"{self.folder / file} is damaged ({error}): {REMEDY}") from error
 
@@ -165,11 +168,11 @@ class ExportedLM(CausalLM):
             hidden = graph.compute_hidden(batch, cache, stream)
             if self.after is not None:
                 if hidden.shape != (batch.shape.num_tokens, self.after.width) or hidden.dtype != cache.dtype:
-                    raise DamagedGraphError("what it gives to the next stage has another form")
+                    raise DamagedGraphError("its output for the next stage has another shape or dtype")
                 self.after.send(hidden)
             return hidden
         except DamagedGraphError as error:
-            self._refuse(error)
+            self._raise_damaged(error)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: Batch | None = None) -> Tensor:
@@ -181,8 +184,8 @@ class ExportedLM(CausalLM):
                 return hidden
             return (self.adapted_graph if is_adapted else self.graph).compute_logits(hidden, batch)
         except DamagedGraphError as error:
-            self._refuse(error)
+            self._raise_damaged(error)
 
-    def _refuse(self, error: Exception) -> NoReturn:
+    def _raise_damaged(self, error: Exception) -> NoReturn:
         reason = " ".join(str(error).split())
         raise UserError(f"{self.folder} is damaged ({reason}): {REMEDY}") from error

@@ -27,8 +27,8 @@ from kernels.linear.packed import WeightGroup
 from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
 from kernels.quantize_rows import Rows
-from models.exported.functions import ONLY_CHECKS, PLACES, collectives_of, function_of
-from models.exported.graph import Call, DamagedGraphError, Given, Graph
+from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, collectives_of, function_of
+from models.exported.graph import Argument, Call, DamagedGraphError, Graph
 from models.layers.lora_target import LoRATarget
 
 MAX_BYTES = 2**28  # of a graph; a graph of 128 layers takes 10 MB
@@ -46,18 +46,32 @@ DTYPES = {
 }
 """The dtypes by their numbers in torch's schema."""
 NUM_FIELDS = len(fields(AdapterTable))
-PLAIN: dict[str, type | tuple[type, ...]] = {"as_int": int, "as_float": (int, float), "as_bool": bool, "as_string": str}
+PLAIN_TYPES: dict[str, type | tuple[type, ...]] = {
+    "as_int": int,
+    "as_float": (int, float),
+    "as_bool": bool,
+    "as_string": str,
+}
 PRODUCTS = {"matmul_together": "weights", "matmul_swiglu": "gate", "grouped_matmul": "weights"}
 """Operators that multiply rows `x`, with the name of their weights argument."""
-WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
-"""The errors that reading a file of another form may raise."""
+FORMAT_ERRORS = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    RecursionError,
+)
+"""The errors that a file of another format may cause."""
 
 
 class Value(NamedTuple):
     """One of a step's values."""
 
     number: int
-    maker: str
+    producer: str
     """The field of the batch, or OPERATOR.OUTPUT."""
 
 
@@ -68,7 +82,7 @@ class TablePart(NamedTuple):
     field: int
 
 
-class Stored(NamedTuple):
+class CacheTensor(NamedTuple):
     """One of the cache's tensors."""
 
     number: int
@@ -81,12 +95,12 @@ def read_graph(path: Path, sha256: str) -> dict[str, Any]:
     """
     try:
         if not path.is_file():  # reading a pipe would block
-            raise DamagedGraphError("it is no file")
+            raise DamagedGraphError("it is not a file")
         if path.stat().st_size > MAX_BYTES:
             raise DamagedGraphError(f"it has more than {MAX_BYTES:,} bytes")
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise DamagedGraphError("its sha256 is another one than export.json says")
+            raise DamagedGraphError("its sha256 is not the one in export.json")
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             _check_entries(archive.infolist())
             names = [name for name in archive.namelist() if name.endswith("/models/model.json")]
@@ -96,8 +110,8 @@ def read_graph(path: Path, sha256: str) -> dict[str, Any]:
         graph: dict[str, Any] = json.loads(text)["graph_module"]["graph"]
         return graph
     except (OSError, zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise DamagedGraphError(f"it is no archive ({shortened(str(error))})") from error
-    except WRONG as error:
+        raise DamagedGraphError(f"it is not an archive ({shortened(str(error))})") from error
+    except FORMAT_ERRORS as error:
         raise DamagedGraphError(f"it holds no graph ({type(error).__name__}: {shortened(str(error))})") from error
 
 
@@ -112,7 +126,7 @@ def _check_entries(entries: Sequence[zipfile.ZipInfo]) -> None:
         if entry.filename in names:
             raise DamagedGraphError(f"it has two entries {name}")
         if entry.filename.startswith("/") or ".." in entry.filename.split("/"):
-            raise DamagedGraphError(f"its entry {name} is outside of it")
+            raise DamagedGraphError(f"its entry {name} is outside of the archive")
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise DamagedGraphError(f"its entry {name} is compressed")
         names.add(entry.filename)
@@ -121,7 +135,7 @@ def _check_entries(entries: Sequence[zipfile.ZipInfo]) -> None:
 def build_graph(
     graph: Mapping[str, Any],
     fields: tuple[str, ...],
-    sides: Sequence[PagedVectors],
+    layer_vectors: Sequence[PagedVectors],
     weights: Mapping[str, Tensor],
     embed: Callable[..., Tensor],
     adapted: Sequence[LoRATarget] = (),
@@ -130,17 +144,18 @@ def build_graph(
 ) -> Graph:
     """Return the calls of a graph, including its weights.
 
-    The graph's inputs are, in this order, the `fields` of a batch, the cache tensors of `sides` (keys and values of
-    each layer, alternating), `weights`, and the adapter tables of the layers `adapted`. `embed(function, **arguments)`
-    is called for the token embedding. `group`: the group of the rank; None: the model is not sharded. `quantized(x,
-    count)` quantises float rows x for products with `count` integer weights; None: the product takes floats.
+    The graph's inputs are, in this order, the `fields` of a batch, the cache tensors of `layer_vectors` (keys and values
+    of each layer, alternating), `weights`, and the adapter tables of the layers `adapted`. `embed(function,
+    **arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
+    `quantized(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
+    floats.
 
     Raises DamagedGraphError for functions and arguments that are not listed, and for weights that a kernel would read
     out of bounds.
     """
     try:
-        return _Builder(graph, fields, sides, weights, embed, adapted, group, quantized).build()
-    except WRONG as error:
+        return _Builder(graph, fields, layer_vectors, weights, embed, adapted, group, quantized).build()
+    except FORMAT_ERRORS as error:
         raise DamagedGraphError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}") from error
 
 
@@ -149,7 +164,7 @@ class _Builder:
         self,
         graph: Mapping[str, Any],
         fields: tuple[str, ...],
-        sides: Sequence[PagedVectors],
+        layer_vectors: Sequence[PagedVectors],
         weights: Mapping[str, Tensor],
         embed: Callable[..., Tensor],
         adapted: Sequence[LoRATarget],
@@ -158,15 +173,21 @@ class _Builder:
     ) -> None:
         self._quantized, self._num_quantized = quantized, 0
         self._collectives = {} if group is None else collectives_of(group)
-        self._graph, self._fields, self._sides, self._embed, self._adapted = graph, fields, sides, embed, adapted
-        self._stored = [[*range(start, start + len(side.tensors))] for start, side in _starts(sides)]
-        stored = map(Stored, range(sum(map(len, self._stored))))
+        self._graph, self._fields, self._layer_vectors, self._embed, self._adapted = (
+            graph,
+            fields,
+            layer_vectors,
+            embed,
+            adapted,
+        )
+        self._stored = [[*range(start, start + len(vectors.tensors))] for start, vectors in _with_starts(layer_vectors)]
+        stored = map(CacheTensor, range(sum(map(len, self._stored))))
         tables = (TablePart(layer, field) for layer in range(len(adapted)) for field in range(NUM_FIELDS))
         inputs = [*map(Value, range(len(fields)), fields), *stored, *weights.values(), *tables]
         names = [graph_input["as_tensor"]["name"] for graph_input in graph["inputs"]]
         self._values: dict[str, Any] = dict(zip(names, inputs, strict=True))
         self._num_values = len(fields)
-        self._sizes: dict[int, Given] = {}
+        self._sizes: dict[int, Argument] = {}
         """For each value of indices, the number of entries that the indices may address."""
 
     def build(self) -> Graph:
@@ -182,35 +203,39 @@ class _Builder:
         target = node["target"]
         function = self._collectives.get(target) or function_of(target)
         if function is None:
-            raise DamagedGraphError(f"{target!r} is no function of a model")
+            raise DamagedGraphError(f"{target!r} is not a function of a model")
         name = target.split(".")[-2]
-        values = {argument["name"]: self._parsed(argument["arg"]) for argument in node["inputs"]}
+        values = {argument["name"]: self._parse_argument(argument["arg"]) for argument in node["inputs"]}
         schema: Schema | None = getattr(function, "schema", None)
-        arguments, keywords, maker = list[Given](), dict[str, Given](), name
+        arguments, keywords, producer = list[Argument](), dict[str, Argument](), name
         if schema is not None:
-            arguments = self._own_arguments(schema, values)
+            arguments = self._operator_arguments(schema, values)
             if self._quantized is not None and (count := _num_integer_weights(name, values)):
                 arguments[0] = _quantized_rows(self._quantized, arguments[0], count)
                 self._num_quantized += 1
             function = _lora_add if name == "lora_add" else function
-        elif name == "index" and [getattr(index, "maker", "") for index in values["indices"]] == ["output_rows"]:
+        elif name == "index" and [getattr(index, "producer", "") for index in values["indices"]] == ["output_rows"]:
             function, arguments = _output_rows, [_resolved(values["self"]), _resolved(values["indices"][0])]
-            maker = f"{getattr(values['self'], 'maker', '')}[output_rows]"
+            producer = f"{getattr(values['self'], 'producer', '')}[output_rows]"
         elif target.startswith("torch."):
-            if name == "owned_rows" or name == "embedding" and getattr(values["indices"], "maker", "") == "token_ids":
+            if (
+                name == "owned_rows"
+                or name == "embedding"
+                and getattr(values["indices"], "producer", "") == "token_ids"
+            ):
                 function = partial(self._embed, function)
             keywords = {name: _resolved(value) for name, value in values.items()}
         else:
             arguments = [_resolved(value) for value in values.values()]
         equal = [] if schema is None else self._equal_sizes(name, values)
-        outputs, has_one_output = self._outputs(node["outputs"], maker)
+        outputs, has_one_output = self._outputs(node["outputs"], producer)
         if name in ("route", "route_corrected", "topk"):
             self._sizes[outputs[1]] = _size(values["self" if name == "topk" else "logits"], -1)
         elif name == "group_rows":
             self._sizes |= dict.fromkeys(outputs[1:], _size(Value(outputs[0], ""), 0))
         return Call(node["name"] or target, function, arguments, keywords, outputs, has_one_output, equal)
 
-    def _outputs(self, outputs: Sequence[Mapping[str, Any]], maker: str) -> tuple[list[int], bool]:
+    def _outputs(self, outputs: Sequence[Mapping[str, Any]], producer: str) -> tuple[list[int], bool]:
         """Return the indices of a node's results, and whether the function returns one value instead of a tuple."""
         names: list[str] = []
         for output in outputs:
@@ -223,36 +248,36 @@ class _Builder:
             raise DamagedGraphError(f"{names[0]!r} is computed twice")
         first, self._num_values = self._num_values, self._num_values + len(names)
         for index, name in enumerate(names):
-            self._values[name] = Value(first + index, f"{maker}.{index}")
+            self._values[name] = Value(first + index, f"{producer}.{index}")
         return [*range(first, self._num_values)], len(outputs) == 1 and "as_tensors" not in outputs[0] and bool(names)
 
-    def _parsed(self, argument: Mapping[str, Any]) -> Any:
+    def _parse_argument(self, argument: Mapping[str, Any]) -> Any:
         ((kind, value),) = argument.items()
         if kind == "as_none":
             return None
-        if kind in PLAIN:
-            return _plain(kind, value)
-        if kind.removesuffix("s") in PLAIN:
-            return [_plain(kind.removesuffix("s"), item) for item in value]
+        if kind in PLAIN_TYPES:
+            return _plain_value(kind, value)
+        if kind.removesuffix("s") in PLAIN_TYPES:
+            return [_plain_value(kind.removesuffix("s"), item) for item in value]
         match kind:
             case "as_tensor":
                 return self._values[value["name"]]
             case "as_tensors":
                 return [self._values[tensor["name"]] for tensor in value]
             case "as_optional_tensor" | "as_sym_int":
-                return self._values[value["as_name"]] if "as_name" in value else self._parsed(value)
+                return self._values[value["as_name"]] if "as_name" in value else self._parse_argument(value)
             case "as_optional_tensors" | "as_sym_ints":
                 kind = kind.removesuffix("s")
-                return [self._parsed({kind: item}) for item in value]
+                return [self._parse_argument({kind: item}) for item in value]
             case "as_scalar_type":
                 return DTYPES[value]
             case "as_device" if value["type"] == "cpu":
                 return torch.device("cpu")
             case "as_layout" if value == 7:
                 return torch.strided
-        raise DamagedGraphError(f"{kind!r} is no argument of a model's function")
+        raise DamagedGraphError(f"{kind!r} is not an argument of a model's function")
 
-    def _own_arguments(self, schema: Schema, values: dict[str, Any]) -> list[Given]:
+    def _operator_arguments(self, schema: Schema, values: dict[str, Any]) -> list[Argument]:
         """Return the arguments of one of Quintet's operators, with compound types rebuilt.
 
         Arguments that contain only weights are built once.
@@ -267,59 +292,58 @@ class _Builder:
             if parts is None:
                 arguments.append(_resolved(components[0]))
             elif parts is PARTS:
-                arguments.append(self._cached(*components))
+                arguments.append(self._cache_argument(*components))
             elif parts.make is AdapterTable:
-                arguments.append(self._table(components))
+                arguments.append(self._table_argument(components))
             elif any(map(_is_computed, components)):
-                arguments.append(_computed(parts, [_resolved(component) for component in components]))
+                arguments.append(_compound(parts, [_resolved(component) for component in components]))
             else:
                 compound = parts.unflatten(components)
                 _check_weights(compound)
                 arguments.append(_constant(compound))
         if values.keys() - schema.signature.parameters.keys():
-            raise DamagedGraphError(f"{[*values]} are other arguments")
+            raise DamagedGraphError(f"{[*values]} are not the arguments of the operator")
         return arguments
 
-    def _table(self, components: list[Any]) -> Given:
+    def _table_argument(self, components: list[Any]) -> Argument:
         """Return the argument for a layer's adapter table.
 
         The argument is None at run time if the layer has no adapters.
         """
         number = components[0].layer if isinstance(components[0], TablePart) else -1
         if components != [TablePart(number, field) for field in range(NUM_FIELDS)]:
-            raise DamagedGraphError("what is given for a layer's adapters is something else")
+            raise DamagedGraphError("an adapter argument is not the adapter table of a layer")
         layer = self._adapted[number]
         return lambda values, cache: layer.adapters
 
-    def _cached(
-        self, tensors: list[Stored], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
-    ) -> Given:
-        """Return the argument for a layer's keys or values."""
+    def _cache_argument(
+        self, tensors: list[CacheTensor], format: str, scales: Tensor | None, channels: int, dtype: torch.dtype
+    ) -> Argument:
         number = self._stored.index([tensor.number for tensor in tensors])
-        side = self._sides[number]
-        vectors = replace(side, channels=channels)
-        expected = PARTS.flatten(vectors)
+        vectors = self._layer_vectors[number]
+        narrowed = replace(vectors, channels=channels)
+        expected = PARTS.flatten(narrowed)
         is_alike = (format, channels, dtype) == (expected[1], *expected[3:]) and scales is expected[2]
-        if not is_alike or not min(1, side.channels) <= channels <= side.channels:
+        if not is_alike or not min(1, vectors.channels) <= channels <= vectors.channels:
             raise DamagedGraphError(
-                f"a cache of {format} and {channels} channels for one of {expected[1]} and {side.channels}"
+                f"a cache of {format} and {channels} channels, expected {expected[1]} and {vectors.channels}"
             )
         layer, is_value = divmod(number, 2)
-        if channels == side.channels:
+        if channels == vectors.channels:
             return lambda values, cache: cache.layers[layer][is_value]
         return lambda values, cache: replace(cache.layers[layer][is_value], channels=channels)
 
-    def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Given, Given]]:
+    def _equal_sizes(self, name: str, values: dict[str, Any]) -> list[tuple[Argument, Argument]]:
         """Return pairs of sizes that must be equal.
 
-        Raises DamagedGraphError if memory indices have another maker than in PLACES.
+        Raises DamagedGraphError if the producer of memory indices is not in INDEX_PRODUCERS.
         """
-        for (operator, argument), makers in PLACES.items():
-            if operator == name and getattr(values[argument], "maker", None) not in makers:
-                raise DamagedGraphError(f"{argument} of {name} are not made by {' or '.join(sorted(makers))}")
+        for (operator, argument), producers in INDEX_PRODUCERS.items():
+            if operator == name and getattr(values[argument], "producer", None) not in producers:
+                raise DamagedGraphError(f"{argument} of {name} are not computed by {' or '.join(sorted(producers))}")
         match name:
             case "paged_attention":
-                rows = "token_ids" if values["query_starts"].maker == "query_starts" else "output_rows"
+                rows = "token_ids" if values["query_starts"].producer == "query_starts" else "output_rows"
                 return [(_size(values["query"], 0), _size(Value(self._fields.index(rows), rows), 0))]
             case "group_rows":
                 return [(_constant(values["num_experts"]), self._sizes[values["chosen"].number])]
@@ -336,16 +360,16 @@ class _Builder:
         return []
 
 
-def _starts(sides: Sequence[PagedVectors]) -> list[tuple[int, PagedVectors]]:
-    """Return each side with the index of its first tensor."""
-    counts = [0, *accumulate(len(side.tensors) for side in sides)]
-    return [*zip(counts, sides, strict=False)]
+def _with_starts(layer_vectors: Sequence[PagedVectors]) -> list[tuple[int, PagedVectors]]:
+    """Return the keys or values of each layer with the index of their first tensor."""
+    counts = [0, *accumulate(len(vectors.tensors) for vectors in layer_vectors)]
+    return [*zip(counts, layer_vectors, strict=False)]
 
 
-def _plain(kind: str, value: Any) -> Any:
+def _plain_value(kind: str, value: Any) -> Any:
     if kind == "as_float" and value in ("Infinity", "-Infinity", "NaN"):  # JSON has no such numbers
         return float(value)
-    if not isinstance(value, PLAIN[kind]) or (kind != "as_bool" and isinstance(value, bool)):
+    if not isinstance(value, PLAIN_TYPES[kind]) or (kind != "as_bool" and isinstance(value, bool)):
         raise DamagedGraphError(f"{value!r} is not of type {kind.removeprefix('as_')}")
     return value
 
@@ -354,24 +378,24 @@ def _is_computed(value: Any) -> bool:
     return any(map(_is_computed, value)) if isinstance(value, list) else isinstance(value, Value)
 
 
-def _constant(value: Any) -> Given:
+def _constant(value: Any) -> Argument:
     return lambda values, cache: value
 
 
-def _resolved(value: Any) -> Given:
+def _resolved(value: Any) -> Argument:
     """Return the argument for a value or a list of values."""
     if isinstance(value, Value):
         number = value.number
         return lambda values, cache: values[number]
-    if any(isinstance(item, Stored | TablePart) for item in (value if isinstance(value, list) else [value])):
-        raise DamagedGraphError("the cache, or adapters, are given to a function that does not know them")
+    if any(isinstance(item, CacheTensor | TablePart) for item in (value if isinstance(value, list) else [value])):
+        raise DamagedGraphError("the cache or adapters are arguments of a function that does not take them")
     if isinstance(value, list) and _is_computed(value):
         resolved = [_resolved(part) for part in value]
         return lambda values, cache: [part(values, cache) for part in resolved]
     return _constant(value)
 
 
-def _computed(parts: Parts, components: list[Given]) -> Given:
+def _compound(parts: Parts, components: list[Argument]) -> Argument:
     return lambda values, cache: parts.unflatten([component(values, cache) for component in components])
 
 
@@ -385,11 +409,11 @@ def _num_integer_weights(name: str, values: Mapping[str, Any]) -> int:
     return len(values["weights_memories"]) if name == "grouped_matmul" else 1
 
 
-def _quantized_rows(quantized: Callable[[Tensor, int], Rows], x: Given, num_weights: int) -> Given:
+def _quantized_rows(quantized: Callable[[Tensor, int], Rows], x: Argument, num_weights: int) -> Argument:
     return lambda values, cache: quantized(x(values, cache), num_weights)
 
 
-def _size(value: Any, axis: int) -> Given:
+def _size(value: Any, axis: int) -> Argument:
     argument = _resolved(value)
     return lambda values, cache: argument(values, cache).shape[axis]
 

@@ -9,8 +9,8 @@ from models.layers.attention import Heads
 from models.layers.missing import MissingLayer
 from models.sharding import ParallelLayout
 
-MOST = 2**31
-PLACE = ("tp", "pp", "tp_rank", "stage")
+LIMIT = 2**31
+LAYOUT_FIELDS = ("tp", "pp", "tp_rank", "stage")
 """The exported fields of a parallel layout. Its ranks gather, and each rank has a shard of every expert."""
 
 
@@ -27,7 +27,7 @@ class ExportedShard:
     absent: list[str]
     """The names of the modules of other stages."""
 
-    def place(self, heads: list[Heads]) -> list[Heads]:
+    def with_positions(self, heads: list[Heads]) -> list[Heads]:
         """Return the heads of each own layer with their positions in the whole layer."""
         return [
             replace(layer_heads, first_key=first, num_whole_keys=num_whole)
@@ -39,12 +39,12 @@ def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str,
     """Return the entry of export.json for a rank's part."""
     link = model.before or model.after
     return {
-        "division": {name: getattr(parallel_layout, name) for name in PLACE},
+        "division": {name: getattr(parallel_layout, name) for name in LAYOUT_FIELDS},
         "own_layers": [model.own_layers.start, model.own_layers.stop],
         "width": 0 if link is None else link.width,
         "keys": [[heads.first_key, heads.whole_keys] for heads in model.attention_heads],
         "outputs": {
-            name: [[outputs.start, outputs.stop] for outputs in layer.outputs]
+            name: [[indices.start, indices.stop] for indices in layer.outputs]
             for name, layer in adaptable_layers(model).items()
             if layer.outputs is not None
         },
@@ -57,27 +57,28 @@ def read_part(entry: dict[str, Any], num_layers: int, linears: dict[str, tuple[i
 
     `linears`: the outputs and inputs of the layers that can have adapters.
     """
-    parallel_layout, (first, last) = ParallelLayout(*[entry["division"][name] for name in PLACE]), entry["own_layers"]
+    parallel_layout = ParallelLayout(*[entry["division"][name] for name in LAYOUT_FIELDS])
+    first, last = entry["own_layers"]
     keys = [(start, num_whole) for start, num_whole in entry["keys"]]
     outputs = {name: tuple(range(start, stop) for start, stop in ranges) for name, ranges in entry["outputs"].items()}
     numbers = [
-        *(getattr(parallel_layout, name) for name in PLACE),
+        *(getattr(parallel_layout, name) for name in LAYOUT_FIELDS),
         first,
         last,
         entry["width"],
         *(number for pair in keys for number in pair),
     ]
-    if any(type(number) is not int or not 0 <= number < MOST for number in numbers):
-        raise ValueError("its part has numbers that are none from 0 on")
+    if any(type(number) is not int or not 0 <= number < LIMIT for number in numbers):
+        raise ValueError("its part has a number that is not an integer from 0 to 2**31 - 1")
     if not (
         parallel_layout.tp_rank < parallel_layout.tp
         and parallel_layout.stage < parallel_layout.pp
         and first < last <= num_layers
     ):
-        raise ValueError("its part is of no rank")
+        raise ValueError("its part belongs to no rank")
     for name, ranges in outputs.items():
-        if any(not 0 <= outputs.start < outputs.stop <= linears[name][0] for outputs in ranges):
-            raise ValueError(f"its part has outputs that {name} has not")
+        if any(not 0 <= indices.start < indices.stop <= linears[name][0] for indices in ranges):
+            raise ValueError(f"its part has outputs that are not in {name}")
     if len(keys) != last - first or any(type(name) is not str for name in entry["absent"]):
-        raise ValueError("its part has not keys of each layer, or lacks what has no name")
+        raise ValueError("its part lacks the keys of a layer, or the name of an absent module")
     return ExportedShard(parallel_layout, range(first, last), entry["width"], keys, outputs, [*entry["absent"]])

@@ -46,7 +46,7 @@ class Traced:
     """In the order of the program's inputs."""
 
 
-class Border(Link):
+class StageLink(Link):
     """The link to another stage in a graph. Received tensors are inputs of the graph, sent tensors are outputs."""
 
     def __init__(self, width: int, x: Tensor | None = None) -> None:
@@ -68,8 +68,8 @@ class FieldsBatch(Batch):
     """
 
     def __init__(self, fields: Mapping[str, Tensor], only_outputs_attend: bool = False) -> None:
-        # torch learns only at the end of a trace that both have as many rows, so a later stage uses the stream's number
-        # of rows
+        # The stream and the token ids have as many rows, but torch learns this only at the end of a trace. Therefore a
+        # later stage uses the stream's number of rows.
         tokens, tables = fields.get(STREAM, fields["token_ids"]).shape[0], fields["block_tables"].shape
         features, outputs = fields["prompt_features"].shape[1], fields["output_rows"].shape[0]
         adapted = tokens if ADAPTERS in fields else 0
@@ -103,13 +103,13 @@ class Step(nn.Module):
     ) -> tuple[Tensor, ...]:
         tensors = iter(stored)
         model, links = self.model, (self.model.before, self.model.after)
-        layers = [(_with(keys, tensors), _with(values, tensors)) for keys, values in self.cache.layers]
+        layers = [(_with_tensors(keys, tensors), _with_tensors(values, tensors)) for keys, values in self.cache.layers]
         try:
             for layer, table in zip(self._adapted, tables, strict=True):
                 layer.adapters = AdapterTable(*table)
             before, after = links
-            model.before = None if before is None else Border(before.width, fields[STREAM])
-            model.after = None if after is None else Border(after.width)
+            model.before = None if before is None else StageLink(before.width, fields[STREAM])
+            model.after = None if after is None else StageLink(after.width)
             hidden = model(FieldsBatch(fields), KVCache(layers))
             return (hidden, model.logits(hidden, FieldsBatch(fields))) if after is None else (hidden,)
         finally:
@@ -118,12 +118,12 @@ class Step(nn.Module):
                 layer.adapters = None
 
 
-def _table(layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
+def _empty_table(layer: LoRATarget, dtype: torch.dtype) -> AdapterTable:
     outputs, inputs = layer.shape
     return AdapterTable.empty(NUM_SLOTS, RANK, inputs, outputs, dtype, torch.device("cpu"))
 
 
-def _with(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
+def _with_tensors(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
     return replace(vectors, tensors=tuple(islice(tensors, len(vectors.tensors))))
 
 
@@ -142,7 +142,7 @@ def trace(
     if model.before is not None:
         fields[STREAM] = torch.zeros(shape.num_tokens, model.before.width, dtype=cache.dtype)
     stored = [part.new_zeros(NUM_BLOCKS, BLOCK_SIZE, *part.shape[2:]) for part in cache.tensors]
-    tables = [list(vars(_table(layer, cache.dtype)).values()) for layer in layers]
+    tables = [list(vars(_empty_table(layer, cache.dtype)).values()) for layer in layers]
     any_size: dict[str, object] = {name: {0: Dim.DYNAMIC} for name in fields}
     any_size["block_tables"] = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     any_pool = [{0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for _ in stored]

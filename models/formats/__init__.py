@@ -1,4 +1,4 @@
-"""Open checkpoints of every supported layout. The content of a path decides its layout; the name alone never does.
+"""Open checkpoints of every supported layout. The content of a path decides the layout, never its name alone.
 
 The functions import torch only when they open a checkpoint, because the HTTP server process opens only tokenizers.
 """
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from conf.errors import UserError
 from models.formats.gguf.magic import is_gguf_layout
-from models.formats.mistaken import refuse_mistaken
+from models.formats.other_folders import refuse_other_folders
 from models.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ __all__ = ["open_checkpoint", "open_tokenizer"]
 
 
 def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
-    """Return the checkpoint in a folder or a GGUF file, whatever its layout.
+    """Return the checkpoint in a folder or a GGUF file, of any layout.
 
-    Raises UserError if the configuration cannot be read. Errors in weights and tokenizer appear when these are opened.
+    Raises UserError if the configuration cannot be read. Weights and tokenizer raise their errors when they are opened.
     """
     if is_gguf_layout(path):
         from models.formats.gguf.reader import open_gguf
@@ -28,7 +28,7 @@ def open_checkpoint(path: Path, allow_pickle: bool) -> "Checkpoint":
         return open_gguf(path)
     if not path.is_dir():
         raise UserError(f"{path} is a file: model.path must be a folder that holds a model, a GGUF file, or a hub id")
-    refuse_mistaken(path)
+    refuse_other_folders(path)
     from models.formats.huggingface import open_huggingface
     from models.formats.meta import is_meta_layout, open_meta
     from models.formats.mindspore.checkpoint import is_mindspore_layout, open_mindspore

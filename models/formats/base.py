@@ -49,7 +49,7 @@ class RangedFile(WeightFile, Protocol):
 
 @runtime_checkable
 class CodedWeights(WeightFile, Protocol):
-    """A file with weights stored as small integer codes and scales. It returns floats, or codes after `keep_codes`."""
+    """A file whose weights are small integer codes and scales. It returns floats, or codes after `keep_codes`."""
 
     def coded_modules(self) -> dict[str, str]:
         """Return the ggml type name of each weight that has codes, by module."""

@@ -20,14 +20,14 @@ from models.formats.base import WeightFile
 
 BITMASK, VALUES, SHAPE, OFFSETS = ".bitmask", ".compressed", ".shape", ".row_offsets"
 WEIGHT = ".weight"
-FORMATS = ("sparse-bitmask", "sparse-24-bitmask")  # of a sparsity_config
+FORMATS = ("sparse-bitmask", "sparse-24-bitmask")  # formats in a sparsity_config
 TYPES = {BITMASK: torch.uint8, SHAPE: torch.int64}
 
 
 class BitmaskFile:
     """A file that returns dense weights.
 
-    It lists a weight if it holds the bitmask; another file may hold its other tensors.
+    The file that holds a weight's bitmask lists the weight. Other files may hold the weight's other tensors.
     """
 
     def __init__(self, file: WeightFile, modules: Sequence[str], holders: Mapping[str, WeightFile]) -> None:
@@ -54,7 +54,7 @@ class BitmaskFile:
 
     def _shape(self, module: str) -> tuple[int, ...]:
         if module + WEIGHT in self._holders:
-            raise UserError(f"{self.path} has {module}{BITMASK}, but the checkpoint has {module}{WEIGHT}, too")
+            raise UserError(f"{self.path} has {module}{BITMASK}, but the checkpoint also has {module}{WEIGHT}")
         for end in (VALUES, SHAPE):
             if module + end not in self._holders:
                 raise UserError(f"{self.path} has {module}{BITMASK}, but the checkpoint has no {module}{end}")
@@ -64,9 +64,7 @@ class BitmaskFile:
         shape = tuple(self._tensor(module + SHAPE).flatten().tolist())
         packed = self._file.shapes[module + BITMASK]
         if not shape or packed != (*shape[:-1], -(-shape[-1] // 8)):
-            raise UserError(
-                f"{self.path}: {module}{BITMASK} {list(packed)} does not fit {list(shape)}, which {module}{SHAPE} says"
-            )
+            raise UserError(f"{self.path}: {module}{BITMASK} {list(packed)} does not fit {module}{SHAPE}={list(shape)}")
         return shape
 
     def _weight(self, module: str) -> Tensor:
@@ -74,16 +72,16 @@ class BitmaskFile:
 
         Raises UserError if the number of stored weights differs from the number of 1 bits.
         """
-        words, values = self._tensor(module + BITMASK), self._tensor(module + VALUES).flatten()
-        bits = (words.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1  # [O, ceil(I / 8), 8]
+        bitmask, values = self._tensor(module + BITMASK), self._tensor(module + VALUES).flatten()
+        bits = (bitmask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1  # [O, ceil(I / 8), 8]
         is_stored = bits.flatten(-2)[..., : self.shapes[module + WEIGHT][-1]].bool()  # [O, I]
         if (count := int(is_stored.sum())) != len(values):
             raise UserError(
-                f"{self.path}: {module}{BITMASK} names {count} weights, but {module}{VALUES} has {len(values)}"
+                f"{self.path}: {module}{BITMASK} has {count} bits set, but {module}{VALUES} has {len(values)}"
             )
         weight = torch.zeros(is_stored.shape, dtype=values.dtype)
-        numbers = torch.int8 if values.itemsize == 1 else values.dtype  # torch cannot index float8
-        weight.view(numbers)[is_stored] = values.view(numbers)
+        dtype = torch.int8 if values.itemsize == 1 else values.dtype  # torch cannot index float8
+        weight.view(dtype)[is_stored] = values.view(dtype)
         return weight
 
     def _tensor(self, name: str) -> Tensor:
@@ -91,15 +89,15 @@ class BitmaskFile:
         return tensor
 
 
-def unmasked(files: list[WeightFile]) -> list[WeightFile]:
+def dense_files(files: list[WeightFile]) -> list[WeightFile]:
     """Return the files with dense weights. Raises UserError as `BitmaskFile` does."""
     modules = [name.removesuffix(BITMASK) for file in files for name in file.shapes if name.endswith(BITMASK)]
     holders = {name: file for file in files for name in file.shapes}
     return [BitmaskFile(file, modules, holders) for file in files] if modules else files
 
 
-def unmasked_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json for the files that `unmasked` returns: the format in its sparsity_config is `dense`."""
+def dense_config(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json for the files that `dense_files` returns: the format in its sparsity_config is `dense`."""
     quantization = values.get("quantization_config")
     if not isinstance(quantization, dict):
         return values

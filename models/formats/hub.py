@@ -1,4 +1,4 @@
-"""Find the folder or file that `model.path` or `model.tokenizer` names, and download hub ids."""
+"""Find the folder or file of `model.path` or `model.tokenizer`, and download hub ids."""
 
 import functools
 import re
@@ -15,11 +15,11 @@ from conf.errors import UserError
 from conf.schema import Hub
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")  # with a quantisation tag, as in org/name-GGUF:Q4_K_M
-WANTED = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-WEIGHTS = ["*.safetensors"]
-PICKLES = ["*.bin", "*.pt", "consolidated.*.pth", "*.pdparams"]
+CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+WEIGHT_PATTERNS = ["*.safetensors"]
+PICKLE_PATTERNS = ["*.bin", "*.pt", "consolidated.*.pth", "*.pdparams"]
 GGUF_ENDS = [".gguf", "-*-of-*.gguf"]  # of a single file, of a split file
-CONNECT_S = 6.0  # for DNS and connection: a resolver tries its second server after five seconds
+CONNECT_S = 6.0  # limit of DNS and connection: a resolver tries its second server after five seconds
 
 
 class Client(NamedTuple):
@@ -59,20 +59,20 @@ def find_checkpoint(
         )
     if with_weights and not id[2] and path.lower().endswith("gguf"):
         raise UserError(
-            f"{key}={path} names no model among the repository's GGUF files: add the end of one's name, as in {path}:Q4_K_M"
+            f"{key}={path} does not select one of the repository's GGUF files: add the end of a file's name, as in {path}:Q4_K_M"
         )
-    patterns = WANTED + WEIGHTS * with_weights + PICKLES * (with_weights and allow_pickle)
+    patterns = CONFIG_PATTERNS + WEIGHT_PATTERNS * with_weights + PICKLE_PATTERNS * (with_weights and allow_pickle)
     if id[2]:
         patterns = [f"*{tag}{end}" for tag in (id[2], id[2].lower(), id[2].upper()) for end in GGUF_ENDS]
     client = _modelscope() if hub is Hub.modelscope else _huggingface()
-    folder = _downloaded(f"{key}=FOLDER", path, id[1], revision, patterns, client)
+    folder = _download(f"{key}=FOLDER", path, id[1], revision, patterns, client)
     return _tagged_file(folder, path, id[2]) if id[2] else folder
 
 
 def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
     """Return the path of `model.tokenizer`, or the local cache folder of a hub id, which is downloaded if necessary.
 
-    Returns any other text as a path. Raises UserError for an id that cannot be downloaded.
+    A text that is not a hub id is returned as a path. Raises UserError for an id that cannot be downloaded.
     """
     local = Path(path).expanduser()
     if local.exists() or not HUB_ID.fullmatch(path):
@@ -80,7 +80,7 @@ def find_tokenizer(path: str, hub: Hub, revision: str | None) -> Path:
     return find_checkpoint(path, False, False, hub, revision, "model.tokenizer")
 
 
-def _downloaded(remedy: str, path: str, id: str, revision: str | None, patterns: list[str], client: Client) -> Path:
+def _download(remedy: str, path: str, id: str, revision: str | None, patterns: list[str], client: Client) -> Path:
     is_offline = client.offline is not None
     try:
         folder = Path(client.download(id, revision=revision, allow_patterns=patterns, local_files_only=is_offline))
@@ -93,7 +93,7 @@ def _downloaded(remedy: str, path: str, id: str, revision: str | None, patterns:
         ) from error
     if is_offline and revision is not None and folder.parent.name != "snapshots":  # ModelScope before 1.38
         raise UserError(
-            f"model.revision={revision} cannot be told from others in {folder}, a cache without revisions ({client.offline}): "
+            f"model.revision={revision} cannot be identified in {folder}, because this cache does not record revisions ({client.offline}): "
             "leave it out, or download the revision"
         )
     return folder
@@ -131,8 +131,8 @@ def _tagged_file(folder: Path, path: str, tag: str) -> Path:
     names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
     problem = f"{len(files)} GGUF models in it have that tag ({names})" if files else "no GGUF model in it has that tag"
     raise UserError(
-        f"model.path={path}: {problem}: look at the repository's list of files and give another tag, the path of one file "
-        "on disk, or the id of the Hugging Face checkpoint"
+        f"model.path={path}: {problem}: choose another tag from the repository's list of files, or give the path of a file on disk "
+        "or the id of the Hugging Face checkpoint"
     )
 
 

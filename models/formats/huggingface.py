@@ -14,7 +14,7 @@ from torch import Tensor
 from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, ExpectedTensors, WeightFile
-from models.formats.bitmask import unmasked, unmasked_config
+from models.formats.bitmask import dense_config, dense_files
 from models.formats.joined_experts import split_experts
 from models.formats.safetensors_writer import SAFETENSORS_DTYPES
 from models.formats.wrapper import is_wrapper, text_config, text_files
@@ -28,10 +28,10 @@ WEIGHTS = "model.safetensors"
 
 def open_huggingface(folder: Path, allow_pickle: bool) -> Checkpoint:
     """Open the checkpoint in a folder; only the text model if it is multimodal."""
-    config = ConfigReader(unmasked_config(ConfigReader.from_folder(folder).values), str(folder / CONFIG))
+    config = ConfigReader(dense_config(ConfigReader.from_folder(folder).values), str(folder / CONFIG))
 
     def open_files() -> list[WeightFile]:
-        return unmasked(open_weight_files(folder, allow_pickle))
+        return dense_files(open_weight_files(folder, allow_pickle))
 
     generation_config = read_json(folder / GENERATION_CONFIG)
     return checkpoint_of(folder, config, generation_config, open_files, partial(load_tokenizer, folder))
@@ -45,13 +45,13 @@ def checkpoint_of(
     tokenizer: Callable[[], Tokenizer | None],
 ) -> Checkpoint:
     """Return a checkpoint with these parts; only the text model if it is multimodal."""
-    is_text_of_more = is_wrapper(config.values)
+    is_multimodal = is_wrapper(config.values)
 
     def open_weights(expected: ExpectedTensors) -> list[WeightFile]:
         files = open_files()
-        return split_experts(text_files(files) if is_text_of_more else files, expected)
+        return split_experts(text_files(files) if is_multimodal else files, expected)
 
-    model_config = text_config(config.values, str(path / CONFIG)) if is_text_of_more else config
+    model_config = text_config(config.values, str(path / CONFIG)) if is_multimodal else config
     return Checkpoint(path, model_config, generation_config, open_weights, tokenizer)
 
 
@@ -69,7 +69,7 @@ class SafetensorsFile:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is truncated or not a safetensors file: {error}") from error
         if unknown := next((name for name, code in codes.items() if code not in SAFETENSORS_DTYPES), None):
-            raise UserError(f"{path}: {unknown} is {codes[unknown]}, a type that is not supported")
+            raise UserError(f"{path}: {unknown} has the dtype {codes[unknown]}, which is not supported")
         self.dtypes = {name: SAFETENSORS_DTYPES[code] for name, code in codes.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +95,7 @@ class SafetensorsFile:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.path} is truncated or not a safetensors file: {error}") from error
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != self.shapes:
-            raise UserError(f"{self.path} was changed while it was read: read it again")
+            raise UserError(f"{self.path} was changed while it was read: start again")
         return tensors, content
 
 
@@ -134,7 +134,7 @@ def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
     """
     if names := weight_names(folder, WEIGHTS):
         return [SafetensorsFile(folder / name) for name in names]
-    if names := weight_names(folder, "pytorch_model.bin") or _lone_pickle(folder):
+    if names := weight_names(folder, "pytorch_model.bin") or _only_pickle(folder):
         if not allow_pickle:
             raise UserError(
                 f"{folder} has only pickled weights ({names[0]}), which can hold code: convert them to safetensors, "
@@ -146,13 +146,13 @@ def open_weight_files(folder: Path, allow_pickle: bool) -> list[WeightFile]:
     )
 
 
-def _lone_pickle(folder: Path) -> list[str]:
+def _only_pickle(folder: Path) -> list[str]:
     names = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
     return names if len(names) == 1 else []
 
 
 def weight_names(folder: Path, file_name: str) -> list[str]:
-    """Return the name of the file `whole`, or of the shards in its index; an empty list if the folder has neither.
+    """Return `file_name`, or the names of the shards in its index; an empty list if the folder has neither.
 
     Raises UserError for an invalid index or a missing shard.
     """

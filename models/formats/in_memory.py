@@ -41,7 +41,7 @@ def open_in_memory(model: Any, load_tokenizer: Callable[[], Tokenizer | None]) -
     Raises UserError for offloaded weights.
     """
     from transformers.core_model_loading import (
-        revert_weight_conversion,  # imported here: a caller with a model has imported it already
+        revert_weight_conversion,  # imported here, because a caller that has a model has imported it already
     )
 
     path = Path(name_of(model))
@@ -50,7 +50,9 @@ def open_in_memory(model: Any, load_tokenizer: Callable[[], Tokenizer | None]) -
     generation = model.generation_config
     tensors: dict[str, Tensor] = model.state_dict()
     if offloaded := next((name for name, tensor in tensors.items() if tensor.is_meta), None):
-        raise UserError(f"{offloaded} of the model is not in memory: load it without offloading, or give its folder")
+        raise UserError(
+            f"{offloaded} of the model is not in memory: load the model without offloading, or give its folder"
+        )
 
     def open_files() -> list[WeightFile]:
         return [TensorsInMemory(path, revert_weight_conversion(model, tensors))]

@@ -68,7 +68,7 @@ class SplitFile:
         rows = whole.narrow(0, matrix.first, matrix.shape[0])
         return rows.clone(
             memory_format=torch.contiguous_format
-        )  # without the copy it would keep the whole expert in memory
+        )  # without a copy, the view would keep the whole expert in memory
 
 
 def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[WeightFile]:
@@ -86,11 +86,11 @@ def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors
         return file
     if duplicate := next((name for name in matrices if name in shapes), None):
         raise UserError(
-            f"{file.path} holds {duplicate} in {matrices[duplicate].joined}, but the checkpoint has it alone, too"
+            f"{file.path} holds {duplicate} in {matrices[duplicate].joined}, but the checkpoint also has it as a tensor of its own"
         )
     if not isinstance(file, RangedFile):
         raise UserError(
-            f"{file.path} joins experts in one tensor, which is read of safetensors alone: convert it to them"
+            f"{file.path} joins experts in one tensor, which only safetensors files support: convert it to safetensors"
         )
     return SplitFile(file, matrices)
 
@@ -103,7 +103,7 @@ def _matrices_of(name: str, shapes: dict[str, Shape], expected: ExpectedTensors)
         return
     channels, hidden = gate.shape
     output_first = {f"{prefix}{GATE_UP}": (2 * channels, hidden), f"{prefix}{DOWN}": (hidden, channels)}
-    # At most one of the two is square; a square shape does not show the order.
+    # A square shape does not show the order of axes. At most one of the two shapes is square.
     orders = {
         shapes[joined_name][1:] == size[::-1]
         for joined_name, size in output_first.items()

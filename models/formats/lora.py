@@ -31,17 +31,16 @@ log = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTORS = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
-WHOLE = re.compile(r"(.+?)(\.base_layer)?\.(weight|bias)")
-# PEFT reads a pattern as a regular expression. Only names and dots are accepted: they need no search, and are the
-# common form.
+PARAMETER = re.compile(r"(.+?)(\.base_layer)?\.(weight|bias)")
+# PEFT reads a pattern as a regular expression. Only names and dots, the common form, are accepted.
 PLAIN_PATTERN = re.compile(r"\^?(\w|\\?\.)+")
 HEAD = "lm_head"
 EMBEDDINGS = ("embed_tokens", HEAD)
 # Initialisations that do not change the base weights.
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-# Training and bookkeeping keys. The tensors themselves show which modules are adapted. PEFT also sets fan_in_fan_out
-# from the module's class.
-OF_TRAINING = (
+# Keys of training and bookkeeping. The tensors show which modules are adapted, and a module's class shows its
+# fan_in_fan_out, as in PEFT.
+TRAINING_KEYS = (
     "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out inference_mode "
     "layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core peft_version "
     "qalora_group_size revision runtime_config target_modules task_type"
@@ -114,7 +113,7 @@ def read_settings(adapter: Path) -> Settings:
     config.expect("init_lora_weights", KEEP_BASE, True)
     for key in UNSUPPORTED:
         config.expect(key, (None, False, [], {}), None)
-    for key in OF_TRAINING:
+    for key in TRAINING_KEYS:
         config.raw(key)
     saved = config.raw("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
@@ -138,7 +137,9 @@ def _patterns(config: ConfigReader, key: str, where: str) -> ConfigReader:
     patterns: dict[str, Any] = config.get(key, dict, {})
     for pattern in patterns:
         if not PLAIN_PATTERN.fullmatch(pattern):
-            raise UserError(f"{where}: {key} has {pattern!r}: of regular expressions only names and dots are supported")
+            raise UserError(
+                f"{where}: {key} has {pattern!r}: only names and dots are supported, not other regular expressions"
+            )
     return ConfigReader(patterns, f"{where}: {key}")
 
 
@@ -172,18 +173,18 @@ def read_changes(weights: SafetensorsFile, settings: Settings) -> dict[str, Chan
         name = key.removeprefix(PREFIX)
         if name != key and (match := FACTORS.fullmatch(name)):
             target, role = f"{text_name(match[1])}.weight", match[3].lower()
-        elif name != key and (match := WHOLE.fullmatch(name)) and _is_saved(match, settings):
+        elif name != key and (match := PARAMETER.fullmatch(name)) and _is_saved(match, settings):
             target, role = f"{text_name(match[1])}.{match[3]}", "replacement"
         else:
             raise UserError(
-                f"{weights.path}: {key} is not used: neither a factor of LoRA nor a module that {CONFIG} says is saved"
+                f"{weights.path}: {key} is neither a factor of LoRA nor of a module that {CONFIG} lists as saved"
             )
         change = changes.setdefault(target, Change())
         if previous := getattr(change, role):
-            raise UserError(f"{weights.path}: {key} and {previous} are the same for {target}")
+            raise UserError(f"{weights.path}: {key} and {previous} are both for {target}")
         setattr(change, role, key)
     if not changes:
-        raise UserError(f"{weights.path} holds no tensors, so that it changes nothing: get the adapter anew")
+        raise UserError(f"{weights.path} holds no tensors, so it changes nothing: download the adapter again")
     return changes
 
 
@@ -205,11 +206,11 @@ def _check(name: str, change: Change, weights: SafetensorsFile, settings: Settin
     tied = tied_weight(model.head)
     if tied is not None and (module == HEAD or parameter is tied):
         raise UserError(
-            f"{weights.path} changes {module}, but head and embedding of this model are one and cannot change apart"
+            f"{weights.path} changes {module}, but this model's head and embedding are tied and cannot differ"
         )
     if parameter is None:
         raise UserError(
-            f"{weights.path} changes {name}, which this model does not have: the adapter belongs to another one"
+            f"{weights.path} changes {name}, which this model does not have: the adapter belongs to another model"
         )
     if change.replacement is not None:
         expect_shape(weights, change.replacement, tuple(parameter.shape))
@@ -230,7 +231,7 @@ def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: 
     Raises UserError if one is missing, is not a float tensor, or is not [rank, inputs] or [outputs, rank].
     """
     if change.a is None or change.b is None:
-        raise UserError(f"{weights.path}: {change.a or change.b} has no partner: LoRA has two factors, A and B")
+        raise UserError(f"{weights.path}: {change.a or change.b} is alone: LoRA needs both factors, A and B")
     for key, shape in ((change.a, (rank, inputs)), (change.b, (outputs, rank))):
         expect_shape(weights, key, shape)
         if not (dtype := weights.dtypes[key]).is_floating_point:
@@ -241,7 +242,7 @@ def expect_factors(weights: SafetensorsFile, change: Change, rank: int, inputs: 
 def expect_shape(weights: SafetensorsFile, key: str, expected: tuple[int, ...]) -> None:
     if weights.shapes[key] != expected:
         raise UserError(
-            f"{weights.path}: {key} is {list(weights.shapes[key])}, expected {list(expected)} by model and {CONFIG}"
+            f"{weights.path}: {key} is {list(weights.shapes[key])}, but the model and {CONFIG} need {list(expected)}"
         )
 
 
@@ -260,7 +261,7 @@ class MergedFile:
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
-            raise UserError(f"{self.path}: {name} is {tensor.dtype}: an adapter can be merged into floats only")
+            raise UserError(f"{self.path}: {name} is {tensor.dtype}: an adapter can be merged only into floats")
         change, dtype = self._changes[name], tensor.dtype
         if change.replacement is not None:
             tensor = self._read(change.replacement)

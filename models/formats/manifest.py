@@ -32,14 +32,14 @@ def verify_manifest(path: Path) -> None:
     folder = path if path.is_dir() else path.parent
     if not (folder / MANIFEST).is_file():
         raise UserError(
-            f"model.verify=true, but {folder} has no {MANIFEST}: task=convert writes one; give model.verify=false to load without"
+            f"model.verify=true, but {folder} has no {MANIFEST}: task=convert writes one, model.verify=false loads without it"
         )
     listed: dict[str, Any] = ConfigReader.from_folder(folder, MANIFEST).require("files", dict)
     faults = [fault for name, entry in listed.items() if (fault := _fault(folder, name, entry))]
-    faults += [f"{name} is there, but not listed" for name in sorted(_files(folder) - {MANIFEST} - listed.keys())]
+    faults += [f"{name} is not listed" for name in sorted(_files(folder) - {MANIFEST} - listed.keys())]
     if faults:
         more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
-        raise UserError(f"{folder} is not what its {MANIFEST} lists: {'; '.join(faults[:LISTED])}{more}")
+        raise UserError(f"{folder} differs from its {MANIFEST}: {'; '.join(faults[:LISTED])}{more}")
 
 
 def _files(folder: Path) -> set[str]:
@@ -54,7 +54,7 @@ def _files(folder: Path) -> set[str]:
 
 def _fault(folder: Path, name: str, entry: Any) -> str | None:
     if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
-        return f"{name!r} is listed wrongly: expected a file of the folder with size and sha256"
+        return f"{name!r} is not a valid entry: expected a file in the folder, with size and sha256"
     file = folder / name
     if not file.is_file():
         return f"{name} is missing"

@@ -16,13 +16,13 @@ from conf.errors import UserError
 from models.config import ConfigReader, read_json
 from models.formats.base import Checkpoint, WeightFile
 from models.formats.huggingface import GENERATION_CONFIG, PickleFile
-from models.formats.rotary_rows import half_apart
+from models.formats.rotary_rows import deinterleave_rows
 from models.tokenizers import load_tokenizer
 
 PARAMS = "params.json"
 FIRST = "consolidated.00.pth"
 ROWS, COLUMNS = 0, 1  # the sharded axis of a matrix
-MODULES = {  # Meta's name: ours, and the sharded axis
+MODULES = {  # by Meta's name: our name, and the sharded axis
     "norm": ("model.norm", None),
     "output": ("lm_head", ROWS),
     "attention_norm": ("input_layernorm", None),
@@ -35,8 +35,8 @@ MODULES = {  # Meta's name: ours, and the sharded axis
     "feed_forward.w2": ("mlp.down_proj", COLUMNS),
     "feed_forward.w3": ("mlp.up_proj", ROWS),
 }
-# Tensors read before the shard files are closed, about one layer. The pages of a mapping stay resident until then, but
-# opening a file of 720 tensors takes 60 ms, and a model with 70 billion parameters has 8 such files.
+# The number of tensors that are read before the shard files are closed, about one layer. Mapped pages stay resident
+# until then. Opening a file of 720 tensors takes 60 ms, and a model with 70 billion parameters has 8 such files.
 AT_ONCE = 9
 EMBEDDING = "tok_embeddings.weight"
 LLAMA3_VOCAB = 128256
@@ -101,7 +101,7 @@ def _sizes(params: ConfigReader) -> tuple[int, int, int]:
     dim, heads = params.count("dim"), params.count("n_heads")
     groups = params.count("n_kv_heads", heads)
     if dim % (2 * heads):
-        raise UserError(f"{PARAMS}: dim={dim} does not give n_heads={heads} heads of an even size")
+        raise UserError(f"{PARAMS}: dim={dim} cannot be divided into n_heads={heads} heads of an even size")
     if heads % groups:
         raise UserError(f"{PARAMS}: n_heads={heads} is not a multiple of n_kv_heads={groups}")
     return dim, heads, groups
@@ -122,7 +122,7 @@ def _rope_scaling(dim: int) -> dict[str, Any]:
 
 
 def _context_length(theta: float, scaled: bool, eps: float) -> int:
-    """Return the default context length; params.json need not state it.
+    """Return the default context length, for a params.json without it.
 
     Llama 3.1, 3, Code Llama, 2 and 1 are distinguished by their other parameters.
     """
@@ -166,7 +166,9 @@ class MetaShards:
                     shard.shapes.items() ^ shards[0].shapes.items() | shard.dtypes.items() ^ shards[0].dtypes.items()
                 )
                 differing = min(name for name, _ in differences)
-                raise UserError(f"{shard.path} and {self.path.name} do not belong together: they differ in {differing}")
+                raise UserError(
+                    f"{shard.path} and {self.path.name} are not of the same model: they differ in {differing}"
+                )
         self._sources: dict[str, tuple[str, int | None]] = {}  # our name: Meta's name, and the sharded axis
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -174,11 +176,11 @@ class MetaShards:
             if source.endswith(COMPUTED):
                 continue
             # Llama 1 and 2 shard the embedding's channels, Llama 3 its vocabulary.
-            name, cut = _our_name(source, ROWS if shape[-1:] == (dim,) else COLUMNS)
-            self._sources[name] = source, cut
-            if cut is not None and len(shape) != 2:
+            name, shard_axis = _our_name(source, ROWS if shape[-1:] == (dim,) else COLUMNS)
+            self._sources[name] = source, shard_axis
+            if shard_axis is not None and len(shape) != 2:
                 raise UserError(f"{self.path}: {source} has {len(shape)} dimensions, expected 2")
-            self.shapes[name] = tuple(n * len(shards) if i == cut else n for i, n in enumerate(shape))
+            self.shapes[name] = tuple(n * len(shards) if i == shard_axis else n for i, n in enumerate(shape))
             self.dtypes[name] = shards[0].dtypes[source]
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -187,9 +189,9 @@ class MetaShards:
             group = requested[start : start + AT_ONCE]
             streams = [shard.read(self._sources[name][0] for name in group) for shard in self._shards]
             for name, pieces in zip(group, zip(*streams, strict=True), strict=True):
-                cut = self._sources[name][1]
+                shard_axis = self._sources[name][1]
                 tensors = [tensor for _, tensor in pieces]
-                joined = tensors[0].clone() if cut is None else torch.cat(tensors, dim=cut)
+                joined = tensors[0].clone() if shard_axis is None else torch.cat(tensors, dim=shard_axis)
                 yield name, self._reorder(name, joined)
 
     def _reorder(self, name: str, tensor: Tensor) -> Tensor:
@@ -202,19 +204,19 @@ class MetaShards:
             return tensor
         if tensor.shape[0] % (2 * heads):
             raise UserError(
-                f"{self.path}: {name} has {tensor.shape[0]} rows, which are not {heads} heads of an even size"
+                f"{self.path}: {name} has {tensor.shape[0]} rows, which cannot be divided into {heads} heads of an even size"
             )
-        return half_apart(tensor, heads)
+        return deinterleave_rows(tensor, heads)
 
 
-def _our_name(source: str, embedding_cut: int) -> tuple[str, int | None]:
+def _our_name(source: str, embedding_axis: int) -> tuple[str, int | None]:
     """Return Hugging Face's name and the sharded axis. Keeps an unknown name, which is rejected later."""
     if source == EMBEDDING:
-        return "model.embed_tokens.weight", embedding_cut
+        return "model.embed_tokens.weight", embedding_axis
     parts = source.split(".")
     is_layer = parts[0] == "layers"
     module = ".".join(parts[2 if is_layer else 0 : -1])
     if module not in MODULES or parts[-1] != "weight" or is_layer == (module in ("norm", "output")):
         return source, None
-    ours, cut = MODULES[module]
-    return (f"model.layers.{parts[1]}.{ours}.weight" if is_layer else f"{ours}.weight"), cut
+    ours, shard_axis = MODULES[module]
+    return (f"model.layers.{parts[1]}.{ours}.weight" if is_layer else f"{ours}.weight"), shard_axis

@@ -1,4 +1,4 @@
-"""A loaded model in one file, in the kernels' layout. The next start maps it and need not read or pack a checkpoint.
+"""A loaded model in one file, in the kernels' layout. The next start maps the file instead of packing the checkpoint.
 
 It is a safetensors file of all parameters and buffers. Their values are checked when the file is made. Values that
 kernels use as indices are checked again at every start.
@@ -24,7 +24,7 @@ REMEDY = "remove it, and it is made anew"
 
 
 class NotUsable(Exception):
-    """Says why a packed file cannot be used."""
+    """A packed file cannot be used. The message is the reason."""
 
 
 def save_packed(model: CausalLM, path: Path, identity: str) -> None:
@@ -40,10 +40,10 @@ def read_packed(path: Path, identity: str) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get(IDENTITY) != identity:
-                raise NotUsable("is of other files, settings or another version")
+                raise NotUsable("was written for other files or settings, or by another version")
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError as error:
-        raise NotUsable("is not there yet") from error
+        raise NotUsable("does not exist yet") from error
     except (SafetensorError, OSError) as error:
         raise NotUsable(f"is damaged ({error})") from error
 

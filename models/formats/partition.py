@@ -14,8 +14,8 @@ from models.formats.base import ExpectedTensor
 def expected_tensors(model: CausalLM) -> dict[str, ExpectedTensor]:
     """Return the tensors that `model` expects of a checkpoint, whole or tensor parallel.
 
-    Other engines shard embeddings along either axis. They shard a fused matrix as one matrix or section by section. The
-    slices do not show which, so a fused matrix must be whole.
+    Other engines shard embeddings along either axis. They shard a fused matrix as one matrix, or each section
+    separately. The slices do not show which, so a fused matrix must be whole.
     """
     expected = {}
     for name, parameter in model.named_parameters():

@@ -53,7 +53,7 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
     elif (path / PEFT_CONFIG).is_file():
         prefix = _read_peft(path, model)
     else:
-        raise UserError(f"{path} holds no prefix: give a {PADDLE}, or a folder with one or with an {PEFT_CONFIG}")
+        raise UserError(f"{path} holds no prefix: give a {PADDLE}, or a folder with {PADDLE} or {PEFT_CONFIG}")
     if reason := _unfit(model, prefix):
         raise UserError(f"{prefix.path} is not possible with model_type={model_type}, {reason}: leave the prefix out")
     return prefix
@@ -62,7 +62,7 @@ def read_prefix(path: Path, model: CausalLM, model_type: str) -> Prefix:
 def _unfit(model: CausalLM, prefix: Prefix) -> str | None:
     capabilities = model.config.capabilities
     if capabilities.needs_whole_prompt and prefix.first_position:
-        return "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's folders"
+        return "whose prompts begin at position 0 after a prefix, which PEFT's folders do not support"
     is_scaled = capabilities.keys_depend_on_length and not (capabilities.prefix_stops_scaling and prefix.layers)
     if is_scaled or capabilities.long_rope_threshold is not None:
         return "whose keys depend on the length of the text"
@@ -79,7 +79,7 @@ def _read_paddle(path: Path, model: CausalLM) -> Prefix:
         array = npy.open_memmap(path, mode="r")  # rejects pickles, and uses no more memory than the file's size
     except Exception as error:  # a damaged header can raise anything
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged or no array of numpy ({type(error).__name__}: {reason})") from error
+        raise UserError(f"{path} is damaged or not a numpy array ({type(error).__name__}: {reason})") from error
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise UserError(f"{path} holds {array.dtype}: give an array of float16, float32 or float64")
     shape, num_tokens = array.shape, max(1, array.shape[3]) if array.ndim == 5 else 1
@@ -126,7 +126,7 @@ def _read_peft(folder: Path, model: CausalLM) -> Prefix:
 def _check_shape(
     path: Path, stored: tuple[int, ...], model: CausalLM, shape: Callable[[int, int, int], tuple[int, ...]], names: str
 ) -> None:
-    """Raise UserError unless `found` equals `shape(L, G, D)` of the model."""
+    """Raise UserError unless `stored` equals `shape(L, G, D)` of the model."""
     sizes = {(heads.whole_keys, heads.head_dim, heads.value_head_dim) for heads in model.attention_heads}
     (g, d, value_d), *other_sizes = sizes
     num_layers = model.config.num_hidden_layers

@@ -48,7 +48,7 @@ def in_order(items: dict[int, T], name: str) -> list[T]:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Slices:
     files: list[WeightFile]
     """One for each rank that holds the tensor, in order."""
     dim: int | None
@@ -66,47 +66,47 @@ class JoinedRanks:
         self.path = path
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._pieces: dict[str, Pieces] = {}
+        self._slices: dict[str, Slices] = {}
         faults: list[str] = []
         for name, files in _holders(ranks).items():
             shape = files[0].shapes[name]
             expected_tensor = expected.get(name, ExpectedTensor(shape))  # a later comparison rejects unexpected tensors
             self.shapes[name] = expected_tensor.shape
             self.dtypes[name] = files[0].dtypes[name]
-            pieces = _match(name, files, expected_tensor)
-            if pieces is None:
+            slices = _match_slices(name, files, expected_tensor)
+            if slices is None:
                 differing = next((file for file in files if file.shapes[name] != shape), files[0])
                 faults.append(
-                    f"{differing.path}: {name} is {list(differing.shapes[name])}, one of {len(files)} pieces, "
+                    f"{differing.path}: {name} is {list(differing.shapes[name])}, one of {len(files)} slices, "
                     f"expected {list(self.shapes[name])} or its tensor-parallel slices"
                 )
             else:
-                self._pieces[name] = pieces
+                self._slices[name] = slices
         if faults:
             more = f" and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
             raise UserError("; ".join(faults[:LISTED]) + more)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            pieces = self._pieces[name]
-            if pieces.dim is None:
-                tensor = _read_one(pieces.files[0], name)
-                yield name, tensor.clone() if pieces.files[0].is_mapped else tensor
+            slices = self._slices[name]
+            if slices.dim is None:
+                tensor = _read_tensor(slices.files[0], name)
+                yield name, tensor.clone() if slices.files[0].is_mapped else tensor
             else:
-                yield name, self._join(name, pieces, pieces.dim)
+                yield name, self._join(name, slices, slices.dim)
 
-    def _join(self, name: str, pieces: Pieces, dim: int) -> Tensor:
-        tensors = (_read_one(file, name) for file in pieces.files)
-        if pieces.count < len(pieces.files):
-            tensors = (tensor for tensor in self._without_copies(name, list(tensors), pieces.count))
+    def _join(self, name: str, slices: Slices, dim: int) -> Tensor:
+        tensors = (_read_tensor(file, name) for file in slices.files)
+        if slices.count < len(slices.files):
+            tensors = (tensor for tensor in self._without_copies(name, list(tensors), slices.count))
         joined, at = torch.empty(0), 0
-        for piece in tensors:  # one by one: memory holds the whole and a single slice
+        for part in tensors:  # one by one: memory holds the joined tensor and one slice
             if at == 0:
-                joined = piece.new_empty(self.shapes[name])
-            if piece.dtype != joined.dtype:
-                raise UserError(f"{self.path}: pieces of {name} are {joined.dtype} and {piece.dtype}")
-            joined.narrow(dim, at, piece.shape[dim]).copy_(piece)
-            at += piece.shape[dim]
+                joined = part.new_empty(self.shapes[name])
+            if part.dtype != joined.dtype:
+                raise UserError(f"{self.path}: slices of {name} are {joined.dtype} and {part.dtype}")
+            joined.narrow(dim, at, part.shape[dim]).copy_(part)
+            at += part.shape[dim]
         return joined
 
     def _without_copies(self, name: str, tensors: list[Tensor], count: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ class JoinedRanks:
             if all(_same_bytes(group[0], copy) for group in groups for copy in group[1:]):
                 return [group[0] for group in groups]
         raise UserError(
-            f"{self.path}: {name} has {len(tensors)} pieces where {count} make it up, and they are no copies of each other: "
+            f"{self.path}: {name} has {len(tensors)} slices, {count} are expected, and they are not copies of each other: "
             "slices of optimizer parallelism are not supported, join them first"
         )
 
@@ -141,22 +141,22 @@ def _holders(ranks: Sequence[Sequence[WeightFile]]) -> dict[str, list[WeightFile
     return holders
 
 
-def _match(name: str, files: list[WeightFile], expected: ExpectedTensor) -> Pieces | None:
+def _match_slices(name: str, files: list[WeightFile], expected: ExpectedTensor) -> Slices | None:
     """Return how the files' slices form the expected tensor; None if they do not."""
     shape, expected_shape = files[0].shapes[name], expected.shape
     if len(shape) != len(expected_shape) or any(file.shapes[name] != shape for file in files):
         return None
     differing = [dim for dim in range(len(shape)) if shape[dim] != expected_shape[dim]]
     if not differing:
-        return Pieces(files, None, 1)
+        return Slices(files, None, 1)
     dim = differing[0]
     if len(differing) > 1 or dim not in expected.shard_axes or shape[dim] < 1 or expected_shape[dim] % shape[dim]:
         return None
     count = expected_shape[dim] // shape[dim]
-    return None if len(files) % count else Pieces(files, dim, count)
+    return None if len(files) % count else Slices(files, dim, count)
 
 
-def _read_one(file: WeightFile, name: str) -> Tensor:
+def _read_tensor(file: WeightFile, name: str) -> Tensor:
     return next(iter(file.read([name])))[1]
 
 

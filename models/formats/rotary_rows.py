@@ -6,13 +6,13 @@ The rows of a pair are adjacent (Meta, llama.cpp), or half a head apart (Hugging
 from torch import Tensor
 
 
-def half_apart(tensor: Tensor, heads: int) -> Tensor:
+def deinterleave_rows(tensor: Tensor, heads: int) -> Tensor:
     """Return the rows with pairs half a head apart. `tensor`: [heads * D, ...] with adjacent pairs."""
     ordered: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return ordered
 
 
-def side_by_side(tensor: Tensor, heads: int) -> Tensor:
+def interleave_rows(tensor: Tensor, heads: int) -> Tensor:
     """Return the rows with adjacent pairs. `tensor`: [heads * D, ...] with pairs half a head apart."""
     ordered: Tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return ordered

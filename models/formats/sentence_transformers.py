@@ -41,7 +41,7 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
     transformer = read_json(folder / TRANSFORMER)
     if transformer.get("do_lower_case") is True:
         raise UserError(
-            f"{folder / TRANSFORMER}: do_lower_case=true is not supported: give the texts in lower case, and false"
+            f"{folder / TRANSFORMER}: do_lower_case=true is not supported: set it to false, and give texts in lower case"
         )
     max_tokens = transformer.get("max_seq_length")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
@@ -54,7 +54,7 @@ def read_embedding_files(folder: Path) -> EmbeddingFiles:
         raise UserError(f"{folder / PROMPTS}: prompts are not texts by name")
     if default is not None and default not in list(prompts):
         raise UserError(
-            f"{folder / PROMPTS}: default_prompt_name={default!r} is none of {', '.join(prompts) or 'no prompts'}"
+            f"{folder / PROMPTS}: default_prompt_name={default!r} is not a name in prompts ({', '.join(prompts) or 'none'})"
         )
     return EmbeddingFiles(pooling, normalizes, prompts, default, max_tokens)
 
@@ -83,7 +83,7 @@ def _read_modules(folder: Path) -> tuple[str | None, bool]:
         return None, False
     path = modules[1].get("path")
     if path not in [entry.name for entry in folder.iterdir()]:
-        raise UserError(f"{file}: path={shortened(repr(path))} is no folder beside it")
+        raise UserError(f"{file}: path={shortened(repr(path))} is not a folder next to it")
     return _read_pooling(folder / path / "config.json"), "Normalize" in kinds
 
 

@@ -86,7 +86,7 @@ class ShardedFile:
         layout.expect("version", (1, VERSION), None)
         self._version, self._tp, self._pp = (layout.count(name) for name in ("version", "tp", "pp"))
         self._files: dict[str, SafetensorsFile] = {}
-        self._nearest = ""
+        self._preferred_file = ""
         self._axes: dict[str, int | None] = {}
         self._pieces: dict[str, list[Piece]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -98,7 +98,7 @@ class ShardedFile:
         listed = {(file, name) for name, pieces in self._pieces.items() for piece in pieces for file in piece.files}
         for file, opened in self._files.items():
             if unlisted := next((name for name in opened.shapes if (file, name) not in listed), None):
-                raise UserError(f"{opened.path} holds {unlisted}, which {LAYOUT} does not list there")
+                raise UserError(f"{opened.path} holds {unlisted}, which {LAYOUT} does not list for this file")
 
     def of_rank(self, parallel_layout: ParallelLayout) -> "ShardedFile":
         """Return this file for one rank, which reads from its own rank file where possible.
@@ -107,7 +107,7 @@ class ShardedFile:
         """
         rank_view = copy(self)
         if (parallel_layout.tp, parallel_layout.pp) == (self._tp, self._pp):
-            rank_view._nearest = rank_file(parallel_layout.stage, parallel_layout.tp_rank)
+            rank_view._preferred_file = rank_file(parallel_layout.stage, parallel_layout.tp_rank)
         return rank_view
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +117,7 @@ class ShardedFile:
                 yield name, self.read_ranges(name, Shard(axis, (range(shape[axis]),)))
             else:
                 files = self._pieces[name][0].files
-                file = self._nearest if self._nearest in files else files[0]
+                file = self._preferred_file if self._preferred_file in files else files[0]
                 yield name, next(self._files[file].read([name]))[1].clone()
 
     def read_ranges(self, name: str, shard: Shard) -> Tensor:
@@ -142,7 +142,7 @@ class ShardedFile:
         return part
 
     def _spans(self, name: str, indices: range) -> Iterator[Span]:
-        """Yield the positions of the wanted indices, in order.
+        """Yield the positions of the indices in the files, in order.
 
         Prefers the rank's own file, then the file with the longest consecutive range.
         """
@@ -151,11 +151,11 @@ class ShardedFile:
                 (
                     Span(range(indices.start, min(held.stop, indices.stop)), file, start + indices.start - held.start)
                     for piece in self._pieces[name]
-                    for start, held in _placed(piece, indices)
+                    for start, held in _ranges_with_starts(piece, indices)
                     if indices.start in held
                     for file in piece.files
                 ),
-                key=lambda span: (span.file == self._nearest, len(span.indices)),
+                key=lambda span: (span.file == self._preferred_file, len(span.indices)),
             )
             yield span
             indices = range(span.indices.stop, indices.stop)
@@ -205,10 +205,10 @@ class ShardedFile:
         return self._files[file]
 
 
-def _placed(piece: Piece, indices: range) -> Iterator[tuple[int, range]]:
+def _ranges_with_starts(piece: Piece, indices: range) -> Iterator[tuple[int, range]]:
     """Yield the ranges of a piece, each with its start in the piece.
 
-    A whole tensor yields the wanted range unchanged.
+    If the piece is the whole tensor, yields `indices` unchanged.
     """
     if piece.ranges is None:
         yield indices.start, indices
@@ -226,7 +226,7 @@ def _piece(values: dict[str, Any], size: int | None, where: str) -> Piece:
         raise UserError(f"{where}: files={files!r} is not a list of the files that have the piece")
     if size is None:
         if ranges is not None:
-            raise UserError(f"{where}: ranges={ranges!r} of a tensor without an axis: expected null")
+            raise UserError(f"{where}: ranges={ranges!r}, but the tensor has no axis: expected null")
         return Piece(None, tuple(files))
     if not isinstance(ranges, list) or not all(_is_range(entry, size) for entry in ranges):
         raise UserError(f"{where}: ranges={ranges!r} is not a list of [start, stop] within {size}")
@@ -241,7 +241,7 @@ def _is_range(values: Any, size: int) -> bool:
 def _check_whole(pieces: list[Piece], size: int | None, where: str) -> None:
     if size is None:
         if len(pieces) != 1:
-            raise UserError(f"{where}: {len(pieces)} pieces of a tensor without an axis: expected 1")
+            raise UserError(f"{where}: {len(pieces)} pieces, but the tensor has no axis: expected 1")
         return
     end = 0
     for part in sorted((part for piece in pieces for part in piece.ranges or ()), key=lambda part: part.start):
@@ -262,12 +262,12 @@ def _equal_pieces(pieces: list[dict[str, Any]], size: int | None, tp: int, where
         all_ranks = ranks[0] if number == 1 else None
         is_complete = isinstance(all_ranks, list) and len(all_ranks) == tp and all_ranks == [*range(len(all_ranks))]
     if not is_complete or len({str(file) for file in files}) < number:
-        raise UserError(f"{where}: its pieces are not one for each of tp={tp} ranks in a file of its own")
+        raise UserError(f"{where}: expected one piece for each of tp={tp} ranks, each in its own file")
     if wrong := [file for file in files if not isinstance(file, str)]:
         raise UserError(f"{where}: file={wrong[0]!r} is not a file of its own folder")
     if size is None:
         return [Piece(None, (str(files[0]),))]
     if size % tp:
-        raise UserError(f"{where}: an axis of {size} is not divided by tp={tp}")
+        raise UserError(f"{where}: the axis of size {size} is not a multiple of tp={tp}")
     part = size // tp
     return [Piece((range(i * part, (i + 1) * part),), (str(file),)) for i, file in enumerate(files)]

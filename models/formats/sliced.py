@@ -34,7 +34,7 @@ class SlicedFile:
                 yield (
                     name,
                     tensor if shard is None else part_of(tensor, shard).clone(),
-                )  # copies, so that the whole can be freed
+                )  # a copy, so that the whole tensor can be freed
                 del tensor  # frees it before the next one is read
 
 
@@ -51,9 +51,9 @@ def sliced_files(
     shards: Mapping[str, Shard],
     parallel_layout: ParallelLayout,
 ) -> list[WeightFile]:
-    """Return the files from which a rank's `model` loads; `files` are the whole model's.
+    """Return the files from which a rank's `model` loads; `files` are the files of the whole model.
 
-    If files have the same parallel layout, the rank reads only its own. `matched`: the model's names by the
+    If the files have the rank's parallel layout, the rank reads only its own file. `matched`: the model's names by the
     checkpoint's names, from `match_tensors` of the whole model. `shards`: from `shard_model`.
     """
     rank_tensors = expected_shapes(model).keys()

@@ -78,7 +78,7 @@ class Unfused:
             start = 0
             for name, rows in self._parts(names.get(source, source), shape, num_ranks, expected):
                 if name in self.shapes:
-                    raise UserError(f"{self.path} has {name} twice, alone and fused")
+                    raise UserError(f"{self.path} has {name} twice: as a tensor of its own and in a fused one")
                 self.shapes[name] = (rows, *shape[1:]) if shape else shape
                 self.dtypes[name] = file.dtypes[source]
                 self._sources[name] = source, start
@@ -104,6 +104,6 @@ class Unfused:
         rest = (rows - first) // (len(names) - 1)
         if first < 1 or rest < 1 or first + rest * (len(names) - 1) != rows:
             raise UserError(
-                f"{self.path}: {source} is {list(shape)}, which {num_ranks} ranks' {', '.join(names)} do not make up"
+                f"{self.path}: {source} is {list(shape)}, which cannot be divided into {', '.join(names)} of {num_ranks} ranks"
             )
         return [(names[0], first), *((name, rest) for name in names[1:])]

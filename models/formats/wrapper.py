@@ -18,7 +18,7 @@ TEXT_MODELS = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-"""The text's `model_type` by the wrapper's, where `text_config` does not name one of `registry.ARCHITECTURES`."""
+"""The text model's `model_type` by the wrapper's, if `text_config` does not name one of `registry.ARCHITECTURES`."""
 TEXT_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -99,7 +99,8 @@ def _quantization_of_text(settings: dict[str, Any], where: str) -> dict[str, Any
             changed[key] = [text_name(name) if isinstance(name, str) else name for name in texts]
             if unclear := [name for name in changed[key] if "language_model" in str(name)]:
                 raise UserError(
-                    f"{where}: quantization_config: {key}: {unclear[0]!r} cannot be told of the text alone: name modules of it in full"
+                    f"{where}: quantization_config: {key}: {unclear[0]!r} does not show "
+                    "which modules of the text it names: give their full names"
                 )
     return changed
 
@@ -123,11 +124,11 @@ def text_files(files: list[WeightFile]) -> list[WeightFile]:
         names = {text_name(name): name for name in file.shapes if not name.startswith(OTHER_TOWERS)}
         if len(names) + len(skipped) < len(file.shapes):
             raise UserError(
-                f"{file.path} holds tensors of its text twice, with language_model in their names and without"
+                f"{file.path} holds tensors of the text twice: with and without language_model in their names"
             )
         texts.append(renamed(file, names))
         left_out += skipped
     if left_out:
         prefixes = [prefix for prefix in OTHER_TOWERS if any(name.startswith(prefix) for name in left_out)]
-        log.warning("%d tensors of %s are not loaded: only text is computed", len(left_out), ", ".join(prefixes))
+        log.warning("%d tensors of %s are not loaded: only text is supported", len(left_out), ", ".join(prefixes))
     return texts

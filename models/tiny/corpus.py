@@ -60,7 +60,7 @@ class Question:
 
     @property
     def held_out(self) -> bool:
-        """Whether the question is not in the training text. This holds for a tenth of all texts, selected by sha256."""
+        """Whether the question is left out of the training text, as a tenth of all questions, selected by sha256, are."""
         return hashlib.sha256(self.prompt.encode()).digest()[0] < 26
 
 

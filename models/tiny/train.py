@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate of Adam; Muon's is ten times that")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path, help="folder of a checkpoint to go on from, with a schedule of its own")
+    parser.add_argument("--resume", type=Path, help="folder of a checkpoint to continue from, with a new schedule")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -87,14 +87,14 @@ def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
     opened = SafetensorsFile(file)
     assert opened.read_whole()[1] == file.read_bytes()
     save_file({"a": torch.ones(3, 3)}, file)
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors was changed while it was read: read it again"):
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors was changed while it was read: start again"):
         opened.read_whole()
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"adapter_model\.safetensors is truncated or not a safetensors file"):
         opened.read_whole()
 
 
-MERGE = r", which rows cannot do each for itself: merge it: task=convert convert\.lora=.*adapter"
+MERGE = r", which an unmerged adapter cannot do: merge it: task=convert convert\.lora=.*adapter"
 
 
 @each(
@@ -131,7 +131,9 @@ def test_biases(tmp_path: Path) -> None:
 def test_embeddings_without_their_copy(base: Path, engine: Engine, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, target_modules=["embed_tokens"])
     change_adapter(folder, {}, {"base_model.model.model.embed_tokens.base_layer.weight": None})
-    with pytest.raises(UserError, match=r"adapts Embedding, which is no linear layer \(model\.embed_tokens\)" + MERGE):
+    with pytest.raises(
+        UserError, match=r"adapts Embedding, which is not a linear layer \(model\.embed_tokens\)" + MERGE
+    ):
         read_adapter(folder, engine.executor.model, torch.float32, {})
 
 
@@ -140,7 +142,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     write_llama(tmp_path / "base")
     folder = write_adapter(tmp_path / "adapter", tmp_path / "base", LlamaForCausalLM, target_modules=["lm_head"])
     change_adapter(folder, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head
-    with pytest.raises(UserError, match=r"adapts a head that is one with the embedding \(lm_head\)" + MERGE):
+    with pytest.raises(UserError, match=r"adapts a head that is tied to the embedding \(lm_head\)" + MERGE):
         read_adapter(folder, engine_of(tmp_path / "tied").executor.model, torch.float32, {})
 
 
@@ -148,13 +150,13 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     "config, tensors, message",
     [
         ({"use_dora": True}, {}, "use_dora=True is not supported"),
-        ({"r": 5}, {}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], expected \[.*5.*\] by model and adapter_config"),
-        ({}, {f"{QUERY}.lora_B.weight": None}, r"q_proj\.lora_A\.weight has no partner"),
+        ({"r": 5}, {}, r"q_proj\.lora_[AB]\.weight is \[.*4.*\], but the model and adapter_config.json need \[.*5.*\]"),
+        ({}, {f"{QUERY}.lora_B.weight": None}, r"q_proj\.lora_A\.weight is alone"),
         ({}, {f"{QUERY}.lora_A.weight": torch.full((4, 64), torch.inf)}, "q_proj holds NaN or infinite numbers"),
         ({}, {f"{QUERY}.lora_A.weight": torch.ones(4, 64, dtype=torch.int32)}, r"lora_A\.weight is torch\.int32: LoRA's factors are"),
-        ({}, EVERY_TENSOR, "holds no tensors, so that it changes nothing: get the adapter anew"),
+        ({}, EVERY_TENSOR, "holds no tensors, so it changes nothing: download the adapter again"),
         ({}, {"base_model.model.model.layers.7.mlp.x.lora_A.weight": torch.ones(4, 4)}, "changes model.layers.7.mlp.x, which"),
-        ({}, {"stranger": torch.ones(1)}, "stranger is not used: neither a factor of LoRA nor a module"),
+        ({}, {"stranger": torch.ones(1)}, "stranger is neither a factor of LoRA nor of a module"),
     ],
 )  # fmt: skip
 def test_damaged_adapters(

@@ -177,7 +177,9 @@ def test_schemes(scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert said == []
     else:
         assert_same_bits(whole, ranks)
-        assert said[0].startswith("parallel.sum=reduce: 4 of 4 layers gather, because the groups, blocks or order of")
+        assert said[0].startswith(
+            "parallel.sum=reduce: 4 of 4 layers gather their inputs, because the groups, blocks or order of"
+        )
 
 
 def test_adapters(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def table() -> str:
         f"| {a.families} | `{model_type}` | {proof(a)} |"
         for model_type, a in sorted(rows, key=lambda row: row[1].families)
     ]
-    return "\n".join(["| families | `model_type` | proved against |", "|---|---|---|", *lines])
+    return "\n".join(["| families | `model_type` | tested against |", "|---|---|---|", *lines])
 
 
 def proof(architecture: Architecture) -> str:

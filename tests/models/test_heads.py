@@ -96,9 +96,9 @@ def test_a_missing_head_is_missed_by_those_who_need_it(tmp_path: Path) -> None:
 @each(
     "config, message",
     [
-        ({"is_causal": False}, "is_causal=false is bidirectional attention, which is not supported: give a model whose"),
+        ({"is_causal": False}, "is_causal=false is bidirectional attention, which is not supported: give a model with"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is bidirectional attention"),
-        ({"model_type": "bert"}, "model_type='bert' is a bidirectional encoder, which is not supported: give a model whose"),
+        ({"model_type": "bert"}, "model_type='bert' is a bidirectional encoder, which is not supported: give a model with"),
         ({"model_type": "xlm-roberta"}, "model_type='xlm-roberta' is a bidirectional encoder"),
         ({"model_type": "gpt_x"}, "model_type='gpt_x' is not supported: only baichuan"),
     ],

@@ -23,7 +23,7 @@ from tests.helpers.conversion import convert
 from tests.helpers.oracle import write_model
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-REFUSED = "does not hold the model that its config describes: that has .* layers and more values than .* bytes of weights can be"
+REFUSED = "does not hold the model that its config describes: a model of .* layers with more values than .* bytes of weights can hold"
 
 
 def change(folder: Path, **values: Any) -> None:

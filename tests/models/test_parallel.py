@@ -230,7 +230,7 @@ def test_a_layer_that_predicts_ahead_needs_one_stage(tmp_path: Path) -> None:
     run = run_config(tmp_path)
     source = predicting_ahead(resolve_model(run.model))
     plan = plan_model(run.model, run.quant, source, prepare_device(run.device), packed=True)
-    with pytest.raises(UserError, match="pp=2 has no layer that predicts ahead: leave decode.speculate=mtp out"):
+    with pytest.raises(UserError, match="decode.speculate=mtp is not supported with pp=2: leave it out"):
         shard_plan(plan, ParallelLayout(1, 2), Threads.of(1)[0])
 
 

@@ -21,7 +21,7 @@ from tests.helpers.oracle import TOLERANCE
 from tests.helpers.stored_head import TIED_MODELS, tied
 
 PROMPT = [5, 6, 7, 8]
-WARNING = "ties the head to the embedding, but the files hold a lm_head.weight that differs: it is used"
+WARNING = "ties the head to the embedding, but the files hold a different lm_head.weight: the stored head is used"
 
 
 @each("name", TIED_MODELS)

@@ -110,7 +110,7 @@ def test_what_has_too_few_experts_is_refused(tmp_path: Path) -> None:
     group = Threads.of(1)[0]
     with pytest.raises(UserError) as dense:
         rank_plan(run_config(tmp_path / "dense"), ParallelLayout(2, whole_experts=True), group)
-    message = "parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out"
+    message = "parallel.experts=whole needs a mixture of experts, which this model does not have: leave it out"
     assert str(dense.value) == message
     with pytest.raises(UserError) as few:
         rank_plan(run_config(tmp_path / "mixture"), ParallelLayout(5, whole_experts=True), group)

@@ -11,15 +11,15 @@ import torch
 from conf.errors import UserError
 from models.config import ConfigReader
 from models.formats.gguf.header import GGUFHeader, GGUFMetadata, TensorInfo, all_tensors
-from models.formats.gguf.rotary import longrope, rope_scaling, turning_channels, turning_share
+from models.formats.gguf.rotary import longrope, partial_rotary_factor, rope_scaling, rotary_channels
 from models.formats.gguf.special_tokens import NONE
 from models.formats.gguf.tensors import STORED
 
 END_TOKENS = ("eos", "eot", "eom")  # end of text, of turn, of message
 NO_EFFECT = ("rope.scaling.finetuned", "tensor_data_layout")  # provenance
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
-CHATGLM_THETA = 10000.0  # rope_ratio multiplies it
-YARN_LOG = 0.1  # the converter multiplies mscale_all_dim by it
+CHATGLM_THETA = 10000.0  # multiplied by rope_ratio
+YARN_LOG = 0.1  # the converter's factor of mscale_all_dim
 BEYOND_FLOAT16 = ("gemma2", "gemma3")  # hidden states exceed float16's range
 # Number of layers of the 27B models. Their attention scale comes from hidden_size / heads instead of head_dim.
 GEMMA_SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
@@ -38,7 +38,7 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
     tensors = all_tensors(headers)
     if not tensors:
         raise UserError(
-            f"{header.path} holds a vocabulary and no tensors: it can be a tokenizer (model.tokenizer=FILE), but no model"
+            f"{header.path} holds a vocabulary and no tensors: give it as model.tokenizer=FILE, and a model as model.path"
         )
     if listed := next((key for key in header.arrays if key.startswith(f"{architecture}.")), None):
         raise UserError(
@@ -66,7 +66,7 @@ def _check_counts(file: GGUFMetadata, architecture: str) -> None:
     for key, most in (("block_count", len(file.tensors)), ("expert_count", most_experts)):
         if (number := file.read.get(key, int, 0)) > most:
             raise UserError(
-                f"{file.header.path}: {architecture}.{key}={number} is more than its {len(file.tensors)} tensors can be"
+                f"{file.header.path}: {architecture}.{key}={number} is more than its {len(file.tensors)} tensors can hold"
             )
 
 
@@ -224,7 +224,7 @@ def _phi3(file: GGUFMetadata) -> dict[str, Any]:
     return {key: value for key, value in shape.items() if key != "head_dim"} | {
         "model_type": "phi3",
         "sliding_window": read.count("attention.sliding_window") if window else None,
-        "partial_rotary_factor": turning_share(turning_channels(file, shape["head_dim"]), shape["head_dim"]),
+        "partial_rotary_factor": partial_rotary_factor(rotary_channels(file, shape["head_dim"]), shape["head_dim"]),
         "original_max_position_embeddings": read.count(
             "rope.scaling.original_context_length", shape["max_position_embeddings"]
         ),
@@ -239,11 +239,11 @@ def _glm4(file: GGUFMetadata) -> dict[str, Any]:
 
 def _glm(file: GGUFMetadata) -> dict[str, Any]:
     shape = _shape(file)
-    channels = turning_channels(file, shape["head_dim"])
+    channels = rotary_channels(file, shape["head_dim"])
     return shape | {
         "model_type": "glm",
         "attention_bias": _has_bias(file, "attn_q"),
-        "partial_rotary_factor": turning_share(channels, shape["head_dim"]),
+        "partial_rotary_factor": partial_rotary_factor(channels, shape["head_dim"]),
         "rope_scaling": rope_scaling(file, channels),
     }
 
@@ -318,30 +318,28 @@ def _latent_attention(file: GGUFMetadata) -> dict[str, Any]:
     """
     read = file.read
     keys = ("attention.head_count", "attention.kv_lora_rank", "rope.dimension_count")
-    heads, rank, turning = map(read.count, keys)
+    heads, rank, rotary_dim = map(read.count, keys)
     suffix = "" if read.raw("attention.key_length_mla") is None else "_mla"
     if suffix:
-        read.expect("attention.key_length", (rank + turning,), rank + turning)
+        read.expect("attention.key_length", (rank + rotary_dim,), rank + rotary_dim)
         read.expect("attention.value_length", (rank,), rank)
     read.expect("attention.head_count_kv", (heads, 1), heads)
     key_length = read.count(f"attention.key_length{suffix}")
-    if key_length <= turning:
+    if key_length <= rotary_dim:
         raise UserError(
-            f"{file.header.path}: attention.key_length{suffix}={key_length} is not above rope.dimension_count={turning}"
+            f"{file.header.path}: attention.key_length{suffix}={key_length} is not above rope.dimension_count={rotary_dim}"
         )
-    scaling = rope_scaling(file, turning)
+    scaling = rope_scaling(file, rotary_dim)
     if mscale := read.get("rope.scaling.yarn_log_multiplier", float, 0.0) / YARN_LOG:
         if scaling is None or scaling["rope_type"] != "yarn":
-            raise UserError(
-                f"{file.header.path}: rope.scaling.yarn_log_multiplier is there, but no rope.scaling.type=yarn"
-            )
+            raise UserError(f"{file.header.path}: rope.scaling.yarn_log_multiplier needs rope.scaling.type=yarn")
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
     return {
         "num_attention_heads": heads,
         "q_lora_rank": read.get("attention.q_lora_rank", int, 0) or None,
         "kv_lora_rank": rank,
-        "qk_nope_head_dim": key_length - turning,
-        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": key_length - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
         "v_head_dim": read.count(f"attention.value_length{suffix}"),
         "attention_bias": _has_bias(file, "attn_kv_a_mqa"),
         "rope_scaling": scaling,
@@ -392,4 +390,4 @@ FAMILIES: dict[str, Callable[[GGUFMetadata], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "bloom": _bloom,
 }
-"""Function that makes the config, by llama.cpp's architecture name."""
+"""The function that returns the config's keys, by llama.cpp's architecture name."""

@@ -24,9 +24,9 @@ FILE_TYPES = {  # by dtype: type of most matrices, and the file type
     "q5_k_m": (T.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
     "q6_k": (T.Q6_K, LlamaFileType.MOSTLY_Q6_K),
 }
-MIXED = (T.Q4_K, T.Q5_K)  # in files whose names end in M, sensitive matrices are Q6_K
-EXACT = ("ffn_gate_inp.weight", "position_embd.weight")  # always float32, as in the converter: routers, positions
-MAKES_VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
+MIXED = (T.Q4_K, T.Q5_K)  # in files of these types, sensitive matrices are Q6_K
+ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")  # as in the converter: routers, positions
+VALUE_PROJECTIONS = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
 SHORTER_BLOCKS = {T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
 """Types for rows whose length is not a multiple of 256."""
 LAYER = re.compile(r"blk\.(\d+)\.")
@@ -39,20 +39,20 @@ def tensor_types(dtype: str, shapes: Mapping[str, tuple[int, ...]], architecture
     If a matrix has rows that are not a multiple of the block size, it gets a type with shorter blocks, or F16, and a
     warning counts it.
     """
-    mixture = Mixture(FILE_TYPES[dtype][0], shapes, architecture)
+    matrices = MatrixTypes(FILE_TYPES[dtype][0], shapes, architecture)
     chosen = {
-        name: T.F32 if len(shape) == 1 or name.endswith(EXACT) else mixture.type_of(name)
+        name: T.F32 if len(shape) == 1 or name.endswith(ALWAYS_FLOAT32) else matrices.type_of(name)
         for name, shape in shapes.items()
     }
-    types = {name: _fitting(kind, shapes[name][-1]) for name, kind in chosen.items()}
+    types = {name: _with_fitting_blocks(kind, shapes[name][-1]) for name, kind in chosen.items()}
     if unfit := [name for name, kind in chosen.items() if types[name] is not kind]:
         replacements = sorted({types[name].name for name in unfit})
-        what = "%s: the rows of %d tensors are not a multiple of their blocks, so these are %s (%s first)"
+        what = "%s: the rows of %d tensors are not a multiple of the block size, so their type is %s (the first is %s)"
         log.warning(what, dtype, len(unfit), " or ".join(replacements), unfit[0])
     return types
 
 
-class Mixture:
+class MatrixTypes:
     """The types of a file's matrices, without regard to row length."""
 
     def __init__(self, base_type: T, shapes: Mapping[str, tuple[int, ...]], architecture: str) -> None:
@@ -60,8 +60,8 @@ class Mixture:
         self._shapes = shapes
         self._head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
         self._num_layers = 1 + max((int(match[1]) for name in shapes if (match := LAYER.match(name))), default=-1)
-        # In models with 8 experts, as Mixtral, or in 70B models, whose heads share values, these matrices are a small
-        # part.
+        # Key and value matrices get more bits in models with 8 experts, as Mixtral, and in 70B models, whose heads
+        # share values, because they are a small part of these models.
         self._has_8_experts = any("_exps." in name and shape[0] == 8 for name, shape in shapes.items())
         query, key = (shapes.get(f"blk.0.attn_{part}.weight") for part in "qk")
         shares_values = architecture == "qwen2" or (architecture == "llama" and query != key)
@@ -72,17 +72,17 @@ class Mixture:
             return self._base_type
         if name == self._head:
             return T.Q8_0 if self._base_type is T.Q8_0 or self._shapes[name][-1] % _block(self._base_type) else T.Q6_K
-        if self._has_8_experts and name.endswith((*MAKES_VALUES, "attn_k.weight")):
+        if self._has_8_experts and name.endswith((*VALUE_PROJECTIONS, "attn_k.weight")):
             return T.Q8_0
         if self._has_8_experts and name.endswith("attn_output.weight") and self._base_type is T.Q4_K:
             return T.Q5_K
         if (
             self._base_type in MIXED
-            and (name.endswith(MAKES_VALUES) or "ffn_down" in name)
+            and (name.endswith(VALUE_PROJECTIONS) or "ffn_down" in name)
             and self._is_sensitive(name)
         ):
             return T.Q6_K
-        if self._is_70b and name.endswith(MAKES_VALUES) and self._base_type is T.Q4_K:
+        if self._is_70b and name.endswith(VALUE_PROJECTIONS) and self._base_type is T.Q4_K:
             return T.Q5_K
         return self._base_type
 
@@ -94,7 +94,7 @@ class Mixture:
         return layer < num_first or layer >= 7 * self._num_layers // 8 or (layer - num_first) % 3 == 2
 
 
-def _fitting(kind: T, row: int) -> T:
+def _with_fitting_blocks(kind: T, row: int) -> T:
     fitting = kind if row % _block(kind) == 0 else SHORTER_BLOCKS.get(kind, T.F16)
     return fitting if row % _block(fitting) == 0 else T.F16
 

@@ -1,4 +1,4 @@
-"""DeepSeek's kv_b_proj as two tensors, as in GGUF files since April 2025: one computes keys, the other values.
+"""DeepSeek's kv_b_proj as two tensors, as in GGUF files since April 2025: one for keys, one for values.
 
 H heads, L latent channels; per head N channels of a key without position, and D channels of a value.
 """

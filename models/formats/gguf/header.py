@@ -109,7 +109,7 @@ class GGUFHeader:
         """
         known = [f"{key}={str(self.scalars[key])[:80]!r}" for key in ORIGINS if self.scalars.get(key)]
         origin = f" ({', '.join(known)})" if known else ""
-        return UserError(f"{self.path}: {what}: give the Hugging Face checkpoint that the file was made of{origin}")
+        return UserError(f"{self.path}: {what}: give the Hugging Face checkpoint from which the file was made{origin}")
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,13 @@ def read_gguf_headers(path: Path) -> list[GGUFHeader]:
     count = int(name[3]) if name else 1
     paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)] if name else [path]
     if missing := next((file.name for file in paths if not file.is_file()), None):
-        raise UserError(f"{path} is one of {count} files of a model, but {missing} is missing beside it")
+        raise UserError(f"{path} is one of {count} files of a model, but {missing} is missing in its folder")
     headers = [read_gguf_header(file) for file in paths]
     for i, header in enumerate(headers):
         section = header.section("split")
         number, split = section.get("no", int, 0), section.get("count", int, 0)
         if split not in (0, 1) and (split, number) != (count, i):
-            raise UserError(
-                f"{header.path} says that it is file {number} of {split} (split.no, split.count): its name does not"
-            )
+            raise UserError(f"{header.path} has split.no={number} and split.count={split}, which its name contradicts")
     return headers
 
 
@@ -159,7 +157,7 @@ def all_tensors(headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
     for header in headers:
         if duplicate := next((name for name in header.tensors if name in tensors), None):
             raise UserError(
-                f"{header.path} holds the tensor {duplicate!r}, which {tensors[duplicate].path.name} holds, too"
+                f"{header.path} holds the tensor {duplicate!r}, which {tensors[duplicate].path.name} also holds"
             )
         tensors |= header.tensors
     return tensors
@@ -187,10 +185,10 @@ class _HeaderParser:
 
     def parse(self) -> GGUFHeader:
         if (magic := self._take(4, "the magic")) != MAGIC:
-            raise self._error(f"the magic is {magic!r}, expected {MAGIC!r}: this is no GGUF file")
+            raise self._error(f"the magic is {magic!r}, expected {MAGIC!r}: this is not a GGUF file")
         version = self._number("<I", "the version")
         if version and not version & 0xFFFF:
-            raise self._error("the file is big-endian, expected little-endian: convert it to that")
+            raise self._error("the file is big-endian: convert it to little-endian")
         if version not in VERSIONS:
             raise self._error(f"version {version} is not supported: only {', '.join(map(str, VERSIONS))}")
         num_tensors = self._count("tensors", SHORTEST_TENSOR)
@@ -200,7 +198,7 @@ class _HeaderParser:
         for _ in range(num_pairs):
             key = self._name("a key", KEY_BYTES)
             if key in scalars or key in arrays:
-                raise self._error(f"the key {key[:80]!r} is there twice")
+                raise self._error(f"the key {key[:80]!r} occurs twice")
             kind = self._value_type(key)
             if kind is GGUFValueType.ARRAY:
                 arrays[key] = self._array(key)
@@ -233,7 +231,7 @@ class _HeaderParser:
     def _count(self, what: str, shortest: int) -> int:
         count: int = self._number("<Q", f"the number of {what}")
         if count * shortest > self._size - self._at:
-            raise self._error(f"{count} {what} are announced, but only {self._size - self._at} bytes are left")
+            raise self._error(f"{count} {what} are declared, but only {self._size - self._at} bytes are left")
         return count
 
     def _text(self, what: str, limit: int) -> str:
@@ -248,7 +246,7 @@ class _HeaderParser:
     def _name(self, what: str, limit: int) -> str:
         name = self._text(what, limit)
         if not name.isprintable():  # it appears in one-line messages
-            raise self._error(f"{what} is {name[:80]!r}, which cannot be printed")
+            raise self._error(f"{what} is {name[:80]!r}, which has control characters")
         return name
 
     def _value_type(self, key: str) -> GGUFValueType:
@@ -284,7 +282,7 @@ class _HeaderParser:
         for _ in range(count):
             name = self._name("a tensor's name", NAME_BYTES)
             if name in infos:
-                raise self._error(f"the tensor {name!r} is there twice")
+                raise self._error(f"the tensor {name!r} occurs twice")
             infos[name] = self._tensor(name, alignment, header)
         start = -(-self._at // alignment) * alignment
         tensors = {name: replace(t, offset=start + t.offset) for name, t in infos.items()}
@@ -321,10 +319,10 @@ class _HeaderParser:
         kind = GGMLQuantizationType(number)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or math.prod(shape) >= 2**63:
-            raise self._error(f"the tensor {name!r} has the shape {list(shape)}, which cannot be")
+            raise self._error(f"the tensor {name!r} has the shape {list(shape)}, which is not possible")
         if shape[-1] % block:
             raise self._error(
-                f"the tensor {name!r} has rows of {shape[-1]}, expected a multiple of {block} for {kind.name}"
+                f"the tensor {name!r} has rows of {shape[-1]} values, expected a multiple of {block} for {kind.name}"
             )
         if offset % alignment:
             raise self._error(f"the tensor {name!r} has the offset {offset}, expected a multiple of {alignment}")

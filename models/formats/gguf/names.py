@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 ROTARY_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-WHOLE_NAME = re.compile(r"(\w+)\.(weight|bias)")
+OUTSIDE_NAME = re.compile(r"(\w+)\.(weight|bias)")
 LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 EXPERT_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.weight")  # in files before April 2024
 EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
@@ -19,7 +19,8 @@ EXPERTS_NAME = re.compile(r"blk\.(\d+)\.(\w+)_exps\.weight")
 class TensorLayout:
     """Hugging Face's module names of a family by llama.cpp's, and other differences between the layouts."""
 
-    whole: Mapping[str, str]
+    outside_layers: Mapping[str, str]
+    """Names outside of the decoder layers."""
     in_layer: Mapping[str, str]
     """Names within a layer. If the parameter's last component differs too, the entry has both last components."""
     layers: str = "model.layers"
@@ -34,8 +35,8 @@ class TensorLayout:
 
     def hugging_face_name(self, name: str) -> str:
         """Return the tensor's name in Hugging Face's layout. Keeps an unknown name, which is rejected later."""
-        if (match := WHOLE_NAME.fullmatch(name)) and match[1] in self.whole:
-            return f"{self.whole[match[1]]}.{match[2]}"
+        if (match := OUTSIDE_NAME.fullmatch(name)) and match[1] in self.outside_layers:
+            return f"{self.outside_layers[match[1]]}.{match[2]}"
         if match := LAYER_NAME.fullmatch(name):
             module, leaf = match[2], match[3]
             if (path := f"{module}.{leaf}") in self.in_layer:
@@ -61,7 +62,7 @@ class TensorLayout:
         module, _, leaf = name.rpartition(".")
         match = re.fullmatch(rf"{re.escape(self.layers)}\.(\d+)\.(.+)", module)
         if match is None:
-            return f"{_key_of(self.whole, module)}.{leaf}"
+            return f"{_key_of(self.outside_layers, module)}.{leaf}"
         if expert := re.fullmatch(rf"{re.escape(self.experts)}\.\d+\.(\w+)", match[2]):
             return f"blk.{match[1]}.{_key_of(self.in_expert, expert[1])}_exps.{leaf}"
         if (path := f"{match[2]}.{leaf}") in self.in_layer.values():
@@ -76,7 +77,7 @@ def _key_of(names: Mapping[str, str], wanted: str) -> str:
     return next(key for key, value in names.items() if value == wanted)
 
 
-WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 GATED_MLP = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
 FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 MLP = {name: f"mlp.{ours}" for name, ours in GATED_MLP.items()}
@@ -85,16 +86,16 @@ ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"att
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 LLAMA = TensorLayout(
-    WHOLE,
+    OUTSIDE_LAYERS,
     {**PRE_NORMS, **ATTENTION, **MLP, "ffn_gate_inp": "block_sparse_moe.gate"},
     in_expert={"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"},
     experts="block_sparse_moe.experts",
 )
 QWEN3 = TensorLayout(
-    WHOLE, {**PRE_NORMS, **ATTENTION, **HEAD_NORMS, **MLP, "ffn_gate_inp": "mlp.gate"}, in_expert=GATED_MLP
+    OUTSIDE_LAYERS, {**PRE_NORMS, **ATTENTION, **HEAD_NORMS, **MLP, "ffn_gate_inp": "mlp.gate"}, in_expert=GATED_MLP
 )
 GEMMA = TensorLayout(
-    WHOLE,
+    OUTSIDE_LAYERS,
     {
         "attn_norm": "input_layernorm",
         **ATTENTION,
@@ -107,12 +108,12 @@ GEMMA = TensorLayout(
     norm_offset=1.0,
 )
 PHI3 = TensorLayout(
-    WHOLE,
+    OUTSIDE_LAYERS,
     {**PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **FUSED_MLP},
     settings=(SHORT_FACTORS, LONG_FACTORS),
 )
 GLM4 = TensorLayout(
-    WHOLE,
+    OUTSIDE_LAYERS,
     {
         **PRE_NORMS,
         **ATTENTION,
@@ -121,7 +122,7 @@ GLM4 = TensorLayout(
         "post_ffw_norm": "post_mlp_layernorm",
     },
 )
-GLM = TensorLayout(WHOLE, {**PRE_NORMS, **ATTENTION, **FUSED_MLP})
+GLM = TensorLayout(OUTSIDE_LAYERS, {**PRE_NORMS, **ATTENTION, **FUSED_MLP})
 CHATGLM2 = TensorLayout(
     {
         "token_embd": "transformer.embedding.word_embeddings",
@@ -153,7 +154,7 @@ QWEN = TensorLayout(
     settings=(),
 )
 DEEPSEEK = TensorLayout(
-    WHOLE,
+    OUTSIDE_LAYERS,
     {
         **PRE_NORMS,
         "attn_q": "self_attn.q_proj",

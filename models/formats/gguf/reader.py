@@ -20,7 +20,7 @@ from models.formats.gguf.header import GGUFHeader, TensorInfo, all_tensors, read
 from models.formats.gguf.names import LAYOUTS, TensorLayout
 from models.formats.gguf.tensors import BLOCKS, STORED, read_bytes, read_codes, read_tensor
 from models.formats.gguf.tokenizer import load_gguf_tokenizer
-from models.formats.rotary_rows import half_apart
+from models.formats.rotary_rows import deinterleave_rows
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -56,17 +56,17 @@ def row_orders(config: ConfigReader) -> dict[str, RowOrder]:
     model_type = config.require("model_type", str)
     if model_type == "bloom":
         heads = config.count("n_head")
-        return {"query_key_value": RowOrder(partial(by_head, heads=heads), 3 * heads)}
+        return {"query_key_value": RowOrder(partial(group_by_head, heads=heads), 3 * heads)}
     if model_type in ("llama", "mistral", "mixtral"):
         counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         return {
-            name: RowOrder(partial(half_apart, heads=config.count(key)), 2 * config.count(key))
+            name: RowOrder(partial(deinterleave_rows, heads=config.count(key)), 2 * config.count(key))
             for name, key in counts.items()
         }
     return {}
 
 
-def by_head(tensor: Tensor, heads: int) -> Tensor:
+def group_by_head(tensor: Tensor, heads: int) -> Tensor:
     """Return the rows grouped by head: query, key, value. `tensor`: [3 * heads * D, ...] with all queries first."""
     ordered: Tensor = tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
     return ordered

@@ -15,12 +15,12 @@ from models.layers.rotary import RotaryConfig, llama3_factors
 LLAMA3_ORIGINAL_LENGTHS = [2**i for i in range(4, 25)]  # tried in order until one gives the file's factors
 
 
-def turning_channels(file: GGUFMetadata, head_dim: int) -> int:
+def rotary_channels(file: GGUFMetadata, head_dim: int) -> int:
     """Return the number of rotary channels in a head."""
     return file.read.count("rope.dimension_count", head_dim)
 
 
-def turning_share(channels: int, head_dim: int) -> float:
+def partial_rotary_factor(channels: int, head_dim: int) -> float:
     """Return partial_rotary_factor.
 
     It is adjusted so that readers of config.json, which round down, get `channels` again.
@@ -42,8 +42,8 @@ def longrope(file: GGUFMetadata) -> dict[str, Any] | None:
     return {"rope_type": "longrope", **factors, "attention_factor": attention_factor}
 
 
-def rope_scaling(file: GGUFMetadata, turning: int) -> dict[str, Any] | None:
-    """Return rope_scaling, or None. `turning`: rotary channels in a head.
+def rope_scaling(file: GGUFMetadata, rotary_dim: int) -> dict[str, Any] | None:
+    """Return rope_scaling, or None. `rotary_dim`: rotary channels in a head.
 
     Raises UserError for a scaling other than linear, yarn and Llama 3's.
     """
@@ -53,7 +53,7 @@ def rope_scaling(file: GGUFMetadata, turning: int) -> dict[str, Any] | None:
         read.expect(f"rope.scaling.{key}", (None, 1.0), None)
     if factors := file.tensors.get(ROTARY_FACTORS):
         read.expect("rope.scaling.type", ("none",), "none")
-        return _llama3_scaling(file.header, factors, read.positive("rope.freq_base", 10000.0), turning)
+        return _llama3_scaling(file.header, factors, read.positive("rope.freq_base", 10000.0), rotary_dim)
     if kind == "none":
         read.expect("rope.scaling.factor", (None, 0.0, 1.0), None)
         return None
@@ -68,14 +68,14 @@ def rope_scaling(file: GGUFMetadata, turning: int) -> dict[str, Any] | None:
     }
 
 
-def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, turning: int) -> dict[str, Any] | None:
+def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, rotary_dim: int) -> dict[str, Any] | None:
     """Return the Llama 3.1 scaling parameters that give the file's factors [D / 2], the divisors of the frequencies.
 
     Raises UserError if no parameters do.
     """
-    if tensor.shape != (turning // 2,):
+    if tensor.shape != (rotary_dim // 2,):
         raise UserError(
-            f"{tensor.path}: {ROTARY_FACTORS} has the shape {list(tensor.shape)}, expected {[turning // 2]}"
+            f"{tensor.path}: {ROTARY_FACTORS} has the shape {list(tensor.shape)}, expected {[rotary_dim // 2]}"
         )
     factors = read_tensor(tensor).float()
     factor = float(str(np.float32(factors.max().item())))
@@ -83,15 +83,15 @@ def _llama3_scaling(header: GGUFHeader, tensor: TensorInfo, theta: float, turnin
         return None
     for original in LLAMA3_ORIGINAL_LENGTHS:
         # A common factor of the other three parameters has no effect, so it is enough to try lengths.
-        tried = RotaryConfig(turning, original, theta, "llama3", factor, original)
+        candidate = RotaryConfig(rotary_dim, original, theta, "llama3", factor, original)
         # Not bit-exact: the file's factors are float32 differences of close numbers.
-        if torch.allclose(factors, llama3_factors(tried), rtol=1e-5, atol=0):
+        if torch.allclose(factors, llama3_factors(candidate), rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
-                "low_freq_factor": tried.low_freq_factor,
-                "high_freq_factor": tried.high_freq_factor,
+                "low_freq_factor": candidate.low_freq_factor,
+                "high_freq_factor": candidate.high_freq_factor,
                 "original_max_position_embeddings": original,
             }
-    what = f"{ROTARY_FACTORS} holds factors that are not those of Llama 3's scaling, which is not supported"
+    what = f"{ROTARY_FACTORS} holds factors that Llama 3's scaling does not give, which is not supported"
     raise header.unsupported(what)

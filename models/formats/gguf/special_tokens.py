@@ -1,4 +1,4 @@
-"""Find the special tokens of a GGUF file by llama.cpp's rules. A file may name few of them, and mark some as normal.
+"""Find the special tokens of a GGUF file by llama.cpp's rules. A file may list only some of them, or mark them as normal.
 
 Source: `llama_vocab::impl::load` in llama.cpp's src/llama-vocab.cpp.
 """
@@ -43,7 +43,7 @@ ENDS = (
     "<|tool_response>",
     "<｜end▁of▁sentence｜>",
 )
-CODE = {  # parts of a fill-in-the-middle prompt; the last three also end a text
+FIM_TOKENS = {  # parts of a fill-in-the-middle prompt; the last three also end a text
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>")
     + ("<|code_prefix|>", "<|prefix|>"),
     "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>")
@@ -54,7 +54,7 @@ CODE = {  # parts of a fill-in-the-middle prompt; the last three also end a text
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-CODE_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+FIM_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss; visible in texts
 # If the vocabulary has all tokens of one of these sets, <|end|> only ends a part of an answer. If it has one of
 # PLAIN_EOS_MARKERS, </s> is plain text.
@@ -92,15 +92,17 @@ class SpecialTokens:
         if id in (-1, NONE):
             return None
         if not 0 <= id < size:
-            raise UserError(f"{self.header.path}: tokenizer.ggml.{name}_token_id={id} is none of the {size} tokens")
+            raise UserError(
+                f"{self.header.path}: tokenizer.ggml.{name}_token_id={id} is not the id of one of the {size} tokens"
+            )
         return id
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a text: ids that the file names (EOS first), and tokens with a known end text."""
-        named = [self.id(name) for name in ("eos", "eot", "eom", *CODE_ENDS)]
+        named = [self.id(name) for name in ("eos", "eot", "eom", *FIM_ENDS)]
         spelled = [self._ids[text] for text in self._end_texts if text in self._ids]
-        code = [self._ids[text] for name in CODE_ENDS for text in self._code_texts(name)]
+        code = [self._ids[text] for name in FIM_ENDS for text in self._fim_texts(name)]
         return tuple(
             dict.fromkeys(id for id in (*named, *spelled, *code) if id is not None and id not in self._not_ends)
         )
@@ -112,7 +114,7 @@ class SpecialTokens:
             raise UserError(
                 f"{self.header.path}: tokenizer.ggml.token_type holds {min(wrong)}, expected 1 to {max(TokenType)}"
             )
-        code = (text for name in CODE for text in self._code_texts(name))
+        code = (text for name in FIM_TOKENS for text in self._fim_texts(name))
         for text in (*self._end_texts, *code):
             if text in self._ids and types[self._ids[text]] != TokenType.UNKNOWN:
                 types[self._ids[text]] = TokenType.CONTROL
@@ -149,10 +151,10 @@ class SpecialTokens:
     def _ids(self) -> dict[str, int]:
         return {text: id for id, text in enumerate(self.texts)}
 
-    def _code_texts(self, name: str) -> list[str]:
-        """Return the vocabulary's token for a key of CODE, unless the file gives its id."""
+    def _fim_texts(self, name: str) -> list[str]:
+        """Return the vocabulary's token for a key of FIM_TOKENS, unless the file gives its id."""
         file_id = self.header.section("tokenizer.ggml").raw(f"{name}_token_id")
-        return [text for text in CODE[name] if text in self._ids][:1] if file_id is None else []
+        return [text for text in FIM_TOKENS[name] if text in self._ids][:1] if file_id is None else []
 
     @property
     def _end_texts(self) -> tuple[str, ...]:

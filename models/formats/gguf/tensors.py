@@ -60,6 +60,6 @@ def read_bytes(tensor: TensorInfo) -> NDArray[np.uint8]:
     data = np.fromfile(tensor.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
     if len(data) != tensor.num_bytes:
         raise UserError(
-            f"{tensor.path} has {len(data)} bytes of a tensor at {tensor.offset}, expected {tensor.num_bytes}: it was changed"
+            f"{tensor.path} has {len(data)} bytes of the tensor at {tensor.offset}, expected {tensor.num_bytes}: the file was changed"
         )
     return data

@@ -76,11 +76,11 @@ def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
     not support.
     """
     vocabulary = _vocabulary(tokenizer, size)
-    _warn_of_other_tokens(tokenizer, vocabulary)
+    _warn_of_differences(tokenizer, vocabulary)
     return vocabulary
 
 
-def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
+def _warn_of_differences(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
     read_back = load_gguf_tokenizer(_header(tokenizer.source, vocabulary))
     assert read_back is not None
     control = [
@@ -92,28 +92,26 @@ def _warn_of_other_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> N
     num_missing = sum(f"<0x{byte:02X}>" not in known for byte in range(256))
     num_letters = sum(letter not in known for letter in letters)
     faults = {
-        f"it has rules that GGUF cannot say, and texts such as {', '.join(changed[:3])} get other tokens there": bool(
+        f"it has rules that GGUF cannot express, so texts such as {', '.join(changed[:3])} get other tokens": bool(
             changed
         ),
-        "it begins a text with [gMASK] sop, which is for the caller to write there": isinstance(
-            tokenizer, ChatGLM2Tokenizer
-        ),
-        "it removes leading and repeated spaces, and llama.cpp keeps them": vocabulary.removes_extra_whitespaces,
-        "it brings texts into Unicode's NFC, and llama.cpp does not": vocabulary.model == "gpt2"
+        "it begins a text with [gMASK] sop, which a caller must write": isinstance(tokenizer, ChatGLM2Tokenizer),
+        "it removes leading and repeated spaces, which llama.cpp keeps": vocabulary.removes_extra_whitespaces,
+        "it normalises texts to Unicode NFC, which llama.cpp does not": vocabulary.model == "gpt2"
         and PRE_TOKENIZERS[vocabulary.pre].is_nfc,
-        f"it has {tokenizer.size} tokens, and the model {len(vocabulary.tokens)}: the others are left out": (
+        f"it has {tokenizer.size} tokens, and the model {len(vocabulary.tokens)}: the excess tokens are left out": (
             tokenizer.size > len(vocabulary.tokens)
         ),
-        f"it lacks {num_missing} of the 256 bytes, and llama.cpp ends at a character that is no token": (
+        f"it lacks {num_missing} of the 256 bytes, and llama.cpp fails at a character without a token": (
             vocabulary.model == "llama" and num_missing > 0
         ),
-        f"it lacks {num_letters} of the 256 bytes, and some readers refuse such a file": (
+        f"it lacks {num_letters} of the 256 bytes, and some programs reject the file": (
             vocabulary.model == "gpt2" and num_letters > 0
         ),
     }
     for fault, is_so in faults.items():
         if is_so:
-            log.warning("the tokenizer in %s is not the same in GGUF: %s", tokenizer.source, fault)
+            log.warning("the tokenizer in %s changes in GGUF: %s", tokenizer.source, fault)
 
 
 def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
@@ -142,41 +140,44 @@ def _header(source: Path, vocabulary: GGUFVocabulary) -> GGUFHeader:
 
 def _vocabulary(tokenizer: Tokenizer, size: int) -> GGUFVocabulary:
     if isinstance(tokenizer, QwenTokenizer):
-        return _of_ranks(tokenizer, size)
+        return _from_tiktoken(tokenizer, size)
     if type(tokenizer) is SentencePieceTokenizer or isinstance(
         tokenizer, GGUFSentencePieceTokenizer | ChatGLM2Tokenizer
     ):
-        return _of_pieces(tokenizer, tokenizer.model_proto, tokenizer.added_tokens, size)
+        return _from_sentencepiece(tokenizer, tokenizer.model_proto, tokenizer.added_tokens, size)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         backend = json.loads(tokenizer.backend.to_str())
         added = tokenizer.backend.get_added_tokens_decoder()
         if not backend["model"].get("byte_fallback"):
             tokens = {id: token for token, id in backend["model"]["vocab"].items()}
             merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]]
-            return _of_pairs(tokenizer, _pre(tokenizer, backend), tokens, merges, added, size)
+            return _from_bpe(tokenizer, _pre_tokenizer_name(tokenizer, backend), tokens, merges, added, size)
         file = tokenizer.source / "tokenizer.model"
         if file.is_file():
-            return _of_pieces(tokenizer, file.read_bytes(), added, size)
+            return _from_sentencepiece(tokenizer, file.read_bytes(), added, size)
         raise UserError(
-            f"the tokenizer in {tokenizer.source} falls back to bytes, and GGUF needs its scores: put tokenizer.model beside tokenizer.json"
+            f"the tokenizer in {tokenizer.source} falls back to bytes, for which GGUF needs scores: "
+            "put tokenizer.model next to tokenizer.json"
         )
     raise UserError(
-        f"the tokenizer in {tokenizer.source} is of a kind that GGUF has not: give a folder with tokenizer.json"
+        f"the tokenizer in {tokenizer.source} is of a kind that GGUF does not support: give a folder with tokenizer.json"
     )
 
 
-def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToken], size: int) -> GGUFVocabulary:
+def _from_sentencepiece(
+    tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToken], size: int
+) -> GGUFVocabulary:
     model: ModelProto = sentencepiece_model_pb2.ModelProto()
     model.ParseFromString(proto)
     if model.trainer_spec.model_type != model.trainer_spec.BPE or model.normalizer_spec.precompiled_charsmap:
         raise UserError(
-            f"the tokenizer in {tokenizer.source} is no sentencepiece BPE without normalisation, which GGUF needs"
+            f"the tokenizer in {tokenizer.source} is not a sentencepiece BPE without normalisation, which GGUF needs"
         )
     pieces = model.pieces[:size]
-    num_others = size - len(pieces)
+    num_padding = size - len(pieces)
     tokens = [piece.piece for piece in pieces] + [f"[PAD{id}]" for id in range(len(pieces), size)]
-    types = [int(piece.type) for piece in pieces] + [int(TokenType.UNUSED)] * num_others
-    scores = [piece.score for piece in pieces] + [ADDED_SCORE] * num_others
+    types = [int(piece.type) for piece in pieces] + [int(TokenType.UNUSED)] * num_padding
+    scores = [piece.score for piece in pieces] + [ADDED_SCORE] * num_padding
     unknown = types.index(TokenType.UNKNOWN)
     for id, token in added.items():
         if id < size:
@@ -205,11 +206,11 @@ def _of_pieces(tokenizer: Tokenizer, proto: bytes, added: Mapping[int, AddedToke
     )
 
 
-def _of_ranks(tokenizer: QwenTokenizer, size: int) -> GGUFVocabulary:
+def _from_tiktoken(tokenizer: QwenTokenizer, size: int) -> GGUFVocabulary:
     tokens = {rank: "".join(BYTE_LETTERS[byte] for byte in token) for token, rank in tokenizer.ranks.items()}
     parts = (_last_parts(token, tokenizer) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__))
     merges = [" ".join(tokens[tokenizer.ranks[part]] for part in pair) for pair in parts if len(pair) == 2]
-    return _of_pairs(tokenizer, "qwen2", tokens, merges, tokenizer.added_tokens, size)
+    return _from_bpe(tokenizer, "qwen2", tokens, merges, tokenizer.added_tokens, size)
 
 
 def _last_parts(token: bytes, tokenizer: QwenTokenizer) -> list[bytes]:
@@ -223,13 +224,13 @@ def _last_parts(token: bytes, tokenizer: QwenTokenizer) -> list[bytes]:
         first = min(range(len(ranks)), key=ranks.__getitem__)
         if ranks[first] >= tokenizer.ranks[token]:
             raise UserError(
-                f"the tokenizer in {tokenizer.source} has {token!r}, which no merge of two tokens makes: GGUF needs one"
+                f"the tokenizer in {tokenizer.source} has {token!r}, which no merge of two tokens gives: GGUF needs such a merge"
             )
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return parts
 
 
-def _of_pairs(
+def _from_bpe(
     tokenizer: Tokenizer,
     pre: str,
     tokens: Mapping[int, str],
@@ -266,12 +267,12 @@ def _adds_bos(tokenizer: Tokenizer) -> bool:
     begin = tokenizer.encode("", add_special_tokens=True)
     if begin not in ([], [tokenizer.bos_token_id]):
         raise UserError(
-            f"the tokenizer in {tokenizer.source} puts the tokens {begin} around a text: GGUF can say BOS or nothing"
+            f"the tokenizer in {tokenizer.source} puts the tokens {begin} around a text: GGUF supports only BOS, or no tokens"
         )
     return bool(begin)
 
 
-def _pre(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
+def _pre_tokenizer_name(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
     steps = backend["pre_tokenizer"] or {}
     cuts: list[str] = []
     for step in steps.get("pretokenizers", [steps]):
@@ -290,5 +291,5 @@ def _pre(tokenizer: HuggingFaceTokenizer, backend: dict[str, Any]) -> str:
         if (tuple(cuts), is_nfc, whole_words_first) == (pre.patterns, pre.is_nfc, pre.whole_words_first):
             return name
     raise UserError(
-        f"the tokenizer in {tokenizer.source} cuts texts in a way that has no name in GGUF here: only that of {', '.join(PRE_TOKENIZERS)}"
+        f"the tokenizer in {tokenizer.source} splits texts by a pattern without a name in GGUF: only {', '.join(PRE_TOKENIZERS)}"
     )

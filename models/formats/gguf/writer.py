@@ -6,29 +6,24 @@ Keys and tensor types are those of llama.cpp's converter. Memory holds one tenso
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_VERSION
 from numpy.typing import NDArray
-from torch import Tensor
 
 from conf.errors import UserError
 from models.families.phi3 import Phi3Config
-from models.formats.base import Checkpoint, WeightFile
+from models.formats.base import Checkpoint
 from models.formats.gguf.config import END_TOKENS
 from models.formats.gguf.config_writer import add_config, architecture_of
 from models.formats.gguf.file_types import FILE_TYPES, tensor_types
-from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS, TensorLayout
-from models.formats.gguf.quantize import quantize_rows
+from models.formats.gguf.names import LAYOUTS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from models.formats.gguf.output_tensor import OutputTensor, converter_change
 from models.formats.gguf.special_tokens import NONE, SPACES_BEHIND_SPECIAL
-from models.formats.gguf.tensors import STORED
 from models.formats.gguf.vocabulary import gguf_vocabulary
-from models.formats.rotary_rows import side_by_side
 from models.layers.rotary import llama3_factors
 from models.meta_model import open_model
 from models.registry import find_architecture
@@ -56,12 +51,12 @@ def write_gguf(
     model, files = open_model(family, shape, checkpoint)
     names = match_tensors(model, files, family.ignored_tensors)
     sources = {names[name]: (opened, name) for opened in files for name in opened.shapes if name in names}
-    tensors: dict[str, _StoredTensor] = {}
+    tensors: dict[str, OutputTensor] = {}
     for name, parameter in model.named_parameters():
         target = LAYOUTS[model_type].llama_cpp_name(name)
         if target not in tensors:
-            change = _change_of(name, architecture, LAYOUTS[model_type], shape)
-            tensors[target] = _StoredTensor(target, tuple(parameter.shape), change)
+            change = converter_change(name, architecture, LAYOUTS[model_type], shape)
+            tensors[target] = OutputTensor(target, tuple(parameter.shape), change)
         tensors[target].sources.append(sources[name])
     types = tensor_types(dtype, {name: tensor.shape for name, tensor in tensors.items()}, architecture)
     for name, tensor in tensors.items():
@@ -81,68 +76,6 @@ def write_gguf(
         unfinished.unlink(missing_ok=True)
 
 
-class _StoredTensor:
-    """A tensor of the file: one parameter, or the same matrix of all experts in a layer."""
-
-    type = GGMLQuantizationType.F32
-
-    def __init__(self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None) -> None:
-        """`shape`: of the parameter. `change`: the converter's change."""
-        self.name = name
-        self._change = change
-        self.sources: list[tuple[WeightFile, str]] = []
-        self._source_shape = shape[::-1] if change is Tensor.t else shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.sources), *self._source_shape) if "_exps." in self.name else self._source_shape
-
-    @property
-    def num_bytes(self) -> int:
-        block, block_bytes = GGML_QUANT_SIZES[self.type]
-        return int(np.prod(self.shape, dtype=np.int64)) // block * block_bytes
-
-    def read(self) -> NDArray[np.uint8]:
-        stored = np.empty((len(self.sources), self.num_bytes // len(self.sources)), np.uint8)
-        for row, (file, name) in zip(stored, self.sources, strict=True):
-            tensor = next(iter(file.read([name])))[1]
-            row[:] = self._bytes(tensor if self._change is None else self._change(tensor))
-        return stored.reshape(-1)
-
-    def _bytes(self, tensor: Tensor) -> NDArray[np.uint8]:
-        try:
-            if self.type not in STORED:
-                return quantize_rows(tensor.float().numpy(), self.type).reshape(-1)
-            dtype = STORED[self.type]
-            if dtype is torch.float16 and tensor.abs().amax() > torch.finfo(dtype).max:
-                raise OverflowError(f"{tensor.abs().amax():.6g}, which float16 cannot")
-        except OverflowError as error:
-            raise UserError(f"{self.name} holds {error}: give bfloat16 or float32") from error
-        return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def _change_of(name: str, architecture: str, layout: TensorLayout, shape: Any) -> Callable[[Tensor], Tensor] | None:
-    """Return llama.cpp's change of a parameter, or None: the inverse of reader.py's."""
-    *_, module, leaf = name.split(".")
-    if architecture == "llama" and module in ("q_proj", "k_proj"):
-        heads = shape.num_attention_heads if module == "q_proj" else shape.num_key_value_heads
-        return partial(side_by_side, heads=heads)
-    if architecture == "bloom" and module == "query_key_value":
-        return partial(by_part, heads=shape.num_attention_heads)
-    if layout.norm_offset and module.endswith("norm"):
-        return lambda tensor: tensor.float() + layout.norm_offset
-    return Tensor.t if leaf == "weight" and module in layout.transposed else None
-
-
-def by_part(tensor: Tensor, heads: int) -> Tensor:
-    """Return the rows with all queries first, then keys, then values.
-
-    `tensor`: [heads * 3 * D, ...] grouped by head.
-    """
-    ordered: Tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-    return ordered
-
-
 def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
     if isinstance(shape, Phi3Config):
         factors = {SHORT_FACTORS: shape.rotary.short_factor, LONG_FACTORS: shape.rotary.long_factor}
@@ -154,7 +87,7 @@ def _rotary_factors(shape: Any) -> dict[str, NDArray[np.float32]]:
 
 def _write_tensors(
     writer: GGUFWriter,
-    tensors: list[_StoredTensor],
+    tensors: list[OutputTensor],
     factors: dict[str, NDArray[np.float32]],
     on_bytes: Callable[[int, int], None],
 ) -> None:

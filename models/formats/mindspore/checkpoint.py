@@ -22,12 +22,12 @@ from models.formats.ranks import JoinedRanks, rank_folders
 from models.tokenizers import load_tokenizer
 
 CKPT = "*.ckpt"
-WHOLE = {
+OUTSIDE_LAYERS = {
     "model.tok_embeddings.embedding_weight": "model.embed_tokens.weight",
     "model.norm_out.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
-LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")  # with Meta's module names
+IN_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.(weight|bias)")  # with Meta's module names
 # Stored tensors that are not weights: optimizer states, counters, loss scales, caches.
 STATE = re.compile(
     r"(adam_[mv]|moments?[12]?|accu_grads|learning_rate|beta[12]_power)\b.*|.*\b(key|value)_cache|random_op|network_name|"
@@ -75,18 +75,18 @@ def open_ckpt_files(folder: Path, expected: ExpectedTensors) -> list[WeightFile]
     files, ranks = sorted(folder.glob(CKPT)), rank_folders(folder, CKPT)
     if files and ranks:
         raise UserError(
-            f"{folder} has both {files[0].name} and {ranks[0].name}/{CKPT}: keep the one that shall be read"
+            f"{folder} has both {files[0].name} and {ranks[0].name}/{CKPT}: remove the files that are not to be read"
         )
     if not ranks:
         return [CkptFile(file, our_name) for file in files]
-    return [JoinedRanks(ranks[0], [[CkptFile(_only(rank), our_name)] for rank in ranks], expected)]
+    return [JoinedRanks(ranks[0], [[CkptFile(_only_file(rank), our_name)] for rank in ranks], expected)]
 
 
-def _only(rank: Path) -> Path:
+def _only_file(rank: Path) -> Path:
     files = sorted(rank.glob(CKPT))
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:4])
-        raise UserError(f"{rank} has {len(files)} checkpoints ({names}): keep the one that shall be read")
+        raise UserError(f"{rank} has {len(files)} checkpoints ({names}): remove the files that are not to be read")
     return files[0]
 
 
@@ -100,14 +100,16 @@ def our_name(tag: str) -> str | None:
     if FUSED.fullmatch(tag):
         # llama/convert_weight.py stacks them. utils/convert_utils.py (qkv_concat_hf2mg) interleaves them by head, with
         # the same name and shape.
-        raise ValueError(f"{tag} is fused in one of two orders that look the same: convert it to qkv_concat=False")
+        raise ValueError(
+            f"{tag} is fused in one of two orders, which the file does not show: convert it to qkv_concat=False"
+        )
     if EXPERTS.fullmatch(tag):
         # research/mixtral/convert_weight.py stacks experts as [N, F, E]; for grouped matrix products they are
         # transposed.
         raise ValueError(
-            f"{tag} belongs to a mixture of experts, whose order the file does not tell: use Hugging Face's layout"
+            f"{tag} belongs to a mixture of experts, whose order the file does not show: use Hugging Face's layout"
         )
-    match = LAYER.fullmatch(tag)
+    match = IN_LAYER.fullmatch(tag)
     if match is None or match[2] not in MODULES:
-        return WHOLE.get(tag, tag)
+        return OUTSIDE_LAYERS.get(tag, tag)
     return f"model.layers.{match[1]}.{MODULES[match[2]][0]}.{match[3]}"

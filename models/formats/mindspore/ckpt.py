@@ -80,14 +80,14 @@ class CkptFile:
         if name is None:
             return
         if name in self._stored:
-            raise ValueError(f"{tag} is there twice")
+            raise ValueError(f"{tag} occurs twice")
         if stored.tensor_type not in DTYPES:
             raise ValueError(f"{tag} is of type {stored.tensor_type}: only {', '.join(DTYPES)} are supported")
         size = math.prod(stored.dims) * DTYPES[stored.tensor_type].itemsize
         stored_bytes = sum(part.stop - part.start for part in stored.parts)
         if size != stored_bytes or size == 0:
             raise ValueError(
-                f"{tag} {list(stored.dims)} of {stored.tensor_type} takes {size} bytes, but {stored_bytes} are there"
+                f"{tag} {list(stored.dims)} of {stored.tensor_type} takes {size} bytes, but the file has {stored_bytes}"
             )
         self._stored[name] = stored
 
@@ -124,7 +124,7 @@ def _value(data: mmap.mmap, span: slice) -> tuple[str, Stored]:
         elif number == 2 and isinstance(value, slice) and tensor is None:
             tensor = value
         else:
-            raise ValueError(f"field {number} of Value at byte {span.start} is unknown or there twice")
+            raise ValueError(f"field {number} of Value at byte {span.start} is unknown or occurs twice")
     if tag is None or tensor is None:
         raise ValueError(f"a Value at byte {span.start} has no tag or no tensor")
     return tag, _tensor(data, tensor, tag)
@@ -143,7 +143,7 @@ def _tensor(data: mmap.mmap, span: slice, tag: str) -> Stored:
         elif number == 3 and isinstance(value, slice) and content is None:
             content = value
         else:
-            raise ValueError(f"field {number} of the tensor {tag} is unknown or there twice")
+            raise ValueError(f"field {number} of the tensor {tag} is unknown or occurs twice")
     if tensor_type is None or content is None:
         raise ValueError(f"{tag} has no type or no content")
     return Stored(tuple(dims), tensor_type, [content])
@@ -165,7 +165,7 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int | sli
             raise ValueError(f"the field before byte {at} is of the unknown wire type {wire_type}")
         size, at = _varint(data, at, end)
         if size > end - at:
-            raise ValueError(f"the field at byte {at} is {size} bytes long, but what holds it ends after {end - at}")
+            raise ValueError(f"the field at byte {at} is {size} bytes long, but its message ends after {end - at}")
         yield number, slice(at, at + size)
         at += size
 

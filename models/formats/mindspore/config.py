@@ -10,7 +10,7 @@ from conf.errors import UserError
 from models.config import ConfigReader
 
 # Keys of a run, not of the model: compute dtypes, memory, parallelism.
-OF_A_RUN = (
+RUN_KEYS = (
     "type batch_size compute_dtype layernorm_compute_type softmax_compute_type rotary_dtype param_init_type embedding_init_type "
     "use_past use_flash_attention use_attn_mask_compression use_rope_slice use_past_shard block_size num_blocks is_dynamic offset "
     "checkpoint_name_or_path ignore_token_id parallel_config parallel_optimizer fine_grain_interleave pp_interleave_num auto_map "
@@ -31,7 +31,7 @@ def read_mindformers_config(folder: Path) -> ConfigReader:
     config.expect("qkv_concat", (False, None), False)
     config.expect("quant", ("", None), "")
     config.expect("moe_config", (None,), None)
-    for key in OF_A_RUN:
+    for key in RUN_KEYS:
         config.raw(key)
     hidden_size, seq_length = config.count("hidden_size", 4096), config.count("seq_length", 2048)
     heads = config.count("num_heads", 32)

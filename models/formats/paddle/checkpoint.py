@@ -25,7 +25,7 @@ from models.formats.ranks import JoinedRanks, in_order
 from models.tokenizers import load_tokenizer
 
 PICKLE = ".pdparams"
-WHOLE = ("model.safetensors", "model_state.safetensors", f"model_state{PICKLE}")
+WHOLE_FILES = ("model.safetensors", "model_state.safetensors", f"model_state{PICKLE}")
 RANK = re.compile(r"(?:model|model_state)\.(?:tp([0-9]{2,5}))?_?(?:pp([0-9]{2,5}))?\.(?:safetensors|pdparams)")
 
 
@@ -35,10 +35,10 @@ def is_paddle_layout(folder: Path) -> bool:
     if not paths or paths[0].suffix == PICKLE:
         return bool(paths)
     prefix = paddle_prefix(folder)
-    return prefix is not None and any(_holds(path, prefix) for path in paths)
+    return prefix is not None and any(_has_prefix(path, prefix) for path in paths)
 
 
-def _holds(path: Path, prefix: str) -> bool:
+def _has_prefix(path: Path, prefix: str) -> bool:
     try:
         return any(name.startswith(prefix) for name in SafetensorsFile(path).shapes)
     except UserError:
@@ -84,7 +84,7 @@ def open_paddle_files(folder: Path, allow_pickle: bool, names: Names, expected: 
     if paths[0][0].suffix == PICKLE and not allow_pickle:
         raise UserError(
             f"{folder} has only pickled weights ({paths[0][0].name}), which can hold code: save them as safetensors, "
-            "or give model.allow_pickle=true to read its arrays and nothing else"
+            "or give model.allow_pickle=true to read its arrays, without running code"
         )
     kind = PdparamsFile if paths[0][0].suffix == PICKLE else SafetensorsFile
     ranks = [[PartsFile(kind(path), names) for path in rank] for rank in paths]
@@ -96,7 +96,7 @@ def rank_files(folder: Path) -> list[list[Path]]:
 
     Whole weights are one rank. Returns an empty list if there are no weights.
     """
-    for file_name in WHOLE:
+    for file_name in WHOLE_FILES:
         if shards := weight_names(folder, file_name):
             return [[folder / name for name in shards]]
     stages: dict[int, dict[int, Path]] = {}
@@ -105,7 +105,7 @@ def rank_files(folder: Path) -> list[list[Path]]:
             registered = stages.setdefault(int(match[2] or 0), {}).setdefault(int(match[1] or 0), path)
             if registered != path:
                 names = " and ".join(sorted((registered.name, path.name)))
-                raise UserError(f"{folder}: {names} are of the same rank: leave one of them there")
+                raise UserError(f"{folder}: {names} are of the same rank: keep one of them")
     in_stages = in_order(stages, f"{folder}: the file of pipeline stage {{}}")
     ranks = [[path] for stage in in_stages for path in in_order(stage, f"{folder}: the file of rank {{}}")]
     pickles = sorted(folder.glob(f"*{PICKLE}"))
@@ -130,10 +130,10 @@ class PartsFile:
                 raise UserError(f"{self.path}: {error}") from error
             for part in parts:
                 if part.name in self.shapes:
-                    raise UserError(f"{self.path} has {part.name} twice, alone and fused or under two names")
+                    raise UserError(f"{self.path} has {part.name} twice: under two names, or also in a fused tensor")
                 sizes = list(shape)
-                for share in part.shares:
-                    sizes[part.axis] = share.of(sizes[part.axis])
+                for row_slice in part.slices:
+                    sizes[part.axis] = row_slice.of(sizes[part.axis])
                 self.shapes[part.name] = tuple(sizes)
                 dtype = file.dtypes[source]
                 self.dtypes[part.name] = torch.bfloat16 if dtype == torch.uint16 else dtype  # numpy has no bfloat16
@@ -144,9 +144,9 @@ class PartsFile:
             source, is_transposed, part = self._sources[name]
             for _, tensor in self._file.read([source]):
                 rows = (tensor.T if is_transposed else tensor).view(self.dtypes[name])
-                for share in part.shares:
-                    units = rows.unflatten(part.axis, (share.groups, share.units, -1))
-                    chosen = units.narrow(part.axis + 1, share.start, share.stop - share.start)
+                for row_slice in part.slices:
+                    units = rows.unflatten(part.axis, (row_slice.groups, row_slice.units, -1))
+                    chosen = units.narrow(part.axis + 1, row_slice.start, row_slice.stop - row_slice.start)
                     rows = chosen.flatten(part.axis, part.axis + 2)
                 yield name, rows.contiguous()
 

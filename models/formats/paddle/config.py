@@ -24,8 +24,8 @@ RENAMED = {
     },
 }
 """By PaddleNLP's `model_type`: PaddleNLP's keys that have another name in Hugging Face's config.json."""
-KNOWN: dict[str, Any] = {"alibi": False, "use_long_sequence_strategies": False}
-KNOWN_OF: dict[str, dict[str, Any]] = {
+ONLY_VALUES: dict[str, Any] = {"alibi": False, "use_long_sequence_strategies": False}
+ONLY_VALUES_BY_TYPE: dict[str, dict[str, Any]] = {
     "ernie": {
         "architectures": ["Ernie35ForCausalLM"],  # other models of this type are encoders
         "weight_share": False,  # true: the head is tied to the embedding
@@ -40,7 +40,7 @@ KNOWN_OF: dict[str, dict[str, Any]] = {
 }
 """By PaddleNLP key, the only supported value: with it, PaddleNLP computes the same as the architectures here.
 
-KNOWN is for all families, KNOWN_OF for single ones.
+ONLY_VALUES is for all families, ONLY_VALUES_BY_TYPE for single ones.
 """
 HARMLESS = frozenset(
     """
@@ -81,15 +81,15 @@ def read_paddle_config(folder: Path) -> tuple[ConfigReader, Names]:
     """
     file = config_file(folder)
     if not file.is_file():
-        raise UserError(f"{folder} has PaddleNLP's weights, but no config.json and no model_config.json")
+        raise UserError(f"{folder} has PaddleNLP's weights, but neither config.json nor model_config.json")
     paddle_config = ConfigReader(_values(file), str(file))
     model_type = paddle_config.require("model_type", str)
     if model_type not in PREFIXES:
         raise UserError(
-            f"{file}: PaddleNLP's model_type={model_type!r} is not read: only {', '.join(sorted(PREFIXES))}: "
-            "give the model's checkpoint in Hugging Face's layout"
+            f"{file}: PaddleNLP's model_type={model_type!r} is not supported: only {', '.join(sorted(PREFIXES))}: "
+            "give the model in Hugging Face's layout"
         )
-    supported = KNOWN | KNOWN_OF.get(model_type, {})
+    supported = ONLY_VALUES | ONLY_VALUES_BY_TYPE.get(model_type, {})
     for key, value in supported.items():
         paddle_config.expect(key, (value, None), value)
     left_out = HARMLESS | supported.keys() | {"rope_scaling_type", "rope_scaling_factor"}

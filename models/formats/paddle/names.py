@@ -4,7 +4,7 @@ Source: paddlenlp/transformers/*/modeling.py (`_get_name_mappings`, `_get_tensor
 `_get_fuse_or_split_param_mappings`).
 
 Every linear weight is stored as [inputs, outputs]. A tensor-parallel rank stores its rows of each part of a fused
-matrix, one part after the other. Therefore ranks are joined part by part.
+matrix, so each part is joined separately.
 
 H query heads, G key/value heads, D channels per head.
 """
@@ -50,7 +50,7 @@ ERNIE_MODULES = {
     ".self_attn_mlp.o_proj.weight": ".o_down_proj.weight",
     ".self_attn_mlp.o_proj.bias": ".mlp.down_proj.bias",
 }
-GPT_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+GPT_LAYER_NAME = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Share:
+class RowSlice:
     """Some rows of a matrix.
 
-    Each of `groups` groups has `units` equal units; the share is `start` to `stop` of each group.
+    Each of `groups` groups has `units` equal units; the slice has the units `start` to `stop` of each group.
     """
 
     groups: int
@@ -80,7 +80,7 @@ class Share:
     stop: int
 
     def of(self, size: int) -> int:
-        """Return the share's number of rows in a matrix of `size` rows."""
+        """Return the slice's number of rows in a matrix of `size` rows."""
         return size // self.units * (self.stop - self.start)
 
 
@@ -89,12 +89,12 @@ class TensorPart:
     """A module's part of a stored tensor."""
 
     name: str
-    shares: tuple[Share, ...] = ()
+    slices: tuple[RowSlice, ...] = ()
     """Applied in order, each to the result of the previous one, because fused matrices can be nested. Empty: the whole
     tensor.
     """
     axis: int = 0
-    """Axis of the shares: 0 outputs, 1 inputs."""
+    """Axis of the slices: 0 outputs, 1 inputs."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,14 @@ class Names:
         groups = size // (fused.unit * units) if fused.unit else 1
         if not size or not groups or size % (groups * units):
             channels = "inputs" if fused.axis else "outputs"
-            raise ValueError(f"{part.name} has {size} {channels}, which do not make up {', '.join(fused.parts)}")
+            raise ValueError(
+                f"{part.name} has {size} {channels}, which cannot be divided into {', '.join(fused.parts)}"
+            )
         start = 0
         for name, count in fused.parts.items():
-            share = Share(groups, units, start, start + count)
-            divided = TensorPart(f"{parent}.{name}.{leaf}", (*part.shares, share), fused.axis)
-            yield from self._divide(divided, (share.of(size), *shape[1:]))
+            row_slice = RowSlice(groups, units, start, start + count)
+            divided = TensorPart(f"{parent}.{name}.{leaf}", (*part.slices, row_slice), fused.axis)
+            yield from self._divide(divided, (row_slice.of(size), *shape[1:]))
             start += count
 
     def parts_of(self, name: str) -> dict[str, int]:
@@ -204,7 +206,7 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _gpt_name(name: str) -> str:
-    layer = GPT_LAYER.fullmatch(name)
+    layer = GPT_LAYER_NAME.fullmatch(name)
     module, leaf = _split(layer[2] if layer else name)
     if module not in GPT_MODULES:
         return name

@@ -31,7 +31,7 @@ DTYPES = {
 }
 PARAMETER_NAMES = "StructuredToParameterName@@"  # Paddle's own parameter names, next to the arrays
 SPLIT = "UnpackBigParamInfor@@"  # arrays above 1 GB in several pieces, for protocols 2 and 3
-KNOWN = {
+ALLOWED = {
     "numpy.core.multiarray _reconstruct": "array",
     "numpy._core.multiarray _reconstruct": "array",
     "numpy ndarray": "ndarray",
@@ -70,7 +70,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Known:
+class AllowedName:
     """A name that the reader accepts."""
 
     meaning: str
@@ -142,7 +142,7 @@ def _arrays(content: Any) -> dict[str, Array]:
     if not isinstance(content, dict):
         raise ValueError("it does not hold a dictionary")
     if SPLIT in content:
-        raise ValueError("it holds arrays in pieces: save it anew with paddle.save(..., protocol=4)")
+        raise ValueError("it holds split arrays: save it again with paddle.save(..., protocol=4)")
     values = {name: value for name, value in content.items() if name != PARAMETER_NAMES}
     # Tensors outside a state dictionary are pickled as a pair: Paddle's name and the array.
     values = {
@@ -150,7 +150,7 @@ def _arrays(content: Any) -> dict[str, Array]:
     }
     for name, value in values.items():
         if not isinstance(value, Array) or value.content is None:
-            raise ValueError(f"{name} is no array")
+            raise ValueError(f"{name} is not an array")
     return values
 
 
@@ -171,7 +171,7 @@ class _Machine:
                 (value,) = self._stack
                 return value
             if not (self._push(opcode) or self._remember(opcode) or self._collect(opcode)):
-                self._make(opcode)
+                self._construct(opcode)
         raise ValueError(f"it has more than {MOST_OPCODES} opcodes")
 
     def _take(self, size: int) -> bytes:
@@ -181,7 +181,7 @@ class _Machine:
         """Advance past the next `size` bytes and return their range."""
         place = slice(self._at, self._at + size)
         if place.stop > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, before what begins at byte {self._at}")
+            raise ValueError(f"it ends at byte {len(self._data)}, inside the value that begins at byte {self._at}")
         self._at = place.stop
         return place
 
@@ -217,7 +217,7 @@ class _Machine:
         elif opcode in GETS:
             number = self._number(GETS[opcode])
             if number not in self._memo:
-                raise ValueError(f"value {number} is asked for before byte {self._at} and was never stored")
+                raise ValueError(f"value {number}, which is read before byte {self._at}, was never stored")
             self._stack.append(self._memo[number])
         elif opcode in (b"\x80", b"\x95"):  # protocol, frame
             self._skip(1 if opcode == b"\x80" else 8)
@@ -235,23 +235,23 @@ class _Machine:
             items = self._pop(2) if opcode == b"s" else self._pop_to_mark()
             target = self._stack[-1]
             if not isinstance(target, dict) or len(items) % 2:
-                raise ValueError(f"items before byte {self._at} belong to no dictionary")
+                raise ValueError(f"items before byte {self._at} do not belong to a dictionary")
             target.update(zip(map(self._text, items[::2]), items[1::2], strict=True))
         elif opcode in (b"a", b"e"):
             items = self._pop(1) if opcode == b"a" else self._pop_to_mark()
             if not isinstance(self._stack[-1], list):
-                raise ValueError(f"items before byte {self._at} belong to no list")
+                raise ValueError(f"items before byte {self._at} do not belong to a list")
             self._stack[-1].extend(items)
         else:
             return False
         return True
 
-    def _make(self, opcode: bytes) -> None:
+    def _construct(self, opcode: bytes) -> None:
         if opcode == b"c":
-            self._stack.append(_known(f"{self._line()} {self._line()}"))
+            self._stack.append(_allowed_name(f"{self._line()} {self._line()}"))
         elif opcode == b"\x93":
             module, name = self._pop(2)
-            self._stack.append(_known(f"{self._text(module)} {self._text(name)}"))
+            self._stack.append(_allowed_name(f"{self._text(module)} {self._text(name)}"))
         elif opcode == b"R":
             function, arguments = self._pop(2)
             self._stack.append(self._call(function, arguments))
@@ -259,12 +259,12 @@ class _Machine:
             (state,) = self._pop(1)
             self._build(self._stack[-1], state)
         else:
-            raise ValueError(f"byte {self._at - 1} is {opcode!r}, which arrays do not need")
+            raise ValueError(f"byte {self._at - 1} is {opcode!r}, an opcode that arrays do not need")
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        meaning = function.meaning if isinstance(function, Known) else None
+        meaning = function.meaning if isinstance(function, AllowedName) else None
         match meaning, arguments:
-            case "array", (Known("ndarray"), *_):
+            case "array", (AllowedName("ndarray"), *_):
                 return Array()
             case "dtype", (code, *_):
                 return Dtype(self._text(code))
@@ -276,14 +276,14 @@ class _Machine:
                 return values
             case "dict", ():
                 return {}
-        raise ValueError(f"it calls something before byte {self._at} that makes no array")
+        raise ValueError(f"it calls a function before byte {self._at} that does not build an array")
 
     def _build(self, target: Any, state: Any) -> None:
         match target, state:
             case Dtype(), (_, order, *_) if self._text(order) in ("<", "|"):
                 return
             case Dtype(code), _:
-                raise ValueError(f"{code} before byte {self._at} is not in the order of bytes of this machine")
+                raise ValueError(f"{code} before byte {self._at} is not in this machine's byte order")
             case Array(), (_, tuple(dims), Dtype(code), fortran, Content() as content):
                 if len(dims) > MOST_DIMS or not all(type(size) is int and size >= 0 for size in dims):
                     raise ValueError(f"an array before byte {self._at} has no shape of up to {MOST_DIMS} sizes")
@@ -296,11 +296,11 @@ class _Machine:
                 size, stored_bytes = math.prod(dims) * DTYPES[code].itemsize, content.place.stop - content.place.start
                 if stored_bytes < size or (stored_bytes > size and not content.is_encoded):
                     raise ValueError(
-                        f"an array {list(dims)} before byte {self._at} takes {size} bytes, but {stored_bytes} are there"
+                        f"an array {list(dims)} before byte {self._at} takes {size} bytes, but the file has {stored_bytes}"
                     )
                 target.dims, target.code, target.is_fortran, target.content = dims, code, bool(fortran), content
                 return
-        raise ValueError(f"what is set before byte {self._at} is no array of numbers")
+        raise ValueError(f"the state before byte {self._at} is not of an array of numbers")
 
     def _pop(self, count: int) -> list[Any]:
         if len(self._stack) < count:
@@ -319,7 +319,7 @@ class _Machine:
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, Content) or not value.is_text or value.place.stop - value.place.start > LONGEST_TEXT:
-            raise ValueError(f"something before byte {self._at} is no name of at most {LONGEST_TEXT} bytes")
+            raise ValueError(f"the value before byte {self._at} is not a name of at most {LONGEST_TEXT} bytes")
         text = self._data[value.place].decode()
         if not text.isprintable():
             raise ValueError(f"a name before byte {self._at} has control characters")
@@ -335,7 +335,7 @@ class _Machine:
         return line
 
 
-def _known(name: str) -> Known:
-    if name not in KNOWN:
-        raise ValueError(f"it names {name.replace(' ', '.')}, which is not run: only arrays of numpy are read")
-    return Known(KNOWN[name])
+def _allowed_name(name: str) -> AllowedName:
+    if name not in ALLOWED:
+        raise ValueError(f"it names {name.replace(' ', '.')}, which is not called: only numpy arrays are read")
+    return AllowedName(ALLOWED[name])

@@ -28,7 +28,7 @@ INPUTS, WEIGHTS, CACHE = "act_scales.json", "weight_scales.json", "cachekv_scale
 INPUT_END, WEIGHT_END = ".activation_quanter", ".weight_quanter"
 CACHE_ENDS = {".cachek_matmul.activation_quanter": "k_scale", ".cachev_matmul.activation_quanter": "v_scale"}
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""By layer, the layer that shares its input. Files have the threshold of that layer; some have both."""
+"""By layer, the layer that shares its input. Files have the threshold of the shared layer; some have both thresholds."""
 KINDS = {
     "a8w8": ("int", torch.int8, 127.0),
     "a8w8c8": ("int", torch.int8, 127.0),
@@ -36,7 +36,7 @@ KINDS = {
 }
 OTHER_KINDS = ("weight_quantize_algo", "quant_method")  # quantisations without scale files
 SMOOTHED = "shift_smooth_all_linears"
-NO_SHIFT = "codes of a vector that is added before them have no scale for a tensor: quantise without shift"
+NO_SHIFT = "inputs that were shifted before quantisation have no scale per tensor: quantise without shift"
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ def read_scales(folder: Path, config: ConfigReader, names: Names) -> Scales | No
             settings.expect(key, (None,), None)
     if settings is None or kind in (None, ""):
         if (folder / WEIGHTS).is_file():
-            raise UserError(
-                f"{folder} has {WEIGHTS}, but its config has no quantization_config with a quant_type: add it"
-            )
+            raise UserError(f"{folder} has {WEIGHTS}, but its config has no quantization_config.quant_type: add it")
         return None
     settings.expect("quant_type", tuple(KINDS), None)
     if settings.raw("shift"):
@@ -98,18 +96,20 @@ def read_scales(folder: Path, config: ConfigReader, names: Names) -> Scales | No
     is_smoothed = bool(settings.expect(SMOOTHED, may_smooth, False))
     if not (folder / WEIGHTS).is_file() or not (folder / INPUTS).is_file():
         raise UserError(
-            f"{folder} is quantised ({kind}), but has not both {INPUTS} and {WEIGHTS}: join those of ranks first"
+            f"{folder} is quantised ({kind}), but lacks {INPUTS} or {WEIGHTS}: join the files of ranks first"
         )
     largest = KINDS[kind][2]
     inputs = {
-        name: _numbers(thresholds, name, 1) / largest for name, thresholds in _named(folder / INPUTS, INPUT_END, names)
+        name: _thresholds(thresholds, name, 1) / largest
+        for name, thresholds in _entries(folder / INPUTS, INPUT_END, names)
     }
     weights = {
-        name: _numbers(thresholds, name) / largest for name, thresholds in _named(folder / WEIGHTS, WEIGHT_END, names)
+        name: _thresholds(thresholds, name) / largest
+        for name, thresholds in _entries(folder / WEIGHTS, WEIGHT_END, names)
     }
-    shared = {name: inputs.get(_input_of(name), inputs.get(name)) for name in weights}
+    shared = {name: inputs.get(_input_module(name), inputs.get(name)) for name in weights}
     if without := next((name for name, scale in shared.items() if scale is None), None):
-        raise UserError(f"{folder / INPUTS} has no threshold of the input of {without}, whose weight is quantised")
+        raise UserError(f"{folder / INPUTS} has no threshold for the input of {without}, whose weight is quantised")
     if kind != "a8w8_fp8":
         weights = {name: scales.unsqueeze(1) for name, scales in weights.items()}
     cache = _read_cache(folder, config, names)
@@ -120,7 +120,7 @@ def read_scales(folder: Path, config: ConfigReader, names: Names) -> Scales | No
     )
 
 
-def _input_of(name: str) -> str:
+def _input_module(name: str) -> str:
     parent, _, module = name.rpartition(".")
     return f"{parent}.{SAME_INPUT.get(module, module)}"
 
@@ -130,13 +130,13 @@ def _read_cache(folder: Path, config: ConfigReader, names: Names) -> dict[str, T
     groups = config.count("num_key_value_heads", heads)
     scales = {}
     for end, scale_name in CACHE_ENDS.items():
-        for name, thresholds in _named(folder / CACHE, end, names, tuple(CACHE_ENDS)):
-            query_scales = _numbers(thresholds, name, heads) / 127.0
+        for name, thresholds in _entries(folder / CACHE, end, names, tuple(CACHE_ENDS)):
+            query_scales = _thresholds(thresholds, name, heads) / 127.0
             scales[f"{name}.{scale_name}"] = query_scales[:: heads // groups].reshape(-1, 1, 1)
     return scales
 
 
-def _named(
+def _entries(
     file: Path, end: str, names: Names, ends: tuple[str, ...] = (INPUT_END, WEIGHT_END)
 ) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a file whose names end with `end`, by our module names.
@@ -148,10 +148,10 @@ def _named(
             module = name.removesuffix(end).removesuffix(".layer")  # `.layer`: a wrapper for smoothed inputs
             yield names.ours(f"{module}.weight").removesuffix(".weight"), value
         elif not name.endswith(ends):
-            raise UserError(f"{file}: {name} is no threshold that is known")
+            raise UserError(f"{file}: {name} is not the name of a threshold")
 
 
-def _numbers(value: Any, name: str, count: int | None = None) -> Tensor:
+def _thresholds(value: Any, name: str, count: int | None = None) -> Tensor:
     """Return thresholds as float32 [N]. Raises UserError unless they are `count` finite numbers above 0."""
     values = value if isinstance(value, list) else [value]
     is_sound = all(type(number) in (int, float) and math.isfinite(number) and number > 0 for number in values)
@@ -169,8 +169,8 @@ class CodedFile:
     def __init__(self, file: WeightFile, scales: Scales) -> None:
         """Raises UserError for scales of a weight that is missing or has another number of outputs."""
         self.path, self._file, self._scales = file.path, file, scales
-        self._made = {f"{name}.weight_scale": scale for name, scale in scales.weights.items()}
-        self._made |= {f"{name}.input_scale": scale for name, scale in scales.inputs.items()} | scales.cache
+        self._scale_tensors = {f"{name}.weight_scale": scale for name, scale in scales.weights.items()}
+        self._scale_tensors |= {f"{name}.input_scale": scale for name, scale in scales.inputs.items()} | scales.cache
         self.shapes, self.dtypes = dict(file.shapes), dict(file.dtypes)
         for name, scale in scales.weights.items():
             shape = file.shapes.get(f"{name}.weight")
@@ -179,13 +179,13 @@ class CodedFile:
                     f"{file.path.parent}: {WEIGHTS} has {len(scale)} thresholds of {name}, whose weight is {shape}"
                 )
             self.dtypes[f"{name}.weight"] = KINDS[scales.kind][1]
-        self.shapes |= {name: tuple(scale.shape) for name, scale in self._made.items()}
-        self.dtypes |= dict.fromkeys(self._made, torch.float32)
+        self.shapes |= {name: tuple(scale.shape) for name, scale in self._scale_tensors.items()}
+        self.dtypes |= dict.fromkeys(self._scale_tensors, torch.float32)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            if name in self._made:
-                yield name, self._made[name]
+            if name in self._scale_tensors:
+                yield name, self._scale_tensors[name]
                 continue
             for _, tensor in self._file.read([name]):
                 yield (
@@ -198,6 +198,6 @@ class CodedFile:
         values, least = tensor.float(), -largest - (dtype == torch.int8)  # a clipped weight may have -128
         if not ((values >= least) & (values <= largest)).all() or not values.equal(values.round()):
             raise UserError(
-                f"{self.path}: {name} holds values that are no codes of {dtype}, but {WEIGHTS} has its thresholds"
+                f"{self.path}: {name} holds values that are not codes of {dtype}, but {WEIGHTS} has its thresholds"
             )
         return values.to(dtype)

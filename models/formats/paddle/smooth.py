@@ -18,7 +18,7 @@ from conf.errors import UserError
 from models.formats.base import WeightFile
 from models.formats.paddle.scales import NO_SHIFT, Scales
 
-MAKERS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}
+FACTOR_TARGETS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}
 """By layer with factors, the layer whose outputs take the factors."""
 FACTORS = ".smooth_weight"
 INNER = ".layer."  # the wrapped layer, whose parameters have two names
@@ -41,13 +41,13 @@ class SmoothedFile:
         for source in file.shapes:
             name = source.replace(INNER, ".")
             if name.endswith(FACTORS):
-                self._take(name.removesuffix(FACTORS), bool(scales.cache), heads, groups)
-            elif name not in expected and name.endswith(ZEROS) and _module(name).endswith(tuple(MAKERS)):
+                self._move_factors(name.removesuffix(FACTORS), bool(scales.cache), heads, groups)
+            elif name not in expected and name.endswith(ZEROS) and _module(name).endswith(tuple(FACTOR_TARGETS)):
                 if self._read(source).any():
                     raise UserError(f"{self.path}: {source} is not zero, but {NO_SHIFT}")
             elif INNER not in source or name not in file.shapes:
                 self._sources[name] = source
-        coded = {name: self._times(name, scale) for name, scale in scales.weights.items()}
+        coded = {name: self._multiplied(name, scale) for name, scale in scales.weights.items()}
         self.scales = replace(scales, weights=coded)
         self.shapes = {name: file.shapes[source] for name, source in self._sources.items()}
         self.dtypes = {name: file.dtypes[source] for name, source in self._sources.items()}
@@ -56,20 +56,20 @@ class SmoothedFile:
         for name in names:
             tensor, module = self._read(self._sources[name]), _module(name)
             is_coded = name.endswith(".weight") and module in self.scales.weights
-            yield name, tensor if is_coded else self._times(module, tensor)
+            yield name, tensor if is_coded else self._multiplied(module, tensor)
 
     def _read(self, source: str) -> Tensor:
         ((_, tensor),) = self._file.read([source])
         return tensor
 
-    def _times(self, module: str, rows: Tensor) -> Tensor:
+    def _multiplied(self, module: str, rows: Tensor) -> Tensor:
         """Return rows [O, ...] of a module, multiplied by the factors of its outputs if there are any."""
         factors = self._factors.get(module)
         if factors is None:
             return rows
         return (rows.double() * factors.view(-1, *[1] * (rows.ndim - 1))).to(rows.dtype)
 
-    def _take(self, module: str, is_cached: bool, heads: int, groups: int) -> None:
+    def _move_factors(self, module: str, is_cached: bool, heads: int, groups: int) -> None:
         """Move the factors of a module's input to the layer that computes this input."""
         factors = self._read(module + FACTORS).double().flatten()
         if not (factors.isfinite() & (factors > 0)).all():
@@ -77,19 +77,23 @@ class SmoothedFile:
                 f"{self.path}: {module}{FACTORS} has factors that are not finite and above 0: it is damaged"
             )
         is_attention = module.endswith("o_proj")
-        maker = next(
-            (module.removesuffix(end) + source_module for end, source_module in MAKERS.items() if module.endswith(end)),
+        target = next(
+            (
+                module.removesuffix(end) + target_end
+                for end, target_end in FACTOR_TARGETS.items()
+                if module.endswith(end)
+            ),
             "",
         )
-        outputs = self._file.shapes.get(f"{maker}.weight", (0,))[0]
+        outputs = self._file.shapes.get(f"{target}.weight", (0,))[0]
         if is_attention and outputs % groups or len(factors) != outputs * (heads // groups if is_attention else 1):
             raise UserError(
-                f"{self.path}: {module}{FACTORS} has {len(factors)} factors, which are not those of another layer's outputs"
+                f"{self.path}: {module}{FACTORS} has {len(factors)} factors, which do not fit the outputs of another layer"
             )
         if is_attention and is_cached and not factors.eq(1).all():
             raise UserError(
-                f"{self.path}: {module}{FACTORS} comes after the cache, whose scales are those of heads and not of "
-                "channels: quantise without c8, or without smooth_all_linears"
+                f"{self.path}: {module}{FACTORS} follows the cache, which has scales per head and not per "
+                "channel: quantise without c8, or without smooth_all_linears"
             )
         if is_attention:
             head_factors = factors.view(groups, heads // groups, -1)
@@ -99,7 +103,7 @@ class SmoothedFile:
                     "quantise without smooth_all_linears"
                 )
             factors = head_factors[:, 0].flatten()
-        self._factors[maker] = factors
+        self._factors[target] = factors
 
 
 def _module(name: str) -> str:

@@ -174,7 +174,7 @@ def test_what_is_left_out_is_as_in_its_code() -> None:
         ({"num_hidden_layers": 1}, "num_hidden_layers=1 with parallel_attn_hatf: expected a first and a last one"),
         ({"hidden_size": 26, "num_attention_heads": 2}, "hidden_size / num_attention_heads=13 is odd"),
         ({"num_attention_heads": 5}, "hidden_size=24 is not a multiple of num_attention_heads=5"),
-        ({"intermediate_size": 44}, "has 64 inputs, which do not make up mlp.down_proj, self_attn.o_proj"),
+        ({"intermediate_size": 44}, "has 64 inputs, which cannot be divided into mlp.down_proj, self_attn.o_proj"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

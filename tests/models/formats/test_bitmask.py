@@ -78,16 +78,19 @@ def test_the_packages_files_give_their_weights(tmp_path: Path) -> None:
 @each(
     ("change", "message"),
     [
-        ({"matrix.weight": UNSTRUCTURED}, "has matrix.bitmask, but the checkpoint has matrix.weight, too"),
+        ({"matrix.weight": UNSTRUCTURED}, "has matrix.bitmask, but the checkpoint also has matrix.weight"),
         ({"matrix.compressed": None}, "has matrix.bitmask, but the checkpoint has no matrix.compressed"),
         ({"matrix.shape": None}, "has matrix.bitmask, but the checkpoint has no matrix.shape"),
-        ({"matrix.compressed": VALUES[1:].clone()}, "matrix.bitmask names 13 weights, but matrix.compressed has 12"),
+        ({"matrix.compressed": VALUES[1:].clone()}, "matrix.bitmask has 13 bits set, but matrix.compressed has 12"),
         (
             {"matrix.shape": torch.tensor([3, 17])},
-            r"matrix.bitmask \[3, 2\] does not fit \[3, 17\], which matrix.shape",
+            r"matrix.bitmask \[3, 2\] does not fit matrix.shape=\[3, 17\]",
         ),
-        ({"matrix.shape": torch.tensor([11, 3])}, r"matrix.bitmask \[3, 2\] does not fit \[11, 3\]"),
-        ({"matrix.shape": torch.empty(0, dtype=torch.int64)}, r"matrix.bitmask \[3, 2\] does not fit \[\]"),
+        ({"matrix.shape": torch.tensor([11, 3])}, r"matrix.bitmask \[3, 2\] does not fit matrix.shape=\[11, 3\]"),
+        (
+            {"matrix.shape": torch.empty(0, dtype=torch.int64)},
+            r"matrix.bitmask \[3, 2\] does not fit matrix.shape=\[\]",
+        ),
         ({"matrix.shape": torch.tensor([3.0, 11.0])}, "matrix.shape is torch.float32, expected torch.int64"),
         ({"matrix.bitmask": torch.zeros(3, 2)}, "matrix.bitmask is torch.float32, expected torch.uint8"),
     ],

@@ -141,7 +141,11 @@ def test_llama3_scaling(theta: float, scaling: dict[str, Any], tmp_path: Path) -
 
 @each(
     "factors, scaling",
-    [([1.0] * 8, None), ([1, 1, 1, 1, 1, 2, 3, 4], "holds factors that are not"), ([1.0] * 7, "expected")],
+    [
+        ([1.0] * 8, None),
+        ([1, 1, 1, 1, 1, 2, 3, 4], "holds factors that Llama 3's scaling does not give"),
+        ([1.0] * 7, "expected"),
+    ],
 )
 def test_other_rotary_factors(factors: list[float], scaling: str | None, tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM)
@@ -198,7 +202,9 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     file = write_twin(tmp_path, tmp_path / "twin.gguf")
     checkpoint = opened(file)
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(UserError, match=r"twin.gguf has \d+ bytes of a tensor at \d+, expected \d+: it was changed"):
+    with pytest.raises(
+        UserError, match=r"twin.gguf has \d+ bytes of the tensor at \d+, expected \d+: the file was changed"
+    ):
         weights(checkpoint)
 
 
@@ -240,7 +246,7 @@ def test_split_files(tmp_path: Path) -> None:
     assert_equal(alone, tmp_path / "folder")
     (alone / files[2].name).unlink()
     with pytest.raises(
-        UserError, match="is one of 3 files of a model, but big-00003-of-00003.gguf is missing beside it"
+        UserError, match="is one of 3 files of a model, but big-00003-of-00003.gguf is missing in its folder"
     ):
         opened(alone)
 
@@ -248,14 +254,10 @@ def test_split_files(tmp_path: Path) -> None:
 def test_split_files_that_do_not_belong_together(tmp_path: Path) -> None:
     write_model(tmp_path, LlamaForCausalLM)
     files = write_split(tmp_path, 2, **{"split.no": 1})
-    with pytest.raises(
-        UserError, match=r"big-00001-of-00002.gguf says that it is file 1 of 2 \(split.no, split.count\)"
-    ):
+    with pytest.raises(UserError, match=r"big-00001-of-00002.gguf has split.no=1 and split.count=2"):
         opened(files[0])
     renamed = files[1].rename(tmp_path / "part.gguf")
-    with pytest.raises(
-        UserError, match=r"part.gguf says that it is file 1 of 2 \(split.no, split.count\): its name does not"
-    ):
+    with pytest.raises(UserError, match=r"part.gguf has split.no=1 and split.count=2, which its name contradicts"):
         opened(renamed)
 
 
@@ -267,7 +269,7 @@ def test_a_tensor_in_two_of_the_files(tmp_path: Path) -> None:
     writer.add_uint16("split.count", 2)
     write_tensors(writer, llama_cpp_tensors(tmp_path), "F32")
     with pytest.raises(
-        UserError, match="big-00002-of-00002.gguf holds the tensor '.*', which big-00001-of-00002.gguf holds, too"
+        UserError, match="big-00002-of-00002.gguf holds the tensor '.*', which big-00001-of-00002.gguf also holds"
     ):
         opened(files[0])
 
@@ -345,7 +347,7 @@ def test_other_architectures(keys: dict[str, str], origin: str, tmp_path: Path) 
     finish(writer)
     supported = "only 'bloom', 'chatglm', 'deepseek2', 'gemma2', 'gemma3', 'glm4', 'gpt2', 'llama', 'phi3', "
     supported += "'qwen', 'qwen2', 'qwen3', 'qwen3moe'"
-    way = f"give the Hugging Face checkpoint that the file was made of{origin}$"
+    way = f"give the Hugging Face checkpoint from which the file was made{origin}$"
     with pytest.raises(UserError, match=f"x.gguf: general: architecture='bert' is not supported: {supported}: {way}"):
         opened(tmp_path / "x.gguf")
 
@@ -362,5 +364,5 @@ def test_every_type_that_the_package_unpacks_is_read() -> None:
 
 def test_a_vocabulary_is_no_model(tmp_path: Path) -> None:
     finish(gguf.GGUFWriter(tmp_path / "x.gguf", "llama"))
-    with pytest.raises(UserError, match="x.gguf holds a vocabulary and no tensors: it can be a tokenizer"):
+    with pytest.raises(UserError, match="x.gguf holds a vocabulary and no tensors: give it as model.tokenizer=FILE"):
         opened(tmp_path / "x.gguf")

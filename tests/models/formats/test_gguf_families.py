@@ -19,7 +19,7 @@ from conf.errors import UserError
 from models.formats import open_checkpoint
 from models.formats.base import WeightFile
 from models.formats.gguf.reader import GGUFWeights
-from models.formats.gguf.rotary import turning_share
+from models.formats.gguf.rotary import partial_rotary_factor
 from models.layers.linear import Linear
 from quantization.linear import BlockMethod, IntMethod
 from tests.helpers.builders import all_logits, complete, engine_of
@@ -300,7 +300,7 @@ def test_every_share_of_a_head_is_its_channels_again() -> None:
     assert int(44 * (30 / 44)) == 29
     for head_dim in range(2, 257, 2):
         for channels in range(2, head_dim + 1, 2):
-            assert int(head_dim * turning_share(channels, head_dim)) == channels
+            assert int(head_dim * partial_rotary_factor(channels, head_dim)) == channels
 
 
 def test_frequencies_of_gemma3s_windows(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_frequencies_of_gemma3s_windows(tmp_path: Path) -> None:
         (
             "deepseek_v2",
             {"deepseek2__rope__scaling__yarn_log_multiplier": 0.1},
-            "yarn_log_multiplier is there, but no rope.scaling.type=yarn",
+            "yarn_log_multiplier needs rope.scaling.type=yarn",
         ),
         ("deepseek_v2", {"deepseek2__attention__key_length": 24}, "attention.key_length=24 is not supported: only 32"),
         (

@@ -132,7 +132,7 @@ def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     by_bits = [errors[dtype] for dtype in ("q4_0", "q4_k_m", "q5_0", "q5_k_m", "q6_k", "q8_0")]
     assert by_bits == sorted(by_bits, reverse=True)
     assert caplog.messages[0] == (
-        "q4_0: the rows of 2 tensors are not a multiple of their blocks, so these are F16 (blk.0.ffn_down.weight first)"
+        "q4_0: the rows of 2 tensors are not a multiple of the block size, so their type is F16 (the first is blk.0.ffn_down.weight)"
     )
     tokens = [
         complete(engine_of(path), [[5, 6, 7]], DecodeConfig(max_new_tokens=8))[0].token_ids

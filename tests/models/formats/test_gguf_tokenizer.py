@@ -400,8 +400,8 @@ def test_no_vocabulary_is_none(tmp_path: Path) -> None:
         ({"token_type": [9] * 8}, "tokenizer.ggml.token_type holds 9, expected 1 to 6"),
         ({"tokens": ["a"] * 8}, "the tokenizer in .* cannot be read: x.gguf: .*already defined"),
         ({"token_type": [2, 3, 3, 6, 1, 1, 1, 1]}, "the tokenizer in .* cannot be read: x.gguf"),
-        ({"bos_token_id": 8}, "tokenizer.ggml.bos_token_id=8 is none of the 8 tokens"),
-        ({"eos_token_id": -2}, "tokenizer.ggml.eos_token_id=-2 is none of the 8 tokens"),
+        ({"bos_token_id": 8}, "tokenizer.ggml.bos_token_id=8 is not the id of one of the 8 tokens"),
+        ({"eos_token_id": -2}, "tokenizer.ggml.eos_token_id=-2 is not the id of one of the 8 tokens"),
     ],
 )
 def test_refused_sentencepiece(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

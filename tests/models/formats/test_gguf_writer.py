@@ -103,7 +103,7 @@ def test_q8_0_is_the_packages(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             tensor = tensor.half()
         assert torch.equal(found[name].float(), tensor.float()), name
     assert caplog.messages == [
-        "q8_0: the rows of 2 tensors are not a multiple of their blocks, so these are F16 (blk.0.ffn_down.weight first)"
+        "q8_0: the rows of 2 tensors are not a multiple of the block size, so their type is F16 (the first is blk.0.ffn_down.weight)"
     ]
 
 
@@ -152,7 +152,7 @@ def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
     }
     for name in (*changes, *UNKNOWN):
         build(tmp_path / name, name, **changes.get(name, {}))
-        with pytest.raises(UserError, match="cannot be written as GGUF: llama.cpp has none like it"):
+        with pytest.raises(UserError, match="cannot be written as GGUF, because llama.cpp does not support it"):
             convert(tmp_path / name, "float32")
     assert not list(tmp_path.glob("*.gguf*"))
 
@@ -175,7 +175,7 @@ def test_tokenizers_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
     save(make(), tmp_path / "hf")
     if make is byte_fallback:
         with pytest.raises(
-            UserError, match="falls back to bytes, and GGUF needs its scores: put tokenizer.model beside"
+            UserError, match="falls back to bytes, for which GGUF needs scores: put tokenizer.model next to"
         ):
             convert(tmp_path / "hf", "float16")
         return
@@ -222,7 +222,7 @@ SPACES = (
 
 
 def messages(caplog: pytest.LogCaptureFixture, source: Path) -> list[str]:
-    before = f"the tokenizer in {source} is not the same in GGUF: "
+    before = f"the tokenizer in {source} changes in GGUF: "
     assert all(message.startswith(before) for message in caplog.messages)
     return [message.removeprefix(before) for message in caplog.messages]
 
@@ -269,9 +269,9 @@ def test_spaces_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert " a  b " in differing[whole]
     assert "a  b" not in differing[whole]
     assert caplog.messages == [
-        f"the tokenizer in {whole} is not the same in GGUF: it has rules that GGUF cannot say, and texts such as ' a', '  a', ' ' "
-        "get other tokens there",
-        f"the tokenizer in {plain} is not the same in GGUF: it removes leading and repeated spaces, and llama.cpp keeps them",
+        f"the tokenizer in {whole} changes in GGUF: it has rules that GGUF cannot express, so texts such as ' a', '  a', ' ' "
+        "get other tokens",
+        f"the tokenizer in {plain} changes in GGUF: it removes leading and repeated spaces, which llama.cpp keeps",
     ]
 
 
@@ -280,7 +280,7 @@ def test_missing_bytes_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptur
     source = SHARED / "data" / "models" / "babyllama_tok105"
     folder = with_tokenizer(tmp_path / "hf", source / "tokenizer.model")
     convert(folder, "float32")
-    lacks = "it lacks 256 of the 256 bytes, and llama.cpp ends at a character that is no token"
+    lacks = "it lacks 256 of the 256 bytes, and llama.cpp fails at a character without a token"
     assert lacks in messages(caplog, folder)
 
 
@@ -291,7 +291,7 @@ def test_missing_bytes_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFi
     del values["model"]["vocab"]["ÿ"]
     (folder / "tokenizer.json").write_text(json.dumps(values))
     read = open_checkpoint(convert(folder, "float32"), False).load_tokenizer()
-    assert messages(caplog, folder) == ["it lacks 1 of the 256 bytes, and some readers refuse such a file"]
+    assert messages(caplog, folder) == ["it lacks 1 of the 256 bytes, and some programs reject the file"]
     assert read is not None
     assert read.encode("aÿb", True) == Backend.from_file(str(folder / "tokenizer.json")).encode("aÿb").ids
 
@@ -325,7 +325,7 @@ def test_tokens_that_other_files_add_to_the_pieces(tmp_path: Path, caplog: pytes
         ("[PAD32002]", 5),
     ]
     (message,) = messages(caplog, folder)
-    assert message == "it has rules that GGUF cannot say, and texts such as '<|im_end|>a' get other tokens there"
+    assert message == "it has rules that GGUF cannot express, so texts such as '<|im_end|>a' get other tokens"
 
 
 def test_normalisation_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,7 +336,7 @@ def test_normalisation_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFi
     folder = with_tokenizer(tmp_path / "hf")
     save(tokenizer, folder)
     convert(folder, "float32")
-    assert messages(caplog, folder) == ["it brings texts into Unicode's NFC, and llama.cpp does not"]
+    assert messages(caplog, folder) == ["it normalises texts to Unicode NFC, which llama.cpp does not"]
 
 
 def test_a_gguf_file_can_be_written_again(tmp_path: Path) -> None:
@@ -398,5 +398,5 @@ def test_tokens_that_the_model_lacks_are_left_out(tmp_path: Path, caplog: pytest
         tmp_path / "hf", SHARED / "data" / "models" / "stories260K" / "tokenizer.model", vocab_size=500
     )
     file = convert(folder, "float32")
-    assert "it has 512 tokens, and the model 500: the others are left out" in messages(caplog, folder)
+    assert "it has 512 tokens, and the model 500: the excess tokens are left out" in messages(caplog, folder)
     assert len(gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()) == 500

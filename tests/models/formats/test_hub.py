@@ -84,7 +84,7 @@ def test_a_tag_chooses_a_gguf_file(tag: str, file: str, with_weights: bool) -> N
     [
         ("Q6_K", "model.path=org/name:Q6_K: no GGUF model in it has that tag: .*the id of the Hugging Face checkpoint"),
         ("4_K_M", "no GGUF model in it has that tag"),
-        ("Q4_K_M", r"2 GGUF models in it have that tag \(a-Q4_K_M.gguf, b/b-q4_k_m.gguf\): .*give another tag"),
+        ("Q4_K_M", r"2 GGUF models in it have that tag \(a-Q4_K_M.gguf, b/b-q4_k_m.gguf\): .*choose another tag"),
     ],
 )
 def test_a_tag_of_no_one_file(tag: str, message: str) -> None:
@@ -98,7 +98,7 @@ def test_a_tag_of_no_one_file(tag: str, message: str) -> None:
 def test_a_repository_of_gguf_files_needs_a_tag(path: str) -> None:
     """Not a download of its other files, and an error for weights that are missing in them."""
     with pytest.raises(
-        UserError, match=f"model.path={path} names no model .*: add the end of one's name, as in {path}:Q4"
+        UserError, match=f"model.path={path} does not select one .*: add the end of a file's name, as in {path}:Q4"
     ):
         find_checkpoint(path, with_weights=True, allow_pickle=False)
 
@@ -289,7 +289,11 @@ def test_an_id_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     there = r"there is no folder org/name, and as a ModelScope id at revision v2 it .*\(https://modelscope.invalid cannot be"
     for id, revision, message in (
         ("org/name", "v2", there),
-        ("old/name", "v1", "model.revision=v1 cannot be told from others in .*/old/name, a cache without revisions"),
+        (
+            "old/name",
+            "v1",
+            "model.revision=v1 cannot be identified in .*/old/name, because this cache does not record revisions",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             find_checkpoint(id, True, False, Hub.modelscope, revision)

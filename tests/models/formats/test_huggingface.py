@@ -267,21 +267,21 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n
     [
         (
             {"config.json": "{}", "model.safetensors": LFS},
-            "model.safetensors is a pointer of Git LFS, not the file itself",
+            "model.safetensors is a Git LFS pointer, not the file itself",
         ),
-        ({"config.json": LFS}, "config.json is a pointer of Git LFS"),
-        ({"config.json": "{}", "tokenizer.json": LFS}, "tokenizer.json is a pointer of Git LFS"),
-        ({"config.json": "{}", "quantize_config.json": "{}"}, "says in quantize_config.json alone how it is quantised"),
-        ({"config.json": '{"compression_config": {}}'}, "has compression_config, .*: call it quantization_config"),
+        ({"config.json": LFS}, "config.json is a Git LFS pointer"),
+        ({"config.json": "{}", "tokenizer.json": LFS}, "tokenizer.json is a Git LFS pointer"),
+        ({"config.json": "{}", "quantize_config.json": "{}"}, "has its quantisation only in quantize_config.json"),
+        ({"config.json": '{"compression_config": {}}'}, "has compression_config, .*: rename it to quantization_config"),
         (
             {"adapter_config.json": '{"base_model_name_or_path": "org/base"}'},
-            "is an adapter of org/base: give that as model.path",
+            "is an adapter of org/base: give org/base as model.path",
         ),
         (
             {"snapshots/abc/config.json": "{}", "refs/main": "abc"},
             "is a folder of the hub's cache: .*model.path=.*snapshots/abc",
         ),
-        ({"snapshots/note": ""}, "is a folder of the hub's cache: give the model's id, or the id to download it anew"),
+        ({"snapshots/note": ""}, "is a folder of the hub's cache: give the model's id, or download it again"),
         (
             {"config.json": "{}", "x.Q4_K_M.gguf": "GGUF"},
             "holds a config.json and x.Q4_K_M.gguf: give model.path=.*x.Q4_K_M.gguf",

@@ -120,7 +120,7 @@ def test_an_expert_that_is_also_there_alone(is_beside: bool, tmp_path: Path) -> 
         save_file(held, tmp_path / file)
     names = {name: file for file, held in files.items() for name in held}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    message = r"holds model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight in .*\.gate_up_proj, but .* has it alone, too"
+    message = r"holds model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight in .*\.gate_up_proj, but .* also has it as a tensor of its own"
     with pytest.raises(UserError, match=message):
         engine_of(tmp_path)
 
@@ -129,7 +129,9 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     write_random(tmp_path, reference_of("qwen3_vl_moe"))
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"pytorch_model\.bin joins experts in one tensor, .* convert it to them"):
+    with pytest.raises(
+        UserError, match=r"pytorch_model\.bin joins experts in one tensor, .* convert it to safetensors"
+    ):
         engine_of(tmp_path, allow_pickle=True)
 
 

@@ -139,7 +139,7 @@ def test_scaled_rope(dim: int, factor: float, tmp_path: Path) -> None:
     [
         ({"dim": "64"}, r"params\.json: dim='64' is not of type int"),
         ({"n_layers": None}, r"params\.json: n_layers is missing"),
-        ({"n_heads": 5}, r"params\.json: dim=64 does not give n_heads=5 heads of an even size"),
+        ({"n_heads": 5}, r"params\.json: dim=64 cannot be divided into n_heads=5 heads of an even size"),
         ({"n_kv_heads": 3}, r"params\.json: n_heads=4 is not a multiple of n_kv_heads=3"),
         ({"ffn_dim_multiplier": 0}, r"params\.json: ffn_dim_multiplier=0.* is not a number from 1e-30"),
         ({"quantization_args": {"scheme": "int4"}}, "quantization_args=.* is not supported"),
@@ -214,7 +214,7 @@ def test_shards_of_two_models(tmp_path: Path) -> None:
     other = write_meta(tmp_path / "other", tensors_of(tmp_path / "hf2", vocab_size=64), 2)
     (other / "consolidated.01.pth").replace(meta / "consolidated.01.pth")
     with pytest.raises(
-        UserError, match=r"01\.pth and consolidated\.00\.pth do not belong together: they differ in output\."
+        UserError, match=r"01\.pth and consolidated\.00\.pth are not of the same model: they differ in output\."
     ):
         load(meta, allow_pickle=True)
 

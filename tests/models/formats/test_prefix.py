@@ -69,7 +69,7 @@ def test_pre_caches_of_any_float_are_read(llama: Path, tmp_path: Path, dtype: st
         (np.zeros((2, 2, 2, 3, 16), np.int32), "holds int32: give an array of float16, float32 or float64"),
         (np.zeros((2, 2, 2, 3, 16), np.complex64), "holds complex64: give"),
         (np.full((2, 2, 2, 3, 16), np.nan, np.float32), "holds NaN or infinite numbers"),
-        (np.array([{}], dtype=object), r"is damaged or no array of numpy \(ValueError: .*Python objects"),
+        (np.array([{}], dtype=object), r"is damaged or not a numpy array \(ValueError: .*Python objects"),
     ],
 )
 def test_wrong_arrays_are_refused(llama: Path, tmp_path: Path, array: Any, message: str) -> None:
@@ -85,10 +85,10 @@ def test_damaged_files_are_refused(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.npy").write_bytes(b"")
     np.savez(tmp_path / "several.npz", a=np.zeros(3))
     for name in ("cut.npy", "text.npy", "empty.npy", "several.npz"):
-        with pytest.raises(UserError, match=f"{name} is damaged or no array of numpy"):
+        with pytest.raises(UserError, match=f"{name} is damaged or not a numpy array"):
             read(llama, tmp_path / name)
     with pytest.raises(
-        UserError, match="holds no prefix: give a pre_caches.npy, or a folder with one or with an adapter_config"
+        UserError, match="holds no prefix: give a pre_caches.npy, or a folder with pre_caches.npy or adapter_config"
     ):
         read(llama, tmp_path)
 
@@ -191,9 +191,9 @@ def test_models_that_take_no_prefix_are_named(
         (
             "chatglm",
             "PREFIX_TUNING",
-            "whose positions begin at 0 after a prefix, as in pre_caches.npy and not in PEFT's",
+            "whose prompts begin at position 0 after a prefix, which PEFT's",
         ),
-        ("chatglm", "PROMPT_TUNING", "whose positions begin at 0 after a prefix"),
+        ("chatglm", "PROMPT_TUNING", "whose prompts begin at position 0 after a prefix"),
         ("qwen", "PROMPT_TUNING", "whose keys depend on the length of the text"),
     ],
 )

@@ -180,20 +180,20 @@ def fused_twice(ranks: Ranks) -> None:
     [
         (
             halve_query_rows,
-            r"rank_1/model\.safetensors: .*q_proj\.weight is \[16, 64\], one of 2 pieces, expected \[64, 64\]",
+            r"rank_1/model\.safetensors: .*q_proj\.weight is \[16, 64\], one of 2 slices, expected \[64, 64\]",
         ),
-        (cut_norm, r"rank_0/model\.safetensors: model\.norm\.weight is \[32\], one of 2 pieces, expected \[64\]"),
-        (cut_output_rows, r"o_proj\.weight is \[32, 64\], one of 2 pieces, expected \[64, 64\]"),
-        (cut_both, r"q_proj\.weight is \[32, 32\], one of 2 pieces, expected \[64, 64\]"),
-        (too_few, r"q_proj\.weight is \[16, 64\], one of 2 pieces, expected \[64, 64\]"),
-        (other_dtype, r"pieces of model\.layers\.0\.self_attn\.q_proj\.weight are torch\.float32 and torch\.bfloat16"),
-        (optimizer_slices, r"q_proj\.weight has 4 pieces where 2 make it up.*optimizer parallelism are not supported"),
+        (cut_norm, r"rank_0/model\.safetensors: model\.norm\.weight is \[32\], one of 2 slices, expected \[64\]"),
+        (cut_output_rows, r"o_proj\.weight is \[32, 64\], one of 2 slices, expected \[64, 64\]"),
+        (cut_both, r"q_proj\.weight is \[32, 32\], one of 2 slices, expected \[64, 64\]"),
+        (too_few, r"q_proj\.weight is \[16, 64\], one of 2 slices, expected \[64, 64\]"),
+        (other_dtype, r"slices of model\.layers\.0\.self_attn\.q_proj\.weight are torch\.float32 and torch\.bfloat16"),
+        (optimizer_slices, r"q_proj\.weight has 4 slices, 2 are expected.*optimizer parallelism are not supported"),
         (
             missing,
             r"ranks does not hold the model that its config describes: missing: model\.layers\.0\.self_attn\.q_proj",
         ),
         (unexpected, r"unexpected: model\.layers\.7\.odd"),
-        (odd_fused, r"qkv_proj\.weight is \[31, 64\], which 2 ranks' .*q_proj\.weight, .* do not make up"),
+        (odd_fused, r"qkv_proj\.weight is \[31, 64\], which cannot be divided into .*q_proj\.weight, .* of 2 ranks"),
         (fused_twice, r"rank_0/model\.safetensors has .*mlp\.gate_proj\.weight twice"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_missing_rank(lost: int, whole: Path, tmp_path: Path) -> None:
 def test_the_last_rank_is_missing(whole: Path, tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "ranks", cut(load_file(whole / "model.safetensors"), 4), whole)
     shutil.rmtree(folder / "rank_3")
-    with pytest.raises(UserError, match=r"one of 3 pieces, expected .* and \d+ more$"):
+    with pytest.raises(UserError, match=r"one of 3 slices, expected .* and \d+ more$"):
         parameters(folder)
 
 
@@ -241,7 +241,7 @@ def test_fused_matrices_of_the_model_itself_are_not_joined(tmp_path: Path) -> No
     Phi3ForCausalLM(config).save_pretrained(tmp_path / "whole")
     tensors = load_file(tmp_path / "whole" / "model.safetensors")
     folder = write_ranks(tmp_path / "ranks", cut(tensors, 2), tmp_path / "whole")
-    with pytest.raises(UserError, match=r"qkv_proj\.weight is \[64, 64\], one of 2 pieces, expected \[128, 64\]"):
+    with pytest.raises(UserError, match=r"qkv_proj\.weight is \[64, 64\], one of 2 slices, expected \[128, 64\]"):
         parameters(folder)
 
 

@@ -18,7 +18,7 @@ from models.formats import open_checkpoint
 from models.formats.huggingface import SafetensorsFile
 from models.formats.huggingface_writer import write_huggingface
 from models.formats.sharded import LAYOUT, ShardedFile
-from models.formats.sharded_writer import Shares, write_sharded
+from models.formats.sharded_writer import RankShards, write_sharded
 from models.sharding import ParallelLayout, Shard
 from tests.helpers.cases import each
 from tests.helpers.damage import MUTATIONS, mutated
@@ -44,7 +44,7 @@ CUTS: dict[str, list[Shard | None]] = {  # of two ranks: equal, unequal, in two 
     "empty": [Shard(0, (range(0),)), Shard(0, (range(0),))],
     "shared": [Shard(0, (range(2),)), Shard(0, (range(2),))],
 }
-SHARES: Shares = [
+SHARES: RankShards = [
     [{name: CUTS.get(name, [None] * 2)[rank] for name in names} for rank in range(2)] for names in (FIRST, LAST)
 ]
 
@@ -245,19 +245,19 @@ BAD: list[tuple[Change, str]] = [
     (lambda layout: layout.update(tp=0), r"tp=0 is not a number above 0"),
     (lambda layout: layout.update(tensors=[]), r"tensors=\[\] is not of type dict"),
     (lambda layout: layout["tensors"].update(rows=3), r"layout\.json: rows is not an object"),
-    (lambda layout: layout["tensors"].pop("rows"), r"rank_0_0.safetensors holds rows, which layout\.json does not list there"),
+    (lambda layout: layout["tensors"].pop("rows"), r"rank_0_0.safetensors holds rows, which layout\.json does not list for this file"),
     (lambda layout: shared_files(layout).remove("rank_1_0.safetensors"), r"rank_1_0.safetensors holds shared, which layout\.json"),
     (rows(shape=[4, -3]), r"rows: shape=\[4, -3\] is not a list of sizes"),
     (rows(shape=[8, 3]), r"rows: no piece has index 4 of 8"),
     (rows(shape=[4, 8]), r"has torch.float32 \[3, 3\] as rows, but layout\.json says torch.float32 \[3, 8\]"),
     (rows(axis=2), r"rows: axis=2 is not an axis of shape \[4, 3\], or null"),
     (rows(axis=True), r"rows: axis=True is not an axis"),
-    (rows(axis=None), r"rows: ranges=\[\[0, 3\]\] of a tensor without an axis: expected null"),
+    (rows(axis=None), r"rows: ranges=\[\[0, 3\]\], but the tensor has no axis: expected null"),
     (rows(dtype="int8"), r"but layout\.json says torch.int8"),
     (rows(dtype=8), r"rows: dtype=8 is not of type str"),
     (rows(pieces={}), r"rows: pieces is not a list of objects"),
     (rows(pieces=[]), r"rows: no piece has index 0 of 4"),
-    (lambda layout: layout["tensors"]["whole"].update(pieces=[]), r"whole: 0 pieces of a tensor without an axis: expected 1"),
+    (lambda layout: layout["tensors"]["whole"].update(pieces=[]), r"whole: 0 pieces, but the tensor has no axis: expected 1"),
     (lambda layout: layout["tensors"]["rows"]["pieces"].pop(0), r"rows: no piece has index 0 of 4"),
     (piece(0, ranges=[[0, 2]]), r"rows: no piece has index 2 of 4"),
     (piece(1, ranges=[[2, 4]]), r"has torch.float32 \[1, 3\] as rows, but layout\.json says torch.float32 \[2, 3\]"),
@@ -272,14 +272,14 @@ BAD: list[tuple[Change, str]] = [
     (piece(1, files=["rank_9_9.safetensors"]), r"names rank_9_9.safetensors, which is missing"),
 ]  # fmt: skip
 BAD_1: list[tuple[Change, str]] = [
-    (lambda layout: layout.update(tp=3), r"pieces are not one for each of tp=3 ranks in a file of its own"),
-    (lambda layout: layout.update(tp=2**30), r"pieces are not one for each of tp=1073741824 ranks"),
-    (lambda layout: layout["tensors"]["rows"]["pieces"].reverse(), r"rows: its pieces are not one for each"),
-    (rows(shape=[5, 3]), r"rows: an axis of 5 is not divided by tp=2"),
+    (lambda layout: layout.update(tp=3), r"expected one piece for each of tp=3 ranks, each in its own file"),
+    (lambda layout: layout.update(tp=2**30), r"expected one piece for each of tp=1073741824 ranks"),
+    (lambda layout: layout["tensors"]["rows"]["pieces"].reverse(), r"rows: expected one piece for each"),
+    (rows(shape=[5, 3]), r"rows: the axis of size 5 is not a multiple of tp=2"),
     (rows(shape=[8, 3]), r"has torch.float32 \[2, 3\] as rows, but layout\.json says torch.float32 \[4, 3\]"),
-    (rows(axis=None), r"rows: its pieces are not one for each of tp=2 ranks"),
-    (rows(pieces=[]), r"rows: its pieces are not one for each"),
-    (piece(1, file="rank_0_0.safetensors"), r"in a file of its own"),
+    (rows(axis=None), r"rows: expected one piece for each of tp=2 ranks"),
+    (rows(pieces=[]), r"rows: expected one piece for each"),
+    (piece(1, file="rank_0_0.safetensors"), r"each in its own file"),
     (piece(1, file=7), r"file=7 is not a file of its own folder"),
     (piece(1, file="../x"), r"file='../x' is not a file of its own folder"),
 ]

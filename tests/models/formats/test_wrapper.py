@@ -83,7 +83,7 @@ def test_what_is_left_out_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureF
     assert others == sum(1 for name, _ in reference.model.named_parameters() if not name.startswith("language_model."))
     with caplog.at_level(logging.WARNING):
         load_engine(run_config(tmp_path), 1)
-    told = "tensors of model.vision_tower., model.multi_modal_projector. are not loaded: only text is computed"
+    told = "tensors of model.vision_tower., model.multi_modal_projector. are not loaded: only text is supported"
     assert [record.getMessage() for record in caplog.records if "not loaded" in record.getMessage()] == [
         f"{others} {told}"
     ]
@@ -101,7 +101,9 @@ def test_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
     write_random(tmp_path, reference_of("mistral3"))
     rename(tmp_path, SPELLINGS["new"])
     add_tensors(tmp_path, **{"model.norm.weight": torch.zeros(48)})
-    with pytest.raises(UserError, match="holds tensors of its text twice, with language_model in their names and"):
+    with pytest.raises(
+        UserError, match="holds tensors of the text twice: with and without language_model in their names"
+    ):
         engine_of(tmp_path)
 
 
@@ -135,7 +137,7 @@ def test_lists_of_modules_name_those_of_the_text() -> None:
         ({"text_config": [1]}, r"config\.json: text_config=\[1\] is not an object"),
         (
             {"quantization_config": {"ignore": ["re:.*language_model.*q_proj"]}},
-            r"quantization_config: ignore: 're:\.\*language_model\.\*q_proj' cannot be told of the text alone",
+            r"quantization_config: ignore: 're:\.\*language_model\.\*q_proj' does not show which modules of the text",
         ),
     ],
 )

@@ -163,13 +163,13 @@ def test_a_changed_checkpoint_takes_its_place(tmp_path: Path, kept: Path, caplog
     model = write_llama(tmp_path / "model")
     load_engine(job(tmp_path / "model"), 3)
     (file,) = kept.iterdir()
-    assert f"{file} is not there yet; it is made now, 0 MB" in caplog.text
+    assert f"{file} does not exist yet; it is made now, 0 MB" in caplog.text
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     model.save_pretrained(tmp_path / "model")
     caplog.clear()
     assert_same_bits(job(tmp_path / "model"))
-    assert f"{file} is of other files, settings or another version; it is made now" in caplog.text
+    assert f"{file} was written for other files or settings, or by another version; it is made now" in caplog.text
     assert list(kept.iterdir()) == [file]
 
 
@@ -177,7 +177,7 @@ def test_changed_code_takes_its_place(kept: Path, caplog: pytest.LogCaptureFixtu
     load_engine(job(GOLDENS / "llama3"), 3)
     with patch("pipelines.loading.fingerprint.SOURCES", ("kernels",)):
         load_engine(job(GOLDENS / "llama3"), 3)
-    assert "is of other files, settings or another version" in caplog.text
+    assert "was written for other files or settings, or by another version" in caplog.text
     assert len(list(kept.iterdir())) == 1
 
 

@@ -438,7 +438,7 @@ def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> Non
     assert found[8, 1, 1].limit == "tp=8 is more than the 4 experts of a layer of this model"
     assert found[4, 1, 2].is_possible
     with pytest.raises(
-        UserError, match=r"^parallel.experts=whole is of mixtures of experts, which this model has none of"
+        UserError, match=r"^parallel.experts=whole needs a mixture of experts, which this model does not have"
     ):
         candidates_of(whole(write_config(tmp_path / "dense", LLAMA_405B)))
 

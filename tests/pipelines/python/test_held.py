@@ -111,7 +111,7 @@ def test_what_cannot_be_held_is_one_line(chatty: Path) -> None:
             "^quant=a8w8 calibrates a model from its files: save_pretrained it, and give",
         ),
         ({"model": model, "overrides": ["model.keep_packed=true"]}, "^model.keep_packed=true is of a model's files"),
-        ({"model": offloaded}, "is not in memory: load it without offloading, or give its folder"),
+        ({"model": offloaded}, "is not in memory: load the model without offloading, or give its folder"),
     ):
         with pytest.raises(UserError, match=message) as raised:
             pipeline("text_generation", **{"tokenizer": chatty, "device": "cpu", **given})  # type: ignore[arg-type]

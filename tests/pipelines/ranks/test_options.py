@@ -96,4 +96,4 @@ def test_a_job_goes_on_with_the_same_sums_alone(data: Path, run_of: Callable[...
 
 def test_whole_experts_of_a_model_without_any_are_one_line(tmp_path: Path) -> None:
     said = refusal(tmp_path / "run", "parallel=tp", "parallel.tp=2", "parallel.experts=whole", "device=cpu")
-    assert said == "parallel.experts=whole is of mixtures of experts, which this model has none of: leave it out"
+    assert said == "parallel.experts=whole needs a mixture of experts, which this model does not have: leave it out"

@@ -131,7 +131,7 @@ def test_the_other_families_run_without_their_code(family: str, exports: Exports
 @pytest.mark.long
 def test_a_prompt_without_the_marks_that_its_model_looks_for(exports: Exports, tmp_path: Path) -> None:
     engine = load_engine(run_config(exports.of(family_model("chatglm", tmp_path / "model"))), 1)
-    line = "the prompt lacks tokens that the model finds its parts by: give one with the ids 284, and 281 or 280$"
+    line = "the prompt lacks tokens that mark its parts: give a prompt with the ids 284, and 281 or 280$"
     with pytest.raises(UserError, match=line):
         engine.request(0, [3, 281], DecodeConfig())
 
@@ -329,7 +329,7 @@ def test_a_model_that_cannot_be_a_graph_is_one_line(tmp_path: Path, monkeypatch:
             exported(run_config(tmp_path / "model"), tmp_path / "made")
     monkeypatch.setattr(functions, "ATEN", frozenset())
     with pytest.raises(
-        UserError, match=r"not take this model \('torch.ops.aten.* is no function of a model\): run it as it is$"
+        UserError, match=r"not take this model \('torch.ops.aten.* is not a function of a model\): run it as it is$"
     ):
         exported(run_config(tmp_path / "model"), tmp_path / "made")
     assert [*tmp_path.iterdir()] == [tmp_path / "model"]
@@ -380,7 +380,7 @@ def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
 
 
 def test_other_instructions_and_operators(tmp_path: Path, artefact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(description, "_instructions", lambda: "sve")
+    monkeypatch.setattr(description, "_instruction_set", lambda: "sve")
     with pytest.raises(UserError, match="was exported for .*, and this machine has sve: export the model anew"):
         load_engine(run_config(artefact), 1)
     monkeypatch.undo()

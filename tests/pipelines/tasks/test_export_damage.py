@@ -59,7 +59,7 @@ def fit(folder: Path, file: str = GRAPH) -> None:
 
 
 CUT = {
-    GRAPH: "graph.pt2 is damaged .its sha256 is another one",
+    GRAPH: "graph.pt2 is damaged .its sha256 is not the one",
     WEIGHTS: "weights.safetensors is damaged .*incomplete metadata",
     EXPORT: "export.json cannot be read: Unterminated string",
 }
@@ -72,13 +72,13 @@ def test_a_file_cut_short(file: str, artefact: Path, tmp_path: Path) -> None:
     check_one_line(copy, CUT[file])
     if file == GRAPH:
         fit(copy)
-        check_one_line(copy, "graph.pt2 is damaged .it is no archive .File is not a zip file")
+        check_one_line(copy, "graph.pt2 is damaged .it is not an archive .File is not a zip file")
 
 
 def test_a_pipe_in_the_place_of_a_graph(copy: Path) -> None:
     (copy / GRAPH).unlink()
     os.mkfifo(copy / GRAPH)
-    check_one_line(copy, "graph.pt2 is damaged .it is no file.: export the model")
+    check_one_line(copy, "graph.pt2 is damaged .it is not a file.: export the model")
 
 
 def test_a_changed_byte(copy: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_changed_byte(copy: Path) -> None:
     for _ in range(50):
         place = chooser.randrange(len(content))
         (copy / GRAPH).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        check_one_line(copy, "graph.pt2 is damaged .its sha256 is another one than export.json says.: export the model")
+        check_one_line(copy, "graph.pt2 is damaged .its sha256 is not the one in export.json.: export the model")
 
 
 def test_a_changed_weight(copy: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_damaged_graph_with_adapters(copy: Path) -> None:
     """It is read where a run has adapters, and then before the first step."""
     (copy / ADAPTED_GRAPH).write_bytes(b"PK")
     load_engine(run_config(copy), 1)
-    with pytest.raises(UserError, match="adapted.pt2 is damaged .its sha256 is another one"):
+    with pytest.raises(UserError, match="adapted.pt2 is damaged .its sha256 is not the one"):
         load_engine(run_config(copy, adapters={"a": "nowhere"}), 1)
 
 
@@ -145,10 +145,10 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"linears": {"graph": [1, 1]}}, "is damaged .*graph"),
         ({"linears": {"weight_0": [1, 1]}}, "is damaged .*weight_0"),
         ({"key_border": -1}, "key_border=-1"),
-        ({"eos_token_ids": ["a"]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
-        ({"prompt_marks": [["a"]]}, "export.json is damaged .eos_token_ids, or prompt_marks, are no numbers"),
+        ({"eos_token_ids": ["a"]}, "export.json is damaged .eos_token_ids or prompt_marks are not integers"),
+        ({"prompt_marks": [["a"]]}, "export.json is damaged .eos_token_ids or prompt_marks are not integers"),
         ({"prompt_marks": 3}, "export.json is damaged .'int' object is not iterable"),
-        ({"a_later_key": 1}, "export.json has keys that are not understood .a_later_key.: export the model anew"),
+        ({"a_later_key": 1}, "export.json has unknown keys .a_later_key.: export the model anew"),
         ({"linears": {"model": [2**60, 1]}}, "export.json is damaged .a count is not a number above 0"),
         ({"linears": {"model": [1]}}, "export.json is damaged .not enough values"),
         (
@@ -195,8 +195,8 @@ def outside(name: str) -> Callable[[zipfile.ZipFile, bytes], None]:
         (bomb, "its entry 'graph/models/model.json' is compressed"),
         (compressed, "its entry 'graph/models/model.json' is compressed"),
         (twice, "it has two entries 'graph/models/model.json'"),
-        (outside("/etc/passwd"), "its entry '/etc/passwd' is outside of it"),
-        (outside("graph/../../x"), "its entry 'graph/../../x' is outside of it"),
+        (outside("/etc/passwd"), "its entry '/etc/passwd' is outside of the archive"),
+        (outside("graph/../../x"), "its entry 'graph/../../x' is outside of the archive"),
         (outside("other/models/model.json"), "it holds no graph"),
         (lambda archive, text: None, "it holds no graph"),
         (lambda archive, text: archive.writestr("graph/models/model.json", b"[" * 10**5), "it holds no graph"),
@@ -317,20 +317,20 @@ def table_to_another(graph: dict[str, Any]) -> None:
 @each(
     "file, harm, line",
     [
-        (GRAPH, other_function, "'torch.ops.aten.from_file.default' is no function of a model"),
-        (GRAPH, slots_of_tokens, "slots of rope_and_store are not made by slots"),
-        (GRAPH, starts_of_all, "rows or choices for"),
+        (GRAPH, other_function, "'torch.ops.aten.from_file.default' is not a function of a model"),
+        (GRAPH, slots_of_tokens, "slots of rope_and_store are not computed by slots"),
+        (GRAPH, starts_of_all, "rows or choices, expected"),
         (GRAPH, longer_weight, "packed weights? .* cannot be"),
-        (ADAPTED_GRAPH, adapters_of_tokens, "slots of lora_add are not made by adapter_slots or"),
-        (ADAPTED_GRAPH, sum_in_a_weight, "y of lora_add are not made by linear.0"),
-        (ADAPTED_GRAPH, tables_of_two_layers, "what is given for a layer's adapters is something else"),
-        (ADAPTED_GRAPH, table_of_another_layer, "rows or choices for"),
+        (ADAPTED_GRAPH, adapters_of_tokens, "slots of lora_add are not computed by adapter_slots or"),
+        (ADAPTED_GRAPH, sum_in_a_weight, "y of lora_add are not computed by linear.0"),
+        (ADAPTED_GRAPH, tables_of_two_layers, "an adapter argument is not the adapter table of a layer"),
+        (ADAPTED_GRAPH, table_of_another_layer, "rows or choices, expected"),
         (
             ADAPTED_GRAPH,
             table_of_weights,
-            "what is given for a layer's adapters is something else|no attribute 'layer'",
+            "an adapter argument is not the adapter table of a layer|no attribute 'layer'",
         ),
-        (ADAPTED_GRAPH, table_to_another, "the cache, or adapters, are given to a function that does not know them"),
+        (ADAPTED_GRAPH, table_to_another, "the cache or adapters are arguments of a function that does not take them"),
     ],
 )
 def test_hostile_graphs(

@@ -244,18 +244,18 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: in
 @each(
     "change, line",
     [
-        (lambda content: content["part"]["division"].update(tp_rank=0), "it is of ParallelLayout"),
-        (lambda content: content["part"]["division"].update(tp_rank=-1), "none from 0 on"),
-        (lambda content: content["part"]["division"].update(tp_rank=2), "its part is of no rank"),
-        (lambda content: content["part"].update(own_layers=[0, 9]), "its part is of no rank"),
-        (lambda content: content["part"].update(keys=[[0, 2]]), "its part has not keys of each layer"),
-        (lambda content: content["part"].update(width="64"), "none from 0 on"),
+        (lambda content: content["part"]["division"].update(tp_rank=0), "it is for ParallelLayout"),
+        (lambda content: content["part"]["division"].update(tp_rank=-1), "not an integer from 0"),
+        (lambda content: content["part"]["division"].update(tp_rank=2), "its part belongs to no rank"),
+        (lambda content: content["part"].update(own_layers=[0, 9]), "its part belongs to no rank"),
+        (lambda content: content["part"].update(keys=[[0, 2]]), "its part lacks the keys of a layer"),
+        (lambda content: content["part"].update(width="64"), "not an integer from 0"),
         (lambda content: content["part"]["outputs"].update({"model.layers.0.mlp.up_proj": [[0, 2**20]]}),
-         "outputs that model.layers.0.mlp.up_proj has not"),
+         "outputs that are not in model.layers.0.mlp.up_proj"),
         (lambda content: content["part"]["outputs"].update(other=[[0, 1]]), "is damaged"),
-        (lambda content: content["part"].update(absent=[3]), "lacks what has no name"),
+        (lambda content: content["part"].update(absent=[3]), "or the name of an absent module"),
         (lambda content: content["part"].pop("absent"), "'absent'"),
-        (lambda content: content.pop("part"), "it has not keys and values of each layer"),
+        (lambda content: content.pop("part"), "it lacks keys or values of a layer"),
     ],
 )  # fmt: skip
 def test_a_damaged_part_is_one_line(
@@ -278,9 +278,7 @@ def check_part(folder: Path, line: str) -> None:
 def test_a_part_of_another_export_is_one_line(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     shutil.copyfile(copy / "rank_0" / EXPORT, copy / "rank_1" / EXPORT)
-    check_part(
-        copy, f"rank_1/{EXPORT} is damaged .its sha256 is another one than {EXPORT} says.: export the model anew"
-    )
+    check_part(copy, f"rank_1/{EXPORT} is damaged .its sha256 is not the one in {EXPORT}.: export the model anew")
     (copy / "rank_1" / EXPORT).unlink()
     check_part(copy, f"rank_1/{EXPORT} is damaged .No such file or directory.: export the model anew")
 

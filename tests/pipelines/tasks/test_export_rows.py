@@ -193,7 +193,9 @@ def test_an_adapter_of_a_layer_that_rows_cannot_adapt(exports: Exports, tmp_path
     kind = {"r": 4, "target_modules": ["lm_head"]}
     adapter = write_adapter(tmp_path / "adapter", tmp_path / "model", LlamaForCausalLM, **kind)
     change_adapter(adapter, {}, {HEADS_COPY: None})
-    with pytest.raises(UserError, match="changes lm_head, which rows of an exported model cannot adapt: merge it"):
+    with pytest.raises(
+        UserError, match="changes lm_head, which rows of an exported model cannot adapt: merge the adapter"
+    ):
         load_with(on_export(run, exports.of(run)), {"a": adapter})
 
 

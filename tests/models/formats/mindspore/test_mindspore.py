@@ -130,7 +130,7 @@ def test_two_checkpoints_of_a_rank(whole: Path, folder: Path) -> None:
     (folder / "rank_0").mkdir()
     for step in (1, 2):
         (folder / "rank_0" / f"llama-{step}.ckpt").write_bytes(SOUND)
-    with pytest.raises(UserError, match=r"rank_0 has 2 checkpoints \(llama-1\.ckpt, llama-2\.ckpt\): keep the one"):
+    with pytest.raises(UserError, match=r"rank_0 has 2 checkpoints \(llama-1\.ckpt, llama-2\.ckpt\): remove the files"):
         parameters(write_yaml(folder))
     (folder / "llama.ckpt").write_bytes(SOUND)
     with pytest.raises(UserError, match=r"has both llama\.ckpt and rank_0/\*\.ckpt"):

@@ -98,7 +98,7 @@ def test_two_files_of_one_rank(other: str, tmp_path: Path) -> None:
     for name in ("model_state.tp00.pdparams", "model_state.tp01.pdparams", other):
         save_pdparams(tmp_path / name, {})
     names = " and ".join(sorted((other, "model_state.tp01.pdparams")))
-    with pytest.raises(UserError, match=f"{names} are of the same rank: leave one of them there"):
+    with pytest.raises(UserError, match=f"{names} are of the same rank: keep one of them"):
         open_checkpoint(tmp_path, True)
 
 
@@ -156,7 +156,7 @@ def open_paddle_config(folder: Path) -> dict[str, object]:
     [
         ({"alibi": True}, "alibi=True is not supported: only False"),
         ({"rope_scaling_type": "dynamic_ntk"}, "rope_scaling_type='dynamic_ntk' is not supported: only None, 'linear'"),
-        ({"model_type": "yuan"}, "PaddleNLP's model_type='yuan' is not read: only bloom, chatglm_v2, ernie, gpt"),
+        ({"model_type": "yuan"}, "PaddleNLP's model_type='yuan' is not supported: only bloom, chatglm_v2, ernie, gpt"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     ],
 )
@@ -179,13 +179,13 @@ def test_safetensors_of_other_families_are_one_line(model_type: str, name: str, 
     """Not a list of tensors that are missing in Hugging Face's layout."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "paddlenlp_version": "3.0.0"}))
     save_safetensors(tmp_path / "model.safetensors", {name: np.zeros((2, 2), np.float32)})
-    line = f"PaddleNLP's model_type='{model_type}' is not read: only bloom, .*: give the model's checkpoint in Hugging Face"
+    line = f"PaddleNLP's model_type='{model_type}' is not supported: only bloom, .*: give the model in Hugging Face"
     with pytest.raises(UserError, match=line):
         open_checkpoint(tmp_path, False)
 
 
 def test_a_config_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has PaddleNLP's weights, but no config\.json and no model_config\.json"):
+    with pytest.raises(UserError, match=r"has PaddleNLP's weights, but neither config\.json nor model_config\.json"):
         open_paddle_config(tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_fused_rows_that_are_no_heads(tmp_path: Path) -> None:
     arrays = fused(arrays, config["num_key_value_heads"])
     name = "llama.layers.0.self_attn.qkv_proj.weight"
     save_pdparams(tmp_path / "model_state.pdparams", arrays | {name: arrays[name][:, :-1]})
-    with pytest.raises(UserError, match="outputs, which do not make up q_proj, k_proj, v_proj"):
+    with pytest.raises(UserError, match="outputs, which cannot be divided into q_proj, k_proj, v_proj"):
         load(tmp_path, allow_pickle=True)
 
 
@@ -212,14 +212,14 @@ def test_fused_tensors_of_another_rank(shape: tuple[int, ...], tmp_path: Path) -
     arrays = fused(arrays, config["num_key_value_heads"])
     name = "llama.layers.0.self_attn.qkv_proj.weight"
     save_pdparams(tmp_path / "model_state.pdparams", arrays | {name: np.zeros(shape, np.float32)})
-    with pytest.raises(UserError, match=r"do not make up q_proj|wrong shape|pieces"):
+    with pytest.raises(UserError, match=r"cannot be divided into q_proj|wrong shape|slices"):
         load(tmp_path, allow_pickle=True)
 
 
 def test_a_matrix_alone_and_fused(tmp_path: Path) -> None:
     arrays, config = write_paddle(tmp_path, GOLDENS / "llama3")
     save_pdparams(tmp_path / "model_state.pdparams", arrays | fused(arrays, config["num_key_value_heads"]))
-    with pytest.raises(UserError, match=r"q_proj\.weight twice, alone and fused"):
+    with pytest.raises(UserError, match=r"q_proj\.weight twice: under two names, or also in a fused tensor"):
         load(tmp_path, allow_pickle=True)
 
 

@@ -91,7 +91,7 @@ def test_code_does_not_run(tmp_path: Path) -> None:
     for protocol in (2, 4):
         content = pickle.dumps(ARRAYS | {"code": RunsCode(trace)}, protocol)
         with pytest.raises(
-            UserError, match=r"names (posix|nt)\.mkdir, which is not run: only arrays of numpy are read"
+            UserError, match=r"names (posix|nt)\.mkdir, which is not called: only numpy arrays are read"
         ):
             read(tmp_path, content)
     assert not trace.exists()
@@ -112,28 +112,37 @@ class Calls:
     [
         (pickle.dumps({"a": Calls(eval, "1")}), "names builtins.eval"),
         (pickle.dumps({"a": Calls(getattr, "a", "join")}), "names builtins.getattr"),
-        (pickle.dumps({"a": Calls(os.system, "true")}), "system, which is not run"),
-        (pickle.dumps({"a": np.array([Pair(np.ones(2))])}), "is no array of numbers"),
-        (pickle.dumps({"a": np.ones(2, ">f4")}), "f4 before byte [0-9]+ is not in the order of bytes of this machine"),
+        (pickle.dumps({"a": Calls(os.system, "true")}), "system, which is not called"),
+        (pickle.dumps({"a": np.array([Pair(np.ones(2))])}), "is not of an array of numbers"),
+        (pickle.dumps({"a": np.ones(2, ">f4")}), "f4 before byte [0-9]+ is not in this machine's byte order"),
         (pickle.dumps({"a": np.ones(2, np.complex64)}), "is of type c8: only f2, f4, f8, u2"),
         (pickle.dumps({"a": np.ones(2, [("x", "f4")])}), "is of type V4"),
-        (pickle.dumps({"a": 3}), "a is no array"),
-        (pickle.dumps({"a": {"b": np.ones(2)}}), "a is no array"),
-        (pickle.dumps({3: np.ones(2)}), "is no name of at most 512 bytes"),
+        (pickle.dumps({"a": 3}), "a is not an array"),
+        (pickle.dumps({"a": {"b": np.ones(2)}}), "a is not an array"),
+        (pickle.dumps({3: np.ones(2)}), "is not a name of at most 512 bytes"),
         (pickle.dumps({"a\nb": np.ones(2)}), "has control characters"),
-        (pickle.dumps({"a" * 513: np.ones(2)}), "is no name of at most 512 bytes"),
+        (pickle.dumps({"a" * 513: np.ones(2)}), "is not a name of at most 512 bytes"),
         (pickle.dumps([np.ones(2)]), "does not hold a dictionary"),
-        (pickle.dumps({"a": np.ones(2), "UnpackBigParamInfor@@": {}}), r"in pieces: save it anew with paddle\.save\("),
-        (pickle.dumps({"a": 1.5}), "is b'G', which arrays do not need"),
-        (b"\x80\x04}q\x00h\x07.", "value 7 is asked for .* and was never stored"),
+        (
+            pickle.dumps({"a": np.ones(2), "UnpackBigParamInfor@@": {}}),
+            r"split arrays: save it again with paddle\.save\(",
+        ),
+        (pickle.dumps({"a": 1.5}), "is b'G', an opcode that arrays do not need"),
+        (b"\x80\x04}q\x00h\x07.", "value 7, which is read .*, was never stored"),
         (b"\x80\x04r\xff\xff\xff\x7f.", "damaged"),  # a place in the memo before there is a value
-        (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "it ends at byte 12, before what begins at byte 11"),
+        (
+            b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
+            "it ends at byte 12, inside the value that begins at byte 11",
+        ),
         (b"\x80\x04}(t.", "does not hold a dictionary|damaged"),
         (b"\x80\x04u.", "values are missing"),
         (b"}R.", "values are missing"),
-        (b"}}R.", "calls something .* that makes no array"),
+        (b"}}R.", "calls a function .* that does not build an array"),
         (b"cos\nsystem\n.", "names os.system"),
-        (b"}U\x01ac_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86Rs.", "calls something .* that makes no array"),
+        (
+            b"}U\x01ac_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86Rs.",
+            "calls a function .* that does not build an array",
+        ),
         (b"c" + b"a" * 600, "has no end"),
     ],
 )
@@ -154,7 +163,7 @@ def test_sizes_that_the_content_does_not_have(tmp_path: Path) -> None:
     content = pickle.dumps({"a": np.ones((3, 5), np.float32)}, 4)
     assert content.count(b"K\x03K\x05\x86") == 1
     for size in (2, 4):
-        with pytest.raises(UserError, match=rf"\[{size}, 5\] .* takes {size * 20} bytes, but 60 are there"):
+        with pytest.raises(UserError, match=rf"\[{size}, 5\] .* takes {size * 20} bytes, but the file has 60"):
             read(tmp_path, content.replace(b"K\x03K\x05\x86", b"K%cK\x05\x86" % size))
     below_0 = b"J\xfd\xff\xff\xffJ\xfb\xff\xff\xff\x86"  # -3 and -5, whose product is right
     with pytest.raises(UserError, match="has no shape of up to 8 sizes"):

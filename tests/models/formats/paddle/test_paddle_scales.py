@@ -123,7 +123,7 @@ def test_entries_that_are_no_thresholds(file: str, name: str, tmp_path: Path) ->
     quantise(tmp_path, 127.0, "a8w8c8")
     values = json.loads((tmp_path / file).read_text()) | {name: 1.0}
     (tmp_path / file).write_text(json.dumps(values))
-    with pytest.raises(UserError, match=f"{file}: {name} is no threshold that is known"):
+    with pytest.raises(UserError, match=f"{file}: {name} is not the name of a threshold"):
         open_checkpoint(tmp_path, False)
 
 
@@ -142,7 +142,7 @@ def test_weights_that_are_no_codes(tmp_path: Path) -> None:
     name = "llama.layers.0.mlp.up_proj.weight"
     for wrong in (arrays[name] / 127, arrays[name] * 2):
         save_safetensors(tmp_path / "model.safetensors", arrays | {name: wrong})
-        with pytest.raises(UserError, match=r"up_proj\.weight holds values that are no codes of torch\.int8"):
+        with pytest.raises(UserError, match=r"up_proj\.weight holds values that are not codes of torch\.int8"):
             load(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_weights_that_are_no_codes(tmp_path: Path) -> None:
         ),
         (
             {"quant_type": "a8w8", "shift": True},
-            "shift=True is not supported: codes of a vector that is added before them have no scale for a tensor: quantise without",
+            "shift=True is not supported: inputs that were shifted before quantisation have no scale per tensor: quantise without",
         ),
         (
             {"quant_type": "a8w8_fp8", "shift_smooth_all_linears": True},
@@ -163,7 +163,7 @@ def test_weights_that_are_no_codes(tmp_path: Path) -> None:
         ),
         ({"weight_quantize_algo": "weight_only_int8"}, "weight_quantize_algo='weight_only_int8' is not supported"),
         ({"quant_type": "a8w8", "quant_method": "fp8"}, "quant_method='fp8' is not supported: only None"),
-        ({}, r"has weight_scales\.json, but its config has no quantization_config with a quant_type"),
+        ({}, r"has weight_scales\.json, but its config has no quantization_config.quant_type"),
         ({"quant_type": "a8w8c8"}, r"quantised \(a8w8c8\), but has no cachekv_scales\.json"),
     ],
 )
@@ -177,7 +177,7 @@ def test_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> Non
 def test_files_that_are_missing(tmp_path: Path) -> None:
     quantise(tmp_path, 127.0, "a8w8")
     (tmp_path / "act_scales.json").rename(tmp_path / "act_scales_0.json")
-    with pytest.raises(UserError, match=r"has not both act_scales\.json and weight_scales\.json: join those of ranks"):
+    with pytest.raises(UserError, match=r"lacks act_scales\.json or weight_scales\.json: join the files of ranks"):
         open_checkpoint(tmp_path, False)
 
 
@@ -187,6 +187,6 @@ def test_a_threshold_is_missing(tmp_path: Path) -> None:
     del values["llama.layers.0.self_attn.q_proj.activation_quanter"]
     (tmp_path / "act_scales.json").write_text(json.dumps(values))
     with pytest.raises(
-        UserError, match=r"no threshold of the input of model\.layers\.0\.self_attn\.[qkv]_proj, whose weight"
+        UserError, match=r"no threshold for the input of model\.layers\.0\.self_attn\.[qkv]_proj, whose weight"
     ):
         open_checkpoint(tmp_path, False)

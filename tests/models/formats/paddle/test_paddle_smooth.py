@@ -127,13 +127,13 @@ def test_what_has_no_scale(tmp_path: Path) -> None:
         ),
         ({f"{mlp}.smooth_weight": negative}, "has factors that are not finite and above 0: it is damaged"),
         ({f"{mlp}.smooth_weight": one * np.float32("nan")}, "has factors that are not finite and above 0"),
-        ({f"{mlp}.smooth_weight": first}, f"has {len(first)} factors, which are not those of another layer's outputs"),
-        ({"llama.layers.0.mlp.up_proj.smooth_weight": many}, "which are not those of another layer's outputs"),
+        ({f"{mlp}.smooth_weight": first}, f"has {len(first)} factors, which do not fit the outputs of another layer"),
+        ({"llama.layers.0.mlp.up_proj.smooth_weight": many}, "which do not fit the outputs of another layer"),
         (
             {f"{mlp}.shift_bias": one},
-            r"down_proj\.shift_bias is not zero, but codes of a vector that is added before them",
+            r"down_proj\.shift_bias is not zero, but inputs that were shifted",
         ),
-        ({f"{mlp}.layer.bias": many}, r"down_proj\.layer\.bias is not zero, but codes"),
+        ({f"{mlp}.layer.bias": many}, r"down_proj\.layer\.bias is not zero, but inputs"),
     ):
         smooth(tmp_path / "source", arrays, factors, **changes)
         with pytest.raises(UserError, match=message):
@@ -145,7 +145,7 @@ def test_factors_behind_a_cache_with_scales(tmp_path: Path) -> None:
     arrays = quantise(tmp_path, 127.0, "a8w8c8")
     factors = factors_of(arrays)
     smooth(tmp_path, arrays, factors)
-    with pytest.raises(UserError, match=r"o_proj\.smooth_weight comes after the cache, .*: quantise without c8, or"):
+    with pytest.raises(UserError, match=r"o_proj\.smooth_weight follows the cache, .*: quantise without c8, or"):
         load(tmp_path)
     ones = {name: np.ones_like(values) if "o_proj" in name else values for name, values in factors.items()}
     quantise(tmp_path, 127.0, "a8w8c8")
@@ -158,7 +158,7 @@ def test_values_that_are_not_of_the_groups(tmp_path: Path) -> None:
     own, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
     save_file({f"{maker}.weight": torch.ones(5, 5), f"{own}.smooth_weight": torch.ones(15)}, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match="has 15 factors, which are not those of another layer's outputs"):
+    with pytest.raises(UserError, match="has 15 factors, which do not fit the outputs of another layer"):
         SmoothedFile(file, Scales("a8w8", {}, {}, {}, is_smoothed=True), [f"{maker}.weight"], 6, 2)
 
 

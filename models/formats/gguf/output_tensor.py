@@ -1,0 +1,82 @@
+"""A tensor of a GGUF file to write: its parameters, in llama.cpp's order of rows, as blocks of its type."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+from torch import Tensor
+
+from conf.errors import UserError
+from models.formats.base import WeightFile
+from models.formats.gguf.names import TensorLayout
+from models.formats.gguf.quantize import quantize_rows
+from models.formats.gguf.tensors import STORED
+from models.formats.rotary_rows import interleave_rows
+
+
+class OutputTensor:
+    """A tensor of the file: one parameter, or the same matrix of all experts in a layer."""
+
+    type = GGMLQuantizationType.F32
+
+    def __init__(self, name: str, shape: tuple[int, ...], change: Callable[[Tensor], Tensor] | None) -> None:
+        """`shape`: of the parameter. `change`: the converter's change."""
+        self.name = name
+        self._change = change
+        self.sources: list[tuple[WeightFile, str]] = []
+        self._source_shape = shape[::-1] if change is Tensor.t else shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.sources), *self._source_shape) if "_exps." in self.name else self._source_shape
+
+    @property
+    def num_bytes(self) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[self.type]
+        return int(np.prod(self.shape, dtype=np.int64)) // block * block_bytes
+
+    def read(self) -> NDArray[np.uint8]:
+        stored = np.empty((len(self.sources), self.num_bytes // len(self.sources)), np.uint8)
+        for row, (file, name) in zip(stored, self.sources, strict=True):
+            tensor = next(iter(file.read([name])))[1]
+            row[:] = self._bytes(tensor if self._change is None else self._change(tensor))
+        return stored.reshape(-1)
+
+    def _bytes(self, tensor: Tensor) -> NDArray[np.uint8]:
+        try:
+            if self.type not in STORED:
+                return quantize_rows(tensor.float().numpy(), self.type).reshape(-1)
+            dtype = STORED[self.type]
+            if dtype is torch.float16 and tensor.abs().amax() > torch.finfo(dtype).max:
+                raise OverflowError(f"{tensor.abs().amax():.6g}, which float16 cannot")
+        except OverflowError as error:
+            raise UserError(f"{self.name} holds {error}: give bfloat16 or float32") from error
+        return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def converter_change(
+    name: str, architecture: str, layout: TensorLayout, shape: Any
+) -> Callable[[Tensor], Tensor] | None:
+    """Return llama.cpp's change of a parameter, or None: the inverse of reader.py's."""
+    *_, module, leaf = name.split(".")
+    if architecture == "llama" and module in ("q_proj", "k_proj"):
+        heads = shape.num_attention_heads if module == "q_proj" else shape.num_key_value_heads
+        return partial(interleave_rows, heads=heads)
+    if architecture == "bloom" and module == "query_key_value":
+        return partial(group_by_part, heads=shape.num_attention_heads)
+    if layout.norm_offset and module.endswith("norm"):
+        return lambda tensor: tensor.float() + layout.norm_offset
+    return Tensor.t if leaf == "weight" and module in layout.transposed else None
+
+
+def group_by_part(tensor: Tensor, heads: int) -> Tensor:
+    """Return the rows with all queries first, then keys, then values.
+
+    `tensor`: [heads * 3 * D, ...] grouped by head.
+    """
+    ordered: Tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return ordered
