@@ -42,6 +42,7 @@ class ExportedShape(ModelShape):
     """The config of an exported model, whose code is not available."""
 
     max_tokens: int
+    """The maximum number of tokens of a sequence."""
     capabilities: ModelCapabilities = ModelCapabilities()
 
     @property
@@ -63,6 +64,8 @@ class CacheFormat:
 
 @dataclass(frozen=True)
 class Mixture:
+    """The experts of a layer."""
+
     num_bytes: int
     num_experts: int
     num_experts_per_tok: int
@@ -70,6 +73,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Description:
+    """The content of export.json for a whole model, or for a rank's part."""
+
     shape: ExportedShape
     hidden_size: int
     embedding_dim: int

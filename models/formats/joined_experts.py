@@ -64,11 +64,10 @@ class SplitFile:
 
     def _read(self, matrix: _Matrix) -> Tensor:
         expert = self._file.read_ranges(matrix.joined, Shard(0, (range(matrix.expert, matrix.expert + 1),)))[0]
-        whole = expert.T if matrix.is_transposed else expert
-        rows = whole.narrow(0, matrix.first, matrix.shape[0])
-        return rows.clone(
-            memory_format=torch.contiguous_format
-        )  # without a copy, the view would keep the whole expert in memory
+        oriented = expert.T if matrix.is_transposed else expert
+        rows = oriented.narrow(0, matrix.first, matrix.shape[0])
+        # Without a copy, the view would keep the whole expert in memory.
+        return rows.clone(memory_format=torch.contiguous_format)
 
 
 def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[WeightFile]:
@@ -81,7 +80,9 @@ def split_experts(files: list[WeightFile], expected: ExpectedTensors) -> list[We
 
 
 def _split(file: WeightFile, shapes: dict[str, Shape], expected: ExpectedTensors) -> WeightFile:
-    matrices = {own: each for name in file.shapes for own, each in _matrices_of(name, shapes, expected)}
+    matrices = {
+        name: matrix for joined_name in file.shapes for name, matrix in _matrices_of(joined_name, shapes, expected)
+    }
     if not matrices:
         return file
     if duplicate := next((name for name in matrices if name in shapes), None):

@@ -13,9 +13,7 @@ MOST_POINTER_BYTES = 1024
 
 
 def refuse_other_folders(folder: Path) -> None:
-    """Raise UserError for a folder that is not a checkpoint: Git LFS pointers, adapters, hub caches, other tools'
-    files.
-    """
+    """Raise UserError for Git LFS pointers, adapters, folders of the hub's cache, and files of other tools."""
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.stat().st_size <= MOST_POINTER_BYTES and file.read_bytes().startswith(POINTER):
             raise UserError(f"{file} is a Git LFS pointer, not the file itself: run git lfs pull in its folder")

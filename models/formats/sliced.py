@@ -31,10 +31,8 @@ class SlicedFile:
                 yield name, self._file.read_ranges(name, shard)
                 continue
             for _, tensor in self._file.read([name]):
-                yield (
-                    name,
-                    tensor if shard is None else part_of(tensor, shard).clone(),
-                )  # a copy, so that the whole tensor can be freed
+                # A copy of the part, so that the whole tensor can be freed.
+                yield name, tensor if shard is None else part_of(tensor, shard).clone()
                 del tensor  # frees it before the next one is read
 
 

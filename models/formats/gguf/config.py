@@ -63,8 +63,8 @@ def read_gguf_config(headers: list[GGUFHeader]) -> ConfigReader:
 def _check_counts(file: GGUFMetadata, architecture: str) -> None:
     """Raise UserError for more layers or experts than the tensors allow: their modules could use all memory."""
     most_experts = max([len(file.tensors), *(t.shape[0] for t in file.tensors.values() if len(t.shape) == 3)])
-    for key, most in (("block_count", len(file.tensors)), ("expert_count", most_experts)):
-        if (number := file.read.get(key, int, 0)) > most:
+    for key, limit in (("block_count", len(file.tensors)), ("expert_count", most_experts)):
+        if (number := file.read.get(key, int, 0)) > limit:
             raise UserError(
                 f"{file.header.path}: {architecture}.{key}={number} is more than its {len(file.tensors)} tensors can hold"
             )

@@ -73,8 +73,8 @@ class TensorLayout:
         return f"{self.layers}.{layer}.{self.experts}.{expert}.{module}.weight"
 
 
-def _key_of(names: Mapping[str, str], wanted: str) -> str:
-    return next(key for key, value in names.items() if value == wanted)
+def _key_of(names: Mapping[str, str], target: str) -> str:
+    return next(key for key, value in names.items() if value == target)
 
 
 OUTSIDE_LAYERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
