@@ -153,7 +153,7 @@ def _unsupported_reason(name: str, modules: dict[str, nn.Module], model: CausalL
         return None
     if any(isinstance(parent, Experts) for parent in parents):
         return "adapts an expert"
-    if is_tied or module.embedding is not None:
+    if is_tied or module.is_tied:
         return "adapts a head that is tied to the embedding"
     if not module.is_packable or not name.startswith((f"{model.layout.layers}.", model.layout.head)):
         return "adapts a matrix that is not a product of its own"

@@ -50,12 +50,11 @@ def linear_layer(model: nn.Module, name: str) -> Linear:
     return layer
 
 
-def checkpoint_parts(model: nn.Module) -> dict[str, tuple[Linear, str]]:
+def checkpoint_parts(model: CausalLM) -> dict[str, tuple[Linear, str]]:
     """Map the names of checkpoint tensors that linear layers load to the layer and the tensor's name within it."""
-    names = {module: name for name, module in model.named_modules()}
     return {
-        f"{names[layer.embedding or layer]}.{own}": (layer, own)
-        for layer in names
+        f"{model.layout.embedding if layer.is_tied else name}.{own}": (layer, own)
+        for name, layer in model.named_modules()
         if isinstance(layer, Linear)
         for own in layer.method.tensors()
     }

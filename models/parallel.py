@@ -143,7 +143,7 @@ def _modules_around_layers(model: CausalLM) -> tuple[list[str], list[str]]:
 
 
 def _is_tied(model: CausalLM) -> bool:
-    return tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.embedding is not None
+    return tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.is_tied
 
 
 def _stream_width(model: CausalLM) -> int:

@@ -154,7 +154,7 @@ def place_stored_layers(
         layer, tensor_shapes = linear_layer(model, name), tensors.get(name, {})
         scheme = stored.scheme(spec, tensor_shapes)
         # A tied head may have its own quantised weight in addition to the embedding.
-        is_float = not layer.is_quantizable or layer.embedding is not None
+        is_float = not layer.is_quantizable or layer.is_tied
         if scheme is None or is_float and not holds_codes(tensor_shapes):
             continue
         try:
@@ -163,7 +163,7 @@ def place_stored_layers(
             raise UserError(f"{name}: {error}") from error
         if layer.is_quantizable:
             layer.method = method_of(scheme, layout, layer.shape)
-            layer.untie()
+            layer.is_tied = False
             schemes[name] = scheme
         else:
             layer.method = DenseMethod(Dequantized(layout, layer.shape))

@@ -128,14 +128,14 @@ class NormHead(Module):
     def __init__(self, c: BaichuanConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
-        self._normalised: tuple[Tensor, ...] = ()  # in a tuple, so that it is not registered as a second parameter
+        self._normalised: Tensor | None = None
+        """A view of the weight that was normalised. It keeps its memory, so a weight at another address is a new one."""
 
     def unit_rows(self) -> Tensor:
         """Return the weight [V, E], normalised in place on the first call after each loading, without a second copy."""
-        if not is_compiling() and not any(weight is self.weight for weight in self._normalised):
-            with torch.no_grad():
-                functional.normalize(self.weight, dim=1, out=self.weight)
-            self._normalised = (self.weight,)
+        if not is_compiling() and (self._normalised is None or self._normalised.data_ptr() != self.weight.data_ptr()):
+            self._normalised = self.weight.detach()
+            functional.normalize(self._normalised, dim=1, out=self._normalised)
         return self.weight
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:

@@ -24,7 +24,6 @@ from models.layers.linear import Linear, MergedLinear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts, Router
-from models.layers.named_parts import register
 from models.layers.norm import AddRMSNorm, ResidualStream, RMSNorm
 from models.layers.per_head import PerHead
 from models.layers.rotary import Angles, RotaryConfig, RotaryEmbedding, read_rotary_config, yarn_mscale
@@ -321,8 +320,7 @@ class NextTokenLayer(DecoderLayer):
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         # It is float even in checkpoints whose other layers are quantised.
         self.eh_proj = Linear(2 * c.hidden_size, c.hidden_size, bias=False, is_quantizable=False)
-        self._final_norm = (AddRMSNorm(c.hidden_size, c.rms_norm_eps),)  # in a tuple: registered below
-        register(self, "shared_head.norm", self._final_norm[0])
+        self.shared_head = nn.ModuleDict({"norm": AddRMSNorm(c.hidden_size, c.rms_norm_eps)})
 
     def predict(
         self, embedded: Tensor, hidden: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache
@@ -334,7 +332,8 @@ class NextTokenLayer(DecoderLayer):
         """
         both = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)  # [T, 2 * E]
         stream = self(ResidualStream(self.eh_proj(both, batch)), angles, batch.of_output_rows(), cache)
-        return self._final_norm[0](*stream)[0]
+        normed: Tensor = self.shared_head["norm"](*stream)[0]
+        return normed
 
 
 class Deepseek(PreNormLM):

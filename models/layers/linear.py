@@ -54,8 +54,8 @@ class Linear(LoRATarget):
         """
         super().__init__((outputs, inputs))
         self.is_transposed, self.is_quantizable, self.is_packable = is_transposed, is_quantizable, is_packable
-        # In a tuple, so that its weight is not registered under a second name.
-        self._embedding = () if embedding is None else (embedding,)
+        self.is_tied = embedding is not None
+        """Whether the checkpoint holds the weight under the embedding's name."""
         self._held: tuple[str, ...] = ()
         if embedding is None:
             stored = StoredFloats(self.shape, is_transposed)
@@ -131,15 +131,6 @@ class Linear(LoRATarget):
     def held(self) -> tuple[str, ...]:
         """The names of the parameters and buffers that the method holds."""
         return self._held
-
-    @property
-    def embedding(self) -> nn.Embedding | None:
-        """The embedding under whose name the checkpoint holds the weight. None: the layer has its own name there."""
-        return self._embedding[0] if self._embedding else None
-
-    def untie(self) -> None:
-        """Load the weight under the layer's own name, although float checkpoints hold only the embedding's."""
-        self._embedding = ()
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         """Return [R, O] of x [R, I].

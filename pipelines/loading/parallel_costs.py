@@ -127,7 +127,7 @@ class ParallelCosts:
         self._first, self._last = self._ends()
         self._tied: Counter[CostedTensor] = Counter()
         """The embedding module, if the head is tied to it."""
-        if tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.embedding is not None:
+        if tied_weight(model.head) is not None or isinstance(model.head, Linear) and model.head.is_tied:
             self._tied.update(self._own_parts(model.layout.embedding, model.embedding, 0))
         self._known: dict[tuple[Hashable, int, int], Cost] = {}
 

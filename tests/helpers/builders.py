@@ -102,7 +102,7 @@ def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
     weights = {name: parameter.data for name, parameter in model.named_parameters() if not name.endswith(".tiles")}
     for name, layer in model.named_modules():
         # not of a head that is tied
-        if isinstance(layer, Linear) and isinstance(layer.method, PackedDenseMethod) and layer.embedding is None:
+        if isinstance(layer, Linear) and isinstance(layer.method, PackedDenseMethod) and not layer.is_tied:
             weights[f"{name}.weight"] = layer.method.weight.unpack()
     return weights
 
