@@ -5,7 +5,7 @@ T tokens, H query heads, G key/value heads, D channels per head, E hidden channe
 vocabulary, R output rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.attention import Heads, attend
+from models.layers.attention import Heads, attend, merge_qkv
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, MergedLinear, make_head
+from models.layers.linear import Linear, make_head
 from models.layers.module import Module
 from models.layers.named_parts import NamedParts, register
 from models.layers.norm import AddRMSNorm, ResidualStream
@@ -116,13 +117,18 @@ class Attention(Module):
         self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5
         self.window = window
-        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=qkv_bias)
-        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
-        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=qkv_bias)
-        self.qkv = MergedLinear(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv = merge_qkv(self, c.hidden_size, self.heads, qkv_bias)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=o_bias)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """The linear layers that read x, if no other module reads it: the norm before them quantises for them."""
+        return self.qkv.layers
+
+    def fuse(self) -> None:
+        self.qkv.merge()
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         projected = self.qkv(x, batch)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D], [T, G, D] twice
         query = self.turn_and_store(query, key, value, angles, batch, cache)
@@ -163,7 +169,7 @@ class Rotary(Protocol):
 class DecoderLayer(NamedParts):
     """Pre-norm: y = x + attention(norm(x)), then y + mlp(norm(y)).
 
-    The parts are called as `Attention` and `MLP` are.
+    The parts are called as `Attention` and `MLP` are, and have `readers`.
     """
 
     names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -175,9 +181,9 @@ class DecoderLayer(NamedParts):
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
-        normed, x = attention_norm(*stream)  # [T, E] each
+        normed, x = attention_norm(*stream, attention.readers)  # [T, E] each
         attended = attention(normed, angles, batch, cache)
-        normed, x = mlp_norm(batch.attending(x), attended)
+        normed, x = mlp_norm(batch.attending(x), attended, mlp.readers)
         return ResidualStream(x, mlp(normed, batch))
 
 

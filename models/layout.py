@@ -44,16 +44,6 @@ class ModelLayout:
     """The attention module, in a decoder layer. It has `heads`."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """The norms whose outputs linear layers read, in a decoder layer."""
-    norm_readers: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-        }
-    )
-    """For each norm of a decoder layer, the linear layers that read its output.
-
-    A norm that other modules also read is left out.
-    """
     norm_weight_offset: float = 0.0
     """A norm multiplies by this offset plus its weight."""
     scale_fold_targets: Mapping[str, str] = field(default_factory=lambda: {"down_proj": "up_proj", "o_proj": "v_proj"})

@@ -12,10 +12,9 @@ from kernels import build
 from kernels.linear.float_weight import INPUTS_OF_STEP
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod, PackedDenseMethod, StoredFloats, TiedMethod
-from models.layers.linear import Linear, MergedLinear
+from models.layers.linear import Linear
+from models.layers.module import Module
 from models.layers.moe import Experts
-from models.layers.norm import AddRMSNorm, LayerNorm, RMSNorm
-from models.layers.per_head import PerHead
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +86,9 @@ def pack_layers(model: CausalLM, dtype: torch.dtype, device: torch.device) -> No
 
 
 def fuse_layers(model: CausalLM, device: torch.device) -> None:
-    """Prepare the fused computations of experts, of layers with a common input, and of norms with their readers.
-
-    Call it after all weights are loaded.
-    """
+    """Prepare the fused computations of experts and of layers with a common input, after all weights are loaded."""
     merge_experts(model, device)
     merge_layers(model)
-    connect_norms(model)
 
 
 def merge_layers(model: nn.Module) -> None:
@@ -102,12 +97,9 @@ def merge_layers(model: nn.Module) -> None:
     At most one layer's weights are duplicated at a time.
     """
     in_mixtures = {module for experts in _modules(model, Experts) if experts.is_merged for module in experts.modules()}
-    for layers in _modules(model, MergedLinear):
-        if layers not in in_mixtures:
-            layers.merge()
-            torch.cuda.empty_cache()  # else small weights fragment the freed memory
-    for product in _modules(model, PerHead):
-        product.merge()
+    for module in _modules(model, Module):
+        if module not in in_mixtures:
+            module.fuse()
 
 
 def merge_experts(model: nn.Module, device: torch.device) -> None:
@@ -122,19 +114,6 @@ def merge_experts(model: nn.Module, device: torch.device) -> None:
             "several forms of weights together, permuted channels, or gates and ups whose activations' scales differ",
             apart,
         )
-
-
-def connect_norms(model: CausalLM) -> None:
-    """Set the readers of each norm from the model's layout.
-
-    A norm keeps no readers if one of the named layers is missing.
-    """
-    for layer in model.get_submodule(model.layout.layers).children():
-        modules = dict(layer.named_modules())
-        for name, readers in model.layout.norm_readers.items():
-            norm, found = modules.get(name), [modules.get(reader) for reader in readers]
-            if isinstance(norm, RMSNorm | AddRMSNorm | LayerNorm) and None not in found:
-                norm.readers = [reader for reader in found if isinstance(reader, Linear)]
 
 
 def _modules(model: nn.Module, kind: type[T]) -> Iterator[T]:

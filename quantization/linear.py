@@ -24,7 +24,7 @@ from kernels.linear import (
     pack_codes,
     pack_float8,
 )
-from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows, quantize_rows
+from kernels.quantize_rows import ActivationFormat, QuantizedActivations, quantize_rows
 from kernels.take_channels import take_channels
 from models.layers.linear_method import LinearMethod, Weight, take
 from models.sharding import Shard
@@ -132,7 +132,7 @@ class CodedMethod(LinearMethod):
         method._shape = layout.shape
         return method, {}
 
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor | QuantizedActivations, bias: Tensor | None) -> Tensor:
         return matmul(self.quantized(x), self.weight, bias)
 
     def activations(self, num_rows: int, num_weights: int = 1) -> ActivationFormat | None:
@@ -142,7 +142,7 @@ class CodedMethod(LinearMethod):
             None if format is None or self.permutation is not None else format._replace(static_scales=self.input_scale)
         )
 
-    def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
+    def quantized(self, x: Tensor | QuantizedActivations, num_weights: int = 1) -> Tensor | QuantizedActivations:
         if isinstance(x, QuantizedActivations):
             return x
         if self.permutation is not None:
@@ -218,7 +218,7 @@ class BlockMethod(CodedMethod):
         return None
 
 
-def quantized_if_many(x: Tensor, num_weights: int) -> Rows:
+def quantized_if_many(x: Tensor, num_weights: int) -> Tensor | QuantizedActivations:
     """Return x [R, I] as `activations=auto` passes it to `num_weights` integer weights.
 
     x is quantised if it has many rows.

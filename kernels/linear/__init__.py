@@ -23,7 +23,7 @@ from kernels.linear.packed import (
     matmul_together,
 )
 from kernels.linear.plain import linear, linear_per_head
-from kernels.quantize_rows import Rows
+from kernels.quantize_rows import Activations
 
 __all__ = [
     "MAX_TOGETHER",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-def matmul(x: Rows, weight: PackedWeight | GPUWeight, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Activations, weight: PackedWeight | GPUWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype.
 
     Rows of float32, bfloat16 or float16 can be multiplied by weights of any format; a FloatWeight requires rows of its

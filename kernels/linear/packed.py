@@ -17,7 +17,7 @@ from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import CODES, IntWeight
 from kernels.operator import Parts, UnsupportedArguments, operator
-from kernels.quantize_rows import QuantizedActivations, Rows
+from kernels.quantize_rows import Activations, QuantizedActivations
 from kernels.swiglu import swiglu
 
 MAX_TOGETHER = 3  # weights that one call can multiply: queries, keys and values
@@ -49,13 +49,13 @@ class WeightGroup:
         return (c_bool * len(self.weights))(*[weight.is_compressed for weight in self.weights])
 
 
-def _row_parts(x: Rows) -> tuple[Tensor, Tensor | None, torch.dtype, int | None]:
+def _row_parts(x: Activations) -> tuple[Tensor, Tensor | None, torch.dtype, int | None]:
     if isinstance(x, QuantizedActivations):
         return x.codes, x.scales, x.dtype, x.group_size
     return x, None, x.dtype, None
 
 
-def _make_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype, group_size: int | None) -> Rows:
+def _make_rows(codes: Tensor, scales: Tensor | None, dtype: torch.dtype, group_size: int | None) -> Activations:
     return codes if scales is None else QuantizedActivations(codes, scales, dtype, group_size)
 
 
@@ -102,16 +102,16 @@ ROWS, WEIGHT, GROUP = (
 )
 
 
-def _empty_products(x: Rows, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
+def _empty_products(x: Activations, weights: Sequence[PackedWeight], *_: Any) -> list[Tensor]:
     rows = x.codes if isinstance(x, QuantizedActivations) else x
     return [rows.new_empty(rows.shape[0], weight.num_outputs, dtype=x.dtype) for weight in weights]
 
 
-def _empty_product(x: Rows, gate: PackedWeight, *_: Any) -> Tensor:
+def _empty_product(x: Activations, gate: PackedWeight, *_: Any) -> Tensor:
     return _empty_products(x, [gate])[0]
 
 
-def _check(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> None:
+def _check(x: Activations, weights: Sequence[PackedWeight], biases: Biases) -> None:
     if len(weights) > MAX_TOGETHER:
         raise ValueError(f"{len(weights)} weights: at most {MAX_TOGETHER} are multiplied together")
     shape, dtype, format = x.shape, x.dtype, weights[0].format
@@ -159,7 +159,7 @@ def _check_codes(x: QuantizedActivations, weight: PackedWeight) -> None:
         raise ValueError(f"scales of {x.scales.dtype} on {x.scales.device}: they are float32, where the codes are")
 
 
-def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
+def _matmul_together(x: Activations, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
     return [portable.matmul(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -169,7 +169,7 @@ def _matmul_together(x: Rows, weights: Sequence[PackedWeight], biases: Biases) -
     check=_check,
     parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)},
 )
-def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
+def matmul_together(cpp: Library, x: Activations, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
     """Return x times each weight transposed, plus its bias [N]: [M, N] each, bit-identical to `matmul` with that
     weight.
 
@@ -192,7 +192,7 @@ def matmul_together(cpp: Library, x: Rows, weights: Sequence[PackedWeight], bias
 
 
 def _check_swiglu(
-    x: Rows, gate: PackedWeight, up: PackedWeight, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+    x: Activations, gate: PackedWeight, up: PackedWeight, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
 ) -> None:
     if gate.num_outputs != up.num_outputs:
         raise ValueError(f"a gate of {gate.num_outputs} outputs for {up.num_outputs}")
@@ -200,7 +200,7 @@ def _check_swiglu(
 
 
 def _matmul_swiglu(
-    x: Rows, gate: PackedWeight, up: PackedWeight, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+    x: Activations, gate: PackedWeight, up: PackedWeight, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
 ) -> Tensor:
     return swiglu(portable.matmul(x, gate, gate_bias), portable.matmul(x, up, up_bias))
 
@@ -208,7 +208,7 @@ def _matmul_swiglu(
 @operator(_matmul_swiglu, fake=_empty_product, check=_check_swiglu, parts={"x": ROWS, "gate": WEIGHT, "up": WEIGHT})
 def matmul_swiglu(
     cpp: Library,
-    x: Rows,
+    x: Activations,
     gate: PackedWeight,
     up: PackedWeight,
     gate_bias: Tensor | None = None,
@@ -237,7 +237,7 @@ def matmul_swiglu(
     return out
 
 
-def _check_grouped(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> None:
+def _check_grouped(x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> None:
     first, count = weights.first, len(weights.weights)
     _check(x, [first], [None])
     if (starts.shape, starts.dtype) != ((count + 1,), torch.int64):
@@ -252,7 +252,7 @@ def _check_grouped(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGro
         raise ValueError(f"gates {gates} beside {others}")
 
 
-def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:
+def _grouped_matmul(x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None) -> Tensor:
     ends, outs = starts.tolist(), []
     width = weights.first.num_outputs
     before, after = (torch.empty(num_rows, width, dtype=x.dtype) for num_rows in (ends[0], len(x) - ends[-1]))
@@ -266,13 +266,13 @@ def _grouped_matmul(x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGr
     return torch.cat([before, *outs, after])
 
 
-def _empty_grouped(x: Rows, weights: WeightGroup, *_: Any) -> Tensor:
+def _empty_grouped(x: Activations, weights: WeightGroup, *_: Any) -> Tensor:
     return _empty_products(x, [weights.first])[0]
 
 
 @operator(_grouped_matmul, fake=_empty_grouped, check=_check_grouped, parts={"x": ROWS, "weights": GROUP, "ups": GROUP})
 def grouped_matmul(
-    cpp: Library, x: Rows, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None
+    cpp: Library, x: Activations, weights: WeightGroup, starts: Tensor, ups: WeightGroup | None = None
 ) -> Tensor:
     """Return [M, N] in x's dtype: rows starts[i] to starts[i + 1] - 1 of x [M, K] times weight number i transposed.
 
@@ -344,7 +344,7 @@ def matmul_per_head(cpp: Library, x: Tensor, weights: WeightGroup) -> Tensor:
     return out.transpose(0, 1)
 
 
-def _rows(x: Rows, weight: PackedWeight) -> tuple[Rows, tuple[int, int | None, int, int]]:
+def _rows(x: Activations, weight: PackedWeight) -> tuple[Activations, tuple[int, int | None, int, int]]:
     """Return contiguous rows and their C++ arguments: addresses of rows and scales, stride of the scales, number of the
     dtype.
 

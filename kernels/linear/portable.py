@@ -9,7 +9,7 @@ from kernels.linear.float8_weight import Float8Weight
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import IntWeight
 from kernels.linear.reference import dequantize, linear
-from kernels.quantize_rows.rows import QuantizedActivations, Rows
+from kernels.quantize_rows.rows import Activations, QuantizedActivations
 
 # of dequantised weights at a time: small compared with a model, large compared with the overhead of a call
 BLOCK_BYTES = 2**25
@@ -20,7 +20,7 @@ def blocks(weight: IntWeight | BlockWeight) -> list[tuple[int, int]]:
     return [(first, min(first + tiles, weight.num_tiles)) for first in range(0, weight.num_tiles, tiles)]
 
 
-def matmul(x: Rows, weight: FloatWeight | IntWeight | Float8Weight | BlockWeight, bias: Tensor | None) -> Tensor:
+def matmul(x: Activations, weight: FloatWeight | IntWeight | Float8Weight | BlockWeight, bias: Tensor | None) -> Tensor:
     """Return x [M, K] times weight transposed, plus bias [N]: [M, N] in x's dtype. Integer weights are unpacked a block
     of outputs at a time."""
     if isinstance(weight, FloatWeight):
@@ -61,7 +61,7 @@ def _int8_matmul(x: QuantizedActivations, weight: IntWeight) -> Tensor:
     return (torch.cat(parts, dim=1) * x.scales).to(x.dtype)
 
 
-def _float8_matmul(x: Rows, weight: Float8Weight) -> Tensor:
+def _float8_matmul(x: Activations, weight: Float8Weight) -> Tensor:
     """Sum products of codes and inputs within a group, scale the sum, and add the groups in float32 in order."""
     codes, scales = weight.unpack()
     inputs, size = x.codes if isinstance(x, QuantizedActivations) else x, weight.group_size

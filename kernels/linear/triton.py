@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.launches import Launch, tuned_launch
 from kernels.linear.gpu_weight import BLOCK, GPUWeight
-from kernels.quantize_rows.rows import QuantizedActivations, Rows
+from kernels.quantize_rows.rows import Activations, QuantizedActivations
 
 FULL_GPU = 264  # programs that keep an H200 busy: two per multiprocessor (132)
 EPILOGUE_SIZE = 1024
@@ -28,7 +28,7 @@ LARGE."""
 LARGE = Launch(128, 128, 8, 3)
 
 
-def matmul(x: Rows, weight: GPUWeight) -> Tensor:
+def matmul(x: Activations, weight: GPUWeight) -> Tensor:
     """Compute the same as `kernels.linear.matmul`, with float32 sums. Sums of int8 are exact at least within a chunk."""
     if isinstance(x, QuantizedActivations):
         return _multiply(x.codes, x.scales, weight, x.dtype, x.group_size)

@@ -12,12 +12,19 @@ from kernels.build import Library
 from kernels.dtypes import DTYPES
 from kernels.operator import UnsupportedArguments, operator
 from kernels.quantize_rows import reference
-from kernels.quantize_rows.rows import ActivationFormat, QuantizedActivations, Rows
+from kernels.quantize_rows.rows import ActivationFormat, Activations, QuantizedActivations
 
 LANES = 16  # as in simd.h; groups of a row begin at multiples of it
 CodesArguments: TypeAlias = tuple[int | None, int | None, bool, int, int | None, int]
 
-__all__ = ["ActivationFormat", "CodesArguments", "QuantizedActivations", "Rows", "code_arguments", "quantize_rows"]
+__all__ = [
+    "ActivationFormat",
+    "CodesArguments",
+    "QuantizedActivations",
+    "Activations",
+    "code_arguments",
+    "quantize_rows",
+]
 
 
 def _empty_codes(

@@ -42,5 +42,5 @@ class QuantizedActivations:
         return len(self.codes)
 
 
-Rows: TypeAlias = Tensor | QuantizedActivations
+Activations: TypeAlias = Tensor | QuantizedActivations
 """The left operand of a product."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Link, Neighbours
 from kernels.kv_format import KVFormat
-from kernels.quantize_rows import Rows
+from kernels.quantize_rows import Activations
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
@@ -54,7 +54,7 @@ class ExportedLM(CausalLM):
     )
     graph: Graph
     """The graph of steps without adapters."""
-    quantized: Callable[[Tensor, int], Rows] | None = None
+    quantized: Callable[[Tensor, int], Activations] | None = None
     """Quantises the rows that integer weights multiply, as in `build_graph`. Set it before a graph is read."""
 
     def __init__(

@@ -26,7 +26,7 @@ from kernels.linear.int_weight import CODES
 from kernels.linear.packed import WeightGroup
 from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
-from kernels.quantize_rows import Rows
+from kernels.quantize_rows import Activations
 from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, collectives_of, function_of
 from models.exported.graph import Argument, Call, DamagedGraphError, Graph
 from models.layers.lora_target import LoRATarget
@@ -140,7 +140,7 @@ def build_graph(
     embed: Callable[..., Tensor],
     adapted: Sequence[LoRATarget] = (),
     group: Group | None = None,
-    quantized: Callable[[Tensor, int], Rows] | None = None,
+    quantized: Callable[[Tensor, int], Activations] | None = None,
 ) -> Graph:
     """Return the calls of a graph, including its weights.
 
@@ -169,7 +169,7 @@ class _Builder:
         embed: Callable[..., Tensor],
         adapted: Sequence[LoRATarget],
         group: Group | None,
-        quantized: Callable[[Tensor, int], Rows] | None,
+        quantized: Callable[[Tensor, int], Activations] | None,
     ) -> None:
         self._quantized, self._num_quantized = quantized, 0
         self._collectives = {} if group is None else collectives_of(group)
@@ -409,7 +409,7 @@ def _num_integer_weights(name: str, values: Mapping[str, Any]) -> int:
     return len(values["weights_memories"]) if name == "grouped_matmul" else 1
 
 
-def _quantized_rows(quantized: Callable[[Tensor, int], Rows], x: Argument, num_weights: int) -> Argument:
+def _quantized_rows(quantized: Callable[[Tensor, int], Activations], x: Argument, num_weights: int) -> Argument:
     return lambda values, cache: quantized(x(values, cache), num_weights)
 
 

@@ -6,6 +6,7 @@ config has only `model_max_length`. The head of Baichuan 2 has unit rows; `read_
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 from conf.errors import UserError
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.linear import linear
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
@@ -109,7 +111,12 @@ class Attention(Module):
         self.W_pack = Linear(c.hidden_size, 3 * c.hidden_size, bias=False)
         self.o_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return [self.W_pack]
+
+    def forward(self, x: Activations, angles: Angles | None, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.W_pack(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         if angles is None:
             kv_store(key, value, *cache, batch.slots)
@@ -144,10 +151,6 @@ class NormHead(Module):
 
 class Baichuan(PreNormLM):
     layout = ModelLayout(
-        norm_readers={
-            "input_layernorm": ("self_attn.W_pack",),
-            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-        },
         scale_fold_targets={"down_proj": "up_proj"},
         units={"W_pack": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},
     )

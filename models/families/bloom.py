@@ -3,13 +3,14 @@
 T tokens, H heads, D channels per head, E hidden channels, V vocabulary, R output rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kernels.gelu import gelu_tanh
 from kernels.kv_store import kv_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -65,7 +66,7 @@ class Attention(Module):
         self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size)
         self.dense = Linear(c.hidden_size, c.hidden_size)
 
-    def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.query_key_value(x, batch).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
         query, key, value = fused.unbind(2)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
@@ -79,7 +80,7 @@ class MLP(Module):
         self.dense_h_to_4h = Linear(c.hidden_size, 4 * c.hidden_size)
         self.dense_4h_to_h = Linear(4 * c.hidden_size, c.hidden_size)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Activations, batch: Batch) -> Tensor:
         return self.dense_4h_to_h(gelu_tanh(self.dense_h_to_4h(x, batch)), batch)
 
 
@@ -93,10 +94,14 @@ class Block(Module):
         self.keeps_normed = c.apply_residual_connection_post_layernorm
 
     def forward(self, x: Tensor, slopes: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        normed = self.input_layernorm(x)
-        x = batch.attending(normed if self.keeps_normed else x) + self.self_attention(normed, slopes, batch, cache)
-        normed = self.post_attention_layernorm(x)
-        return (normed if self.keeps_normed else x) + self.mlp(normed, batch)
+        if self.keeps_normed:  # the residual stream continues from the normed state
+            x = self.input_layernorm(x)
+            x = batch.attending(x) + self.self_attention(x, slopes, batch, cache)
+            x = self.post_attention_layernorm(x)
+            return x + self.mlp(x, batch)
+        normed = self.input_layernorm(x, [self.self_attention.query_key_value])
+        x = batch.attending(x) + self.self_attention(normed, slopes, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x, [self.mlp.dense_h_to_4h]), batch)
 
 
 class Transformer(Module):
@@ -114,10 +119,6 @@ class Bloom(CausalLM):
         layers="transformer.h",
         final_norm="transformer.ln_f",
         attention="self_attention",
-        norm_readers={
-            "input_layernorm": ("self_attention.query_key_value",),
-            "post_attention_layernorm": ("mlp.dense_h_to_4h",),
-        },
         scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},
@@ -125,8 +126,6 @@ class Bloom(CausalLM):
 
     def __init__(self, c: BloomConfig) -> None:
         super().__init__(c)
-        if c.apply_residual_connection_post_layernorm:  # the residual stream continues from the normed state
-            self.layout = replace(self.layout, norm_readers={})
         self.transformer = Transformer(c)
         self.lm_head = make_head(self.transformer.word_embeddings, c.tie_word_embeddings)
         self.slopes = Constant(alibi_slopes(c.num_attention_heads))  # [H]

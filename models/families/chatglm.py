@@ -184,7 +184,6 @@ class ChatGLM(CausalLM):
         layers="transformer.layers",
         final_norm="transformer.final_layernorm",
         attention="attention",
-        norm_readers={},  # the residual stream continues from the normed state
         scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},

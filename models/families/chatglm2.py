@@ -5,12 +5,14 @@ The first half of a head's channels is rotated, in pairs of adjacent channels. M
 tensor names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderLayer, PreNormLM, PreNormShape
@@ -96,7 +98,12 @@ class SelfAttention(Module):
         self.query_key_value = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, bias=c.add_qkv_bias)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return [self.query_key_value]
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         heads = self.query_key_value(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = heads.split(self.heads.fused, dim=1)  # [T, H, D] and twice [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots, interleaved=True)
@@ -121,10 +128,6 @@ class ChatGLM2(PreNormLM):
         final_norm="transformer.encoder.final_layernorm",
         head="transformer.output_layer",
         attention="self_attention",
-        norm_readers={
-            "input_layernorm": ("self_attention.query_key_value",),
-            "post_attention_layernorm": ("mlp.dense_h_to_4h",),
-        },
         scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={

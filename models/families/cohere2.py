@@ -73,7 +73,7 @@ class DecoderLayer(Module):
         self.mlp = MLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        normed = self.input_layernorm(x)
+        normed = self.input_layernorm(x)  # floats: in the last layer, attention and feed-forward read different rows
         x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
         return x + self.mlp(batch.attending(normed), batch)
 
@@ -89,8 +89,6 @@ class Decoder(Module):
 class Cohere2(CausalLM):
     layout = ModelLayout(
         norms=("input_layernorm",),
-        # in the last layer, attention and feed-forward read different rows, so the norm returns floats
-        norm_readers={},
     )
 
     def __init__(self, c: Cohere2Config) -> None:

@@ -6,6 +6,7 @@ Module names match the checkpoint's tensor names.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.kv_store import kv_store
 from kernels.moe import route, route_corrected
+from kernels.quantize_rows import Activations
 from kernels.rope import rope
 from models.batch import Batch, KVCache, LayerCache
 from models.capabilities import ModelCapabilities
@@ -208,42 +210,58 @@ class Attention(Module):
         # All heads share one key: the latent, and the part with position. Values are computed from the latent.
         self.heads = Heads(c.num_attention_heads, 1, c.kv_lora_rank + c.qk_rope_head_dim, 0)
         query_size = c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
+        first = {}
         if c.q_lora_rank is None:
-            self.q_proj = Linear(c.hidden_size, query_size, bias=False)
+            self.q_proj = first["q_proj"] = Linear(c.hidden_size, query_size, bias=False)
         else:
-            self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias)
+            self.q_a_proj = first["q_a_proj"] = Linear(c.hidden_size, c.q_lora_rank, bias=c.attention_bias)
             self.q_a_layernorm = RMSNorm(c.q_lora_rank, LATENT_NORM_EPS)
             self.q_b_proj = Linear(c.q_lora_rank, query_size, bias=False)
-        self.kv_a_proj_with_mqa = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, bias=c.attention_bias)
+        latent = Linear(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim, bias=c.attention_bias)
+        self.first = MergedLinear(self, {**first, "kv_a_proj_with_mqa": latent})
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS)
-        first = self.q_proj if c.q_lora_rank is None else self.q_a_proj
-        self.first = MergedLinear(first, self.kv_a_proj_with_mqa)
         to_heads = c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.kv_b_proj = Linear(c.kv_lora_rank, to_heads, bias=False, is_quantizable=False, is_packable=False)
-        self.to_key = PerHead(self, lambda own: own._to_heads()[0].transpose(1, 2))
-        self.to_value = PerHead(self, lambda own: own._to_heads()[1])
+        self.to_key, self.to_value = PerHead(), PerHead()
         self.o_proj = Linear(c.num_attention_heads * c.v_head_dim, c.hidden_size, bias=c.attention_bias)
 
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return self.first.layers
+
+    def fuse(self) -> None:
+        self.first.merge()
+        self.to_key.pack(self._key_weight())
+        self.to_value.pack(self._value_weight())
+
+    def _key_weight(self) -> Tensor:
+        """Return the transposed matrices from latents to each head's keys, [H, L, N]."""
+        return self._to_heads()[0].transpose(1, 2)
+
+    def _value_weight(self) -> Tensor:
+        """Return the matrices from latents to each head's values, [H, D, L]."""
+        return self._to_heads()[1]
+
     def _to_heads(self) -> tuple[Tensor, Tensor]:
-        """Return the matrices from latents to each head's keys [H, N, L] and values [H, D, L]."""
         sizes = self.c.qk_nope_head_dim, self.c.v_head_dim
         to_key, to_value = self.kv_b_proj.weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
         return to_key, to_value
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         c = self.c
         query, latent = self.first(x, batch)
         if c.q_lora_rank is not None:
-            query = self.q_b_proj(self.q_a_layernorm(query), batch)
+            query = self.q_b_proj(self.q_a_layernorm(query, [self.q_b_proj]), batch)
         query = query.unflatten(-1, (-1, c.qk_nope_head_dim + c.qk_rope_head_dim))  # [T, H, N + P]
         query, query_rope = query.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent, key_rope = latent[:, None].split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         query_rope, key_rope = (rope(part, *angles, c.rope_interleave) for part in (query_rope, key_rope))
-        query = torch.cat((self.to_key(query), query_rope), dim=-1)  # [T, H, L + P]
+        query = torch.cat((self.to_key(query, self._key_weight), query_rope), dim=-1)  # [T, H, L + P]
         key = torch.cat((self.kv_a_layernorm(latent), key_rope), dim=-1)  # [T, 1, L + P]
         kv_store(key, key[..., :0], *cache, batch.slots)
         attended = attend_latent(query, c.kv_lora_rank, cache, batch, c.softmax_scale)  # [T, H, L]
-        return self.o_proj(self.to_value(attended).flatten(1), batch)
+        return self.o_proj(self.to_value(attended, self._value_weight).flatten(1), batch)
 
 
 class Gate(Router):
@@ -285,6 +303,9 @@ class Gate(Router):
 
 class MoE(Module):
     """K routed experts per token, and shared experts for all tokens."""
+
+    readers: Sequence[Linear] = ()
+    """As of `SparseMoeBlock`."""
 
     def __init__(self, hidden_size: int, moe_intermediate_size: int, n_shared_experts: int, routing: Routing) -> None:
         super().__init__()
@@ -340,11 +361,6 @@ class Deepseek(PreNormLM):
     config: DeepseekConfig
     layout = ModelLayout(
         norms=("input_layernorm", "self_attn.q_a_layernorm", "post_attention_layernorm"),
-        norm_readers={
-            "input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-            "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
-            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-        },
         scale_fold_targets={"down_proj": "up_proj"},
         replicated=("q_a_proj", "kv_a_proj_with_mqa", "eh_proj"),
         units=dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), (Unit.QUERY_HEAD,)),
@@ -358,12 +374,6 @@ class Deepseek(PreNormLM):
             for i in range(c.num_hidden_layers + c.predicts_ahead)
         )
         super().__init__(c, layers, RotaryEmbedding(c.rotary))
-        if c.q_lora_rank is None:
-            readers = {
-                **self.layout.norm_readers,
-                "input_layernorm": ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
-            }
-            self.layout = replace(self.layout, norm_readers=readers)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:

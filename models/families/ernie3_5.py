@@ -127,7 +127,7 @@ class Decoder(Module):
 
 
 class Ernie35(CausalLM):
-    layout = ModelLayout(norms=("input_layernorm",), norm_readers={}, scale_fold_targets={})
+    layout = ModelLayout(norms=("input_layernorm",), scale_fold_targets={})
 
     def __init__(self, c: Ernie35Config) -> None:
         super().__init__(c)

@@ -3,6 +3,7 @@
 T tokens, E hidden channels, N experts, K experts per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from models.batch import Batch
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, InterleavedRopeAttention
 from models.families.ernie4_5 import read_ernie_config
+from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.module import Module
 from models.layers.moe import Experts, Router
@@ -76,6 +78,9 @@ class Statics(Module):
 
 class MoE(Module):
     """K of N experts per token, and shared experts for all tokens."""
+
+    readers: Sequence[Linear] = ()
+    """As of `SparseMoeBlock`."""
 
     def __init__(self, c: Ernie45MoeConfig) -> None:
         super().__init__()

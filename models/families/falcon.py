@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from kernels.gelu import gelu
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
@@ -79,7 +80,7 @@ class Attention(Module):
         self.query_key_value = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, c.bias)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, c.bias)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self._split(self.query_key_value(x, batch))
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         return self.dense(attend(query, cache, batch, self.head_dim**-0.5), batch)
@@ -98,7 +99,7 @@ class MLP(Module):
         self.dense_h_to_4h = Linear(c.hidden_size, c.intermediate_size, c.bias)
         self.dense_4h_to_h = Linear(c.intermediate_size, c.hidden_size, c.bias)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Activations, batch: Batch) -> Tensor:
         return self.dense_4h_to_h(gelu(self.dense_h_to_4h(x, batch)), batch)
 
 
@@ -116,11 +117,14 @@ class DecoderLayer(Module):
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         attention_norm, mlp_norm = (getattr(self, name) for name in (self.norms[0], self.norms[-1]))
-        normed, before = attention_norm(x), batch.attending(x)
+        has_common_norm = len(self.norms) == 1  # the feed-forward reads different rows of it in the last layer
+        readers = () if has_common_norm else (self.self_attention.query_key_value,)
+        normed, before = attention_norm(x, readers), batch.attending(x)
         x = before + self.self_attention(normed, angles, batch, cache)
-        if len(self.norms) == 1:
+        if has_common_norm:
             return x + self.mlp(batch.attending(normed), batch)
-        return x + self.mlp(mlp_norm(before if self.is_parallel else x), batch)
+        normed = mlp_norm(before if self.is_parallel else x, (self.mlp.dense_h_to_4h,))
+        return x + self.mlp(normed, batch)
 
 
 NORMS = (("input_layernorm", "post_attention_layernorm"), ("input_layernorm",), ("ln_attn", "ln_mlp"))
@@ -147,13 +151,10 @@ class Falcon(CausalLM):
     def __init__(self, c: FalconConfig) -> None:
         super().__init__(c)
         norms = NORMS[c.num_parallel_norms]
-        readers = ("self_attention.query_key_value",), ("mlp.dense_h_to_4h",)
         fused = (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)
         self.layout = replace(
             self.layout,
             norms=norms,
-            # with one norm, the feed-forward reads different rows in the last layer
-            norm_readers=dict(zip(norms, readers, strict=True)) if len(norms) == 2 else {},
             units={"query_key_value": (Unit.KEY_VALUE_HEAD,) if c.is_grouped else fused},
         )
         self.transformer = Transformer(c)

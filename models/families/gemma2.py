@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from kernels.gelu import gelu_tanh
+from kernels.quantize_rows import Activations
 from kernels.soft_cap import soft_cap
 from models import decoder
 from models.batch import Batch, LayerCache
@@ -109,7 +110,7 @@ class Attention(decoder.Attention):
 
 
 class MLP(mlp.MLP):
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         gate, up = self.gate_up(x, batch)  # [T, F] each
         down: Linear = self.parts[-1]
         return down(gelu_tanh(gate, up), batch)
@@ -127,9 +128,10 @@ class DecoderLayer(Module):
 
     def forward(self, x: Tensor, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:
         """`angles`: any type that the attention takes."""
-        attended = self.self_attn(self.input_layernorm(x), angles, batch, cache)
+        attended = self.self_attn(self.input_layernorm(x, self.self_attn.readers), angles, batch, cache)
         x = batch.attending(x) + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))
+        normed = self.pre_feedforward_layernorm(x, self.mlp.readers)
+        return x + self.post_feedforward_layernorm(self.mlp(normed, batch))
 
 
 class Decoder(Module):
@@ -149,7 +151,7 @@ class CappedHead(Linear):
         )
         self.cap = c.final_logit_softcapping
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         logits, cap = super().forward(x, batch), self.cap
         return logits if cap is None else soft_cap(logits, cap)
 
@@ -160,10 +162,6 @@ class Gemma(CausalLM):
     config: Gemma2Config
     layout = ModelLayout(
         norms=("input_layernorm", "pre_feedforward_layernorm"),
-        norm_readers={
-            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-        },
         norm_weight_offset=WEIGHT_OFFSET,
     )
 

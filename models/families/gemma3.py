@@ -10,6 +10,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.families import gemma2
@@ -69,7 +70,7 @@ class Attention(gemma2.Attention):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, WEIGHT_OFFSET)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, WEIGHT_OFFSET)
 
-    def forward(self, x: Tensor, angles: AnglesByLayer, batch: Batch, cache: LayerCache) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Activations, angles: AnglesByLayer, batch: Batch, cache: LayerCache) -> Tensor:  # type: ignore[override]
         return super().forward(x, angles.of(self.window), batch, cache)
 
     def turn_and_store(

@@ -51,10 +51,6 @@ class GlmLayer(DecoderLayer):
 
 class Glm(DecoderLM):
     layout = ModelLayout(
-        norm_readers={
-            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "post_attention_layernorm": ("mlp.gate_up_proj",),
-        },
         scale_fold_targets={"o_proj": "v_proj"},
         units={**HEADS, "gate_up_proj": (Unit.CHANNEL, Unit.CHANNEL)},
     )

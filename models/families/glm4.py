@@ -15,9 +15,9 @@ class Glm4Layer(GlmLayer):
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
-        normed, x = attention_norm(*stream)  # [T, E] each
+        normed, x = attention_norm(*stream, attention.readers)  # [T, E] each
         attended = self.post_self_attn_layernorm(attention(normed, angles, batch, cache))
-        normed, x = mlp_norm(batch.attending(x), attended)
+        normed, x = mlp_norm(batch.attending(x), attended, mlp.readers)
         return ResidualStream(x, self.post_mlp_layernorm(mlp(normed, batch)))
 
 

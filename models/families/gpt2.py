@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_store import kv_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
@@ -76,7 +77,7 @@ class Attention(Module):
         self.c_attn = Linear(c.n_embd, 3 * c.n_embd, is_transposed=True)
         self.c_proj = Linear(c.n_embd, c.n_embd, is_transposed=True)
 
-    def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
         return self.c_proj(attend(query, cache, batch, self.scale), batch)
@@ -89,7 +90,7 @@ class MLP(Module):
         self.c_proj = Linear(c.n_inner, c.n_embd, is_transposed=True)
         self.activation = ACTIVATIONS[c.activation_function]
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Activations, batch: Batch) -> Tensor:
         return self.c_proj(self.activation(self.c_fc(x, batch)), batch)
 
 
@@ -102,8 +103,8 @@ class Block(Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        x = batch.attending(x) + self.attn(self.ln_1(x), batch, cache)
-        return x + self.mlp(self.ln_2(x), batch)
+        x = batch.attending(x) + self.attn(self.ln_1(x, [self.attn.c_attn]), batch, cache)
+        return x + self.mlp(self.ln_2(x, [self.mlp.c_fc]), batch)
 
 
 class Transformer(Module):
@@ -122,7 +123,6 @@ class GPT2(CausalLM):
         final_norm="transformer.ln_f",
         attention="attn",
         norms=("ln_1", "ln_2"),
-        norm_readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
         scale_fold_targets={},
         row_parallel=("c_proj",),
         replicated=("wpe",),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
@@ -80,7 +81,7 @@ class Attention(Module):
         self.query_key_value = Linear(c.hidden_size, 3 * c.hidden_size, c.attention_bias)
         self.dense = Linear(c.hidden_size, c.hidden_size, c.attention_bias)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.query_key_value(x, batch).unflatten(-1, (-1, 3, self.head_dim))  # [T, H, 3, D]
         query, key, value = fused.unbind(2)  # [T, H, D] each
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
@@ -94,7 +95,7 @@ class MLP(Module):
         self.dense_4h_to_h = Linear(c.intermediate_size, c.hidden_size)
         self.activation = ACTIVATIONS[c.hidden_act]
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Activations, batch: Batch) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x, batch)), batch)
 
 
@@ -108,10 +109,12 @@ class DecoderLayer(Module):
         self.is_parallel = c.use_parallel_residual
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        attended = self.attention(self.input_layernorm(x), angles, batch, cache)
+        normed = self.input_layernorm(x, [self.attention.query_key_value])
+        attended = self.attention(normed, angles, batch, cache)
         x = batch.attending(x)
         total = x + attended
-        return total + self.mlp(self.post_attention_layernorm(x if self.is_parallel else total), batch)
+        normed = self.post_attention_layernorm(x if self.is_parallel else total, [self.mlp.dense_h_to_4h])
+        return total + self.mlp(normed, batch)
 
 
 class Decoder(Module):
@@ -129,10 +132,6 @@ class GPTNeoX(CausalLM):
         final_norm="gpt_neox.final_layer_norm",
         head="embed_out",
         attention="attention",
-        norm_readers={
-            "input_layernorm": ("attention.query_key_value",),
-            "post_attention_layernorm": ("mlp.dense_h_to_4h",),
-        },
         scale_fold_targets={},
         row_parallel=("dense", "dense_4h_to_h"),
         units={"query_key_value": (Unit.QKV_HEAD,)},

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from kernels.quantize_rows import Activations
 from models import decoder
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
@@ -50,9 +51,9 @@ class DecoderLayer(decoder.DecoderLayer):
 
     def forward(self, stream: ResidualStream, angles: Angles | None, batch: Batch, cache: LayerCache) -> ResidualStream:
         attention_norm, attention, mlp_norm, mlp = self.parts
-        normed, x = attention_norm(*stream)  # [T, E] each
+        normed, x = attention_norm(*stream, attention.readers)  # [T, E] each
         attended = attention(normed, angles, batch, cache) * self.residual_multiplier
-        normed, x = mlp_norm(batch.attending(x), attended)
+        normed, x = mlp_norm(batch.attending(x), attended, mlp.readers)
         return ResidualStream(x, mlp(normed, batch) * self.residual_multiplier)
 
 
@@ -64,7 +65,7 @@ class ScaledHead(Linear):
         super().__init__(channels, vocab_size, bias=False, embedding=embedding if tied else None)
         self.divisor = divisor
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         return super().forward(x, batch) / self.divisor
 
 

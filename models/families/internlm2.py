@@ -3,11 +3,13 @@
 T tokens, H query heads, G key/value heads, D channels per head. Module names match the checkpoint's tensor names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
@@ -43,7 +45,12 @@ class Attention(Module):
         self.wqkv = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, c.bias)
         self.wo = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, c.bias)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return [self.wqkv]
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.heads.split_groups(self.wqkv(x, batch))
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         return self.wo(attend(query, cache, batch, self.head_dim**-0.5), batch)
@@ -63,10 +70,6 @@ class InternLM2(DecoderLM):
         head="output",
         attention="attention",
         norms=("attention_norm", "ffn_norm"),
-        norm_readers={
-            "attention_norm": ("attention.wqkv",),
-            "ffn_norm": ("feed_forward.w1", "feed_forward.w3"),
-        },
         scale_fold_targets={"w2": "w3"},
         row_parallel=("wo", "w2"),
         units={"wqkv": (Unit.KEY_VALUE_HEAD,)},

@@ -3,6 +3,7 @@
 T tokens, H query heads, G key/value heads, D channels per head, E hidden channels, N experts, K experts per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLM, read_decoder_config
 from models.families.mixtral import Expert, MixtralLayer
+from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.moe import Experts, Router
 from models.layers.norm import RMSNorm
@@ -95,6 +97,9 @@ class MoE(Module):
     The choice uses corrected sigmoid scores. The weights are the uncorrected scores of the chosen experts, divided by
     their sum.
     """
+
+    readers: Sequence[Linear] = ()
+    """As of `SparseMoeBlock`."""
 
     def __init__(self, c: MiniMaxM2Config) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ class Decoder(Module):
 class PostNormLM(CausalLM):
     """A model of `PostNormLayer`s. `weight_offset`: as for `RMSNorm`."""
 
-    layout = ModelLayout(norms=(), norm_readers={})
+    layout = ModelLayout(norms=())
 
     def __init__(
         self,

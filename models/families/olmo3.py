@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import WindowedConfig, read_decoder_config
@@ -35,7 +36,7 @@ def read_config(config: ConfigReader) -> Olmo3Config:
 
 
 class Attention(olmo2.Attention):
-    def forward(self, x: Tensor, angles: AnglesByLayer, batch: Batch, cache: LayerCache) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Activations, angles: AnglesByLayer, batch: Batch, cache: LayerCache) -> Tensor:  # type: ignore[override]
         return super().forward(x, angles.of(self.window), batch, cache)
 
 

@@ -4,19 +4,20 @@ T tokens, H heads, D channels per head, E hidden channels, P channels of an embe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from kernels.gelu import gelu
 from kernels.kv_store import kv_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM, ModelShape
 from models.config import ConfigReader
-from models.layers.attention import Heads, attend
+from models.layers.attention import Heads, attend, merge_qkv
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, MergedLinear, make_head
+from models.layers.linear import Linear, make_head
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layout import ModelLayout
@@ -77,13 +78,13 @@ class Attention(Module):
         super().__init__()
         self.heads = Heads(c.num_attention_heads, c.num_attention_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
-        self.q_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
-        self.k_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
-        self.v_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
-        self.qkv = MergedLinear(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv = merge_qkv(self, c.hidden_size, self.heads, bias=c.enable_bias)
         self.out_proj = Linear(c.hidden_size, c.hidden_size, bias=c.enable_bias)
 
-    def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def fuse(self) -> None:
+        self.qkv.merge()
+
+    def forward(self, x: Activations, batch: Batch, cache: LayerCache) -> Tensor:
         projected = self.qkv(x, batch)
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in projected)  # [T, H, D] each
         kv_store(key, value, *cache, batch.slots)
@@ -103,12 +104,13 @@ class DecoderLayer(Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         if self.norm_before:
-            x = batch.attending(x) + self.self_attn(self.self_attn_layer_norm(x), batch, cache)
-            return x + self._mlp(self.final_layer_norm(x), batch)
+            normed = self.self_attn_layer_norm(x, self.self_attn.qkv.layers)
+            x = batch.attending(x) + self.self_attn(normed, batch, cache)
+            return x + self._mlp(self.final_layer_norm(x, [self.fc1]), batch)
         x = self.self_attn_layer_norm(batch.attending(x) + self.self_attn(x, batch, cache))
         return self.final_layer_norm(x + self._mlp(x, batch))
 
-    def _mlp(self, x: Tensor, batch: Batch) -> Tensor:
+    def _mlp(self, x: Activations, batch: Batch) -> Tensor:
         return self.fc2(self.activation(self.fc1(x, batch)), batch)
 
 
@@ -140,10 +142,6 @@ class OPT(CausalLM):
         layers="model.decoder.layers",
         final_norm="model.decoder.final_layer_norm",
         norms=("self_attn_layer_norm", "final_layer_norm"),
-        norm_readers={
-            "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "final_layer_norm": ("fc1",),
-        },
         scale_fold_targets={},
         row_parallel=("out_proj", "fc2"),
         replicated=("embed_positions", "project_in", "project_out"),
@@ -151,8 +149,6 @@ class OPT(CausalLM):
 
     def __init__(self, c: OPTConfig) -> None:
         super().__init__(c)
-        if not c.do_layer_norm_before:  # the residual stream continues from the normed state
-            self.layout = replace(self.layout, norm_readers={})
         self.model = Model(c)
         self.lm_head = make_head(self.model.decoder.embed_tokens, c.tie_word_embeddings)
 

@@ -15,9 +15,9 @@ from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import DecoderConfig
-from models.layers.attention import Heads, attend
+from models.layers.attention import Heads, attend, merge_qkv
 from models.layers.embedding import Embedding
-from models.layers.linear import Linear, MergedLinear
+from models.layers.linear import Linear
 from models.layers.module import Module
 from models.layers.norm import LayerNorm
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
@@ -61,11 +61,11 @@ class Attention(Module):
         super().__init__()
         self.heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
-        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim)
-        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim)
-        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim)
-        self.qkv = MergedLinear(self.q_proj, self.k_proj, self.v_proj)
+        self.qkv = merge_qkv(self, c.hidden_size, self.heads, bias=True)
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size)
+
+    def fuse(self) -> None:
+        self.qkv.merge()
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         projected = self.qkv(x, batch)
@@ -94,7 +94,7 @@ class DecoderLayer(Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        normed = self.input_layernorm(x)
+        normed = self.input_layernorm(x)  # floats: in the last layer, attention and feed-forward read different rows
         x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
         return x + self.mlp(batch.attending(normed), batch)
 
@@ -111,7 +111,6 @@ class Phi(CausalLM):
     layout = ModelLayout(
         final_norm="model.final_layernorm",
         norms=("input_layernorm",),
-        norm_readers={},  # in the last layer, the feed-forward reads different rows
         scale_fold_targets={},
         row_parallel=("dense", "fc2"),
     )

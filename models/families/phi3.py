@@ -5,6 +5,7 @@ feed-forward channels.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
@@ -162,7 +164,12 @@ class Attention(Module):
         self.qkv_proj = Linear(c.hidden_size, sum(self.heads.fused) * c.head_dim, bias=False)
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return [self.qkv_proj]
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         fused = self.qkv_proj(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2G, D]
         query, key, value = fused.split(self.heads.fused, dim=1)  # [T, H, D], [T, G, D], [T, G, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
@@ -172,7 +179,6 @@ class Attention(Module):
 
 class Phi3(PreNormLM):
     layout = ModelLayout(
-        norm_readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         scale_fold_targets={},
         units={
             "qkv_proj": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD),

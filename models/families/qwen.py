@@ -7,6 +7,7 @@ Module names match the checkpoint's tensor names. The order of operations follow
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.capabilities import ModelCapabilities
 from models.config import ConfigReader
@@ -143,7 +145,12 @@ class Attention(Module):
         self.c_attn = Linear(c.hidden_size, 3 * c.hidden_size, bias=True)
         self.c_proj = Linear(c.hidden_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return [self.c_attn]
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         query, key, value = self.c_attn(x, batch).unflatten(-1, (3, -1, self.head_dim)).unbind(1)  # each [T, H, D]
         query = rope_and_store(query, key, value, *angles, *cache, batch.slots)
         if self.logn_length is not None:
@@ -170,7 +177,6 @@ class Qwen(PreNormLM):
         final_norm="transformer.ln_f",
         attention="attn",
         norms=("ln_1", "ln_2"),
-        norm_readers={"ln_1": ("attn.c_attn",), "ln_2": ("mlp.w2", "mlp.w1")},
         scale_fold_targets={"c_proj": "w1"},
         row_parallel=("c_proj",),
         units={"c_attn": (Unit.QUERY_HEAD, Unit.KEY_VALUE_HEAD, Unit.KEY_VALUE_HEAD)},

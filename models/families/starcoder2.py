@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.gelu import gelu_tanh
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.capabilities import ModelCapabilities
 from models.causal_lm import CausalLM
@@ -69,7 +70,7 @@ class MLP(Module):
         self.c_fc = Linear(c.hidden_size, c.intermediate_size, c.use_bias)
         self.c_proj = Linear(c.intermediate_size, c.hidden_size, c.use_bias)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Activations, batch: Batch) -> Tensor:
         return self.c_proj(gelu_tanh(self.c_fc(x, batch)), batch)
 
 
@@ -82,8 +83,9 @@ class DecoderLayer(Module):
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
-        x = batch.attending(x) + self.self_attn(self.input_layernorm(x), angles, batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x), batch)
+        normed = self.input_layernorm(x, self.self_attn.readers)
+        x = batch.attending(x) + self.self_attn(normed, angles, batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x, [self.mlp.c_fc]), batch)
 
 
 class Decoder(Module):
@@ -96,10 +98,6 @@ class Decoder(Module):
 
 class Starcoder2(CausalLM):
     layout = ModelLayout(
-        norm_readers={
-            "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "post_attention_layernorm": ("mlp.c_fc",),
-        },
         scale_fold_targets={"o_proj": "v_proj"},
         row_parallel=("o_proj", "c_proj"),
     )

@@ -4,11 +4,13 @@ T tokens, H query heads, G key/value heads, D channels per head. Module names ma
 """
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from conf.errors import UserError
 from kernels.kv_store import rope_and_store
+from kernels.quantize_rows import Activations
 from models.batch import Batch, LayerCache
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM
@@ -71,12 +73,20 @@ class Attention(Module):
         super().__init__()
         self.heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim)
         self.head_dim = c.head_dim
-        self.query = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.key_value = Linear(c.hidden_size, 2 * c.num_key_value_heads * c.head_dim, bias=False)
-        self.qkv = MergedLinear(self.query, self.key_value)
+        query = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        key_value = Linear(c.hidden_size, 2 * c.num_key_value_heads * c.head_dim, bias=False)
+        self.qkv = MergedLinear(self, {"query": query, "key_value": key_value})
         self.dense = Linear(c.num_attention_heads * c.head_dim, c.hidden_size)
 
-    def forward(self, x: Tensor, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `decoder.Attention`."""
+        return self.qkv.layers
+
+    def fuse(self) -> None:
+        self.qkv.merge()
+
+    def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:
         queries, fused = self.qkv(x, batch)
         query = queries.unflatten(-1, (-1, self.head_dim))  # [T, H, D]
         key, value = fused.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)  # [T, G, D] each
@@ -94,10 +104,6 @@ class TeleChat(DecoderLM):
         layers="transformer.h",
         final_norm="transformer.ln_f",
         attention="self_attention",
-        norm_readers={
-            "input_layernorm": ("self_attention.query", "self_attention.key_value"),
-            "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-        },
         scale_fold_targets={"down_proj": "up_proj"},
         row_parallel=("dense", "down_proj"),
         units={"query": (Unit.QUERY_HEAD,), "key_value": (Unit.KEY_VALUE_HEAD,)},

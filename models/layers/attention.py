@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.paged_attention import paged_attention
 from models.batch import Batch, LayerCache
+from models.layers.linear import Linear, MergedLinear
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,16 @@ class Heads:
     def own_keys(self, values: Tensor, axis: int) -> Tensor:
         """Return the entries of these key heads along `axis`, as `own` does for query heads."""
         return values.narrow(axis, self.first_key, self.num_key_value_heads)
+
+
+def merge_qkv(owner: nn.Module, hidden_size: int, heads: Heads, bias: bool) -> MergedLinear:
+    """Return the projection of x [T, hidden_size] to queries, keys and values. `owner` gets its parts q_proj, k_proj, v_proj."""
+    outputs = {
+        "q_proj": heads.num_attention_heads * heads.head_dim,
+        "k_proj": heads.num_key_value_heads * heads.head_dim,
+        "v_proj": heads.num_key_value_heads * heads.value_head_dim,
+    }
+    return MergedLinear(owner, {name: Linear(hidden_size, size, bias) for name, size in outputs.items()})
 
 
 def attend(

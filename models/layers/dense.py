@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels.linear import FloatWeight, GPUWeight, linear, matmul, pack
 from kernels.linear.gpu_weight import of_floats
-from kernels.quantize_rows import Rows
+from kernels.quantize_rows import Activations
 from models.layers.linear_method import LinearMethod, Weight, take
 from models.sharding import Shard, count
 
@@ -126,7 +126,7 @@ class DenseMethod(LinearMethod):
             parameter = nn.Parameter(parameter.new_empty(shape))
         return DenseMethod(stored, self.is_transposed, parameter), shards
 
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Activations, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
         return linear(x, self.weight, bias)
 
@@ -192,7 +192,7 @@ class PackedDenseMethod(LinearMethod):
         stored, shards = self.stored.shard_inputs(ranges[rank])
         return PackedDenseMethod(stored), shards
 
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Activations, bias: Tensor | None) -> Tensor:
         return matmul(x, self.weight, bias)
 
     @property
@@ -237,6 +237,6 @@ class TiedMethod(LinearMethod):
         """Return this method: the embedding is sharded separately, into the same ranges."""
         return self, {}
 
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Activations, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
         return linear(x, self.weight, bias)

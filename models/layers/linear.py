@@ -3,20 +3,19 @@
 R rows, I input channels, O output channels, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kernels.linear import PackedWeight, gpu_weight, matmul_swiglu, matmul_together
 from kernels.lora import lora_add
-from kernels.quantize_rows import ActivationFormat
+from kernels.quantize_rows import ActivationFormat, Activations, QuantizedActivations
 from kernels.swiglu import swiglu, swiglu_quantize
 from models.batch import Batch
 from models.layers.dense import DenseMethod, StoredFloats, TiedMethod
-from models.layers.linear_method import LinearMethod, are_alike, quantized_activations, share_input_scale, take
+from models.layers.linear_method import LinearMethod, are_alike, share_input_scale, take
 from models.layers.lora_target import LoRATarget
-from models.layers.module import Module
 from models.layers.tensor_parallel import RowParallelGather, RowParallelReduce
 from models.sharding import Shard
 
@@ -132,39 +131,41 @@ class Linear(LoRATarget):
         """The names of the parameters and buffers that the method holds."""
         return self._held
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         """Return [R, O] of x [R, I].
 
         The rows are the tokens or the output rows of `batch`; None: they belong to no batch.
         """
         if self.pieces is None:
             return self.adapted(self._method.apply(x, self.bias), x, batch)
+        assert isinstance(x, Tensor)  # as `shared_activations` says
         x = self.pieces.given(x)
         bias = self.bias if self.pieces.adds_bias else None
         return self.pieces.whole(self.adapted(self._method.apply(x, bias), x, batch))
 
-    def adapted(self, y: Tensor, x: Tensor, batch: Batch | None) -> Tensor:
+    def adapted(self, y: Tensor, x: Activations, batch: Batch | None) -> Tensor:
         """Add each row's adapter to y in place, and return y. y [R, O] are the layer's outputs for x [R, I]."""
         if self.adapters is not None and batch is not None:
+            assert isinstance(x, Tensor)  # as `shared_activations` says
             slots = batch.adapter_slots_of(x.shape[0])
             if slots is not None:
                 lora_add(y, x, self.adapters, slots)
         return y
 
 
-class MergedLinear(Module):
+class MergedLinear:
     """Linear layers that read the same input, computed in one call if their methods allow it.
 
-    The layers are registered elsewhere under the checkpoint's names; this module adds no parameters. Merged on a CPU,
-    they return the same bits as separate layers. On a GPU their outputs are views of one product, with non-contiguous
-    rows, and the product may sum in another order.
+    It is not a module: the module that holds it owns the layers. Merged on a CPU, they return the same bits as separate
+    layers. On a GPU their outputs are views of one product, with non-contiguous rows, and the product may sum in
+    another order.
     """
 
-    def __init__(self, *layers: Linear, reader: Linear | None = None) -> None:
-        """At most three layers. `reader` is the only layer that reads the result of `swiglu`."""
-        super().__init__()
-        self.layers = layers  # in a tuple, so that the weights are not registered under second names
-        self._readers = () if reader is None else (reader,)
+    def __init__(self, owner: nn.Module, parts: Mapping[str, Linear]) -> None:
+        """Register the layers in `owner`, in this order. `parts`: at most three, by their names in the checkpoint."""
+        for name, layer in parts.items():
+            owner.add_module(name, layer)
+        self.layers = tuple(parts.values())
         self._weights: list[PackedWeight] = []  # on a CPU
         self._biases: list[Tensor | None] = []
         self._whole: LinearMethod | None = None  # on a GPU
@@ -206,8 +207,9 @@ class MergedLinear(Module):
                 layer.bias = nn.Parameter(self._whole_bias[outputs], requires_grad=False)
             self._outputs.append(outputs)
             start = outputs.stop
+        torch.cuda.empty_cache()  # else small weights fragment the freed memory
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Sequence[Tensor]:
+    def __call__(self, x: Activations, batch: Batch | None) -> Sequence[Tensor]:
         """Return the outputs [R, O] of each layer for x [R, I]. `batch`: as for `Linear`."""
         if self._whole is not None:
             whole = self._whole.apply(x, self._whole_bias)  # [R, outputs of all]
@@ -218,13 +220,16 @@ class MergedLinear(Module):
             return [layer(x, batch) for layer in self.layers]
         return [layer.adapted(y, x, batch) for layer, y in zip(self.layers, outputs, strict=True)]
 
-    def swiglu(self, x: Tensor, batch: Batch | None) -> Tensor:
-        """Return silu(gate) * up, [R, O], from the outputs gate and up of two layers for x [R, I]."""
+    def swiglu(self, x: Activations, batch: Batch | None, readers: Sequence[Linear] = ()) -> Activations:
+        """Return silu(gate) * up, [R, O], from the outputs gate and up of two layers for x [R, I].
+
+        `readers`: as for `swiglu_for`.
+        """
         if self._weights and not self._has_adapters(batch):
             (gate_weight, up_weight), biases = self._weights, self._biases
             return matmul_swiglu(self.layers[0].method.quantized(x), gate_weight, up_weight, *biases)
         gate, up = self(x, batch)
-        return swiglu_for(self._readers, gate, up)
+        return swiglu_for(readers, gate, up)
 
     def _has_adapters(self, batch: Batch | None) -> bool:
         is_adapted = batch is not None and batch.shape.num_adapted > 0
@@ -243,13 +248,13 @@ def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFo
     return wanted.pop() if len(wanted) == 1 else None
 
 
-def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [R, O], in the activation format of `readers`. No other layer may read it."""
+def swiglu_for(readers: Sequence[Linear], gate: Tensor, up: Tensor) -> Activations:
+    """Return silu(gate) * up, [R, O], in the activation format of `readers`, the only layers that read it."""
     format = shared_activations(gate.shape[0], readers)
     if format is None:
         return swiglu(gate, up)
     codes, scales = swiglu_quantize(gate, up, *format)
-    return quantized_activations(codes, scales, gate.dtype, format.group_size)
+    return QuantizedActivations(codes, scales, gate.dtype, format.group_size)
 
 
 def make_head(embedding: nn.Embedding, tied: bool) -> Linear:

@@ -5,13 +5,13 @@ R rows, I input channels, O output channels.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kernels.linear import GPUWeight, PackedWeight
-from kernels.quantize_rows import ActivationFormat, QuantizedActivations, Rows
+from kernels.quantize_rows import ActivationFormat, Activations
 from models.sharding import Shard
 
 Weight: TypeAlias = Tensor | PackedWeight | GPUWeight
@@ -62,7 +62,7 @@ class LinearMethod(ABC):
         """Return a method that differs from this one only in its weight, and therefore its outputs."""
 
     @abstractmethod
-    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Activations, bias: Tensor | None) -> Tensor:
         """Return x W^T + bias: [R, O], for x [R, I] and bias [O]."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class LinearMethod(ABC):
         """
         return None
 
-    def quantized(self, x: Rows, num_weights: int = 1) -> Rows:
+    def quantized(self, x: Activations, num_weights: int = 1) -> Activations:
         """Return x [R, I] in the format of `activations`, with channels in the weight's order."""
         return x
 
@@ -120,14 +120,6 @@ def share_input_scale(methods: Sequence[LinearMethod]) -> bool:
     scales = [method.input_scale for method in methods]
     chosen = [scale for scale in scales if scale is not None]
     return not chosen or len(chosen) == len(scales) and all(scale.equal(chosen[0]) for scale in chosen)
-
-
-def quantized_activations(codes: Tensor, scales: Tensor, dtype: torch.dtype, group_size: int | None) -> Tensor:
-    """Return quantised activations typed as a tensor.
-
-    Only a linear layer after a norm or a gate reads them; the architecture's code passes them on.
-    """
-    return cast(Tensor, QuantizedActivations(codes, scales, dtype, group_size))
 
 
 def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

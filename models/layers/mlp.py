@@ -3,8 +3,11 @@
 T tokens, E hidden channels, F feed-forward channels.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from kernels.quantize_rows import Activations
 from models.batch import Batch
 from models.layers.linear import Linear, MergedLinear, swiglu_for
 from models.layers.named_parts import NamedParts
@@ -21,11 +24,19 @@ class MLP(NamedParts):
         up = Linear(hidden_size, intermediate_size, bias)
         down = Linear(intermediate_size, hidden_size, bias if down_bias is None else down_bias)
         super().__init__(gate, up, down)
-        self.gate_up = MergedLinear(gate, up, reader=down)
+        self.gate_up = MergedLinear(self, dict(zip(self.names[:2], (gate, up), strict=True)))
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `Attention`."""
+        return self.gate_up.layers
+
+    def fuse(self) -> None:
+        self.gate_up.merge()
+
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         down = self.parts[-1]
-        result: Tensor = down(self.gate_up.swiglu(x, batch), batch)
+        result: Tensor = down(self.gate_up.swiglu(x, batch, [down]), batch)
         return result
 
 
@@ -39,7 +50,12 @@ class FusedMLP(NamedParts):
             Linear(hidden_size, 2 * intermediate_size, bias=False), Linear(intermediate_size, hidden_size, bias=False)
         )
 
-    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Linear]:
+        """As of `Attention`."""
+        return self.parts[:1]
+
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
         gate_up, down = self.parts
         gate, up = gate_up(x, batch).chunk(2, dim=-1)  # [T, F] each
         result: Tensor = down(swiglu_for([down], gate, up), batch)

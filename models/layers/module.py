@@ -18,3 +18,6 @@ class Module(nn.Module):
     if TYPE_CHECKING:
 
         def __call__(self: _HasForward[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def fuse(self) -> None:
+        """Prepare the module's own fused computations, after all weights are loaded. By default there are none."""

@@ -3,7 +3,7 @@
 T tokens, E hidden channels, F channels of an expert, N experts, K experts per token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -187,16 +187,24 @@ class Router(Module):
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        self.product = PerHead(self, lambda own: own.weight[None])  # a product with one head
+        self.product = PerHead()  # a product with one head
+
+    def fuse(self) -> None:
+        self.product.pack(self._one_head())
+
+    def _one_head(self) -> Tensor:
+        return self.weight[None]
 
     def logits(self, x: Tensor) -> Tensor:
         """Return float32 [T, N] of x [T, E]."""
-        logits: Tensor = self.product(x.float()[:, None])[:, 0]
-        return logits
+        return self.product(x.float()[:, None], self._one_head)[:, 0]
 
 
 class SparseMoeBlock(Module):
     """A router and its experts."""
+
+    readers: Sequence[Linear] = ()
+    """As of `Attention`: router and experts read floats."""
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()

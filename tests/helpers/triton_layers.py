@@ -87,7 +87,7 @@ def each_alone(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def merged(layers: Sequence[Linear]) -> MergedLinear:
-    together = MergedLinear(*layers)
+    together = MergedLinear(nn.Module(), {f"part_{i}": layer for i, layer in enumerate(layers)})
     together.merge()
     return together
 

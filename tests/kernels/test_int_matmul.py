@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels import build
 from kernels.linear import Float8Weight, IntWeight, matmul, pack_codes, pack_float8, reference
-from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
+from kernels.quantize_rows import Activations, QuantizedActivations, quantize_rows
 from kernels.threads import set_threads
 from tests.helpers.cases import each
 from tests.helpers.integer_weights import FORMATS, make
@@ -197,7 +197,7 @@ def test_float8_of_any_shape(num_outputs: int, num_inputs: int, groups: int) -> 
     assert weight.slice_outputs(slice(0, 1)).unpack()[0].float().equal(codes[:1].float())
     values = codes.double() * scales.double().repeat_interleave(size, 1)
     x = randn(max(ROWS), num_inputs)
-    rows: list[tuple[Rows, Tensor]] = [
+    rows: list[tuple[Activations, Tensor]] = [
         (x.to(dtype), x.to(dtype).double()) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ]
     for width in {None, size, 2 * size if groups % 2 == 0 else None}:

@@ -22,7 +22,7 @@ from kernels.linear import (
 )
 from kernels.linear.compressed import common_upper_bytes, compress_with
 from kernels.linear.float_weight import FloatWeight
-from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
+from kernels.quantize_rows import Activations, QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
 from tests.helpers.cases import each
 from tests.helpers.ways import by_ways, computing, instruction_sets
@@ -133,7 +133,7 @@ def test_products_of_integers_have_the_bits_of_vectors(bits: int, group: int, ze
                 assert_equal(one, other)
 
 
-def documented_float8(x: Rows, codes: Tensor, scales: Tensor) -> Tensor:
+def documented_float8(x: Activations, codes: Tensor, scales: Tensor) -> Tensor:
     """Each group's sum, which zeros fill up to whole steps, times both scales, added to the groups before it: [M, N] float32."""
     groups = scales.shape[1]
     rows = x.codes if isinstance(x, QuantizedActivations) else x
@@ -160,7 +160,7 @@ def test_sums_of_float8_are_the_documented_ones(num_outputs: int, num_inputs: in
     scales = torch.rand(num_outputs, groups)
     gate, up = pack_float8(codes, scales), pack_float8(up_codes, scales)
     for num_rows in ROWS:
-        x: Rows = numbers("any" if kind == "any" else "normal", num_rows, num_inputs)
+        x: Activations = numbers("any" if kind == "any" else "normal", num_rows, num_inputs)
         if kind.startswith("codes"):
             size = num_inputs // groups if kind == "codes of groups" else None
             x = QuantizedActivations(
@@ -219,7 +219,7 @@ def test_rows_sorted_by_expert_have_the_bits_of_each_alone(kind: str, codes: boo
     counts = [0, 1, 17, 0, 33, 5]
     gates, ups = ([EXPERTS[kind]() for _ in counts] for _ in range(2))
     starts = torch.tensor([0, *counts]).cumsum(0)
-    x: Rows = numbers("normal", sum(counts), 96)
+    x: Activations = numbers("normal", sum(counts), 96)
     if codes:
         x = QuantizedActivations(*quantize_rows(x, torch.float8_e4m3fn if kind == "float8" else torch.int8), x.dtype)
     products = grouped_matmul(x, WeightGroup(gates), starts)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear as products
-from kernels.quantize_rows import QuantizedActivations, Rows, quantize_rows
+from kernels.quantize_rows import Activations, QuantizedActivations, quantize_rows
 from kernels.swiglu import swiglu
 from kernels.threads import set_threads
 from tests.helpers.cases import each
@@ -73,14 +73,14 @@ def test_gate_and_up_equal_the_formula() -> None:
     torch.testing.assert_close(result.double(), a / (1 + (-a).exp()) * b, rtol=1e-5, atol=1e-4)
 
 
-def rows_of(x: Tensor, kind: str) -> Rows:
+def rows_of(x: Tensor, kind: str) -> Activations:
     if kind == "floats":
         return x
     codes, scales = quantize_rows(x)
     return QuantizedActivations(codes, scales[:1] if kind == "one scale" else scales, x.dtype)
 
 
-def product(rows: Rows, weight: products.IntWeight, bias: Tensor | None) -> Tensor:
+def product(rows: Activations, weight: products.IntWeight, bias: Tensor | None) -> Tensor:
     """By the single functions, with the bias added in rows' dtype."""
     y = products.matmul(rows, weight)
     return y if bias is None else y + bias

@@ -31,6 +31,10 @@ def unpacked(folder: Path) -> Engine:
     return unpacked_engine(run_config(folder, allow_pickle=True), 3)
 
 
+def merged_layers(model: nn.Module) -> list[MergedLinear]:
+    return [part for module in model.modules() for part in vars(module).values() if isinstance(part, MergedLinear)]
+
+
 def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
     """Those that are called with the same tensor."""
     found: dict[int, list[Linear]] = {}
@@ -62,7 +66,7 @@ def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
     num_bytes = engine.executor.weight_bytes, engine.executor.step_weight_bytes(3)
     merge_layers(model)
     assert layers_by_input(engine, prompt) == []
-    merged = [set(module.layers) for module in model.modules() if isinstance(module, MergedLinear) and module.is_merged]
+    merged = [set(layers.layers) for layers in merged_layers(model) if layers.is_merged]
     assert all(set(layers) in merged for layers in shared)
     torch.testing.assert_close(all_logits(engine, prompt), golden["logits"][0], atol=TOLERANCE, rtol=0)
     assert greedy(engine, [prompt], len(tokens)) == [tokens]
@@ -88,7 +92,7 @@ def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
 def test_no_weight_is_there_twice(tmp_path: Path) -> None:
     model = unpacked(link("llama3", tmp_path)).executor.model
     merge_layers(model)
-    merged = [module for module in model.modules() if isinstance(module, MergedLinear)]
+    merged = merged_layers(model)
     assert len(merged) == 2 * model.config.num_hidden_layers
     assert all(module.is_merged for module in merged)
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in model.parameters()}

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.quantization import Activations
 from kernels.quantize_rows import ActivationFormat, QuantizedActivations
@@ -74,8 +74,8 @@ def coded(
     return layer
 
 
-def merged(layers: Sequence[Linear], reader: Linear | None = None) -> MergedLinear:
-    together = MergedLinear(*layers, reader=reader)
+def merged(layers: Sequence[Linear]) -> MergedLinear:
+    together = MergedLinear(nn.Module(), {f"part_{i}": layer for i, layer in enumerate(layers)})
     together.merge()
     return together
 
@@ -116,10 +116,10 @@ def check(layers: list[Linear], dtype: torch.dtype) -> None:
             assert torch.equal(result, expected)
         gated = swiglu(alone[0], alone[-1])
         assert torch.equal(merged([first, last]).swiglu(x, None), gated)
-        assert torch.equal(merged([first, last], reader=floats(5, dtype)).swiglu(x, None), gated)
+        assert torch.equal(merged([first, last]).swiglu(x, None, [floats(5, dtype)]), gated)
         for format, activations in itertools.product((INT8, FP8), (DYNAMIC, STATIC)):
             down = coded(5, dtype, format, activations, inputs=gated.shape[1])
-            assert torch.equal(down(merged([first, last], reader=down).swiglu(x, None), None), down(gated, None))
+            assert torch.equal(down(merged([first, last]).swiglu(x, None, [down]), None), down(gated, None))
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
@@ -170,13 +170,6 @@ UNSHARED: dict[str, Any] = APART | {
 }
 
 
-def read_by(norm: RMSNorm | AddRMSNorm, readers: Sequence[Linear]) -> RMSNorm | AddRMSNorm:
-    """The same norm before these layers."""
-    same = type(norm)(INPUTS, norm.eps)
-    same.weight, same.readers = norm.weight, readers
-    return same
-
-
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("name", SHARED)
 def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: torch.dtype) -> None:
@@ -193,9 +186,9 @@ def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: 
         assert shared[:2] == format[:2]
         assert (shared.static_scales is not None) == ("static" in name)
         for found, alone in (
-            (read_by(norm, layers)(x), norm(x)),
-            (read_by(add_norm, layers)(x, None)[0], norm(x)),
-            (read_by(add_norm, layers)(x, update)[0], add_norm(x, update)[0]),
+            (norm(x, layers), norm(x)),
+            (add_norm(x, None, layers)[0], norm(x)),
+            (add_norm(x, update, layers)[0], add_norm(x, update)[0]),
         ):
             assert isinstance(found, QuantizedActivations)
             assert found.codes.dtype == format.dtype
@@ -203,9 +196,9 @@ def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: 
                 assert torch.equal(result, layer(alone, None))
             down = coded(5, dtype, INT8, DYNAMIC, inputs=17)
             gated = swiglu(layers[0](alone, None), layers[0](alone, None))
-            result = merged([layers[0], layers[0]], reader=down).swiglu(found, None)
+            result = merged([layers[0], layers[0]]).swiglu(found, None, [down])
             assert torch.equal(down(result, None), down(gated, None))
-        assert torch.equal(read_by(add_norm, layers)(x, update)[1], x + update)
+        assert torch.equal(add_norm(x, update, layers)[1], x + update)
 
 
 @each("name", UNSHARED)
@@ -213,7 +206,7 @@ def test_rows_stay_floats_where_not_all_make_the_same_of_them(name: str) -> None
     layers, x, norm = UNSHARED[name](torch.float32), randn(40, INPUTS), RMSNorm(INPUTS, 1e-5).requires_grad_(False)
     norm.weight.fill_(1)
     assert shared_activations(40, layers) is None
-    rows = read_by(norm, layers)(x)
+    rows = norm(x, layers)
     assert torch.equal(rows, norm(x))
     for result, layer in zip(merged(layers)(rows, None) if layers else [], layers, strict=True):
         assert torch.equal(result, layer(rows, None))

@@ -64,11 +64,10 @@ def test_a_norm_and_swiglu_leave_nothing_to_quantise(weights: str, dtype: torch.
         patch.object(quantization.linear, "quantize_rows", None),
     ):
         gate, up, down = (make_layer(stored, scheme, bias, dtype, DEVICE) for stored, bias in parts)
-        gate_up = MergedLinear(gate, up, reader=down)
+        gate_up = MergedLinear(torch.nn.Module(), {"gate": gate, "up": up})
         gate_up.merge()
-        norm.readers = [gate, up]
-        rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE))
-        result = down(gate_up.swiglu(rows, None), None)
+        rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE), [gate, up])
+        result = down(gate_up.swiglu(rows, None, [down]), None)
     assert torch.equal(again.cpu(), total)
     # what lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16
     assert_near(result, expected, 1 / 127 if scheme.weights.kind is CodeKind.INT else 1 / 16)
