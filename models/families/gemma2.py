@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError
-from kernels.gelu import gelu_tanh
 from kernels.quantize_rows import Activations
 from kernels.soft_cap import soft_cap
 from models import decoder
@@ -19,9 +18,9 @@ from models.batch import Batch, LayerCache
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.decoder import WindowedConfig
-from models.layers import mlp
 from models.layers.embedding import Embedding
 from models.layers.linear import Linear
+from models.layers.mlp import GELUMLP
 from models.layers.module import Module
 from models.layers.norm import RMSNorm
 from models.layers.rotary import Angles, RotaryEmbedding, read_rotary_config
@@ -109,13 +108,6 @@ class Attention(decoder.Attention):
         self.soft_cap = c.attn_logit_softcapping
 
 
-class MLP(mlp.MLP):
-    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
-        gate, up = self.gate_up(x, batch)  # [T, F] each
-        down: Linear = self.parts[-1]
-        return down(gelu_tanh(gate, up), batch)
-
-
 class DecoderLayer(Module):
     def __init__(self, c: Gemma2Config, self_attn: decoder.Attention) -> None:
         super().__init__()
@@ -123,7 +115,7 @@ class DecoderLayer(Module):
         self.self_attn = self_attn
         self.post_attention_layernorm = norm(c)
         self.pre_feedforward_layernorm = norm(c)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size)
+        self.mlp = GELUMLP(c.hidden_size, c.intermediate_size)
         self.post_feedforward_layernorm = norm(c)
 
     def forward(self, x: Tensor, angles: Any, batch: Batch, cache: LayerCache) -> Tensor:

@@ -9,7 +9,8 @@ from models import decoder
 from models.config import ConfigReader
 from models.decoder import DecoderConfig, DecoderLayer, DecoderLM, read_decoder_config
 from models.families import qwen3
-from models.families.deepseek import MoE, Routing, read_num_nextn, read_routing
+from models.families.deepseek_config import read_num_nextn
+from models.layers.grouped_moe import GroupedMoE, Routing, read_routing
 from models.layers.mlp import MLP
 from models.layers.rotary import read_rotary_config
 
@@ -66,5 +67,5 @@ def _attention(c: Glm4MoeConfig) -> nn.Module:
 
 def _mlp(c: Glm4MoeConfig, sparse: bool) -> nn.Module:
     if sparse:
-        return MoE(c.hidden_size, c.moe_intermediate_size, c.n_shared_experts, c.routing)
+        return GroupedMoE(c.hidden_size, c.moe_intermediate_size, c.n_shared_experts, c.routing)
     return MLP(c.hidden_size, c.intermediate_size)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from conf.errors import UserError
 from models.config import ConfigReader
-from models.families.deepseek import DeepseekConfig, read_config_v3
+from models.families.deepseek_config import DeepseekConfig, read_config_v3
 
 
 def read_config(config: ConfigReader) -> DeepseekConfig:

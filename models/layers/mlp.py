@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kernels.gelu import gelu_tanh
 from kernels.quantize_rows import Activations
 from models.batch import Batch
 from models.layers.linear import Linear, MergedLinear, swiglu_for
@@ -38,6 +39,15 @@ class MLP(NamedParts):
         down = self.parts[-1]
         result: Tensor = down(self.gate_up.swiglu(x, batch, [down]), batch)
         return result
+
+
+class GELUMLP(MLP):
+    """`MLP` with GELU, approximated by tanh, instead of silu."""
+
+    def forward(self, x: Activations, batch: Batch | None) -> Tensor:
+        gate, up = self.gate_up(x, batch)  # [T, F] each
+        down: Linear = self.parts[-1]
+        return down(gelu_tanh(gate, up), batch)
 
 
 class FusedMLP(NamedParts):

@@ -25,7 +25,8 @@ def proof(architecture: Architecture) -> str:
         name for name in GOLDEN_FAMILIES if find_architecture(ConfigReader.from_folder(GOLDENS / name)) is architecture
     ]
     sources = [f"its original code ({', '.join(goldens)})"] if goldens else []
-    file = TESTS / f"test_{architecture.read_config.__module__.rpartition('.')[2]}.py"
+    module = architecture.read_config.__module__.rpartition(".")[2]
+    file = TESTS / f"test_{module.removesuffix('_config')}.py"
     own = file.read_text(encoding="utf-8") if file.is_file() else ""
     is_row = any(ARCHITECTURES[row.model_type or name] is architecture for name, row in ROWS.items())
     if is_row or re.search(r"equals_transformers\(|^(import|from) transformers\b", own, re.MULTILINE):

@@ -14,7 +14,7 @@ from conf.errors import UserError
 from models.families.bloom import BloomConfig
 from models.families.chatglm import ChatGLMConfig
 from models.families.chatglm2 import ChatGLM2Config
-from models.families.deepseek import DeepseekConfig
+from models.families.deepseek_config import DeepseekConfig
 from models.families.gpt2 import GPT2Config
 from models.families.qwen import QwenConfig
 from models.formats.gguf.decoder_keys import (

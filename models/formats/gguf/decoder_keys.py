@@ -5,7 +5,7 @@ from gguf.constants import RopeScalingType
 
 from conf.errors import UserError
 from models.decoder import DecoderConfig
-from models.families.deepseek import DeepseekConfig
+from models.families.deepseek_config import DeepseekConfig
 from models.families.gemma2 import Gemma2Config
 from models.families.gemma3 import Gemma3Config
 from models.families.mixtral import MixtralConfig

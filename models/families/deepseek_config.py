@@ -1,0 +1,130 @@
+"""config.json of DeepSeek-V2 and -V3. N channels without position and P with position of a query or key head."""
+
+import math
+from dataclasses import dataclass, replace
+
+from conf.errors import UserError
+from models.capabilities import ModelCapabilities
+from models.config import ConfigReader
+from models.decoder import PreNormShape
+from models.layers.grouped_moe import Routing, read_routing
+from models.layers.rotary import RotaryConfig, read_rotary_config, yarn_mscale
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(PreNormShape):
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_shared_experts: int
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    num_nextn_predict_layers: int
+    attention_bias: bool
+    rope_interleave: bool
+    rotary: RotaryConfig
+    routing: Routing
+    predicts_ahead: bool = False
+
+    @property
+    def context_length(self) -> int:
+        return self.rotary.context_length
+
+    @property
+    def capabilities(self) -> ModelCapabilities:
+        return ModelCapabilities(
+            keys_depend_on_length=self.rotary.type == "dynamic", predicts_ahead=self.predicts_ahead
+        )
+
+    def predicting_ahead(self) -> "DeepseekConfig | None":
+        return replace(self, predicts_ahead=True) if self.num_nextn_predict_layers else None
+
+    @property
+    def softmax_scale(self) -> float:
+        """1 / sqrt(N + P), times yarn's temperature correction, once for queries and once for keys."""
+        mscale = yarn_mscale(self.rotary.factor, self.rotary.mscale_all_dim)
+        return mscale * mscale / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+    @property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        return tuple(map(self.has_experts, range(self.num_hidden_layers)))
+
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+def read_config_v2(config: ConfigReader) -> DeepseekConfig:
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
+    config.expect("scoring_func", ("softmax",), "softmax")
+    # The model's own code and transformers interpret true differently, and no published model uses it.
+    config.expect("norm_topk_prob", (False, None), False)
+    method = config.expect("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    if method == "greedy":
+        for unused in ("n_group", "topk_group"):
+            config.raw(unused)
+    groups = (config.count("n_group"), config.count("topk_group")) if method == "group_limited_greedy" else (1, 1)
+    routing = read_routing(config, groups, has_correction_bias=False, norm_topk_prob=False)
+    return _read_config(config, routing, rope_interleave=True)
+
+
+def read_config_v3(config: ConfigReader) -> DeepseekConfig:
+    """Read config.json. Raises UserError for missing, mistyped or unsupported values."""
+    config.expect("scoring_func", ("sigmoid",), "sigmoid")
+    config.expect("topk_method", ("noaux_tc",), "noaux_tc")
+    groups = config.count("n_group"), config.count("topk_group")
+    norm_topk_prob = config.get("norm_topk_prob", bool, True)
+    routing = read_routing(config, groups, has_correction_bias=True, norm_topk_prob=norm_topk_prob)
+    return _read_config(config, routing, rope_interleave=config.get("rope_interleave", bool, True))
+
+
+def read_num_nextn(config: ConfigReader, num_layers: int) -> int:
+    """Read the number of multi-token prediction layers. Raises UserError unless it is from 0 to `num_layers`."""
+    number = config.get("num_nextn_predict_layers", int, 0)
+    if not 0 <= number <= num_layers:
+        raise UserError(
+            f"config.json: num_nextn_predict_layers={number} is not between 0 and num_hidden_layers={num_layers}"
+        )
+    return number
+
+
+def _read_config(config: ConfigReader, routing: Routing, rope_interleave: bool) -> DeepseekConfig:
+    heads = config.count("num_attention_heads")
+    config.activation(("silu",), "silu")
+    config.expect("mlp_bias", (False, None), False)
+    config.expect("num_key_value_heads", (heads, None), None)
+    for derived in ("head_dim", "qk_head_dim"):  # newer versions of transformers write these derived keys
+        config.raw(derived)
+    rank, rope_dim = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise UserError(
+            f"config.json: qk_rope_head_dim={rope_dim} is odd, but rotary embedding turns pairs of channels"
+        )
+    num_layers = config.num_layers()
+    return DeepseekConfig(
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("intermediate_size"),
+        moe_intermediate_size=config.count("moe_intermediate_size"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        q_lora_rank=None if config.raw("q_lora_rank") is None else config.count("q_lora_rank"),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=config.count("qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=config.count("v_head_dim"),
+        n_shared_experts=config.count("n_shared_experts"),
+        first_k_dense_replace=config.get("first_k_dense_replace", int, 0),
+        moe_layer_freq=config.count("moe_layer_freq", 1),
+        num_nextn_predict_layers=read_num_nextn(config, num_layers),
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        attention_bias=config.get("attention_bias", bool, False),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+        rope_interleave=rope_interleave,
+        rotary=read_rotary_config(config, rope_dim, config.count("max_position_embeddings", 2048)),
+        routing=routing,
+    )

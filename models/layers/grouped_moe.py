@@ -1,0 +1,119 @@
+"""The mixtures of experts of DeepSeek-V2 and -V3: a router that is limited to the best groups (arXiv 2405.04434, 2412.19437).
+
+T tokens, E hidden channels, X experts in C groups, K of them chosen per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from conf.errors import UserError
+from kernels.moe import route, route_corrected
+from models.batch import Batch
+from models.config import ConfigReader
+from models.layers.linear import Linear
+from models.layers.mlp import MLP
+from models.layers.module import Module
+from models.layers.moe import Experts, Router
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The settings that choose a token's experts and their weights."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    scaling_factor: float
+    has_correction_bias: bool
+    """Whether V3's rule applies.
+
+    V3: scores are sigmoids, a bias corrects them only for the choice, and a group's score is the sum of its best two
+    experts. V2: scores are a softmax, and a group's score is its best expert.
+    """
+    norm_topk_prob: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token's experts are the K highest softmax scores, regardless of groups."""
+        return not self.has_correction_bias and self.topk_group == self.n_group
+
+
+def read_routing(
+    config: ConfigReader, groups: tuple[int, int], has_correction_bias: bool, norm_topk_prob: bool
+) -> Routing:
+    """Read the numbers of experts. `groups`: n_group and topk_group. Raises UserError for inconsistent numbers."""
+    experts, chosen = config.count("n_routed_experts"), config.count("num_experts_per_tok")
+    n_group, topk_group = groups
+    config.check_multiple("n_routed_experts", experts, "n_group", n_group)
+    if topk_group > n_group:
+        raise UserError(f"config.json: topk_group={topk_group} is more than n_group={n_group}")
+    size = experts // n_group
+    if has_correction_bias and size < 2:
+        raise UserError(f"config.json: n_group={n_group} leaves {size} expert to a group, which needs 2 to be scored")
+    if chosen > topk_group * size:
+        raise UserError(
+            f"config.json: num_experts_per_tok={chosen} is more than the {topk_group * size} experts of topk_group={topk_group} groups"
+        )
+    scaling_factor = config.positive("routed_scaling_factor", 1.0)
+    return Routing(experts, chosen, n_group, topk_group, scaling_factor, has_correction_bias, norm_topk_prob)
+
+
+class Gate(Router):
+    """Routing in float32, limited to the best groups of experts (V2: section 2.2.2 of its paper; V3: section 2.1.2)."""
+
+    def __init__(self, hidden_size: int, routing: Routing) -> None:
+        super().__init__(hidden_size, routing.num_experts)
+        self.routing = routing
+        if routing.has_correction_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, E]; returns as `route` does."""
+        r = self.routing
+        logits = self.logits(x)  # [T, X]
+        if r.has_correction_bias:
+            groups, correction = (r.n_group, r.topk_group), self.e_score_correction_bias
+            weights, chosen = route_corrected(
+                logits, correction, r.num_experts_per_tok, r.norm_topk_prob, False, *groups
+            )
+        elif r.is_plain:
+            weights, chosen = route(logits, r.num_experts_per_tok, r.norm_topk_prob)
+        else:
+            weights, chosen = self._choose_in_groups(logits.softmax(-1))
+        return weights * r.scaling_factor, chosen
+
+    def _choose_in_groups(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K highest of scores [T, X] within the best groups, and their experts: [T, K] each.
+
+        A group's score is the score of its best expert.
+        """
+        r = self.routing
+        grouped = scores.unflatten(-1, (r.n_group, -1))  # [T, C, X/C]
+        best = grouped.topk(1).values[..., 0]  # [T, C]
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(r.topk_group).indices, True)
+        chosen = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(r.num_experts_per_tok).indices
+        return scores.gather(-1, chosen), chosen
+
+
+class GroupedMoE(Module):
+    """K routed experts per token, and shared experts for all tokens."""
+
+    readers: Sequence[Linear] = ()
+    """As of `SparseMoeBlock`."""
+
+    def __init__(self, hidden_size: int, moe_intermediate_size: int, n_shared_experts: int, routing: Routing) -> None:
+        super().__init__()
+        self.gate = Gate(hidden_size, routing)
+        experts = (MLP(hidden_size, moe_intermediate_size) for _ in range(routing.num_experts))
+        self.experts = Experts(experts, routing.num_experts_per_tok)
+        self.shared_experts = MLP(hidden_size, moe_intermediate_size * n_shared_experts)
+
+    def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
+        weights, chosen = self.gate(x)
+        routed: Tensor = self.experts(x, weights, chosen)
+        shared: Tensor = self.shared_experts(x, batch)
+        return routed + shared
