@@ -17,7 +17,7 @@ from models.tokenizers.sentencepiece import (
     SentencePieceTokenizer,
 )
 from models.tokenizers.tekken import TEKKEN, load_tekken
-from models.tokenizers.template_files import OTHERS, chat_templates
+from models.tokenizers.template_files import NAMED_TEMPLATES, chat_templates
 from models.tokenizers.tiktoken import Llama3Tokenizer, QwenTokenizer
 from models.tokenizers.tokenizer_json import read_settings
 
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (  # patterns of the files from which a tokenizer is read
     "tekken.json",
     "merges.txt",
     "*.jinja",
-    f"{OTHERS}/*.jinja",
+    f"{NAMED_TEMPLATES}/*.jinja",
     "*.model",
     "*.tiktoken",
 )

@@ -119,7 +119,7 @@ SIGNS = {
     "glm4": "<|observation|>",
 }
 """Texts that identify a format, in a template or among the control tokens."""
-OTHERS = ("<function=", "<arg_key>")  # XML calls of Qwen3-Coder, of GLM-4.5
+UNSUPPORTED_SIGNS = ("<function=", "<arg_key>")  # XML calls of Qwen3-Coder, of GLM-4.5
 
 
 def find_format(template: str | None, names: Iterable[str]) -> str:
@@ -128,7 +128,7 @@ def find_format(template: str | None, names: Iterable[str]) -> str:
     Returns "text" if nothing identifies the format.
     """
     names = set(names)
-    if any(other in (template or "") for other in OTHERS):
+    if any(sign in (template or "") for sign in UNSUPPORTED_SIGNS):
         return "text"
     for text in (template or "", names):  # the template is stronger evidence than the vocabulary
         for name, sign in SIGNS.items():
@@ -163,10 +163,10 @@ class AnswerReader:
 
     def read(self, text: str) -> list[Part]:
         """Return the parts that are certain after the next piece of text."""
-        *whole, last = self._any_dropped.split(self._held + text)
-        keep = _begun(last, self._dropped)
+        *complete, last = self._any_dropped.split(self._held + text)
+        keep = _partial_literal_length(last, self._dropped)
         self._held = last[len(last) - keep :]
-        self._rest += "".join(whole) + last[: len(last) - keep]
+        self._rest += "".join(complete) + last[: len(last) - keep]
         return self._read(is_end=False)
 
     def end(self) -> list[Part]:
@@ -195,12 +195,14 @@ class AnswerReader:
 
     def _read_content(self, is_end: bool) -> bool:
         """Consume text up to the next region. Return whether a region follows."""
-        found = [(self._rest.find(region.opening), region) for region in self._form.regions]
-        start, region = min((each for each in found if each[0] >= 0), key=lambda each: each[0], default=(-1, None))
+        openings = [(self._rest.find(region.opening), region) for region in self._form.regions]
+        start, region = min((item for item in openings if item[0] >= 0), key=lambda item: item[0], default=(-1, None))
         if region is None:
-            keep = 0 if is_end else _begun(self._rest, [region.opening for region in self._form.regions])
+            keep = (
+                0 if is_end else _partial_literal_length(self._rest, [region.opening for region in self._form.regions])
+            )
             start = len(self._rest) - keep
-        self._say(Content, self._rest[:start])
+        self._add_text(Content, self._rest[:start])
         self._rest = self._rest[start + len(region.opening) :] if region else self._rest[start:]
         self._region = region
         if region and not region.read_calls:
@@ -213,9 +215,9 @@ class AnswerReader:
         assert region
         stop = self._rest.find(region.closing) if region.closing else -1
         if not region.read_calls:
-            keep = 0 if is_end or stop >= 0 else _begun(self._rest, [region.closing or ""])
+            keep = 0 if is_end or stop >= 0 else _partial_literal_length(self._rest, [region.closing or ""])
             cut = stop if stop >= 0 else len(self._rest) - keep
-            self._say(Reasoning, self._rest[:cut])
+            self._add_text(Reasoning, self._rest[:cut])
             self._rest = self._rest[cut:]
             self._space = "" if is_end else self._space
             stop = min(stop, 0)
@@ -240,18 +242,18 @@ class AnswerReader:
         else:
             # Text without an opening only might be a call, such as an answer in JSON. It is not a broken call.
             self.has_broken_call |= bool(region.opening)
-            self._say(Content, region.opening + body + (region.closing or "") * is_closed)
+            self._add_text(Content, region.opening + body + (region.closing or "") * is_closed)
 
-    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+    def _add_text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         """Add text. White space at its end waits for the next text."""
         text = self._space + text
         if self._is_behind_region:
             text = text.lstrip(SPACE)
-        said = text.rstrip(SPACE)
-        self._space = text[len(said) :]
-        if said:
+        stripped = text.rstrip(SPACE)
+        self._space = text[len(stripped) :]
+        if stripped:
             self._is_behind_region = False
-            self._add(kind(said))
+            self._add(kind(stripped))
 
     def _add(self, part: Content | Reasoning) -> None:
         last = self._parts[-1] if self._parts else None
@@ -263,10 +265,11 @@ class AnswerReader:
             self._parts.append(part)
 
 
-def _begun(text: str, literals: Sequence[str]) -> int:
+def _partial_literal_length(text: str, literals: Sequence[str]) -> int:
     """Return the length of the longest suffix of a text that is a proper prefix of a literal."""
     longest = max(map(len, literals), default=1) - 1
     ends = range(min(longest, len(text)), 0, -1)
     return next(
-        (size for size in ends if any(each.startswith(text[-size:]) for each in literals if len(each) > size)), 0
+        (size for size in ends if any(literal.startswith(text[-size:]) for literal in literals if len(literal) > size)),
+        0,
     )

@@ -74,7 +74,7 @@ class Tokenizer(ABC):
         """The chat_template entry of tokenizer_config.json; empty if there is no template."""
         templates = {"default": self.chat_template, "tool_use": self.tool_template}
         named = [{"name": name, "template": template} for name, template in templates.items() if template]
-        is_alone = [one["name"] for one in named] == ["default"]
+        is_alone = [template["name"] for template in named] == ["default"]
         return {"chat_template": self.chat_template if is_alone else named} if named else {}
 
     @abstractmethod
@@ -110,11 +110,11 @@ class Tokenizer(ABC):
         Raises UserError with the feature that the program does not support.
         """
         form, text = self._runner_form(), "a"  # the form first: it rejects dropout, which makes encoding random
-        inside, whole = (self.encode(text, add_special_tokens=is_whole) for is_whole in (False, True))
-        begin = next((i for i in range(len(whole)) if whole[i : i + len(inside)] == inside), None)
+        plain, complete = (self.encode(text, add_special_tokens=is_whole) for is_whole in (False, True))
+        begin = next((i for i in range(len(complete)) if complete[i : i + len(plain)] == plain), None)
         if begin is None:
             raise UserError("its special tokens change the text between them")
-        ends = {"begin": whole[:begin], "end": whole[begin + len(inside) :], "bos": self.bos_token_id}
+        ends = {"begin": complete[:begin], "end": complete[begin + len(plain) :], "bos": self.bos_token_id}
         return form | ends
 
     def _runner_form(self) -> dict[str, Any]:
@@ -227,12 +227,12 @@ class Tokenizer(ABC):
         tools: list[Tool] | None,
         arguments: Mapping[str, Any],
     ) -> list[int]:
-        own = f"the own format of the tokenizer in {self.source}"
+        own_format = f"the built-in format of the tokenizer in {self.source}"
         if not add_generation_prompt:
-            whole = "always begins an answer, but a whole conversation is wanted"
-            raise UserError(f"{own} {whole}: give prompts instead of messages")
+            problem = "always begins an answer, but the prompt must be the conversation alone"
+            raise UserError(f"{own_format} {problem}: give prompts instead of messages")
         for name in arguments:
-            raise UnreadArgument(name, f"{own} has no arguments, but {name!r} is given: leave it out")
+            raise UnreadArgument(name, f"{own_format} has no arguments, but {name!r} is given: leave it out")
         if tools or any(message.get("tool_calls") for message in messages):
             messages = self._with_tools(messages, tools or [])
         return self._own_format(messages)
@@ -242,8 +242,8 @@ class Tokenizer(ABC):
 
         Raises UnreadArgument if the format has no tools.
         """
-        own = f"the own format of the tokenizer in {self.source}"
-        raise UnreadArgument("tools", f"{own} has no tools: leave them out, or give predict.chat_template=PATH")
+        own_format = f"the built-in format of the tokenizer in {self.source}"
+        raise UnreadArgument("tools", f"{own_format} has no tools: leave them out, or give predict.chat_template=PATH")
 
     def _own_format(self, messages: list[Message]) -> list[int]:
         """Return a conversation as token ids, as the family's own code writes it.

@@ -27,13 +27,13 @@ def tokenizer_in_memory(tokenizer: Any, config: dict[str, Any]) -> Tokenizer:
             ) from error
         if config:
             (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        found = load_tokenizer(folder)
-        if found is None:
+        loaded = load_tokenizer(folder)
+        if loaded is None:
             raise UserError(
                 f"the {type(tokenizer).__name__} writes no files that are read: give a folder of a tokenizer"
             )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    weakref.finalize(found, shutil.rmtree, folder, ignore_errors=True)
-    return found
+    weakref.finalize(loaded, shutil.rmtree, folder, ignore_errors=True)
+    return loaded

@@ -69,8 +69,8 @@ def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
     sets, model, added = Sets(members), content["model"], content["added_tokens"]
     _check_model(model)
     tokens: dict[str, int] = model["vocab"]
-    normalizer = [_normalizer(each) for each in _steps(content["normalizer"])]
-    splitter = [step for each in _steps(content["pre_tokenizer"]) for step in _splitter(each, sets)]
+    normalizer = [_normalizer(step) for step in _steps(content["normalizer"])]
+    splitter = [instruction for step in _steps(content["pre_tokenizer"]) for instruction in _splitter(step, sets)]
     changes = [step for step in (*normalizer, *splitter) if step[0] != "nfc"]
     if any(
         step[0] == "prepend" and step[3] for step in changes[2:]
@@ -92,7 +92,7 @@ def form_of_backend(content: dict[str, Any]) -> dict[str, Any]:
         "fuses_unknown": model["fuse_unk"],
         "bytes": [tokens.get(f"<0x{byte:02X}>") for byte in range(256)] if model["byte_fallback"] else [],
         "whole_words_first": model["ignore_merges"],
-        "decoder": [_decoder(each) for each in _steps(content["decoder"])],
+        "decoder": [_decoder(step) for step in _steps(content["decoder"])],
         "pieces": None,
         "sets": sets.ranges,
     }

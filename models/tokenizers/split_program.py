@@ -74,7 +74,7 @@ def compile_pattern(pattern: str, sets: Sets) -> list[list[Any]]:
         raise reader.refuse(reader.rest[:20])
     if is_empty:
         raise reader.refuse("a match of no characters")
-    return _placed([*code, ("match",)])
+    return _with_absolute_targets([*code, ("match",)])
 
 
 Code = list[tuple[Any, ...]]
@@ -113,11 +113,11 @@ class _Reader:
         return code, is_empty
 
     def _item(self, ignores_case: bool) -> tuple[Code, bool]:
-        if found := self._match(r"\(\?(?::|i:)|\((?!\?)"):
-            code, is_empty = self.alternatives(ignores_case or found == "(?i:")
-        elif found := self._match(r"\(\?[=!]"):
+        if match := self._match(r"\(\?(?::|i:)|\((?!\?)"):
+            code, is_empty = self.alternatives(ignores_case or match == "(?i:")
+        elif match := self._match(r"\(\?[=!]"):
             inner, _ = self.alternatives(ignores_case)
-            code, is_empty = [("ahead", found == "(?=", len(inner) + 2), *inner, ("match",)], True
+            code, is_empty = [("ahead", match == "(?=", len(inner) + 2), *inner, ("match",)], True
         elif self._take("$"):  # end of a line or of the text
             return [("ahead", False, 3), ("set", self._sets.of_pattern(r"[^\n]")), ("match",)], True
         else:
@@ -127,19 +127,19 @@ class _Reader:
         return code, is_empty
 
     def _quantified(self, item: Code, is_empty: bool) -> tuple[Code, bool]:
-        found = QUANTIFIER.match(self.rest)
-        if not found:
+        match = QUANTIFIER.match(self.rest)
+        if not match:
             return item, is_empty
-        self.rest = self.rest[found.end() :]
-        sign, mode, first, has_comma, last, mode_of_count = found.groups()
+        self.rest = self.rest[match.end() :]
+        sign, mode, first, has_comma, last, mode_of_count = match.groups()
         least, most = COUNTS[sign] if sign else (int(first), int(last or -1) if has_comma else int(first))
         mode = MODES[mode if sign else mode_of_count]
         if QUANTIFIER.match(self.rest) or (not sign and not has_comma and mode_of_count):
-            raise self.refuse(f"{found[0]}{self.rest[:1]}")
+            raise self.refuse(f"{match[0]}{self.rest[:1]}")
         if len(item) == 1 and item[0][0] == "set":
             return [("run", item[0][1], least, most, mode)], least == 0
         if is_empty or mode != GREEDY or not 0 <= most <= MOST_COPIES:
-            raise self.refuse(f"a group with {found[0]}")
+            raise self.refuse(f"a group with {match[0]}")
         optional: Code = []
         for _ in range(most - least):
             optional = [("fork", 1, len(item) + len(optional) + 1), *item, *optional]
@@ -148,17 +148,17 @@ class _Reader:
     def _set(self, ignores_case: bool) -> int:
         if self.rest.startswith("["):
             text = self._class_text()
-        elif found := ESCAPED_CODE.match(self.rest):
-            self.rest = self.rest[found.end() :]
-            return self._sets.of_code(int(next(filter(None, found.groups())), 16), ignores_case)
-        elif found := ESCAPED_CLASS.match(self.rest):
-            self.rest = self.rest[found.end() :]
-            text = found[0]
+        elif match := ESCAPED_CODE.match(self.rest):
+            self.rest = self.rest[match.end() :]
+            return self._sets.of_code(int(next(filter(None, match.groups())), 16), ignores_case)
+        elif match := ESCAPED_CLASS.match(self.rest):
+            self.rest = self.rest[match.end() :]
+            text = match[0]
         elif self._take("."):
             text = r"[^\n]"
-        elif found := re.match(r"\\([nrtfv0]|[^\w\s])", self.rest):
-            self.rest = self.rest[found.end() :]
-            return self._sets.of_code(ord(ESCAPED_CONTROLS.get(found[1], found[1])), ignores_case)
+        elif match := re.match(r"\\([nrtfv0]|[^\w\s])", self.rest):
+            self.rest = self.rest[match.end() :]
+            return self._sets.of_code(ord(ESCAPED_CONTROLS.get(match[1], match[1])), ignores_case)
         elif self.rest[0] in r"\^?*+{()":
             raise self.refuse(self.rest[:3])
         else:
@@ -168,10 +168,10 @@ class _Reader:
 
     def _class_text(self) -> str:
         depth = 0
-        for found in re.finditer(r"\\.|[\[\]]", self.rest, re.DOTALL):
-            depth += {"[": 1, "]": -1}.get(found[0], 0)
+        for match in re.finditer(r"\\.|[\[\]]", self.rest, re.DOTALL):
+            depth += {"[": 1, "]": -1}.get(match[0], 0)
             if depth == 0:
-                text, self.rest = self.rest[: found.end()], self.rest[found.end() :]
+                text, self.rest = self.rest[: match.end()], self.rest[match.end() :]
                 return text
         raise self.refuse("a class without end")
 
@@ -181,17 +181,17 @@ class _Reader:
         return is_next
 
     def _match(self, pattern: str) -> str:
-        found = re.match(pattern, self.rest)
-        self.rest = self.rest[found.end() :] if found else self.rest
-        return found[0] if found else ""
+        match = re.match(pattern, self.rest)
+        self.rest = self.rest[match.end() :] if match else self.rest
+        return match[0] if match else ""
 
 
-def _placed(code: Code) -> list[list[Any]]:
+def _with_absolute_targets(code: Code) -> list[list[Any]]:
     """Return code with absolute targets."""
     targets = {"fork": (1, 2), "jump": (1,), "ahead": (2,)}
     return [
-        [value + at if i in targets.get(each[0], ()) else value for i, value in enumerate(each)]
-        for at, each in enumerate(code)
+        [value + at if i in targets.get(instruction[0], ()) else value for i, value in enumerate(instruction)]
+        for at, instruction in enumerate(code)
     ]
 
 
@@ -222,11 +222,11 @@ def _cased() -> str:
 
 def ranges_of(letters: str) -> Ranges:
     """Return the ranges of all code points that the tested `letters` represent."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for code in sorted({*map(ord, letters)}):
         last = ALIKE.get(code, code)
-        if found and code in (found[-1][1] + 1, 0xE000 if found[-1][1] == 0xD7FF else None):
-            found[-1][1] = last
+        if ranges and code in (ranges[-1][1] + 1, 0xE000 if ranges[-1][1] == 0xD7FF else None):
+            ranges[-1][1] = last
         else:
-            found.append([code, last])
-    return tuple(code for each in found for code in each)
+            ranges.append([code, last])
+    return tuple(code for first_and_last in ranges for code in first_and_last)

@@ -21,12 +21,16 @@ class TekkenTokenizer(TiktokenTokenizer):
     def __init__(self, file: Path) -> None:
         content = read_json(file)
         count, size = (content["config"][f"default_{name}"] for name in ("num_special_tokens", "vocab_size"))
-        named = {each["rank"]: each["token_str"] for each in content["special_tokens"]}
+        named = {token["rank"]: token["token_str"] for token in content["special_tokens"]}
         names = tuple(named.get(id, f"<SPECIAL_{id}>") for id in range(count))
         tokens: list[dict[str, Any]] = content["vocab"][: size - count]  # the remaining ones are padding
-        if [each["rank"] for each in tokens] != [*range(size - count)] or len({*names}) < count or max(named) >= count:
-            raise UserError(f"its ranks are not {count} special tokens and {size - count} others, each once")
-        ranks = {base64.b64decode(each["token_bytes"]): count + each["rank"] for each in tokens}
+        if (
+            [token["rank"] for token in tokens] != [*range(size - count)]
+            or len({*names}) < count
+            or max(named) >= count
+        ):
+            raise UserError(f"its ranks are not {count} special tokens and {size - count} other tokens, each once")
+        ranks = {base64.b64decode(token["token_bytes"]): count + token["rank"] for token in tokens}
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
             raise UserError(f"the byte {missing[0]} is no token")
         super().__init__(file, ranks, content["config"]["pattern"], names, first_special=0)

@@ -10,8 +10,8 @@ from typing import Any
 from conf.errors import UserError
 from models.config import read_json
 
-OTHERS = "additional_chat_templates"  # folder with one template per file, named as the file
-OF_PROCESSOR = "chat_template.json"  # of older multimodal checkpoints
+NAMED_TEMPLATES = "additional_chat_templates"  # folder with one template per file, named as the file
+PROCESSOR_FILE = "chat_template.json"  # of older multimodal checkpoints
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -19,14 +19,14 @@ def chat_templates(folder: Path) -> dict[str, str]:
 
     Template files have precedence over the tokenizer's settings, which have precedence over the processor's file.
     """
-    own = folder / "chat_template.jinja"
-    files = {"default": own} if own.is_file() else {}
-    files |= {file.stem: file for file in sorted((folder / OTHERS).glob("*.jinja"))}
+    default_file = folder / "chat_template.jinja"
+    files = {"default": default_file} if default_file.is_file() else {}
+    files |= {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
     templates = {name: file.read_text(encoding="utf-8-sig") for name, file in files.items()}
-    if own.is_file():
+    if default_file.is_file():
         return templates
     settings = read_json(folder / "tokenizer_config.json").get("chat_template")
-    return _by_name(settings or read_json(folder / OF_PROCESSOR).get("chat_template")) | templates
+    return _by_name(settings or read_json(folder / PROCESSOR_FILE).get("chat_template")) | templates
 
 
 def read_template(file: Path) -> str:
@@ -50,7 +50,7 @@ def read_template(file: Path) -> str:
 
 
 def _by_name(value: Any) -> dict[str, str]:
-    templates = {one["name"]: one["template"] for one in value} if isinstance(value, list) else {"default": value}
+    templates = {item["name"]: item["template"] for item in value} if isinstance(value, list) else {"default": value}
     for template in templates.values():
         if not isinstance(template, str | None):
             raise UserError(f"chat_template={template!r} is not a text")

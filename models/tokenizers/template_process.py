@@ -45,8 +45,8 @@ class TemplateProcess:
 
         `arguments`: values of other template variables.
         """
-        given = {**special_tokens, **arguments, "add_generation_prompt": add_generation_prompt, "tools": tools}
-        return str(self._answer("text", template, messages, given))
+        variables = {**special_tokens, **arguments, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return str(self._answer("text", template, messages, variables))
 
     def names(self, template: str) -> frozenset[str]:
         """Return the variables that a template reads and does not set. Raises UserError as `render` does."""

@@ -24,15 +24,15 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning. Templates read the first two."""
 
 
-def render(template: str, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
+def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
     """Return the conversation as text. Raises any exception of a faulty or hostile template.
 
-    `given`: other template variables, such as tools, bos_token and add_generation_prompt.
+    `variables`: other template variables, such as tools, bos_token and add_generation_prompt.
     """
     present = [
         _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
     ]
-    return _compiled(template).render(**{"documents": None, **given, "messages": present})
+    return _compiled(template).render(**{"documents": None, **variables, "messages": present})
 
 
 def names(template: str) -> list[str]:

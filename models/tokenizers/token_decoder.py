@@ -51,14 +51,14 @@ def steps(part: dict[str, Any]) -> list[dict[str, Any]]:
     if part.get("type") != "Sequence":
         return [part]
     (inner,) = (value for value in part.values() if isinstance(value, list))
-    return [each for step in inner for each in steps(step)]
+    return [flat for step in inner for flat in steps(step)]
 
 
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter of GPT-2's byte alphabet (`bytes_to_unicode` of its encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 LETTERS = _byte_letters()

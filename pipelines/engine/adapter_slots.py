@@ -40,7 +40,7 @@ class AdapterSlots:
         slot = self._resident.pop(adapter, None)
         if slot is None:
             if not self._free:
-                idle = next((each for each in self._resident if not self._users[each]), None)
+                idle = next((resident for resident in self._resident if not self._users[resident]), None)
                 if idle is None:
                     return None
                 self.forget(idle)

@@ -90,7 +90,7 @@ class Adapters:
         adapter = self.find(name)
         if request.prefix.num_tokens:
             raise UserError(
-                f"adapter {name} cannot stand beside a prefix, which was made without it: leave one of them out"
+                f"adapter {name} cannot be used with a prefix, which was made without the adapter: leave one of them out"
             )
         return replace(request, adapter=adapter)
 
@@ -106,9 +106,9 @@ class Adapters:
         if an adapter of this name is in use, and for a smoothed model whose fold scales are unknown.
         """
         if self._smoothed_by is not None:
-            what = f"adapter {name} was trained on activations that {self._smoothed_by} has changed in this model"
-            remedy = "quantise the float model here and without quant.shift, give it as it is, or merge the adapter and quantise then"
-            raise UserError(f"{what}, whose files do not say by how much: {remedy}")
+            what = f"adapter {name} was trained on activations that {self._smoothed_by} has scaled in this model"
+            remedy = "quantise the float model here without quant.shift, use the float model, or merge the adapter and then quantise"
+            raise UserError(f"{what}, and the model's files do not contain the scales: {remedy}")
         self._refuse_in_use(name, in_use)
         adapter = read_adapter(folder, self._model, self._dtype, self._folds, self._base)
         if name in self._ids:
@@ -129,6 +129,4 @@ class Adapters:
 
     def _refuse_in_use(self, name: str, in_use: Container[AdapterId | None]) -> None:
         if name in self._ids and self._ids[name] in in_use:
-            raise UserError(
-                f"adapter {name} is in use: unload it, or load another one, when its requests have finished"
-            )
+            raise UserError(f"adapter {name} is in use: unload or replace it when its requests have finished")

@@ -79,7 +79,7 @@ def flat_batch(parts: list[NewTokens], block_size: int) -> Batch:
     )
 
 
-def whole_batch(
+def prompt_batch(
     prompts: list[list[int]],
     num_outputs: list[int],
     block_tables: list[list[int]],

@@ -12,7 +12,7 @@ from pipelines.engine.logits import process_logits
 from pipelines.engine.request import Completion, Continuation, FinishReason, SamplingParams, Sequence, SequenceGroup
 from pipelines.engine.stopping import completion_of, extend_text
 
-OUT = -1e9  # transformers' penalty on the score of an excluded beam
+EXCLUDED = -1e9  # transformers' penalty on the score of an excluded beam
 
 
 class BeamSearch:
@@ -29,7 +29,7 @@ class BeamSearch:
         self._scores = torch.zeros(1)  # [S]
         self._detokenizers = [self._detokenizer]  # of the running beams
         self._finished: list[list[int] | None] = [None] * self._params.num_beams  # output token ids, best first
-        self._finished_scores = torch.full((self._params.num_beams,), OUT)  # [B]
+        self._finished_scores = torch.full((self._params.num_beams,), EXCLUDED)  # [B]
         self._can_improve = True
 
     def observe(self, hidden: Tensor) -> None:
@@ -53,12 +53,12 @@ class BeamSearch:
         ends = torch.tensor(
             [self._ends(token, length, d) for (_, token), d in zip(candidates, detokenizers, strict=True)]
         )
-        running, chosen = (scores + ends * OUT).topk(min(num_beams, len(candidates)))
+        running, chosen = (scores + ends * EXCLUDED).topk(min(num_beams, len(candidates)))
         outputs = [[*sequences[parent].output_token_ids, token] for parent, token in candidates[:num_beams]]
         self._finish(outputs, scores[:num_beams], ends[:num_beams], length)
         self._scores = running
         self._detokenizers = [detokenizers[i] for i in chosen.tolist()]
-        if self._is_over(length, bool(ends.all())):
+        if self._is_finished(length, bool(ends.all())):
             group.completions = dict(enumerate(self._completions(group.origin)))
             return []
         return [Continuation(sequences[candidates[i][0]], candidates[i][1]) for i in chosen.tolist()]
@@ -74,20 +74,22 @@ class BeamSearch:
         """Merge the candidates that end in this step into the finished beams, and keep the best num_beams."""
         full = all(self._finished) and self._params.early_stopping is True
         scores = scores / length**self._params.length_penalty
-        scores += (full + (not self._can_improve) + ~ends) * OUT
+        scores += (full + (not self._can_improve) + ~ends) * EXCLUDED
         merged = torch.cat([self._finished_scores, scores])
-        everyone = [
+        beams = [
             *self._finished,
             *(output if end else None for output, end in zip(outputs, ends.tolist(), strict=True)),
         ]
         self._finished_scores, best = merged.topk(self._params.num_beams)
-        self._finished = [everyone[i] for i in best.tolist()]
+        self._finished = [beams[i] for i in best.tolist()]
 
-    def _is_over(self, length: int, all_end: bool) -> bool:
+    def _is_finished(self, length: int, all_end: bool) -> bool:
         params = self._params
         longest = params.early_stopping == "never" and params.length_penalty > 0
         possible = self._scores[0] / (params.max_new_tokens if longest else length) ** params.length_penalty
-        worst = torch.where(torch.tensor([f is not None for f in self._finished]), self._finished_scores.min(), OUT)
+        worst = torch.where(
+            torch.tensor([f is not None for f in self._finished]), self._finished_scores.min(), EXCLUDED
+        )
         self._can_improve = self._can_improve and bool((possible > worst).any())
         hopeless = bool(self._scores[0] == -torch.inf)  # every token is banned
         return hopeless or not self._can_improve or all_end or (all(self._finished) and params.early_stopping is True)

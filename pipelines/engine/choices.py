@@ -43,13 +43,13 @@ def choose_tokens(step: LaunchedStep, fail: Fail) -> Choices:
         pairs = zip(step.plan.scheduled, tokens, strict=True)
         return Choices([Sampled(i.group, i.sequence, 0, token, []) for i, token in pairs if i.sequence in rows], [])
     ready, logits = [group for group in step.plan.ready if group.sequences and not group.error], step.outputs.logits
-    sampled = _sample([group for group in ready if not group.search], rows, logits, step.given, fail)
+    sampled = _sample([group for group in ready if not group.search], rows, logits, step.fixed_tokens, fail)
     searched = []
     for group in ready:
         if group.search:
             try:
-                own = logits[[rows[sequence] for sequence in group.sequences]]
-                searched.append((group, group.search.advance(group, own)))
+                group_logits = logits[[rows[sequence] for sequence in group.sequences]]
+                searched.append((group, group.search.advance(group, group_logits)))
             except BaseException as error:
                 fail(group, error)
     return Choices(sampled, searched)
@@ -80,7 +80,7 @@ def _sample(
     groups: list[SequenceGroup],
     rows: dict[Sequence, int],
     logits: Tensor,
-    given: dict[tuple[Sequence, int], int | None],
+    fixed_tokens: dict[tuple[Sequence, int], int | None],
     fail: Fail,
 ) -> list[Sampled]:
     if not groups:
@@ -93,9 +93,9 @@ def _sample(
     wanted = logits if indices == list(range(logits.shape[0])) else logits[indices]
     try:
         tokens = sample(wanted, contexts)
-        if given:
+        if fixed_tokens:
             keys = [(sequence, len(sequence.token_ids)) for _, sequence, _ in chosen]
-            tokens = [given.get(key, token) for key, token in zip(keys, tokens, strict=True)]
+            tokens = [fixed_tokens.get(key, token) for key, token in zip(keys, tokens, strict=True)]
         return [
             Sampled(group, sequence, context.sample, token, chosen_logprobs(wanted, row, context, token))
             for row, ((group, sequence, context), token) in enumerate(zip(chosen, tokens, strict=True))
@@ -107,7 +107,7 @@ def _sample(
         if not belongs_to_request(error):
             raise
         # Sample each group alone to find the group that fails.
-        return [each for group in groups for each in _sample([group], rows, logits, given, fail)]
+        return [sampled for group in groups for sampled in _sample([group], rows, logits, fixed_tokens, fail)]
 
 
 def next_contexts(group: SequenceGroup) -> list[tuple[Sequence, SamplingContext]]:

@@ -55,7 +55,10 @@ class Detokenizer:
         `may_stop` is False before min_new_tokens.
         """
         piece = self._certain_text(token_id)
-        characters = [*((one, True) for one in piece), *((one, False) for one in self._hidden_text(token_id))]
+        characters = [
+            *((character, True) for character in piece),
+            *((character, False) for character in self._hidden_text(token_id)),
+        ]
         return self._release(characters, may_stop) if characters else ("", None)
 
     def _certain_text(self, token_id: int) -> str:
@@ -96,11 +99,11 @@ class Detokenizer:
         text = self._held + characters
         if may_stop:
             for length, (character, _) in enumerate(characters, len(self._held) + 1):
-                self._stop_state, found = self._stop.advance(self._stop_state, character)
-                if found:  # the first complete string wins, and the longest of several
+                self._stop_state, num_matched = self._stop.advance(self._stop_state, character)
+                if num_matched:  # the first complete string wins, and the longest of several
                     self._held = []
-                    met = "".join(one for one, _ in text[length - found : length])
-                    return _shown(text[: length if self._include_stop else length - found]), met
+                    matched = "".join(character for character, _ in text[length - num_matched : length])
+                    return _shown(text[: length if self._include_stop else length - num_matched]), matched
         cut = len(text) - self._stop.lengths[self._stop_state]
         self._held = text[cut:]
         return _shown(text[:cut]), None

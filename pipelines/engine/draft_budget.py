@@ -16,10 +16,10 @@ from pipelines.engine.request import Sequence
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15)  # draft counts of a row: few values, so that few step shapes are recorded
 # Steps of a size before its time counts: the first step runs eagerly, the second is recorded.
-FIRST_TIMES = 3
+MIN_TIMES = 3
 # Tokens for which a CPU reads each weight once. Steps up to this size are tried, because they may cost no more.
-ONE_READING = 16
-TRIED = 1.5  # factor on the largest measured size up to which a size is tried
+TOKENS_PER_READ = 16
+TRIED_GROWTH = 1.5  # factor on the largest measured size up to which a size is tried
 # Recent times of which the minimum counts: an interrupted step took longer than the next step will.
 NUM_TIMES = 8
 PROBE_EVERY = 32  # steps without a draft
@@ -27,7 +27,7 @@ PRIOR_WEIGHT = 2.0  # weight of the prior of a row's own rate, in drafts
 MEMORY = 32.0  # drafts after which the counts are halved, because the rate changes along a text
 # Required gain in tokens per second: the chances are estimates, and the best of many estimates is too optimistic.
 MARGIN = 1.05
-LEAST_GAIN = 0.01  # expected tokens of a draft below which it is not considered
+MIN_GAIN = 0.01  # expected tokens of a draft below which it is not considered
 
 
 class StepCosts:
@@ -43,7 +43,7 @@ class StepCosts:
         """Record the time of a step with `num_tokens` tokens."""
         times = self._times.setdefault(num_tokens, deque(maxlen=NUM_TIMES))
         times.append(seconds)
-        if len(times) >= FIRST_TIMES and self._known.get(num_tokens) != (least := min(times)):
+        if len(times) >= MIN_TIMES and self._known.get(num_tokens) != (least := min(times)):
             self._known[num_tokens] = least
             self._sizes = sorted(self._known)
             self._seconds.clear()
@@ -51,19 +51,19 @@ class StepCosts:
     def seconds(self, num_tokens: int) -> float:
         """Estimate the time of a step; infinity if nothing was measured.
 
-        Between two measured sizes it interpolates linearly. Up to ONE_READING tokens, a size above the largest measured
-        one costs the same as that one, so that it is tried. Above ONE_READING the cost grows as between the last two
-        measured sizes, up to TRIED times the largest size. Beyond that it is infinite, so that no step is tried that
+        Between two measured sizes the estimate is linear. A size above the largest measured size costs the same if it has
+        at most TOKENS_PER_READ tokens, so that it is tried. A larger size extends the line through the last two measured
+        sizes, up to TRIED_GROWTH times the largest size. Beyond this the cost is infinite, so that no step is tried that
         may take several times as long.
         """
-        found = self._seconds.get(num_tokens)
-        if found is None:
-            found = self._seconds[num_tokens] = self._estimate(num_tokens)
-        return found
+        seconds = self._seconds.get(num_tokens)
+        if seconds is None:
+            seconds = self._seconds[num_tokens] = self._estimate(num_tokens)
+        return seconds
 
     def _estimate(self, size: int) -> float:
         sizes, known = self._sizes, self._known
-        if not sizes or size > max(ONE_READING, math.ceil(TRIED * sizes[-1])):
+        if not sizes or size > max(TOKENS_PER_READ, math.ceil(TRIED_GROWTH * sizes[-1])):
             return math.inf
         above = bisect_left(sizes, size)
         if above == len(sizes):
@@ -71,12 +71,12 @@ class StepCosts:
         first, last = sizes[max(0, above - 1)], sizes[above]
         growth = (known[last] - known[first]) / (last - first) if first < last else 0.0
         if size > last:
-            growth = max(0.0, growth) if size > ONE_READING else 0.0
+            growth = max(0.0, growth) if size > TOKENS_PER_READ else 0.0
         return known[last] + growth * (size - last)
 
 
 @dataclass
-class Share:
+class AcceptanceRate:
     """Acceptance rate: the probability that a draft is accepted if all drafts before it are."""
 
     num_accepted: float = 0.0
@@ -105,7 +105,7 @@ def draft_lengths(chances: Row[float], most: Row[int], num_tokens: int, costs: S
         gain = 1.0
         for _ in range(most[row]):
             gain *= chance
-            if gain < LEAST_GAIN:
+            if gain < MIN_GAIN:
                 break
             gains.append((gain, row))
     gains.sort(reverse=True)
@@ -126,8 +126,8 @@ class DraftBudget:
 
     def __init__(self) -> None:
         self.costs = StepCosts()
-        self._share = Share()  # of all rows
-        self._own_shares: WeakKeyDictionary[Sequence, Share] = WeakKeyDictionary()
+        self._rate = AcceptanceRate()  # of all rows
+        self._row_rates: WeakKeyDictionary[Sequence, AcceptanceRate] = WeakKeyDictionary()
         self._paddle_lengths: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._num_without = 0  # steps since the last draft
 
@@ -147,20 +147,22 @@ class DraftBudget:
             elif settings.acceptance is Acceptance.exact:
                 by_goodput.append(index)
         if by_goodput:
-            own = [rows[index] for index in by_goodput]
+            goodput_rows = [rows[index] for index in by_goodput]
             for index, length in zip(
-                by_goodput, self._of_goodput(own, [most[i] for i in by_goodput], num_tokens), strict=True
+                by_goodput,
+                self._lengths_by_goodput(goodput_rows, [most[i] for i in by_goodput], num_tokens),
+                strict=True,
             ):
                 lengths[index] = length
         return lengths
 
-    def _of_goodput(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
+    def _lengths_by_goodput(self, rows: list[Sequence], most: list[int], num_tokens: int) -> list[int]:
         """Return the lengths with the most tokens per second.
 
         After PROBE_EVERY - 1 steps without a draft, one row gets one draft.
         """
-        prior, unknown = self._share.chance(0.5), Share()
-        chances = [self._own_shares.get(row, unknown).chance(prior) for row in rows]
+        prior, unknown = self._rate.chance(0.5), AcceptanceRate()
+        chances = [self._row_rates.get(row, unknown).chance(prior) for row in rows]
         lengths = draft_lengths(chances, most, num_tokens, self.costs)
         self._num_without = 0 if any(lengths) else self._num_without + 1
         if self._num_without == PROBE_EVERY:
@@ -170,8 +172,8 @@ class DraftBudget:
 
     def learn(self, row: Sequence, num_accepted: int, num_drafts: int) -> None:
         """Record how many of a row's drafts were accepted."""
-        self._share.add(num_accepted, num_drafts)
-        self._own_shares.setdefault(row, Share()).add(num_accepted, num_drafts)
+        self._rate.add(num_accepted, num_drafts)
+        self._row_rates.setdefault(row, AcceptanceRate()).add(num_accepted, num_drafts)
         most = row.params.speculation.num_tokens
         length = self._paddle_lengths.get(row, most)
         self._paddle_lengths[row] = max(1, min(length + (2 if num_accepted == length else -1), most))

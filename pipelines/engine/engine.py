@@ -15,7 +15,7 @@ from models.batch import KVCache
 from models.causal_lm import CausalLM
 from models.tokenizers import Tokenizer
 from pipelines.engine.adapters import Adapters
-from pipelines.engine.batch import build_batch, whole_batch
+from pipelines.engine.batch import build_batch, prompt_batch
 from pipelines.engine.beam_search import BeamSearch
 from pipelines.engine.block_manager import BlockManager
 from pipelines.engine.choices import Choices, choose_tokens
@@ -25,7 +25,7 @@ from pipelines.engine.engine_config import EngineConfig
 from pipelines.engine.executor import Executor
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.lookahead import LaunchedStep, can_choose_ahead
-from pipelines.engine.operations import CopyBlocks, Execute, ExecuteWhole, Hidden
+from pipelines.engine.operations import CopyBlocks, Execute, ExecuteWithHidden, Hidden
 from pipelines.engine.pooling import PromptPooling
 from pipelines.engine.request import (
     Output,
@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def is_next_computed(self) -> bool:
-        """Whether the next step's outputs are already computed: an earlier step computed them for drafts that were accepted."""
+        """Whether an earlier step computed the next step's outputs, for drafts that were accepted."""
         return self._launched is not None and self._launched.is_confirmed
 
     def request(
@@ -318,8 +318,8 @@ class Engine:
         """Build the plan's batch and execute it. `last_tokens` [S]: the input tokens, if the CPU does not have them."""
         batch = build_batch(plan, self.block_size)
         if self.speculator.reads_hidden(plan):
-            whole = build_batch(plan, self.block_size, all_outputs=True)
-            outputs, hidden = self.executor.run(ExecuteWhole(batch, whole))
+            all_rows = build_batch(plan, self.block_size, all_outputs=True)
+            outputs, hidden = self.executor.run(ExecuteWithHidden(batch, all_rows))
             self.speculator.observe(plan, hidden)
             return LaunchedStep(plan, outputs)
         outputs = self.executor.execute(batch, last_tokens)
@@ -406,7 +406,7 @@ class Engine:
         tables = [blocks.allocate(blocks.num_blocks_for(len(prompt))) for prompt in prompts]
         try:
             features = [self.executor.prompt_features(prompt) for prompt in prompts]
-            batch = whole_batch(prompts, num_outputs, tables, features, self.block_size)
+            batch = prompt_batch(prompts, num_outputs, tables, features, self.block_size)
             return self.executor.run(Hidden(batch))
         finally:
             for table in tables:

@@ -76,8 +76,8 @@ class Executor:
                 capture = GraphPool().capture
                 self.adapted_steps = GraphSteps(self.compute, capture, *sizes, self.device, with_adapters=True)
 
-    def beside(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":
-        """Return an executor of another model over a cache with the same blocks."""
+    def draft_executor(self, model: CausalLM, cache: KVCache, num_graph_sequences: int) -> "Executor":
+        """Return an executor for a draft model whose cache has the same blocks."""
         return Executor(model, cache, num_graph_sequences, self._table_width, self._decode_threads)
 
     @property
@@ -89,7 +89,7 @@ class Executor:
         return self.model.step_weight_bytes(num_sequences)
 
     @property
-    def peak_memory_of_others(self) -> int:
+    def other_ranks_peak_bytes(self) -> int:
         """Sum of the peak bytes of the other ranks' processes."""
         return 0
 

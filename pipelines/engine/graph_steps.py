@@ -83,11 +83,11 @@ class GraphSteps:
     @torch.inference_mode()
     def _capture_all(self, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
         largest, shape = self._sizes[-1], BatchShape(0, 0, 1, self._inputs[1].shape.num_prompt_features, 0)
-        nobody = Batch(torch.zeros(shape.num_numbers, dtype=torch.int64), shape)
-        self._send(nobody, largest)
+        empty_batch = Batch(torch.zeros(shape.num_numbers, dtype=torch.int64), shape)
+        self._send(empty_batch, largest)
         self._outputs = StepOutputs(*map(torch.empty_like, self._compute(self._inputs[largest], None)))
         for size in reversed(self._sizes):
-            self._send(nobody, size)
+            self._send(empty_batch, size)
             self._replays[size] = capture(partial(self._step, size))
 
     def _step(self, size: int) -> None:

@@ -70,7 +70,7 @@ class Guides:
         """`vocab_size`: the model's, which sizes the masks. Ids that the tokenizer lacks are never allowed."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(id for id in eos_token_ids if id < vocab_size)
-        self._compiled = functools.lru_cache(maxsize=NUM_KEPT)(self._tried)
+        self._compiled = functools.lru_cache(maxsize=NUM_KEPT)(self._compile_or_error)
 
     def begin(self, guide: dict[str, Any]) -> Guide:
         """Return a guide's state at the start of a text.
@@ -82,7 +82,7 @@ class Guides:
             raise UserError(str(compiled))
         return compiled.copy()
 
-    def _tried(self, text: str) -> Guide | UserError:
+    def _compile_or_error(self, text: str) -> Guide | UserError:
         """Return the compiled guide or its error. Errors are cached too: a slow guide costs its time only once."""
         try:
             return self._compile(text)
@@ -101,7 +101,7 @@ class Guides:
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
         if matcher.is_stopped():
-            raise UserError(f"decode.guide.{kind} allows no text but the empty one: give one that does")
+            raise UserError(f"decode.guide.{kind} allows only the empty text: give a guide that allows a longer text")
         return Guide(matcher, self._vocab_size)
 
     @functools.cached_property
@@ -114,9 +114,7 @@ class Guides:
         if self._tokenizer is None:
             raise UserError("decode.guide needs a tokenizer: give model.tokenizer=PATH")
         if not self._eos_token_ids:
-            raise UserError(
-                "decode.guide needs a token that ends a text, and the model has no eos: leave decode.guide out"
-            )
+            raise UserError("decode.guide needs an EOS token, and the model has none: leave decode.guide out")
         vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
         return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_token_ids)
 
@@ -173,12 +171,12 @@ def _refused(kind: str, error: str) -> UserError:
     if "oneOf constraints" in reason:
         remedy = "its alternatives do not exclude each other by type, const or a required property: give anyOf"
         return UserError(f"decode.guide.{kind} has a oneOf that is not supported: {remedy}")
-    if found := re.search(r"Unimplemented keys: \[(.*)\]", reason):
-        return UserError(f"decode.guide.{kind} has keywords that are not supported: {found[1]}: leave them out")
+    if match := re.search(r"Unimplemented keys: \[(.*)\]", reason):
+        return UserError(f"decode.guide.{kind} has keywords that are not supported: {match[1]}: leave them out")
     return UserError(f"decode.guide.{kind} cannot be used: {reason}: correct or simplify it")
 
 
 def _one_line(error: str) -> str:
     """Return llguidance's error message without the grammar that it quotes."""
-    said = re.split(r"\n\s*\d+ \| |\n<non-verbose/>", error)[0]
-    return shortened(" ".join(re.sub(r"^at \d+\(\d+\): ", "", said).split()))
+    message = re.split(r"\n\s*\d+ \| |\n<non-verbose/>", error)[0]
+    return shortened(" ".join(re.sub(r"^at \d+\(\d+\): ", "", message).split()))

@@ -20,7 +20,7 @@ TYPE_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
 def waits_for_tokens(context: SamplingContext) -> bool:
-    """Return whether the CPU needs the last token, for repeated n-grams, sequences of several tokens, or a guide."""
+    """Return whether the CPU needs the last token: for no_repeat_ngram_size, banned or biased sequences, or a guide."""
     p = context.params
     sequences = (*p.bad_words, *(ids for ids, _ in p.sequence_bias))
     return bool(p.no_repeat_ngram_size or context.guide) or any(len(ids) > 1 for ids in sequences)
@@ -34,7 +34,7 @@ def process_logits(logits: Tensor, contexts: Sequence[SamplingContext], last_tok
     """
     assert last_tokens is None or not any(map(waits_for_tokens, contexts))
     vocab_size, num_unknown = logits.shape[1], int(last_tokens is not None)
-    if not any(_asks_for_something(context, num_unknown) for context in contexts):
+    if not any(_needs_processing(context, num_unknown) for context in contexts):
         return logits
     rows = [(row * vocab_size, context, context.params) for row, context in enumerate(contexts)]
     biases = [(start + id, bias) for start, context, _ in rows for id, bias in _biases(context) if id < vocab_size]
@@ -84,7 +84,7 @@ def to_device(values: Iterable[float], dtype: torch.dtype, device: torch.device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _asks_for_something(context: SamplingContext, num_unknown: int) -> bool:
+def _needs_processing(context: SamplingContext, num_unknown: int) -> bool:
     p = context.params
     biases = p.logit_bias or p.sequence_bias
     bans = p.allowed_token_ids or p.bad_words or p.no_repeat_ngram_size or context.guide
@@ -136,24 +136,24 @@ def _penalise(
     """
     known = [_counts(contexts[row]) for row in penalised]
     listed = array("q"), array("q"), array("q")  # row index, token id, and number of times generated
-    for row, each in zip(penalised, known, strict=True):
+    for row, token_counts in zip(penalised, known, strict=True):
         for numbers, more in zip(
-            listed, (array("q", [row]) * len(each.counts), each.token_ids, each.counts), strict=True
+            listed,
+            (array("q", [row]) * len(token_counts.counts), token_counts.token_ids, token_counts.counts),
+            strict=True,
         ):
             numbers += more
     rows, tokens, counts = (to_device(numbers, torch.int64, flat.device) for numbers in listed)
     if last_tokens is not None:  # add the last token: to its count if it is listed, else as a new entry
-        own = to_device(penalised, torch.int64, flat.device)
+        penalised_rows = to_device(penalised, torch.int64, flat.device)
         again = tokens == last_tokens[rows]
         counts = counts + again
-        new = torch.zeros_like(last_tokens).scatter_add_(0, rows, counts * again)[own].clamp(min=1)
-        rows, tokens = torch.cat((rows, own)), torch.cat((tokens, last_tokens[own]))
+        new = torch.zeros_like(last_tokens).scatter_add_(0, rows, counts * again)[penalised_rows].clamp(min=1)
+        rows, tokens = torch.cat((rows, penalised_rows)), torch.cat((tokens, last_tokens[penalised_rows]))
         counts = torch.cat((counts, new))
     settings = [context.params for context in contexts]
-    each_of_rows = chain.from_iterable(
-        (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in settings
-    )
-    repetition, presence, frequency = to_device(each_of_rows, torch.float32, flat.device).view(-1, 3)[rows].T
+    penalties = chain.from_iterable((p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in settings)
+    repetition, presence, frequency = to_device(penalties, torch.float32, flat.device).view(-1, 3)[rows].T
     places = rows * vocab_size + tokens
     values = flat.gather(0, places)
     values = torch.where(values > 0, values / repetition, values * repetition)

@@ -32,7 +32,7 @@ class LaunchedStep:
         self.tokens = tokens
         self.first_rows = _first_rows(plan)
         """Index of each item's first output row. An item has `num_outputs` rows, followed by the rows of its drafts."""
-        self.given: dict[tuple[Sequence, int], int | None] = {}
+        self.fixed_tokens: dict[tuple[Sequence, int], int | None] = {}
         """Tokens that are chosen already. Key: the sequence, and its number of tokens before the token."""
         self.is_confirmed = False
         """Whether the step needs no computation, because an earlier step's accepted drafts have its outputs."""
@@ -46,11 +46,11 @@ class LaunchedStep:
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
 
-    def give(self, index: int, tokens: list[int | None]) -> None:
+    def fix_tokens(self, index: int, tokens: list[int | None]) -> None:
         """Fix the next tokens of the plan's item `index`: its accepted drafts, and one token after them."""
         item = self.plan.scheduled[index]
         before = len(item.sequence.token_ids)
-        self.given |= {(item.sequence, before + i): token for i, token in enumerate(tokens)}
+        self.fixed_tokens |= {(item.sequence, before + i): token for i, token in enumerate(tokens)}
         self.plan.scheduled[index] = item._replace(drafts=item.drafts[: len(tokens) - 1])
 
     def has_live_sequences(self) -> bool:

@@ -18,9 +18,9 @@ class NgramIndex:
         self._followers: dict[int, tuple[int, ...]] = {}
 
     def copy(self) -> "NgramIndex":
-        other = NgramIndex.__new__(NgramIndex)
-        vars(other).update(vars(self), _followers=dict(self._followers))
-        return other
+        copy = NgramIndex.__new__(NgramIndex)
+        vars(copy).update(vars(self), _followers=dict(self._followers))
+        return copy
 
     def followers(self, token_ids: list[int]) -> tuple[int, ...]:
         """Return the tokens that followed earlier occurrences of the last `size - 1` tokens.

@@ -29,18 +29,18 @@ class Execute(Operation[StepOutputs]):
 
 
 @dataclass(frozen=True)
-class ExecuteWhole(Operation[tuple[StepOutputs, Tensor]]):
+class ExecuteWithHidden(Operation[tuple[StepOutputs, Tensor]]):
     """Compute a step's outputs, and the hidden states [T, E] of all tokens."""
 
     batch: Batch
-    whole: Batch
+    all_rows: Batch
     """The same batch with every token as an output row."""
 
     def compute(self, executor: Executor) -> tuple[StepOutputs, Tensor]:
         if self.batch.shape.num_outputs == self.batch.shape.num_tokens:
             outputs = executor.step(self.batch)
             return outputs, outputs.hidden
-        batch, hidden = executor.on_device(self.batch), executor.forward(self.whole)
+        batch, hidden = executor.on_device(self.batch), executor.forward(self.all_rows)
         wanted = hidden[batch.output_rows]
         logits = executor.model.logits(wanted, batch)
         return StepOutputs(wanted, logits, all_finite(logits)), hidden
@@ -126,17 +126,18 @@ class CopyBlocks(Operation[None]):
 
 @dataclass(frozen=True)
 class Store(Operation[None]):
-    """Write given keys and values to slots of the cache, unchanged. They are of all layers and key heads of the model."""
+    """Write keys and values of all layers and key heads to slots of the cache, unchanged."""
 
     keys_and_values: Tensor
     """[L, 2, P, G, D]"""
     slots: list[int]
 
     def compute(self, executor: Executor) -> None:
-        places, own = torch.tensor(self.slots, device=executor.device), executor.own_layers(self.keys_and_values)
-        for layer, heads, both in zip(executor.cache.layers, executor.model.attention_heads, own, strict=True):
+        slots = torch.tensor(self.slots, device=executor.device)
+        stage_values = executor.own_layers(self.keys_and_values)
+        for layer, heads, both in zip(executor.cache.layers, executor.model.attention_heads, stage_values, strict=True):
             keys, values = heads.own_keys(both, axis=2)
-            kv_store(keys, values, *layer, places)
+            kv_store(keys, values, *layer, slots)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class WriteBlocks(Operation[None]):
 
 OPERATIONS = (
     Execute,
-    ExecuteWhole,
+    ExecuteWithHidden,
     Hidden,
     HiddenFrom,
     Logits,

@@ -44,4 +44,4 @@ class PromptPooling:
         return group.origin.fork()
 
     def recompute(self, group: SequenceGroup) -> None:
-        raise AssertionError("a prompt that does not grow passes no border")
+        raise AssertionError("a pooled prompt does not grow, so it cannot cross long_rope_threshold")

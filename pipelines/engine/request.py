@@ -210,7 +210,7 @@ class Sequence(SamplingContext):
     unsent: str | None = None
     """Text of the last token that the request's sink has not received yet; None: there is no such token."""
     drafting: Any = None
-    """The proposer's own state for this sequence; None: none. A fork starts with the same state."""
+    """The proposer's state for this sequence, or None. A fork starts with the same state."""
 
     @classmethod
     def begin(cls, request: Request, detokenizer: Detokenizer | None = None) -> "Sequence":

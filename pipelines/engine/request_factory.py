@@ -48,7 +48,7 @@ class RequestFactory:
 
     @functools.cached_property
     def _bad_words(self) -> Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]:
-        return functools.lru_cache(NUM_KEPT)(self._written)
+        return functools.lru_cache(NUM_KEPT)(self._encode_words)
 
     def prepare(self, decode: DecodeConfig) -> None:
         """Precompute the slow parts of `make` that depend only on the settings. Thread-safe.
@@ -135,7 +135,7 @@ class RequestFactory:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise UserError("the prompt has no tokens, and the tokenizer no BOS to begin with: give a prompt with text")
+            raise UserError("the prompt has no tokens, and the tokenizer adds no BOS: give a prompt with text")
         self._check_ids("prompt token id", token_ids)
 
     def check(self, decode: DecodeConfig) -> None:
@@ -161,7 +161,7 @@ class RequestFactory:
         if wrong := [id for id in ids if not 0 <= id < self.vocab_size]:
             raise UserError(f"{what} {wrong[0]} is not in the vocabulary: give ids from 0 to {self.vocab_size - 1}")
 
-    def _written(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def _encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word, at the start of a text and after a space."""
         if not words:
             return ()
@@ -172,20 +172,20 @@ class RequestFactory:
     def _check_size(self, params: SamplingParams, num_prompt_tokens: int, num_prefix_tokens: int) -> None:
         num_tokens, width = num_prompt_tokens + params.max_new_tokens, params.num_sequences
         threshold = self.capabilities.long_rope_threshold
-        own_blocks = max_blocks(params, num_prompt_tokens, self.block_size, threshold, num_prefix_tokens)
-        if own_blocks > self.num_blocks:
+        num_needed_blocks = max_blocks(params, num_prompt_tokens, self.block_size, threshold, num_prefix_tokens)
+        if num_needed_blocks > self.num_blocks:
             what = f"prompt and new tokens are {num_tokens}" + (f", in {width} sequences" if width > 1 else "")
             capacity = self.num_blocks * self.block_size
             remedy = "raise device.kv_cache_memory" + (", or ask for fewer new tokens" if params.max_new_tokens else "")
             raise UserError(f"{what}, but the KV cache holds {capacity}: {remedy}")
         if self.capabilities.needs_whole_prompt and num_tokens > self.config.max_batched_tokens:
             raise UserError(
-                f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be cut "
+                f"prompt and new tokens are {num_tokens}, but this model's prompts cannot be computed in chunks "
                 f"and device.max_batched_tokens={self.config.max_batched_tokens}: raise it, or ask for fewer new tokens"
             )
         if width > self.config.max_batched_tokens:
             limit = f"device.max_batched_tokens={self.config.max_batched_tokens}"
-            remedy = "ask for fewer, or raise it, because each needs a token of every step"
+            remedy = "ask for fewer, or raise it, because each sequence needs one token in every step"
             raise UserError(f"the request has {width} sequences, but {limit}: {remedy}")
 
 
@@ -273,7 +273,7 @@ def too_many_new_tokens(max_new_tokens: int, num_prompt_tokens: int | None, cont
     if num_prompt_tokens is not None:
         number = f"at most {context.num_places - num_prompt_tokens} with {num_prompt_tokens} tokens of prompt, or "
     what = f"decode.max_new_tokens={max_new_tokens} is more than the model takes ({context})"
-    return UserError(f"{what}: give {number}auto, which is as many as fit after each prompt")
+    return UserError(f"{what}: give {number}auto, which uses all tokens that fit after each prompt")
 
 
 def _resolve_max_new_tokens(decode: DecodeConfig, num_prompt_tokens: int, context: ContextLimit) -> int:

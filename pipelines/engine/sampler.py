@@ -101,12 +101,12 @@ def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[T
     `logits` [R, V]: the model's own, not processed.
     """
     logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [R, 1]
-    ranks = (logprobs > own).sum(-1) + 1
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # [R, 1]
+    ranks = (logprobs > chosen).sum(-1) + 1
     top = logprobs.topk(min(num_top, logprobs.shape[-1]))
     result = []
     for token, value, rank, tokens, values in zip(
-        token_ids, own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        token_ids, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
     ):
         known = {token: rank} | {t: r for r, t in enumerate(tokens, 1)}
         result.append(TokenLogprobs({token: value} | dict(zip(tokens, values, strict=True)), known))

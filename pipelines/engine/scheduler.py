@@ -65,7 +65,7 @@ class Scheduler:
         self._long_rope_threshold = capabilities.long_rope_threshold
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # in the order of admission
-        self._reserved: list[Sequence] = []  # sequences with blocks for drafts
+        self._reserved: list[Sequence] = []  # sequences with extra blocks for drafts
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group. Background groups wait behind all other groups."""
@@ -87,27 +87,32 @@ class Scheduler:
         The step exceeds `max_tokens` if more sequences run than `max_tokens`, or if prompts cannot be split. `in_flight`:
         plans of unfinished steps, whose groups are not considered. The step takes at most 1/num_microbatches of the
         running groups (rounded up), possibly none.
+
+        The plan preempts groups if the running groups need more blocks than are free. Otherwise it admits waiting groups.
         """
         busy = {item.group for plan in in_flight for item in plan.scheduled}
         idle = [group for group in self.running if group not in busy]
         copies: list[tuple[int, int]] = []
+        # 1. Blocks: free unused draft blocks, allocate for the running groups, then admit waiting groups.
         while self._reserved:
-            self._drop_reserved(self._reserved.pop())
+            self._free_surplus_blocks(self._reserved.pop())
         for group in idle:
             self._recompute_past_threshold(group)
-        if self._grow(idle, bool(busy), copies):
-            while self.waiting and self._may_run(self.waiting[0]) and self._admit(self.waiting[0], copies):
+        if self._allocate_or_preempt(idle, bool(busy), copies):
+            while self.waiting and self._fits_limits(self.waiting[0]) and self._admit(self.waiting[0], copies):
                 self.running.append(self.waiting.popleft())
                 idle.append(self.running[-1])
-        groups = idle[: -(-len(self.running) // num_microbatches)]
+        # 2. Tokens: share the token budget between the sequences of this microbatch.
+        groups = idle[: -(-len(self.running) // num_microbatches)]  # 1/num_microbatches of the running groups
         sequences = [sequence for group in groups for sequence in group.sequences]
         num_new_tokens = self._share_budget(sequences, max_tokens)
+        # 3. Outputs: a group is ready if the step computes the last token of each of its sequences.
         ready = []
         for group in groups:
             if all(num_new_tokens[sequence] == sequence.num_uncomputed_tokens for sequence in group.sequences):
                 ready.append(group)
                 continue
-            # The last tokens of all sequences must be in one step, because their outputs are needed together.
+            # Keep the last tokens for a later step, because the outputs of all sequences are needed together.
             for sequence in group.sequences:
                 num_new_tokens[sequence] = min(num_new_tokens[sequence], sequence.num_uncomputed_tokens - 1)
         scheduled = [
@@ -125,7 +130,7 @@ class Scheduler:
         there are too few free blocks.
         """
         sequences = [item.sequence for item in plan.scheduled]
-        missing = {s: self._num_missing_of(s, 1) for s in sequences}
+        missing = {s: self._num_missing_blocks(s, 1) for s in sequences}
         if (
             self.waiting
             or any(self._is_past_threshold(len(s.token_ids) + 1) and not s.is_past_threshold for s in sequences)
@@ -147,21 +152,21 @@ class Scheduler:
         """
         blocks, budget = self.block_manager, self._budget(max_tokens, len(plan.scheduled))
         budget -= sum(item.num_new_tokens for item in plan.scheduled)
-        reserved = []
-        for item, most in zip(plan.scheduled, wanted, strict=True):
+        granted = []
+        for item, max_drafts in zip(plan.scheduled, wanted, strict=True):
             sequence, num_tokens = item.sequence, len(item.sequence.token_ids)
-            most = min(most, budget, sequence.params.max_new_tokens - sequence.num_output_tokens - 1)
+            max_drafts = min(max_drafts, budget, sequence.params.max_new_tokens - sequence.num_output_tokens - 1)
             num_slots = (len(sequence.block_table) + blocks.num_empty_blocks) * blocks.block_size
-            most = min(most, num_slots - sequence.prefix.num_tokens - num_tokens)
+            max_drafts = min(max_drafts, num_slots - sequence.prefix.num_tokens - num_tokens)
             if self._long_rope_threshold is not None and not sequence.is_past_threshold:
-                most = min(most, self._long_rope_threshold - num_tokens)
-            most = max(0, most)
-            if (missing := self._num_missing_of(sequence, most)) > 0:
+                max_drafts = min(max_drafts, self._long_rope_threshold - num_tokens)
+            max_drafts = max(0, max_drafts)
+            if (missing := self._num_missing_blocks(sequence, max_drafts)) > 0:
                 sequence.block_table += blocks.allocate(missing)
                 self._reserved.append(sequence)
-            budget -= most
-            reserved.append(most)
-        return reserved
+            budget -= max_drafts
+            granted.append(max_drafts)
+        return granted
 
     def commit(self, plan: StepPlan) -> None:
         """Record that the plan's tokens, without drafts, are in the cache.
@@ -183,26 +188,26 @@ class Scheduler:
                 for i in range(before, full):
                     blocks.remember(sequence.block_table[i], sequence.block_hashes[i])
             if sequence.first_output_position is not None:
-                is_whole = not sequence.num_uncomputed_tokens
-                sequence.first_output_position = None if is_whole else sequence.num_computed_tokens
+                is_complete = not sequence.num_uncomputed_tokens
+                sequence.first_output_position = None if is_complete else sequence.num_computed_tokens
 
     def branch(self, group: SequenceGroup, continuations: list[Continuation]) -> None:
         """Replace the group's sequences by these continuations.
 
         A sequence with several continuations is forked; a sequence without continuations ends.
         """
-        sequences, taken = [], set()
+        sequences, continued = [], set()
         for continuation in continuations:
             sequence = continuation.parent
-            if sequence in taken:
+            if sequence in continued:
                 sequence = self.fork(sequence)
             else:
-                taken.add(sequence)
+                continued.add(sequence)
             sequences.append(sequence)
         for sequence, continuation in zip(sequences, continuations, strict=True):
             sequence.token_ids.append(continuation.token_id)
         for sequence in list(group.sequences):
-            if sequence not in taken:
+            if sequence not in continued:
                 self.finish(group, sequence)
         group.sequences = sequences
 
@@ -251,7 +256,7 @@ class Scheduler:
             return self.max_batched_tokens
         return min(self.max_batched_tokens, max(max_tokens, num_sequences))
 
-    def _may_run(self, group: SequenceGroup) -> bool:
+    def _fits_limits(self, group: SequenceGroup) -> bool:
         """Whether a further request may run and the token budget covers every sequence that the group can have."""
         groups = [*self.running, group]
         num_tokens = sum(g.request.params.num_sequences for g in groups)
@@ -259,17 +264,20 @@ class Scheduler:
             num_tokens = sum(max(g.request.params.num_sequences, g.sequences[0].num_uncomputed_tokens) for g in groups)
         return len(self.running) < self.max_num_requests and num_tokens <= self.max_batched_tokens
 
-    def _grow(self, idle: list[SequenceGroup], others_run: bool, copies: list[tuple[int, int]]) -> bool:
-        """Allocate blocks for the tokens of every idle sequence. Add shared blocks that the step writes to `copies`.
+    def _allocate_or_preempt(
+        self, idle: list[SequenceGroup], steps_in_flight: bool, copies: list[tuple[int, int]]
+    ) -> bool:
+        """Allocate blocks for the tokens of every idle sequence. Returns False if there were too few free blocks.
 
-        If there are too few free blocks, it removes the last groups from `idle`, preempts them and returns False. While
-        other groups are in flight, the group that lacks blocks is not preempted itself: it waits for free blocks.
+        In this case the last groups are removed from `idle` and preempted. With steps in flight, the group that lacks
+        blocks is removed but not preempted, because the end of a step can free blocks. `copies` receives the shared
+        blocks that the step writes, with their copies.
         """
         enough = True
         for group in list(idle):
-            while group in idle and self._num_missing_of_group(group) > self.block_manager.num_free_blocks:
+            while group in idle and self._num_missing_in_group(group) > self.block_manager.num_free_blocks:
                 last, enough = idle.pop(), False
-                if last is not group or not others_run:
+                if last is not group or not steps_in_flight:
                     self._preempt(last)
             if group in idle:
                 for sequence in group.sequences:
@@ -286,11 +294,11 @@ class Scheduler:
             return
         for sequence in group.sequences:
             self._release(sequence)
-            self._place_at_border(sequence)
+            self._update_past_threshold(sequence)
         if group.search:
             group.search.recompute(group)
 
-    def _place_at_border(self, sequence: Sequence) -> None:
+    def _update_past_threshold(self, sequence: Sequence) -> None:
         """Update `is_past_threshold` of a sequence without computed tokens."""
         is_past_threshold = self._is_past_threshold(len(sequence.token_ids))
         if is_past_threshold != sequence.is_past_threshold:
@@ -306,28 +314,30 @@ class Scheduler:
         Returns False if the pool cannot hold the sequence, or if the group's adapter gets no slot.
         """
         sequence = group.sequences[0]
-        self._place_at_border(sequence)
-        self._share_computed(sequence)
-        if self._num_missing_of_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
+        self._update_past_threshold(sequence)
+        self._take_cached_blocks(sequence)
+        if self._num_missing_in_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
-        if group.num_cached_tokens is None:  # not after a preemption: the group then finds its own blocks
+        if (
+            group.num_cached_tokens is None
+        ):  # None only at the first admission: after a preemption the group finds its own blocks
             group.num_cached_tokens = sequence.num_computed_tokens
         self._allocate(sequence, copies)
         return True
 
-    def _share_computed(self, sequence: Sequence) -> None:
-        blocks, prefix, found = self.block_manager, sequence.prefix, list[int]()
+    def _take_cached_blocks(self, sequence: Sequence) -> None:
+        blocks, prefix, cached = self.block_manager, sequence.prefix, list[int]()
         num_full = prefix.num_tokens // blocks.block_size
         if sequence.params.prefix_cache and sequence.first_output_position is None:
             # At least one token is computed again, because its logits are needed.
             num_blocks = (prefix.num_tokens + len(sequence.token_ids) - 1) // blocks.block_size
             self._extend_hashes(sequence, num_blocks)
-            found = blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
-        # The first found block also has the last tokens of the prefix, so the prefix's partly filled block is not needed.
-        sequence.block_table = [*prefix.blocks[:num_full], *found] if found else [*prefix.blocks]
+            cached = blocks.find_prefix(sequence.block_hashes[num_full:num_blocks])
+        # The first cached block also has the prefix's last tokens. It replaces the prefix's partly filled block.
+        sequence.block_table = [*prefix.blocks[:num_full], *cached] if cached else [*prefix.blocks]
         blocks.share(sequence.block_table)
-        if found:
+        if cached:
             sequence.num_computed_tokens = len(sequence.block_table) * blocks.block_size - prefix.num_tokens
 
     def _preempt(self, group: SequenceGroup) -> None:
@@ -353,21 +363,21 @@ class Scheduler:
             self._adapters.release(group.request.adapter)
             group.adapter_slot = -1
 
-    def _num_missing_of_group(self, group: SequenceGroup) -> int:
-        missing = sum(map(self._num_missing_of, group.sequences))
+    def _num_missing_in_group(self, group: SequenceGroup) -> int:
+        missing = sum(map(self._num_missing_blocks, group.sequences))
         if len(group.sequences) == 1 and not group.request.prefix.blocks:
             return missing
         written = Counter(block for s in group.sequences if (block := self._written_block(s)) is not None)
         # The last owner of a block writes into it without a copy. A prefix is an owner that never writes.
         return missing + sum(n - (self.block_manager.num_owners(block) == n) for block, n in written.items())
 
-    def _num_missing_of(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
+    def _num_missing_blocks(self, sequence: Sequence, num_more_tokens: int = 0) -> int:
         """Return how many blocks the sequence lacks for its tokens plus `num_more_tokens`; negative: surplus."""
         num_tokens = sequence.prefix.num_tokens + len(sequence.token_ids) + num_more_tokens
         return self.block_manager.num_blocks_for(num_tokens) - len(sequence.block_table)
 
-    def _drop_reserved(self, sequence: Sequence) -> None:
-        if (surplus := -self._num_missing_of(sequence)) > 0:
+    def _free_surplus_blocks(self, sequence: Sequence) -> None:
+        if (surplus := -self._num_missing_blocks(sequence)) > 0:
             self.block_manager.free(sequence.block_table[-surplus:])
             del sequence.block_table[-surplus:]
 
@@ -384,11 +394,11 @@ class Scheduler:
         blocks = self.block_manager
         shared = self._written_block(sequence)
         if shared is not None and blocks.num_owners(shared) > 1:
-            (own,) = blocks.allocate(1)
+            (copy,) = blocks.allocate(1)
             blocks.free([shared])
-            sequence.block_table[sequence.block_table.index(shared)] = own
-            copies.append((shared, own))
-        if missing := self._num_missing_of(sequence):
+            sequence.block_table[sequence.block_table.index(shared)] = copy
+            copies.append((shared, copy))
+        if missing := self._num_missing_blocks(sequence):
             sequence.block_table += blocks.allocate(missing)
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:

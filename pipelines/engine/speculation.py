@@ -81,8 +81,8 @@ class Speculator:
         counts = [item.num_new_tokens + len(item.drafts) for item in plan.scheduled]
         parts = [part for part in zip(plan.scheduled, hidden.split(counts), strict=True) if self._reads_hidden(part[0])]
         for kind, proposer in self.proposers.items():
-            if own := [part for part in parts if part[0].sequence.params.speculate is kind]:
-                proposer.observe(own)
+            if proposer_parts := [part for part in parts if part[0].sequence.params.speculate is kind]:
+                proposer.observe(proposer_parts)
 
     def extend(self, plan: StepPlan, max_tokens: int | None = None) -> StepPlan:
         """Return the plan with drafts for the sequences that request drafts and get new tokens in this step.
@@ -126,8 +126,10 @@ class Speculator:
     def _propose(self, wanted: list[tuple[Sequence, int]]) -> dict[Sequence, tuple[int, ...]]:
         drafts = {}
         for kind, proposer in self.proposers.items():
-            own = [(sequence, most) for sequence, most in wanted if sequence.params.speculate is kind]
-            for (sequence, most), draft in zip(own, proposer.propose(own) if own else [], strict=True):
+            sequences = [(sequence, most) for sequence, most in wanted if sequence.params.speculate is kind]
+            for (sequence, most), draft in zip(
+                sequences, proposer.propose(sequences) if sequences else [], strict=True
+            ):
                 if draft:
                     drafts[sequence] = tuple(draft[:most])
                     self._drafted.append(Drafted(sequence, len(sequence.token_ids), len(drafts[sequence])))

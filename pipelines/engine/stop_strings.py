@@ -13,7 +13,7 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]
         self.lengths = [0]
         """Length of each state's prefix: this many characters at the end of the text may belong to a string."""
-        self._found = [0]  # length of the longest string that ends in the state; 0: none
+        self._match_lengths = [0]  # length of the longest string that ends in the state; 0: none
         for string in strings:
             self._insert(string)
         # failure link of each state: the longest shorter prefix that its own prefix ends with
@@ -25,7 +25,7 @@ class StopStrings:
         while character not in self._next[state] and state:
             state = self._shorter[state]
         state = self._next[state].get(character, 0)
-        return state, self._found[state]
+        return state, self._match_lengths[state]
 
     def _insert(self, string: str) -> None:
         state = 0
@@ -34,9 +34,9 @@ class StopStrings:
                 self._next[state][character] = len(self._next)
                 self._next.append({})
                 self.lengths.append(self.lengths[state] + 1)
-                self._found.append(0)
+                self._match_lengths.append(0)
             state = self._next[state][character]
-        self._found[state] = len(string)
+        self._match_lengths[state] = len(string)
 
     def _link(self) -> None:
         """Compute the failure links (`_shorter`), shorter prefixes first: a link follows from the parent's link."""
@@ -44,6 +44,6 @@ class StopStrings:
         while waiting:
             state = waiting.popleft()
             for character, child in self._next[state].items():
-                self._shorter[child], found = self.advance(self._shorter[state], character)
-                self._found[child] = self._found[child] or found
+                self._shorter[child], length = self.advance(self._shorter[state], character)
+                self._match_lengths[child] = self._match_lengths[child] or length
                 waiting.append(child)

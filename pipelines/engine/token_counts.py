@@ -16,9 +16,9 @@ class TokenCounts:
         self._places: dict[int, int] = {}  # token id to index in both arrays
 
     def copy(self) -> "TokenCounts":
-        other = TokenCounts.__new__(TokenCounts)
-        vars(other).update(vars(self), token_ids=self.token_ids[:], counts=self.counts[:], _places=dict(self._places))
-        return other
+        copy = TokenCounts.__new__(TokenCounts)
+        vars(copy).update(vars(self), token_ids=self.token_ids[:], counts=self.counts[:], _places=dict(self._places))
+        return copy
 
     def update(self, token_ids: list[int]) -> None:
         """Count the new tokens. `token_ids`: prompt and output; the tokens of the last call, extended."""

@@ -30,7 +30,7 @@ def verify(step: LaunchedStep, fail: Callable[[SequenceGroup, BaseException], No
         if item.sequence.params.speculation.acceptance is not Acceptance.exact and is_drafted_and_drawn(item):
             end = row + item.num_outputs
             try:
-                step.give(index, verified(item, step.outputs.logits[end - 1 : end + len(item.drafts)]))
+                step.fix_tokens(index, verified(item, step.outputs.logits[end - 1 : end + len(item.drafts)]))
             except BaseException as error:
                 fail(item.group, error)
 

@@ -91,13 +91,13 @@ class Prompts:
         self,
         lines: Lines,
         as_json: bool | None,
-        whole: Lines | None = None,
+        first_pass: Lines | None = None,
         takes_texts: bool = False,
         read_batch_line: ReadBatchLine | None = None,
     ) -> None:
         """`as_json`: whether the lines are JSON; None: the first line decides.
 
-        `whole`: a second reader of the same lines, already read to the end. It has the digest and the number of rows.
+        `first_pass`: a second reader of the same lines, already read to the end. It has the digest and the number of rows.
 
         `takes_texts`: whether a row may have its prompt as "text".
 
@@ -106,9 +106,9 @@ class Prompts:
         self._takes_texts = takes_texts
         self._read_batch_line = read_batch_line
         self._lines = lines
-        self._whole = whole
+        self._first_pass = first_pass
         self._rest = iter(lines)
-        if whole is None:
+        if first_pass is None:
             first = next(self._rest)  # an error here comes before anything is loaded or written
             as_json = _is_json_row(first) if as_json is None else as_json
             self._rest = chain([first], self._rest)
@@ -118,12 +118,12 @@ class Prompts:
     @property
     def sha256(self) -> str | None:
         """Return the sha256 of the input; None for input that can be read only once."""
-        return f"{self._whole.sha256} {'json' if self._as_json else 'text'}" if self._whole else None
+        return f"{self._first_pass.sha256} {'json' if self._as_json else 'text'}" if self._first_pass else None
 
     @property
     def num_rows(self) -> int | None:
         """Return the number of rows; None for input that can be read only once."""
-        return self._whole.num_kept if self._whole else None
+        return self._first_pass.num_kept if self._first_pass else None
 
     @property
     def num_blank_lines(self) -> int:
@@ -138,7 +138,7 @@ class Prompts:
         for index, line in enumerate(self._rest):
             digest = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
             yield replace(self._parse(index, line), digest=digest)
-        if self._whole and self._lines.sha256 != self._whole.sha256:
+        if self._first_pass and self._lines.sha256 != self._first_pass.sha256:
             raise UserError(f"{self._lines.where} changed while it was read: run it again")
 
     def _parse(self, index: int, line: str) -> PromptRow:
@@ -201,9 +201,9 @@ def _read_twice(
     read_batch_line: ReadBatchLine | None = None,
 ) -> Prompts:
     """Return the rows of a file. A first pass checks that all of it is readable, and computes digest and count."""
-    whole = Lines(open_lines(), where)
-    deque(whole, maxlen=0)
-    return Prompts(Lines(open_lines(), where), as_json, whole, takes_texts, read_batch_line)
+    first_pass = Lines(open_lines(), where)
+    deque(first_pass, maxlen=0)
+    return Prompts(Lines(open_lines(), where), as_json, first_pass, takes_texts, read_batch_line)
 
 
 def _is_json_row(line: str) -> bool:
@@ -234,9 +234,9 @@ def parse_row(index: int, values: object, read_batch_line: ReadBatchLine | None 
         for name in names:
             _checked(values, name, str)
         source = {"src": values["src"], "tgt": values.get("tgt", "")} if values.get("src") is not None else None
-        given = _input(values)
+        prompt_fields = _input(values)
         row = PromptRow(
-            index, known_id, decode=decode, **names, prediction=prediction, batch=batch, source=source, **given
+            index, known_id, decode=decode, **names, prediction=prediction, batch=batch, source=source, **prompt_fields
         )
         check_unicode("id", str(known_id))
         return row
@@ -251,18 +251,18 @@ def _is_batch_line(values: dict[str, Any]) -> bool:
 
 
 def _input(values: dict[str, Any]) -> dict[str, Any]:
-    given = [name for name in INPUTS if values.get(name) is not None]
-    if len(given) != 1:
-        raise UserError(f"the row has {' and '.join(given) or 'none'} of {', '.join(INPUTS)}: give exactly one")
-    if given == ["src"]:
+    names = [name for name in INPUTS if values.get(name) is not None]
+    if len(names) != 1:
+        raise UserError(f"the row has {' and '.join(names) or 'none'} of {', '.join(INPUTS)}: give exactly one")
+    if names == ["src"]:
         return _from_src_tgt(values["src"], values.get("tgt"))
-    if given == ["prompt"]:
+    if names == ["prompt"]:
         return {"prompt": _checked(values, "prompt", str)}
-    if given == ["messages"]:
+    if names == ["messages"]:
         messages = _checked(values, "messages", list)
         check_messages(messages)
         return {"messages": messages}
-    if given == ["query"]:
+    if names == ["query"]:
         if values.get("document") is None:
             raise UserError("the row has a query and no document: give both")
         return {"pair": (_checked(values, "query", str), _checked(values, "document", str))}

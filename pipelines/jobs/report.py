@@ -129,7 +129,7 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
 def peak_memory_of(engine: "Engine") -> int:
     """Return the peak bytes of an engine's process, or with ranks the sum of the peaks of all ranks."""
-    return peak_memory_bytes(engine.device) + engine.executor.peak_memory_of_others
+    return peak_memory_bytes(engine.device) + engine.executor.other_ranks_peak_bytes
 
 
 def _version(name: str) -> str | None:

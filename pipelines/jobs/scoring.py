@@ -114,17 +114,17 @@ class Likelihood:
 def likelihoods(engine: Engine, windows: list[Window]) -> list[Likelihood]:
     """Return the likelihood of each window. Raises UserError as `score` does."""
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].token_ids))
-    found: dict[int, Likelihood] = {}
+    by_window: dict[int, Likelihood] = {}
     for step in _steps([engine], [windows[i] for i in order]) if windows else ():
         for likelihood in _likelihoods_of_step(engine, step):
-            found[order[len(found)]] = likelihood
-    return [found[i] for i in range(len(windows))]
+            by_window[order[len(by_window)]] = likelihood
+    return [by_window[i] for i in range(len(windows))]
 
 
 def _steps(engines: list[Engine], windows: list[Window]) -> Iterator[list[Window]]:
     """Yield the windows in steps, as many per step as every engine can take of the longest window."""
     longest = max(len(window.token_ids) for window in windows)
-    at_once = min(each.num_at_once(longest) for each in engines)
+    at_once = min(engine.num_at_once(longest) for engine in engines)
     if not at_once:
         limits = "device.max_batched_tokens, or than the KV cache holds"
         remedy = "give a smaller evaluate.window, or raise device.max_batched_tokens or device.kv_cache_memory"
@@ -144,7 +144,9 @@ def _likelihoods_of_step(engine: Engine, windows: list[Window]) -> list[Likeliho
         greedy.append(logits.argmax(-1) == targets[rows])
     counts = [window.num_scored for window in windows]
     parts = zip(torch.cat(logs).split(counts), torch.cat(greedy).split(counts), strict=True)
-    return [Likelihood(own.sum(dtype=torch.float64).item(), bool(right.all())) for own, right in parts]
+    return [
+        Likelihood(logprobs.sum(dtype=torch.float64).item(), bool(is_greedy.all())) for logprobs, is_greedy in parts
+    ]
 
 
 def _hidden(engine: Engine, windows: list[Window]) -> Tensor:
@@ -168,10 +170,10 @@ def _score_step(scores: Scores, engines: list[Engine], windows: list[Window]) ->
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
         logits = [finite_logits(engine.executor, h[rows]).float() for engine, h in zip(engines, hidden, strict=True)]
-        own, *expected = [each.log_softmax(-1) for each in logits]  # float32 [R, V]
-        scores.num_tokens += len(own)
-        scores.nll -= own.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()
+        logprobs, *expected = [row.log_softmax(-1) for row in logits]  # float32 [R, V]
+        scores.num_tokens += len(logprobs)
+        scores.nll -= logprobs.gather(-1, targets[rows, None]).sum(dtype=torch.float64).item()
         if scores.kl is not None and scores.num_agreed is not None:
             # Float32 differences are small and exact to about 1e-6. Float64 sums keep that precision.
-            scores.kl += (expected[0].exp() * (expected[0] - own)).sum(dtype=torch.float64).item()
+            scores.kl += (expected[0].exp() * (expected[0] - logprobs)).sum(dtype=torch.float64).item()
             scores.num_agreed += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())

@@ -32,15 +32,17 @@ class TextGenerator:
     ) -> RowRequest:
         """Return the request of a row. The row's settings override `decode`.
 
-        `seed`: as for `own_decode`. `prompt`: the encoded row, if it was encoded already. Raises UserError for a row
+        `seed`: as for `decode_of_row`. `prompt`: the encoded row, if it was encoded already. Raises UserError for a row
         that cannot be run.
         """
         prompt = prompt or self.encoder.encode(row)
-        own = own_decode(decode, row.decode, seed)
+        row_decode = decode_of_row(decode, row.decode, seed)
         prefix = self.prefix if row.prefix is None else row.prefix
         adapter = self.adapter if row.adapter is None else row.adapter
         token_ids, prediction = prompt.token_ids, prompt.prediction_token_ids
-        return RowRequest(self.engine.request(row.index, token_ids, own, sink, prediction, prefix, adapter), prompt)
+        return RowRequest(
+            self.engine.request(row.index, token_ids, row_decode, sink, prediction, prefix, adapter), prompt
+        )
 
     @staticmethod
     def result(row_request: RowRequest, output: Output) -> Row:
@@ -65,9 +67,9 @@ class TextGenerator:
         }
 
 
-def own_decode(decode: DecodeConfig, own: dict[str, Any], seed: int | None) -> DecodeConfig:
+def decode_of_row(decode: DecodeConfig, settings: dict[str, Any], seed: int | None) -> DecodeConfig:
     """Return `decode` with a row's own settings. `seed`: used if neither sets a seed. Raises UserError as `replaced`."""
-    decode = decode.replaced(own) if own else decode
+    decode = decode.replaced(settings) if settings else decode
     return replace(decode, seed=seed) if decode.seed is None else decode
 
 

@@ -97,7 +97,7 @@ def _place_proposers(
 ) -> None:
     limits = engine.block_size, engine.config.max_batched_tokens
     if draft:
-        executor = engine.executor.beside(draft.model, caches[1], num_graph_sequences)
+        executor = engine.executor.draft_executor(draft.model, caches[1], num_graph_sequences)
         engine.speculator.proposers[Speculate.model] = ModelProposer(executor, *limits, engine.vocab_size)
     if plan.model.config.capabilities.predicts_ahead:
         engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.executor, *limits)

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Begun:
+class _PendingOperation:
     """An operation in flight. Its result comes from the last pipeline stage."""
 
     kind: Any
@@ -68,7 +68,7 @@ class Driver:
     def __init__(self, workers: Workers, cpus: set[int]) -> None:
         """`cpus`: the CPU affinity before the run, which is restored at the end."""
         self.workers, self.context = workers, workers.context
-        self.begun: deque[_Begun] = deque()
+        self.pending: deque[_PendingOperation] = deque()
         """Operations whose results have not arrived yet, oldest first. Operations of an earlier executor are included."""
         self.close = weakref.finalize(self, _end, workers, cpus)
         """Ends the workers. Also runs when this object is garbage-collected."""
@@ -220,24 +220,24 @@ class DriverExecutor(Executor):
         self._answering = tp * (pp - 1) if pp > 1 else None
         """The worker rank that returns results; None if rank 0 computes them itself."""
         self.num_microbatches = pp
-        self._begun = driver.begun
+        self._pending = driver.pending
 
     @property
     def weight_bytes(self) -> int:
-        return super().weight_bytes + sum(each.weight_bytes for each in self._of_others())
+        return super().weight_bytes + sum(counts.weight_bytes for counts in self._other_ranks_counts())
 
     def step_weight_bytes(self, num_sequences: int) -> float:
         return super().step_weight_bytes(num_sequences) + sum(
-            each.step_weight_bytes for each in self._of_others(num_sequences)
+            counts.step_weight_bytes for counts in self._other_ranks_counts(num_sequences)
         )
 
     @property
-    def peak_memory_of_others(self) -> int:
-        return sum(each.peak_memory_bytes for each in self._of_others())
+    def other_ranks_peak_bytes(self) -> int:
+        return sum(counts.peak_memory_bytes for counts in self._other_ranks_counts())
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return super().kv_bytes_per_token + sum(each.kv_bytes_per_token for each in self._of_others())
+        return super().kv_bytes_per_token + sum(counts.kv_bytes_per_token for counts in self._other_ranks_counts())
 
     def execute(self, batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         if token_ids is not None:
@@ -255,25 +255,25 @@ class DriverExecutor(Executor):
         own = self._workers.meanwhile(partial(operation.compute, self))
         if not answering:
             return lambda: own
-        begun = _Begun(kind)
-        self._begun.append(begun)
-        return partial(self._ended, begun)
+        pending = _PendingOperation(kind)
+        self._pending.append(pending)
+        return partial(self._wait_for, pending)
 
-    def _ended(self, begun: _Begun) -> Any:
-        while begun.result is None:
-            self._take_first()
-        return begun.result
+    def _wait_for(self, pending: _PendingOperation) -> Any:
+        while pending.result is None:
+            self._receive_oldest()
+        return pending.result
 
-    def _take_first(self) -> None:
+    def _receive_oldest(self) -> None:
         """Receive the result of the oldest operation in flight. Results arrive in the order of the operations."""
         assert self._answering is not None
-        begun = self._begun[0]
-        begun.result = self._workers.answer_of(self._answering, begun.kind, self.device)
-        self._begun.popleft()
+        pending = self._pending[0]
+        pending.result = self._workers.answer_of(self._answering, pending.kind, self.device)
+        self._pending.popleft()
 
-    def _of_others(self, num_sequences: int = 1) -> list[Counts]:
+    def _other_ranks_counts(self, num_sequences: int = 1) -> list[Counts]:
         """Return the counts of the worker ranks. Receives the results of operations in flight first."""
-        while self._begun:
-            self._take_first()
+        while self._pending:
+            self._receive_oldest()
         self._workers.tell(Count(num_sequences), answering=range(1, self.driver.context.size))
         return self._workers.answers(Counts)

@@ -20,7 +20,7 @@ from conf.quantization import QuantConfig
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
-from models.tokenizers.template_files import OTHERS
+from models.tokenizers.template_files import NAMED_TEMPLATES
 from pipelines.engine import Engine
 from pipelines.jobs.data_files import expanded
 from pipelines.jobs.journal import Fingerprint, dumps
@@ -32,7 +32,7 @@ from pipelines.ranks.launch import degrees, joined
 READ = (
     "*.json",
     "*.jinja",
-    f"{OTHERS}/*.jinja",
+    f"{NAMED_TEMPLATES}/*.jinja",
     "*.model",
     "*.tiktoken",
     "vocab.txt",

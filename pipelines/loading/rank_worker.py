@@ -35,7 +35,7 @@ from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.messages import Channel, Gone, Header
 from pipelines.ranks.rank_context import layout_of, shared_memory_context, torch_context
 
-REASON_S = 2.0  # seconds that a rank without connection to another rank waits for rank 0 to end it
+END_MESSAGE_TIMEOUT_S = 2.0  # seconds that a rank without connection to another rank waits for rank 0 to end it
 
 OWN_OPERATIONS = MakeExecutor, Count, BeginQuantization, UseStaticCache
 TYPES = {each.__name__: each for each in (*OPERATIONS, *STEPS, *get_args(AdapterChange), *OWN_OPERATIONS)}
@@ -135,7 +135,7 @@ class RankWorker:
             self._context.check()
         except RankFailed:
             # Rank 0 ends this rank and reports the reason. If it does not, only a connection has failed.
-            self._channel.wait_for_end(REASON_S)
+            self._channel.wait_for_end(END_MESSAGE_TIMEOUT_S)
             raise UserError(f"{self._name} has lost its connection to another rank") from None
         except BaseException:
             self._context.abort()  # releases the other ranks, which wait for this rank

@@ -71,10 +71,10 @@ def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
             )
         check_division(plan.model, parallel_layout, plan.dtype)
         return
-    folder, made_for = plan.source.checkpoint.path, artefact.parallel_layout
-    if (parallel_layout.tp, parallel_layout.pp) != (made_for.tp, made_for.pp):
+    folder, exported = plan.source.checkpoint.path, artefact.parallel_layout
+    if (parallel_layout.tp, parallel_layout.pp) != (exported.tp, exported.pp):
         raise UserError(
-            f"tp={parallel_layout.tp} and pp={parallel_layout.pp} do not run {folder}, {_ranks_of(made_for)}"
+            f"tp={parallel_layout.tp} and pp={parallel_layout.pp} do not run {folder}, {_ranks_of(exported)}"
         )
     if parallel_layout.adds or parallel_layout.whole_experts:
         given = "parallel.sum=reduce" if parallel_layout.adds else "parallel.experts=whole"

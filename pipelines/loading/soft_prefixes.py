@@ -12,7 +12,7 @@ from conf.errors import UserError
 from kernels.kv_format import STATIC_MAX, PagedVectors
 from models.formats.prefix import Prefix, read_prefix
 from pipelines.engine import Engine
-from pipelines.engine.batch import whole_batch
+from pipelines.engine.batch import prompt_batch
 from pipelines.engine.operations import HiddenFrom, Store
 from pipelines.engine.request import PlacedPrefix
 from pipelines.loading.planning import ModelPlan
@@ -94,5 +94,5 @@ def _compute(engine: Engine, table: list[int], embeddings: Tensor) -> None:
     """Run embeddings [P, E] through the model instead of token embeddings, and keep their keys and values."""
     model = engine.executor.model
     tokens = [0] * len(embeddings)
-    batch = whole_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
+    batch = prompt_batch([tokens], [1], [table], [model.prompt_features(tokens)], engine.block_size)
     engine.executor.run(HiddenFrom(batch, embeddings))

@@ -14,7 +14,7 @@ from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.exported.graph import INPUTS
 from models.layers.lora_target import LoRATarget
-from pipelines.engine.batch import whole_batch
+from pipelines.engine.batch import prompt_batch
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 RANKS = [(3, 0), (3, 2)]
@@ -92,7 +92,7 @@ def _batches(vocab_size: int, num_features: int = 0) -> list[Batch]:
     def prompts(lengths: list[int], num_outputs: list[int], tables: list[list[int]]) -> Batch:
         starts = [0, *itertools.accumulate(lengths)]
         texts = [ids[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-        return whole_batch(texts, num_outputs, tables, features(lengths), BLOCK_SIZE)
+        return prompt_batch(texts, num_outputs, tables, features(lengths), BLOCK_SIZE)
 
     def later(
         tokens: list[int], places: list[int], tables: list[list[int]], starts: list[int], outputs: list[int]

@@ -248,7 +248,7 @@ def test_chatglm3_has_tools_as_its_repository_has() -> None:
         {"role": "observation", "content": CALLED[5]["content"]},
     ]
     assert (text, ids) == tokenizer.encode_messages(own, None)
-    with pytest.raises(UnreadArgument, match="the own format of the tokenizer in .* has no tools: leave them out"):
+    with pytest.raises(UnreadArgument, match="the built-in format of the tokenizer in .* has no tools: leave them out"):
         load_tokenizer(SHARED / "goldens" / "chatglm2").encode_messages(PLAIN, None, tools=TOOLS)  # type: ignore[union-attr]
     with pytest.raises(UnreadArgument, match="has no arguments, but 'enable_thinking' is given"):
         tokenizer.encode_messages(PLAIN, None, template_arguments={"enable_thinking": True})

@@ -18,7 +18,7 @@ from models.layers.linear import Linear
 from models.layers.norm import AddRMSNorm, ResidualStream
 from models.layout import Unit
 from pipelines.engine import Engine
-from pipelines.engine.batch import whole_batch
+from pipelines.engine.batch import prompt_batch
 from pipelines.engine.kv_cache import allocate_kv_cache
 from tests.helpers.builders import run_config, unpacked_engine
 from tests.helpers.cases import each
@@ -41,7 +41,7 @@ def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch
     blocks = engine.scheduler.block_manager
     tables = [blocks.allocate(blocks.num_blocks_for(len(ids))) for ids in prompts]
     features = [engine.executor.model.prompt_features(ids) for ids in prompts]
-    return whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
+    return prompt_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
 
 
 @each("family", [*GOLDEN_FAMILIES, "v3"], quick=QUICK)

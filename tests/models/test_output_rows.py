@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from kernels import build
-from pipelines.engine.batch import whole_batch
+from pipelines.engine.batch import prompt_batch
 from pipelines.engine.operations import Hidden
 from tests.helpers.builders import engine_of
 from tests.helpers.cases import each
@@ -24,7 +24,7 @@ def test_output_rows_are_those_of_all_rows(family: str, tmp_path: Path) -> None:
     features = [engine.executor.prompt_features(ids) for ids in prompts]
 
     def hidden(*num_outputs: int) -> torch.Tensor:
-        batch = whole_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
+        batch = prompt_batch(prompts, [*num_outputs], tables, features, blocks.block_size)
         return engine.executor.run(Hidden(batch))
 
     first, second = map(len, prompts)

@@ -70,7 +70,7 @@ def test_conversations(tmp_path: Path) -> None:
     [
         (
             {"vocab": content()["vocab"][1:]},
-            "tekken.json: its ranks are not 12 special tokens and 768 others, each once",
+            "tekken.json: its ranks are not 12 special tokens and 768 other tokens, each once",
         ),
         ({"special_tokens": [{"rank": 12, "token_str": "<s>"}]}, "its ranks are not 12 special tokens"),
         ({"special_tokens": [{"rank": 0, "token_str": "<unk>"}]}, "KeyError: '<s>'"),

@@ -234,14 +234,14 @@ def test_a_damaged_file_of_vectors(smoothed: Path, llama: Path, tmp_path: Path) 
         engine_with(tmp_path / "model", llama / "fr")
 
 
-REMEDY = r", whose files do not say by how much: quantise the float model here and without quant\.shift, give it as it is, or merge"
+REMEDY = r", and the model's files do not contain the scales: quantise the float model here without quant\.shift, use the float model, or merge"
 
 
 def test_models_without_their_vectors_are_refused(smoothed: Path, llama: Path, tmp_path: Path) -> None:
     """Ours of earlier versions, and those of other tools, by what their files tell."""
     shutil.copytree(smoothed, tmp_path / "model", ignore=shutil.ignore_patterns(FOLDS))
     with pytest.raises(
-        UserError, match=f"adapter fr was trained on activations that smoothquant has changed in this model{REMEDY}"
+        UserError, match=f"adapter fr was trained on activations that smoothquant has scaled in this model{REMEDY}"
     ):
         engine_with(tmp_path / "model", llama / "fr")
     config = tmp_path / "model" / "config.json"
@@ -249,7 +249,7 @@ def test_models_without_their_vectors_are_refused(smoothed: Path, llama: Path, t
     del values["smoothed_by"]
     config.write_text(json.dumps(values))
     (tmp_path / "model" / "recipe.yaml").write_text("stage:\n  modifiers:\n    AWQModifier: {}\n")
-    with pytest.raises(UserError, match=f"that awq has changed in this model{REMEDY}"):
+    with pytest.raises(UserError, match=f"that awq has scaled in this model{REMEDY}"):
         engine_with(tmp_path / "model", llama / "fr")
     engine_with(tmp_path / "model", None)
 
@@ -265,5 +265,5 @@ def test_shifted_models_are_refused(tmp_path: Path) -> None:
         tmp_path / "run",
     )
     assert not (tmp_path / "model" / FOLDS).exists()
-    with pytest.raises(UserError, match=rf"that smoothquant with quant\.shift has changed in this model{REMEDY}"):
+    with pytest.raises(UserError, match=rf"that smoothquant with quant\.shift has scaled in this model{REMEDY}"):
         engine_with(tmp_path / "model", adapter)

@@ -18,14 +18,14 @@ from pipelines.engine.proposers.draft import Draft, grow
 from pipelines.engine.request import Sequence
 
 
-class Held(NamedTuple):
+class CachedTokens(NamedTuple):
     """The tokens of a sequence that are in the draft model's cache."""
 
     num_tokens: int
     drafts: tuple[int, ...]
     """The draft tokens that were computed after them."""
 
-    def num_right(self, token_ids: list[int]) -> int:
+    def num_matching(self, token_ids: list[int]) -> int:
         """Return how many of the sequence's tokens are in the cache, including accepted drafts."""
         num_tokens = self.num_tokens
         for draft in self.drafts:
@@ -45,7 +45,7 @@ class ModelProposer(Proposer):
         two vocabularies has are padding, and are never drafted.
         """
         self.executor = executor
-        self._vocab_size, self._own_vocab_size = vocab_size, executor.model.config.vocab_size
+        self._vocab_size, self._draft_vocab_size = vocab_size, executor.model.config.vocab_size
         self._block_size = block_size
         self._max_batched_tokens = max_batched_tokens
         self._hashes: dict[int, bytes] = {}  # prefix cache hashes of the blocks that the draft model has filled
@@ -59,16 +59,16 @@ class ModelProposer(Proposer):
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return draft tokens for each sequence; none if its missing tokens exceed one batch."""
         drafts = {sequence: Draft(sequence, most) for sequence, most in wanted}
-        missed = self._missed(list(drafts))
+        missed = self._uncached_tokens(list(drafts))
         for part in missed:
-            self._hold(part)
+            self._record_cached(part)
         growing = ready = [drafts[part.sequence] for part in missed if part.num_outputs]
         new = missed
         while new and (more := grow(growing, self._logits(new))):
             growing = [growing[i] for i in more]
             new = [draft.last() for draft in growing]
         for draft in ready:
-            draft.sequence.drafting = Held(len(draft.sequence.token_ids), tuple(draft.token_ids[:-1]))
+            draft.sequence.drafting = CachedTokens(len(draft.sequence.token_ids), tuple(draft.token_ids[:-1]))
         return [draft.token_ids for draft in drafts.values()]
 
     def _logits(self, new: list[NewTokens]) -> Tensor:
@@ -77,40 +77,40 @@ class ModelProposer(Proposer):
         Tokens that the draft model lacks have -inf.
         """
         logits = self.executor.execute(flat_batch(new, self._block_size)).logits
-        return pad(logits, (0, self._vocab_size - self._own_vocab_size), value=-torch.inf)
+        return pad(logits, (0, self._vocab_size - self._draft_vocab_size), value=-torch.inf)
 
-    def _missed(self, sequences: list[Sequence]) -> list[NewTokens]:
+    def _uncached_tokens(self, sequences: list[Sequence]) -> list[NewTokens]:
         """Return the tokens of each sequence that are not in the cache, at least the last token, within the budget.
 
         Skips a sequence with a token that is not in the draft model's vocabulary.
         """
         budget, parts = self._max_batched_tokens, []
         for sequence in sequences:
-            start = self._num_held(sequence)
+            start = self._num_cached(sequence)
             token_ids = sequence.token_ids[start : start + budget]
-            if max(token_ids, default=self._own_vocab_size) < self._own_vocab_size:
+            if max(token_ids, default=self._draft_vocab_size) < self._draft_vocab_size:
                 is_whole = start + len(token_ids) == len(sequence.token_ids)
                 parts.append(NewTokens(sequence, start, token_ids, int(is_whole)))
                 budget -= len(token_ids)
         return parts
 
-    def _num_held(self, sequence: Sequence) -> int:
+    def _num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens are already computed. It never includes the last token, whose output is needed."""
-        held: Held | None = sequence.drafting
-        if held:
-            num_tokens = held.num_right(sequence.token_ids)
+        cached: CachedTokens | None = sequence.drafting
+        if cached:
+            num_tokens = cached.num_matching(sequence.token_ids)
         else:  # a new row, which may share blocks of an earlier row
             blocks = list(zip(sequence.block_table, sequence.block_hashes, strict=False))
             first = sequence.prefix.num_tokens // self._block_size
-            others = (i for i in range(first, len(blocks)) if self._hashes.get(blocks[i][0]) != blocks[i][1])
-            end = next(others, len(blocks))
+            changed = (i for i in range(first, len(blocks)) if self._hashes.get(blocks[i][0]) != blocks[i][1])
+            end = next(changed, len(blocks))
             num_tokens = end * self._block_size - sequence.prefix.num_tokens if end > first else 0
         return min(num_tokens, len(sequence.token_ids) - 1)
 
-    def _hold(self, part: NewTokens) -> None:
+    def _record_cached(self, part: NewTokens) -> None:
         """Record the cache content, with the hashes of full blocks for sequences that share them later."""
         sequence, after = part.sequence, part.start + len(part.token_ids)
-        sequence.drafting = Held(after, ())
+        sequence.drafting = CachedTokens(after, ())
         first, after = (sequence.prefix.num_tokens + position for position in (part.start, after))
         num_full = min(after // self._block_size, len(sequence.block_hashes))
         for i in range(first // self._block_size, len(sequence.block_table)):

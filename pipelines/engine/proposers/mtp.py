@@ -20,7 +20,7 @@ from pipelines.engine.scheduler import Scheduled
 MAX_WAITING = 16  # tokens of a row that wait for its next draft: a CPU reads each weight once for so many tokens
 
 
-class Seen(NamedTuple):
+class WaitingHidden(NamedTuple):
     """Hidden states [P, E] of a sequence's tokens from position `start`, which the layer has not computed yet.
 
     The last rows belong to drafts, some of which may have been rejected.
@@ -55,7 +55,7 @@ class MtpProposer(Proposer):
             waiting = [0] * len(computed)
         for (item, hidden), count in zip(computed, waiting, strict=True):
             before = item.sequence.drafting.hidden[:count] if count else hidden[:0]
-            item.sequence.drafting = Seen(item.start - count, torch.cat((before, hidden)))
+            item.sequence.drafting = WaitingHidden(item.start - count, torch.cat((before, hidden)))
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return draft tokens for each sequence; none before the model has computed all but its last token."""
@@ -71,9 +71,9 @@ class MtpProposer(Proposer):
     @staticmethod
     def _num_waiting(sequence: Sequence, end: int) -> int:
         """Return how many hidden states before position `end` wait for the layer: 0 if some of them are missing."""
-        seen: Seen | None = sequence.drafting
-        count = 0 if seen is None else end - seen.start
-        return count if seen is not None and 0 < count <= len(seen.hidden) else 0
+        waiting: WaitingHidden | None = sequence.drafting
+        count = 0 if waiting is None else end - waiting.start
+        return count if waiting is not None and 0 < count <= len(waiting.hidden) else 0
 
     def _compute(self, parts: list[tuple[Sequence, int]]) -> Tensor:
         """Compute the waiting hidden states of sequences up to these positions.
@@ -82,10 +82,10 @@ class MtpProposer(Proposer):
         """
         new, hidden = [], []
         for sequence, end in parts:
-            seen: Seen = sequence.drafting
-            new.append(NewTokens(sequence, seen.start, sequence.token_ids[seen.start + 1 : end + 1], 1))
-            hidden.append(seen.hidden[: end - seen.start])
-            sequence.drafting = Seen(end, seen.hidden[:0])
+            waiting: WaitingHidden = sequence.drafting
+            new.append(NewTokens(sequence, waiting.start, sequence.token_ids[waiting.start + 1 : end + 1], 1))
+            hidden.append(waiting.hidden[: end - waiting.start])
+            sequence.drafting = WaitingHidden(end, waiting.hidden[:0])
         return self._predict(new, torch.cat(hidden)) if new else torch.empty(0)
 
     def _predict(self, new: list[NewTokens], hidden: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Drafts copied from an earlier occurrence of the last tokens, in the row's prediction, the row itself or finished
-rows.
+"""N-gram drafts: copies of what followed an earlier occurrence of the last tokens, in the row's prediction, in the row
+itself or in finished rows.
 
 The method is prompt lookup (Saxena 2023) and llama.cpp's lookup decoding. The cost per token does not depend on the
 text's length.
@@ -13,7 +13,7 @@ from pipelines.engine.proposers.shared_table import SharedTables
 from pipelines.engine.request import Sequence
 
 
-class Places:
+class NgramPositions:
     """The latest position after each n-gram of a growing list of tokens, for n from `fewest` to `most`."""
 
     def __init__(self, fewest: int, most: int) -> None:
@@ -37,7 +37,7 @@ class Places:
         return None
 
 
-def copied(token_ids: list[int], place: int, most: int) -> list[int]:
+def copy_from(token_ids: list[int], place: int, most: int) -> list[int]:
     """Copy `most` tokens from a position; at the end of the text, continue with the copied text, as if it repeated."""
     draft = token_ids[place : place + most]
     while len(draft) < most:
@@ -49,8 +49,8 @@ class NgramProposer(Proposer):
     """Searches the row's prediction first, then its prompt and output, then finished rows with the same cache_salt."""
 
     def __init__(self) -> None:
-        self._own: WeakKeyDictionary[Sequence, Places] = WeakKeyDictionary()
-        self._predicted: WeakKeyDictionary[Sequence, Places] = WeakKeyDictionary()
+        self._in_text: WeakKeyDictionary[Sequence, NgramPositions] = WeakKeyDictionary()
+        self._in_prediction: WeakKeyDictionary[Sequence, NgramPositions] = WeakKeyDictionary()
         self._shared = SharedTables()
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
@@ -66,11 +66,11 @@ class NgramProposer(Proposer):
             draft = self._from_prediction(sequence, prediction, last, most)
             if draft:
                 return draft
-        places = self._places(self._own, sequence, settings)
+        places = self._places(self._in_text, sequence, settings)
         places.update(token_ids)
         place = places.find(last)
         if place is not None:
-            return copied(token_ids, place, most)
+            return copy_from(token_ids, place, most)
         return self._shared.propose(sequence.params.cache_salt, last, most) if _shares(settings) else []
 
     def learn(self, sequence: Sequence) -> None:
@@ -82,21 +82,21 @@ class NgramProposer(Proposer):
         """Return the continuation in the prediction: after the output if the prediction starts with it, else after the
         last tokens.
         """
-        num_said = sequence.num_output_tokens
-        if prediction[:num_said] == sequence.output_token_ids:
-            return prediction[num_said : num_said + most]
-        places = self._places(self._predicted, sequence, sequence.params.speculation)
+        num_output_tokens = sequence.num_output_tokens
+        if prediction[:num_output_tokens] == sequence.output_token_ids:
+            return prediction[num_output_tokens : num_output_tokens + most]
+        places = self._places(self._in_prediction, sequence, sequence.params.speculation)
         places.update(prediction)
         place = places.find(last)
         return [] if place is None else prediction[place : place + most]
 
     @staticmethod
     def _places(
-        known: "WeakKeyDictionary[Sequence, Places]", sequence: Sequence, settings: SpeculationConfig
-    ) -> Places:
+        known: "WeakKeyDictionary[Sequence, NgramPositions]", sequence: Sequence, settings: SpeculationConfig
+    ) -> NgramPositions:
         places = known.get(sequence)
         if places is None:
-            places = known[sequence] = Places(settings.min_ngram, settings.max_ngram)
+            places = known[sequence] = NgramPositions(settings.min_ngram, settings.max_ngram)
         return places
 
 
@@ -113,10 +113,10 @@ def paddle_draft(sequence: Sequence, max_ngram: int, most: int) -> list[int]:
     here the output starts with the prompt's last token and excludes its own last token.
     """
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-    said = sequence.token_ids[sequence.num_prompt_tokens - 1 :]
+    output = sequence.token_ids[sequence.num_prompt_tokens - 1 :]
     for size in range(min(max_ngram, sequence.num_output_tokens), 0, -1):
-        key = said[-size:]
-        for text in (prompt, said[:-1]):
+        key = output[-size:]
+        for text in (prompt, output[:-1]):
             for place in range(size, len(text)):
                 if text[place - size : place] == key:
                     return text[place : place + most]

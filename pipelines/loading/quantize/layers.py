@@ -5,7 +5,7 @@ from dataclasses import replace
 from conf.errors import UserError
 from models.batch import Batch, KVCache
 from pipelines.engine import Engine
-from pipelines.engine.batch import whole_batch
+from pipelines.engine.batch import prompt_batch
 from pipelines.jobs.report import ProgressSink
 from pipelines.loading.quantize.share import Choose, PassOver, Place, Share
 from quantization.calibration import PROBE_TOKENS
@@ -58,7 +58,7 @@ def calibration_batches(engine: Engine, samples: list[list[int]]) -> list[Batch]
         tables = [list(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
         features = [engine.executor.prompt_features(prompt) for prompt in prompts]
         return engine.executor.on_device(
-            whole_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
+            prompt_batch(prompts, list(map(len, prompts)), tables, features, engine.block_size)
         )
 
     probe = samples[0] if engine.capabilities.needs_whole_prompt else samples[0][:PROBE_TOKENS]

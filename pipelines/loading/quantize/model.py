@@ -94,7 +94,7 @@ def _make(
             "num_layers": len(reports),
             "weight_bytes_before": bytes_before,
             "weight_bytes": engine.executor.weight_bytes,
-            "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.executor.peak_memory_of_others,
+            "peak_memory_bytes": report.peak_memory_bytes(engine.device) + engine.executor.other_ranks_peak_bytes,
         }
         zeros = num_zeros(whole, reports) / num_weights
         if layout.pruned:

@@ -15,7 +15,7 @@ from pipelines.engine import Engine, Output, Request
 from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.request import Completion, SequenceGroup, Sink, TokenLogprobs
 from pipelines.engine.step_budget import StepBudget
-from pipelines.jobs.text_generator import own_decode
+from pipelines.jobs.text_generator import decode_of_row
 from pipelines.loading.embedder import Embedder
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import (
@@ -146,7 +146,7 @@ class EngineProcess:
             return self._engine.pooled_request(frame.id, prompt, pooling, decode, frame.prefix, frame.adapter)
         if self._embedder is not None:
             raise UserError("this model gives vectors of texts and continues none")
-        decode = own_decode(self._served.decode, frame.decode, self._served.decode.seed)
+        decode = decode_of_row(self._served.decode, frame.decode, self._served.decode.seed)
         sink = self._sink(frame, decode.logprobs) if frame.streams else None
         return self._engine.request(frame.id, prompt, decode, sink, prefix=frame.prefix, adapter=frame.adapter)
 

@@ -186,7 +186,7 @@ def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: st
 def test_a_step_too_small_for_the_prompt_is_refused(family: str, tmp_path: Path) -> None:
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     small = engine_of(link(family, tmp_path), max_batched_tokens=5)
-    message = r"prompt and new tokens are 41, but this model's prompts cannot be cut and device\.max_batched_tokens=5"
+    message = r"prompt and new tokens are 41, but this model's prompts cannot be computed in chunks and device\.max_batched_tokens=5"
     with pytest.raises(UserError, match=message):
         small.request(0, prompt, DecodeConfig(max_new_tokens=24))
 

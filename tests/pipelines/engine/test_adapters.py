@@ -194,7 +194,7 @@ def test_unloading(models: Path) -> None:
     waiting = engine.request(1, PROMPTS[1], GREEDY, adapter="eight")
     groups = [engine.add(request), engine.add(waiting)]
     for name in ("four", "eight"):
-        with pytest.raises(UserError, match=f"adapter {name} is in use: unload it, or load another one, when its"):
+        with pytest.raises(UserError, match=f"adapter {name} is in use: unload or replace it when its"):
             engine.unload_adapter(name)
         with pytest.raises(UserError, match=f"adapter {name} is in use"):
             engine.load_adapter(name, models / "sixteen")

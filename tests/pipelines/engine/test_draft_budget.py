@@ -8,11 +8,11 @@ from conf.decoding import DecodeConfig
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
 from models.batch import Batch
 from pipelines.engine.draft_budget import (
-    FIRST_TIMES,
     LENGTHS,
+    MIN_TIMES,
     PROBE_EVERY,
+    AcceptanceRate,
     DraftBudget,
-    Share,
     StepCosts,
     draft_lengths,
 )
@@ -35,7 +35,7 @@ def rows_of(count: int, **speculation: object) -> list[Sequence]:
 def costs_of(seconds: dict[int, float]) -> StepCosts:
     costs = StepCosts()
     for size, took in seconds.items():
-        for _ in range(FIRST_TIMES):
+        for _ in range(MIN_TIMES):
             costs.took(size, took)
     return costs
 
@@ -65,7 +65,7 @@ def test_sizes_beyond_one_reading_of_the_weights_grow_as_they_did_last() -> None
 
 
 def test_the_share_is_the_mean_of_a_beta_distribution_over_drafts_that_were_tried() -> None:
-    share = Share()
+    share = AcceptanceRate()
     assert share.chance(0.25) == 0.25
     share.add(2, 5)  # the third was wrong, the fourth and fifth say nothing
     share.add(3, 3)
@@ -102,7 +102,7 @@ def simulate(
         seen[size] = seen.get(size, 0) + 1
         took = cost(size)
         seconds += took
-        budget.costs.took(size, 5 * took if seen[size] < FIRST_TIMES else took)
+        budget.costs.took(size, 5 * took if seen[size] < MIN_TIMES else took)
         drafting += any(lengths)
         for row, length in zip(rows, lengths, strict=True):
             accepted = next((i for i in range(length) if generator.random() >= acceptance), length)

@@ -304,7 +304,7 @@ def test_what_a_guide_needs(chatty: Path, tmp_path: Path, monkeypatch: pytest.Mo
     write_llama(tmp_path, vocab_size=330)
     save(byte_fallback(), tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="decode.guide needs a token that ends a text, and the model has no eos"):
+    with pytest.raises(UserError, match="decode.guide needs an EOS token, and the model has none"):
         engine_of(tmp_path, tokenizer="").request(0, [0], guide)
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(UserError, match=r"decode\.guide needs the package llguidance: pip install 'quintet\[guide\]'$"):

@@ -5,7 +5,7 @@ from typing import Any
 from conf.decoding import DecodeConfig
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig
 from pipelines.engine.proposers.draft import Draft
-from pipelines.engine.proposers.ngram import NgramProposer, Places, paddle_draft
+from pipelines.engine.proposers.ngram import NgramPositions, NgramProposer, paddle_draft
 from pipelines.engine.proposers.shared_table import MAX_TABLES, NUM_BEFORE, SharedTables
 from pipelines.engine.request import Sequence
 from tests.helpers.cases import each
@@ -58,7 +58,7 @@ def test_an_index_grows_with_its_row() -> None:
 
 def test_places_are_those_of_a_search() -> None:
     text = [i * i % 7 for i in range(60)]
-    places = Places(1, 4)
+    places = NgramPositions(1, 4)
     for end in range(1, 60):
         places.update(text[:end])
         size, last = 4, text[:end]

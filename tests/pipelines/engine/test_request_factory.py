@@ -48,7 +48,7 @@ def test_an_engine_makes_its_requests_with_such_a_factory(tmp_path: Path) -> Non
             {"capabilities": ModelCapabilities(needs_whole_prompt=True)},
             [5] * 4,
             {"max_new_tokens": 3},
-            "prompt and new tokens are 7, but this model's prompts cannot be cut and device.max_batched_tokens=6",
+            "prompt and new tokens are 7, but this model's prompts cannot be computed in chunks and device.max_batched_tokens=6",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """Steps beside those who generate stay under the limit, on machines of any speed."""
 
-from pipelines.engine.step_budget import LEAST_PROMPT_TOKENS, StepBudget
+from pipelines.engine.step_budget import MIN_PROMPT_TOKENS, StepBudget
 from tests.helpers.cases import each
 
 
@@ -33,8 +33,8 @@ def test_a_slow_machine_goes_on() -> None:
     budget = StepBudget(1.0)
     budget.observe(0, 50.0)
     budget.observe(100, 500.0)
-    assert budget.max_tokens(3) == 3 + LEAST_PROMPT_TOKENS
+    assert budget.max_tokens(3) == 3 + MIN_PROMPT_TOKENS
 
 
 def test_the_first_prompt_begins_small() -> None:
-    assert StepBudget(200.0).max_tokens(5) == 5 + LEAST_PROMPT_TOKENS
+    assert StepBudget(200.0).max_tokens(5) == 5 + MIN_PROMPT_TOKENS

@@ -142,6 +142,6 @@ def test_a_prefix_was_made_without(chatty: Path, adapters: dict[str, str], tmp_p
     run = job(chatty, adapters, "x")
     engine = load_engine(replace(run, model=replace(run.model, prefixes={"story": str(tmp_path)})), 2)
     with pytest.raises(
-        UserError, match="adapter fr cannot stand beside a prefix, which was made without it: leave one"
+        UserError, match="adapter fr cannot be used with a prefix, which was made without the adapter: leave one"
     ):
         engine.request(0, [5], DecodeConfig(max_new_tokens=1), prefix="story", adapter="fr")

@@ -188,8 +188,8 @@ def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Eng
     status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes]
     peaks = [int(text.partition("VmHWM:")[2].split()[0]) * 1024 for text in status]
     # the answer itself may take a page
-    assert sum(peaks) <= divided.peak_memory_of_others < sum(peaks) + (1 << 20)
-    assert alone.peak_memory_of_others == 0
+    assert sum(peaks) <= divided.other_ranks_peak_bytes < sum(peaks) + (1 << 20)
+    assert alone.other_ranks_peak_bytes == 0
 
 
 def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

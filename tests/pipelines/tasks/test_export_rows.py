@@ -213,5 +213,5 @@ def test_adapters_of_a_smoothed_model(tmp_path: Path) -> None:
     model, artefact = (load_with(its_run, {"a": adapter}) for its_run in (run, own))
     assert completions_of(outputs(artefact, rows, DECODE)) == completions_of(outputs(model, rows, DECODE))
     (tmp_path / "made" / FOLDS).unlink()
-    with pytest.raises(UserError, match="was trained on activations that smoothquant has changed in this model"):
+    with pytest.raises(UserError, match="was trained on activations that smoothquant has scaled in this model"):
         load_with(own, {"a": adapter})

@@ -325,7 +325,7 @@ class StepClock:
     ("slow", "decode"),
     [
         ("pipelines.engine.guide._lark", {"guide": {"choice": ["yes", "no"]}}),
-        ("pipelines.engine.request_factory.RequestFactory._written", {"bad_words": ["yes", "no"]}),
+        ("pipelines.engine.request_factory.RequestFactory._encode_words", {"bad_words": ["yes", "no"]}),
     ],
 )
 def test_settings_that_take_long_stall_no_stream(

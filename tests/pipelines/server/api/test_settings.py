@@ -143,8 +143,8 @@ def test_a_refusal_has_the_apis_name(request_: Any, setting: str | None, param: 
     ("request_", "message", "param"),
     [
         (completion(), "prompt token id 9 is not in the vocabulary: give ids from 0 to 8", "prompt"),
-        (completion(), "the prompt has no tokens, and the tokenizer no BOS to begin with", "prompt"),
-        (chat(), "the prompt has no tokens, and the tokenizer no BOS to begin with", "messages"),
+        (completion(), "the prompt has no tokens, and the tokenizer adds no BOS", "prompt"),
+        (chat(), "the prompt has no tokens, and the tokenizer adds no BOS", "messages"),
         (chat(), "stop token id 9 is not in the vocabulary: give ids from 0 to 8", "stop_token_ids"),
         (
             chat(),
