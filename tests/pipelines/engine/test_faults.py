@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conf.decoding import DecodeConfig
-from pipelines.engine import Engine, Output, choices, contrastive_search
+from pipelines.engine import Engine, Output, choices, contrastive_search, sequence_groups
 from pipelines.engine.contrastive_search import ContrastiveSearch
 from pipelines.engine.detokenizer import Detokenizer
 from pipelines.engine.request import SamplingContext
@@ -77,24 +77,24 @@ def test_a_text_that_cannot_be_made(engine: Engine, decode: dict[str, Any], numb
     def is_faulty(detokenizer: Detokenizer, token_id: int, may_stop: bool) -> bool:
         return detokenizer._decode in marks
 
-    of = Engine._detokenizer
+    of = sequence_groups.make_detokenizer
 
-    def marked(self: Engine, request: Any) -> Any:
-        detokenizer = of(self, request)
+    def marked(request: Any, tokenizer: Any) -> Any:
+        detokenizer = of(request, tokenizer)
         if request.id == FAULTY and detokenizer:
             marks.add(detokenizer._decode)
         return detokenizer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_detokenizer", marked)
+        patch.setattr(sequence_groups, "make_detokenizer", marked)
         patch.setattr(Detokenizer, "add", fails_at(number, asked, is_faulty))
         check_it_failed_alone(engine, decode, expected)
 
 
 def test_a_prompt_whose_text_cannot_be_made(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(engine, {})
-    of = Engine._detokenizer
-    monkeypatch.setattr(Engine, "_detokenizer", fails_at(1, of, lambda _, request: request.id == FAULTY))
+    of = sequence_groups.make_detokenizer
+    monkeypatch.setattr(sequence_groups, "make_detokenizer", fails_at(1, of, lambda request, _: request.id == FAULTY))
     check_it_failed_alone(engine, {}, expected)
 
 
