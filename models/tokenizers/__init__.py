@@ -75,9 +75,9 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         with damage_refused(folder):
             tokenizer.read_settings(*read_settings(folder), is_llama)
         has_own = (folder / PADDLE_TEMPLATE).is_file()
-        own = LLAMA2 if kind in (None, "llama", "LlamaTokenizer") and not has_own else None
-        own = TELECHAT if kind == "telechat" else own
-        tokenizer.take_templates(chat_templates(folder), own)
+        built_in_template = LLAMA2 if kind in (None, "llama", "LlamaTokenizer") and not has_own else None
+        built_in_template = TELECHAT if kind == "telechat" else built_in_template
+        tokenizer.take_templates(chat_templates(folder), built_in_template)
         return tokenizer
     if (folder / TEKKEN).is_file():
         return load_tekken(folder)

@@ -218,7 +218,7 @@ class Tokenizer(ABC):
         for name in arguments:
             if name not in names or name in {*GIVEN_BY_US, *self.special_tokens}:
                 open_names = ", ".join(sorted(names - {*GIVEN_BY_US, *self.special_tokens})) or "none"
-                raise UnreadArgument(name, f"{name!r} is no argument of the chat template, which has {open_names}")
+                raise UnreadArgument(name, f"{name!r} is not an argument of the chat template, which has {open_names}")
 
     def _in_own_format(
         self,

@@ -45,7 +45,7 @@ class ControlTokens:
         taken = (taken + self._template).lower()
         unused = [chr(code) for code in PRIVATE_USE if chr(code) not in taken and f"\\u{code:x}" not in taken]
         if len(unused) < 2:
-            raise UserError("the messages have every character of private use: leave some out")
+            raise UserError("the messages contain all private-use characters: leave some of them out")
         return Marks(self, unused[0], unused[1])
 
 

@@ -204,7 +204,7 @@ def _read_with_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
-        raise UserError(f"{type(tokenizer).__name__} is written in Python alone: save it with its tokenizer.json")
+        raise UserError(f"{type(tokenizer).__name__} is implemented only in Python: save it with its tokenizer.json")
     backend = tokenizer.backend_tokenizer
     if backend.get_vocab().keys() <= {token.content for token in backend.get_added_tokens_decoder().values()}:
         raise UserError(f"{folder} has no vocabulary of its {type(tokenizer).__name__}: put its tokenizer.json there")

@@ -30,7 +30,7 @@ def tokenizer_in_memory(tokenizer: Any, config: dict[str, Any]) -> Tokenizer:
         loaded = load_tokenizer(folder)
         if loaded is None:
             raise UserError(
-                f"the {type(tokenizer).__name__} writes no files that are read: give a folder of a tokenizer"
+                f"the {type(tokenizer).__name__} writes no tokenizer file that can be read: give a tokenizer's folder"
             )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -66,7 +66,7 @@ class KimiTokenizer(TiktokenTokenizer):
 
     def _id_of(self, name: str | None) -> int | None:
         if name is not None and name not in self._specials:
-            raise UserError(f"tokenizer_config.json names the special token {name!r}, which is none")
+            raise UserError(f"tokenizer_config.json names the special token {name!r}, which does not exist")
         return None if name is None else self._specials[name]
 
 

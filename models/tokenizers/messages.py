@@ -28,7 +28,7 @@ def check_messages(messages: list[Any]) -> None:
 
 def _check_calls(role: str, calls: object) -> None:
     if role != "assistant":
-        raise UserError(f"a message of role {shortened(role)!r} has tool_calls, which only an assistant makes")
+        raise UserError(f"a message of role {shortened(role)!r} has tool_calls, which only the role assistant can have")
     if not isinstance(calls, list):
         raise UserError(f"tool_calls is {shortened(repr(calls))}, not a list")
     for call in calls:

@@ -32,7 +32,7 @@ class TekkenTokenizer(TiktokenTokenizer):
             raise UserError(f"its ranks are not {count} special tokens and {size - count} other tokens, each once")
         ranks = {base64.b64decode(token["token_bytes"]): count + token["rank"] for token in tokens}
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise UserError(f"the byte {missing[0]} is no token")
+            raise UserError(f"no token is the byte {missing[0]}")
         super().__init__(file, ranks, content["config"]["pattern"], names, first_special=0)
         self.special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         self.bos_token_id, self.eos_token_id = (self._specials[name] for name in self.special_tokens.values())

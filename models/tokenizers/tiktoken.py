@@ -202,7 +202,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         if sorted(ranks.values()) != list(range(len(lines))):
             raise ValueError(f"{len(lines)} tokens do not have the ranks 0 to {len(lines) - 1}, each once")
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise ValueError(f"the byte {missing[0]} is no token")
+            raise ValueError(f"no token is the byte {missing[0]}")
     except (OSError, ValueError) as error:
         raise UserError(f"the tokenizer in {file.parent} cannot be read: {file.name}: {error}") from error
     return ranks

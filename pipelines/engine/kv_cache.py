@@ -68,8 +68,8 @@ def choose_num_blocks(
     everywhere = free * num_ranks // num_sharing  # assumes that all machines are equal
     wanted, free = num_bytes(memory, everywhere) // num_ranks, free // num_sharing
     if not block_bytes <= wanted <= free:
-        limits = f"from {block_bytes} (one block) to {free} (what is free) bytes"
-        raise UserError(f"device.kv_cache_memory={memory} is not possible here: give {limits}, a fraction, or auto")
+        limits = f"from {block_bytes} (one block) to {free} (all free memory) bytes"
+        raise UserError(f"device.kv_cache_memory={memory} does not fit: give {limits}, a fraction, or auto")
     return wanted // block_bytes
 
 
@@ -77,8 +77,8 @@ def free_memory(device: torch.device, memory_fraction: float) -> int:
     """Return the free bytes. On a GPU, at most what remains of this process's `memory_fraction`."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return max(0, min(free + held - own, int(memory_fraction * total) - own))
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return max(0, min(free + reserved - allocated, int(memory_fraction * total) - allocated))
     try:
         with open("/proc/meminfo") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

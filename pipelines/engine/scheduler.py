@@ -319,9 +319,7 @@ class Scheduler:
         if self._num_missing_in_group(group) > self.block_manager.num_free_blocks or not self._take_adapter(group):
             self._release(sequence)
             return False
-        if (
-            group.num_cached_tokens is None
-        ):  # None only at the first admission: after a preemption the group finds its own blocks
+        if group.num_cached_tokens is None:  # the first admission: after a preemption the group finds its own blocks
             group.num_cached_tokens = sequence.num_computed_tokens
         self._allocate(sequence, copies)
         return True

@@ -69,8 +69,8 @@ class DataFile:
                 row = {name: cell if cell or name in self.columns else None for name, cell in zip(heading, cells)}  # noqa: B905
                 yield _json_line(row) if cells else b"\n"
         except csv.Error as error:
-            remedy = "put it right, or give a .jsonl"
-            raise UserError(f"{self.where} is no CSV in line {table.line_num} ({error}): {remedy}") from error
+            remedy = "correct the line, or give a .jsonl"
+            raise UserError(f"{self.where} is not valid CSV in line {table.line_num} ({error}): {remedy}") from error
 
     def _json_rows(self, stream: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the rows of a list of rows or texts, or of an object of columns, which are lists of equal length.

@@ -68,7 +68,9 @@ class Journal:
         """Return whether a row is done. Raises UserError if it was done for another input line."""
         done = index < self.end and self._offsets[index] > 0
         if done and self._digests[index] != int(digest, 16):
-            raise UserError(f"row {index} is not the one that {self.folder} has done: give the same input, or {ANEW}")
+            raise UserError(
+                f"row {index} differs from the row that {self.folder} contains: give the same input, or {ANEW}"
+            )
         return done
 
     def append(self, record: dict[str, Any]) -> None:
@@ -211,7 +213,9 @@ def _continued(folder: Path, fingerprint: Fingerprint) -> Journal:
         return journal
     if changes := _changes(_as_given(header, fingerprint), fingerprint):
         journal.close()
-        raise UserError(f"{folder} cannot be resumed, this changed: {', '.join(changes)}. Give what it had, or {ANEW}")
+        raise UserError(
+            f"{folder} cannot be resumed, because these values changed: {', '.join(changes)}. Restore the old values, or {ANEW}"
+        )
     journal.seed = _seed_of(header)
     return journal
 

@@ -14,8 +14,8 @@ from models.tokenizers.messages import check_messages
 from pipelines.engine.faults import row_error
 from pipelines.jobs.data_files import FORMS, DataFile, decode_utf8, find_file, names_a_file
 
-GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv and .json are read, too, and .gz of .txt or .jsonl, .csv or .json"
-MISSING = f"cannot be read (it looks like a path, but there is no such file): {GIVE}; a prompt that looks so goes into a .jsonl"
+GIVE = "give a prompt, a .txt, a .jsonl, or - for stdin; .csv, .json, and each of these with .gz are also read"
+MISSING = f"cannot be read (it looks like a path, but the file does not exist): {GIVE}; put a prompt that looks like a path into a .jsonl"
 INPUTS = ("prompt", "messages", "prompt_token_ids", "src", "query")
 MAX_TOKEN_ID = 2**31  # a tokenizer's decoder takes no larger id; the engine checks ids against the vocabulary
 FIELDS = (*INPUTS, "tgt", "document", "id", "decode", "prefix", "adapter", "prediction")

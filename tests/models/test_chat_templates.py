@@ -75,7 +75,7 @@ def test_arguments_reach_the_template(tmp_path: Path) -> None:
 def test_an_argument_that_the_template_does_not_read_is_refused(name: str, tmp_path: Path) -> None:
     ours, _ = written(tmp_path, "chatml", byte_level())
     with pytest.raises(
-        UnreadArgument, match=f"'{name}' is no argument of the chat template, which has enable_thinking"
+        UnreadArgument, match=f"'{name}' is not an argument of the chat template, which has enable_thinking"
     ) as raised:
         ours.encode_messages(PLAIN, None, template_arguments={name: 1})
     assert raised.value.name == name
@@ -153,7 +153,7 @@ def test_marks_are_characters_that_the_conversation_has_not(tmp_path: Path) -> N
     assert text == f"<|im_start|>user\n{private}</s>{private}<|im_end|>\n<|im_start|>assistant\n"
     assert ours.decode(ids, skip_special_tokens=False) == text
     everything = "".join(map(chr, range(0xE000, 0xF900)))
-    with pytest.raises(UserError, match="the messages have every character of private use: leave some out"):
+    with pytest.raises(UserError, match="the messages contain all private-use characters: leave some of them out"):
         ours.encode_messages([{"role": "user", "content": f"{everything}</s>"}], None)
 
 

@@ -148,7 +148,7 @@ def test_long_texts_are_cut_as_in_the_original_code(text: str, tmp_path: Path) -
         ({"added_tokens_decoder": {str(len(RANKS) + i): {"content": "x"} for i in (0, 1)}}, "has a text twice"),
         ({"added_tokens_decoder": {str(len(RANKS)): {}}}, "cannot be read: KeyError"),
         ({"added_tokens_decoder": []}, "cannot be read: AttributeError"),
-        ({"bos_token": "<s>"}, "names the special token '<s>', which is none"),
+        ({"bos_token": "<s>"}, "names the special token '<s>', which does not exist"),
     ],
 )
 def test_damaged_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_damaged_settings_are_refused(settings: dict[str, Any], message: str, tm
         (lambda lines: lines[:300] + lines[301:], "[0-9]+ tokens do not have the ranks 0 to [0-9]+, each once"),
         (lambda lines: [*lines, lines[0]], "tokens do not have the ranks"),
         (lambda lines: [*lines[:9], "AAAA 8", *lines[10:]], "tokens do not have the ranks"),
-        (lambda lines: [*lines[:9], "AAAA 9", *lines[10:]], "the byte 9 is no token"),
+        (lambda lines: [*lines[:9], "AAAA 9", *lines[10:]], "no token is the byte 9"),
     ],
 )
 def test_damaged_ranks_are_refused(changed: Callable[[list[str]], list[str]], message: str, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_conversations(tmp_path: Path) -> None:
         ({"special_tokens": [{"rank": 12, "token_str": "<s>"}]}, "its ranks are not 12 special tokens"),
         ({"special_tokens": [{"rank": 0, "token_str": "<unk>"}]}, "KeyError: '<s>'"),
         ({"config": {}}, "KeyError: 'default_num_special_tokens'"),
-        ({"config": content()["config"] | {"default_vocab_size": 200}}, "tekken.json: the byte 188 is no token"),
+        ({"config": content()["config"] | {"default_vocab_size": 200}}, "tekken.json: no token is the byte 188"),
     ],
 )
 def test_damaged_files_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -28,5 +28,5 @@ def test_ranks_share_bytes_with_all_and_free_memory_with_those_of_their_machine(
 
 def test_more_than_is_free_on_all_machines_is_refused() -> None:
     assert num_blocks(str(2400 * BLOCK), 4, 2) == 600
-    with pytest.raises(UserError, match=rf"is not possible here: give from {BLOCK} .* to {FREE // 2} \(what is free\)"):
+    with pytest.raises(UserError, match=rf"does not fit: give from {BLOCK} .* to {FREE // 2} \(all free memory\)"):
         num_blocks(str(2404 * BLOCK), 4, 2)

@@ -167,7 +167,7 @@ def test_a_row_that_is_done_is_known_by_its_input(tmp_path: Path) -> None:
         assert read(journal) == [1]
         assert [journal.has(i, "ab") for i in range(3)] == [False, True, False]
         with pytest.raises(
-            UserError, match="row 1 is not the one that .* has done: give the same input, or begin anew"
+            UserError, match="row 1 differs from the row that .* contains: give the same input, or begin anew"
         ):
             journal.has(1, "ac")
 
@@ -183,7 +183,7 @@ def test_another_job_is_refused_and_what_changed_is_named(tmp_path: Path, resume
     assert "decode.seed (3 -> 4)" in message
     assert 'model/config.json ("00000000000... -> "11111111111...)' in message
     assert "decode.n (null -> 2)" in message
-    assert "input" not in message.split("this changed: ")[1].split(". Give")[0]
+    assert "input" not in message.split("these values changed: ")[1].split(". Restore")[0]
     assert (tmp_path / NAME).read_bytes() == before
     with closing(open_journal("none", tmp_path, other)) as journal:  # and the lock of the refused one is gone
         assert read(journal) == []

@@ -230,7 +230,7 @@ def test_missing_file_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @each("data", ["prompts/all", "./prompts.csv", "/prompts"])
 def test_path_without_a_known_suffix_is_no_prompt(data: str) -> None:
-    with pytest.raises(UserError, match=r"looks like a path, but .*\.txt or \.jsonl"):
+    with pytest.raises(UserError, match=r"looks like a path, but .*\.txt, a \.jsonl"):
         read_prompts(data)
 
 
@@ -326,7 +326,7 @@ def test_what_is_no_row_in_a_list_is_an_error_row(tmp_path: Path) -> None:
         ("a.csv", "text,id\na,1\n", "a.csv needs a first line of different names, one of them prompt, but it has text, id"),
         ("a.csv", "prompt,prompt\na,1\n", "needs a first line of different names"),
         ("a.csv", "prompt,id\nHello, you,1\n", "has 3 cells in line 2, but 2 columns: put cells that hold a comma into"),
-        ("a.csv", 'prompt\n"a', "a.csv is no CSV in line 2 .unexpected end of data.: put it right, or give a .jsonl"),
+        ("a.csv", 'prompt\n"a', "a.csv is not valid CSV in line 2 .unexpected end of data.: correct the line, or give a .jsonl"),
         ("a.csv", "prompt\n", "a.csv has no prompts"),
         ("a.csv", b"prompt\n\xff\n", r"a.csv is not UTF-8 \(byte 7 is 0xff\)"),
         ("a.json", "[", "a.json is not JSON: Expecting value"),

@@ -89,7 +89,10 @@ def test_a_job_goes_on_with_the_same_sums_alone(data: Path, run_of: Callable[...
     for other, now in (((), "null"), (("parallel=tp", "parallel.tp=3", "parallel.sum=reduce"), '"reduce, tp=3"')):
         ended = run_command(*settings, *other)
         assert ended.returncode == 1
-        assert f'this changed: parallel.sum ("reduce, tp=2" -> {now}). Give what it had, or begin anew' in ended.stderr
+        assert (
+            f'these values changed: parallel.sum ("reduce, tp=2" -> {now}). Restore the old values, or begin anew'
+            in ended.stderr
+        )
     assert run_command(*settings, *REDUCE).returncode == 0
     assert same_files(folder, run_of(*REDUCE))
 

@@ -128,7 +128,7 @@ def test_another_pooling_is_another_job(chatty: Path, tmp_path: Path, data: Path
         (EmbedConfig(normalize=True), r"embed.normalize \(false -> true\)"),
         (EmbedConfig(instruction="query: "), r'embed.instruction \("" -> "query: "\)'),
     ):
-        with pytest.raises(UserError, match=f"cannot be resumed, this changed: {change}"):
+        with pytest.raises(UserError, match=f"cannot be resumed, because these values changed: {change}"):
             run_embed(replace(run, embed=embed), tmp_path / "out", dump)
-    with pytest.raises(UserError, match="cannot be resumed, this changed: .*embed.pooling"):
+    with pytest.raises(UserError, match="cannot be resumed, because these values changed: .*embed.pooling"):
         run_predict(replace(run, task=Task.predict), tmp_path / "out", dump)

@@ -125,7 +125,10 @@ def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
     made = (out / "export" / EXPORT).stat()
     for changed, message in (
         ({"quant": INT4}, "quant contradicts .*/export"),
-        ({"model": replace(run.model, path="models/tiny")}, "cannot be resumed, this changed: .*export.model"),
+        (
+            {"model": replace(run.model, path="models/tiny")},
+            "cannot be resumed, because these values changed: .*export.model",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             run_predict(replace(own, **changed), out, dump)

@@ -197,7 +197,11 @@ def test_what_changed_is_refused_by_name(
     run = change(job(model, data, {"resume": str(tmp_path / "out")}), model)
     with pytest.raises(UserError) as raised:
         run_predict(run, tmp_path / "new", dump)
-    changes = str(raised.value).split("cannot be resumed, this changed: ")[1].split(". Give what it had")[0]
+    changes = (
+        str(raised.value)
+        .split("cannot be resumed, because these values changed: ")[1]
+        .split(". Restore the old values")[0]
+    )
     assert [part for part in changes.split("), ") if not any(part.startswith(name.rstrip(")")) for name in named)] == []
     assert all(name in changes for name in named)
     assert (tmp_path / "out" / journal.NAME).read_bytes() == before
@@ -240,7 +244,7 @@ def test_standard_input_is_compared_row_by_row(
     unfinished(chatty, Path("-"), tmp_path / "out")
     named = job(chatty, "-", {"resume": str(tmp_path / "out")})
     feed(monkeypatch, text.replace('"id": 0', '"id": 100'))
-    with pytest.raises(UserError, match="row 0 is not the one that .* has done: give the same input"):
+    with pytest.raises(UserError, match="row 0 differs from the row that .* contains: give the same input"):
         run_predict(named, tmp_path / "new", dump)
     feed(monkeypatch, text.splitlines(keepends=True)[0])
     with pytest.raises(UserError, match="the input has 1 rows, but .* has a row . that is done: give the same input"):
@@ -260,7 +264,7 @@ def test_another_standard_input_leaves_the_journal_as_it_was(
     before = (tmp_path / "out" / journal.NAME).read_bytes()
     for wrong in (["nope\n", *lines[1:]], [*lines[1:], *lines[:1]], ["nope\n"] * len(lines)):
         feed(monkeypatch, "".join(wrong))
-        with pytest.raises(UserError, match="row . is not the one that .* has done: give the same input"):
+        with pytest.raises(UserError, match="row . differs from the row that .* contains: give the same input"):
             run_predict(job(chatty, "-", {"resume": str(tmp_path / "out")}), tmp_path / "new", dump)
         assert (tmp_path / "out" / journal.NAME).read_bytes() == before
 

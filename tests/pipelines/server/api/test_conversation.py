@@ -286,7 +286,7 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
     assert prompt.reader().read("x y") == [{"content": "x y"}]
     error = refused(chat, chat_template_kwargs={"thinking": False})
     assert error.param == "chat_template_kwargs.thinking"
-    assert "'thinking' is no argument of the chat template, which has enable_thinking" in error.message
+    assert "'thinking' is not an argument of the chat template, which has enable_thinking" in error.message
     assert refused(chat, reasoning_effort="low").param == "reasoning_effort"
 
 
