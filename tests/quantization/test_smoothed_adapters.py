@@ -234,7 +234,7 @@ def test_a_damaged_file_of_vectors(smoothed: Path, llama: Path, tmp_path: Path) 
         engine_with(tmp_path / "model", llama / "fr")
 
 
-REMEDY = r", and the model's files do not contain the scales: quantise the float model here without quant\.shift, use the float model, or merge"
+REMEDY = r", and the model's files do not contain the scales: quantise the float model here without quant\.shift, use the float model"
 
 
 def test_models_without_their_vectors_are_refused(smoothed: Path, llama: Path, tmp_path: Path) -> None:
