@@ -27,7 +27,7 @@ def connect() -> tuple[list[int], list[int]]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's handler would change the exit code
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [int(each.get("CPU", 0)) for each in resources], [int(each.get("GPU", 0)) for each in resources]
+    return [int(node.get("CPU", 0)) for node in resources], [int(node.get("GPU", 0)) for node in resources]
 
 
 def _connect(address: str | None) -> None:
@@ -50,6 +50,6 @@ def _connect(address: str | None) -> None:
 def waiting_for(place: ResourceSpec) -> str:
     """Return the log line for replicas whose resources are not free yet."""
     name = "GPU" if place.num_gpus else "CPU"
-    free, there = (int(each.get(name, 0)) for each in (ray.available_resources(), ray.cluster_resources()))
-    what = f"waiting until Ray has {place} free on one machine for each, and {free} of {there} {name} are free"
-    return f"{what}: end other jobs, or give fewer replicas"
+    free, total = (int(totals.get(name, 0)) for totals in (ray.available_resources(), ray.cluster_resources()))
+    message = f"waiting until Ray has {place} free on one machine for each, and {free} of {total} {name} are free"
+    return f"{message}: end other jobs, or give fewer replicas"

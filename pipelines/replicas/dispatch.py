@@ -33,15 +33,15 @@ class Dispatch:
         return len(self._held.get(replica, ()))
 
     def take(self, replica: int, most: int) -> list[PromptRow]:
-        held, rows = self._held.setdefault(replica, {}), list[PromptRow]()
-        while len(rows) < most and len(held) < self._window and not any(map(self._runs_alone, held)):
-            if self._back and held and self._runs_alone(self._back[0].index):
+        held_rows, rows = self._held.setdefault(replica, {}), list[PromptRow]()
+        while len(rows) < most and len(held_rows) < self._window and not any(map(self._runs_alone, held_rows)):
+            if self._back and held_rows and self._runs_alone(self._back[0].index):
                 break
             row = self._back.popleft() if self._back else self._next_row()
             self._is_exhausted = row is None
             if row is None:
                 break
-            held[row.index] = row
+            held_rows[row.index] = row
             rows.append(row)
         return rows
 

@@ -78,7 +78,7 @@ class Replicas:
     def _ready(self) -> "list[Replica]":
         """Return the loaded replicas whose fingerprint equals that of the first."""
         ready = [replica for replica in self._replicas if replica.client.info is not None]
-        return [each for each in ready if each.fingerprint == ready[0].fingerprint]
+        return [replica for replica in ready if replica.fingerprint == ready[0].fingerprint]
 
     def _choose(self, chunks: list[int]) -> "Replica":
         ready = self._ready()

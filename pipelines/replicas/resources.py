@@ -36,12 +36,13 @@ def resources_of(
     """
     if device.type is DeviceType.cuda or (device.type is DeviceType.auto and any(gpus)):
         usable = [min(pair) for pair in zip(cpus, gpus, strict=True)]  # a GPU also needs a CPU
-        if sum(each // num_ranks for each in usable) < number:
-            each = "one for each" if num_ranks == 1 else f"{num_ranks} for each, all on one machine"
-            raise UserError(f"{setting}={number} is more than the {sum(usable)} GPUs that Ray has: give {each}")
+        if sum(num_gpus // num_ranks for num_gpus in usable) < number:
+            remedy = "one for each replica" if num_ranks == 1 else f"{num_ranks} for each replica, all on one machine"
+            raise UserError(f"{setting}={number} is more than the {sum(usable)} GPUs that Ray has: give {remedy}")
         return ResourceSpec(num_ranks, num_ranks)
     for threads in [device.threads] if device.threads else range(max(cpus, default=0), 0, -1):
-        if sum(each // (threads * num_ranks) for each in cpus) >= number:
+        if sum(num_cpus // (threads * num_ranks) for num_cpus in cpus) >= number:
             return ResourceSpec(threads * num_ranks, 0)
-    have = f"{(device.threads or 1) * num_ranks} of the {sum(cpus)} processors that Ray has each"
-    raise UserError(f"{setting}={number} need {have}: give fewer replicas, or device.threads")
+    num_cpus = (device.threads or 1) * num_ranks
+    message = f"{setting}={number} needs {num_cpus} CPUs for each replica, and Ray has {sum(cpus)}"
+    raise UserError(f"{message}: give fewer replicas, or fewer device.threads")

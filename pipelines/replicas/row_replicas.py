@@ -134,15 +134,15 @@ class RowReplicas:
 
     def counts(self) -> Counts:
         """Return the summed counts of all workers, with the largest peak memory of one worker."""
-        every = self._counts()
-        drafts = DraftCounts(*map(sum, zip(*(counts.drafts for counts in every), strict=True)))
-        return Counts(self.num_generated_tokens, drafts, max(counts.peak_memory_bytes for counts in every))
+        worker_counts = self._counts()
+        drafts = DraftCounts(*map(sum, zip(*(counts.drafts for counts in worker_counts), strict=True)))
+        return Counts(self.num_generated_tokens, drafts, max(counts.peak_memory_bytes for counts in worker_counts))
 
     def load(self) -> None:
         """Load the models. Raises UserError if one cannot be loaded, or if two would give different rows."""
-        for each in self._replicas:
-            each.start()
-        while not all(each.is_ready for each in self._replicas):
+        for replica in self._replicas:
+            replica.start()
+        while not all(replica.is_ready for replica in self._replicas):
             self._receive()
         assert self._first is not None
         self.loaded = self._first.loaded
@@ -151,18 +151,18 @@ class RowReplicas:
         """Yield the records of rows as they arrive. Raises UserError if no replica is left."""
         self._dispatch = Dispatch(next_row, 2 * self._batch_size)
         while True:
-            for each in self._replicas:
-                self._send(each, seed)
+            for replica in self._replicas:
+                self._send(replica, seed)
             if self._dispatch.is_done:
                 return
             yield self._receive()
 
     def close(self) -> None:
-        for each in self._all:
-            each.close()
+        for replica in self._all:
+            replica.close()
 
     def _counts(self) -> list[Counts]:
-        return [counts for each in self._all for counts in each.counts]
+        return [counts for replica in self._all for counts in replica.counts]
 
     def _send(self, replica: Replica, seed: int | None) -> None:
         """Send a replica new rows, or an empty `Work` if it only has to continue its rows."""
@@ -174,7 +174,7 @@ class RowReplicas:
 
     def _receive(self) -> list[Record]:
         self._say_who_waits()
-        replicas = {call: each for each in self._replicas for call in each.calls}
+        replicas = {call: replica for replica in self._replicas for call in replica.calls}
         records: list[Record] = []
         for call in ray.wait(list(replicas), timeout=WAIT_S)[0]:
             replica = replicas[call]
@@ -195,21 +195,21 @@ class RowReplicas:
         was_stopped = now - self._looked_at > self._heartbeat_s / 2  # this process was stopped, for example by Ctrl-Z
         self._looked_at = now
         silent = []
-        for each in self._replicas:
-            each.listen()
-            if each.heard_at is None:
+        for replica in self._replicas:
+            replica.listen()
+            if replica.heard_at is None:
                 continue
             if was_stopped:
-                each.heard_at = now
-            elif now - each.heard_at > each.patience_s(self._heartbeat_s):
-                silent.append(each)
+                replica.heard_at = now
+            elif now - replica.heard_at > replica.patience_s(self._heartbeat_s):
+                silent.append(replica)
         return silent
 
     def _say_who_waits(self) -> None:
-        if not any(each.is_late() for each in self._replicas):
+        if not any(replica.is_late() for replica in self._replicas):
             return
-        if waiting := [each for each in self._replicas if each.waits()]:
-            numbers = ", ".join(str(each.number) for each in waiting)
+        if waiting := [replica for replica in self._replicas if replica.waits()]:
+            numbers = ", ".join(str(replica.number) for replica in waiting)
             log.warning("replicas %s: %s", numbers, waiting_for(waiting[0].place))
 
     def _take(self, replica: Replica, content: bytes) -> list[Record]:
@@ -245,9 +245,9 @@ class RowReplicas:
             self._replicas.remove(replica)
             log.warning("replica %d is given up, lost %d times in a row: %s", replica.number, MAX_STARTS, why)
             if not self._replicas:
-                what = f"every replica was lost {MAX_STARTS} times in a row, the last one by: {why}"
+                message = f"every replica was lost {MAX_STARTS} times in a row, the last one by: {why}"
                 raise UserError(
-                    f"{what}; Ray's logs say more, and the same command goes on with the rows that are done"
+                    f"{message}; Ray's logs say more, and the same command goes on with the rows that are done"
                 )
         fault = UserError(f"{MAX_LOSSES} replicas were lost with this row, which ran alone in the last one: {why}")
         return [failed_record(row, self._failed(row, fault)) for row in given_up]
@@ -262,19 +262,19 @@ def start_rows(kind: type[EngineRows], run: RunConfig) -> RowReplicas:
     tp, pp = parallel.tp or 1, parallel.pp or 1
     place = resources_of("parallel.replicas", parallel.replicas, run.device, *connect(), tp * pp)
     predict = replace(run.predict, data=None, resume="none")  # these settings concern only the job
-    own = ParallelConfig()
+    replica_parallel = ParallelConfig()
     if tp * pp > 1:
         mode = ParallelMode.tp if pp == 1 else ParallelMode.pp if tp == 1 else ParallelMode.tp_pp
-        own = replace(parallel, mode=mode, replicas=1)
-    alone = replace(run, parallel=own, predict=predict, device=place.device(run.device, tp * pp))
-    content = encode(Load(alone, place.num_own_cpus))
+        replica_parallel = replace(parallel, mode=mode, replicas=1)
+    replica_run = replace(run, parallel=replica_parallel, predict=predict, device=place.device(run.device, tp * pp))
+    content = encode(Load(replica_run, place.num_own_cpus))
     replicas = [Replica(number, kind, content, place) for number in range(run.parallel.replicas)]
     return RowReplicas(replicas, run.predict.batch_size, kind.failed, parallel.heartbeat_s)
 
 
-def _differences(one: Ready, other: Ready) -> str:
-    before, now = one.loaded.fingerprint, other.loaded.fingerprint
-    names = [name for name in before | now if before.get(name) != now.get(name)]
-    if not names and one.replay != other.replay:
+def _differences(first: Ready, second: Ready) -> str:
+    first_fields, second_fields = first.loaded.fingerprint, second.loaded.fingerprint
+    names = [name for name in first_fields | second_fields if first_fields.get(name) != second_fields.get(name)]
+    if not names and first.replay != second.replay:
         names = ["Quintet's code, torch or the processor's instructions"]
     return ", ".join(names)

@@ -133,8 +133,8 @@ class Admission:
         speed = self._speed.tokens_per_s
         return self.num_waiting_tokens / speed if speed else None
 
-    def _full(self, reason: str, what: str) -> ApiError:
+    def _full(self, reason: str, cause: str) -> ApiError:
         self._refused(reason)
         seconds = min(max(math.ceil(self._wait_s() or 1.0), 1), MAX_RETRY_S)
-        message = f"{what}: send the request again after {seconds} s"
+        message = f"{cause}: send the request again after {seconds} s"
         return ApiError(429, message, "rate_limit_error", code="queue_full", headers={"retry-after": str(seconds)})

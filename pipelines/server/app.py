@@ -75,22 +75,22 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def bad_query(request: Request, error: RequestValidationError) -> Response:
-        found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]
-        return await refused(request, validation_error(found, dict(request.query_params), {}))
+        errors = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+        return await refused(request, validation_error(errors, dict(request.query_params), {}))
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        what = f"{request.method} {request.url.path[:200]}"
+        route = f"{request.method} {request.url.path[:200]}"
         messages = {
             400: f"the form is not allowed: {error.detail}",  # of an upload form
-            404: f"there is no {what}: GET /openapi.json lists what there is",
-            405: f"{what} is not allowed",
+            404: f"there is no {route}: GET /openapi.json lists what there is",
+            405: f"{route} is not allowed",
         }
         message = messages.get(error.status_code, HTTPStatus(error.status_code).phrase)
         return await refused(request, ApiError(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(ClientGone)
-    async def gone(request: Request, error: ClientGone) -> Response:
+    async def client_gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(Exception)

@@ -67,8 +67,8 @@ def add_files(app: FastAPI, jobs: BatchJobs, send_timeout_s: float) -> None:
     @app.get("/v1/files", response_model=answer_shapes.Files, responses=responses(200))
     async def files(request: Request, page: Annotated[FilePage, Query()]) -> JSONResponse:
         """List the files."""
-        found = [file for file in jobs.files.of(_owner(request)) if page.purpose in (None, file.purpose)]
-        return JSONResponse(listed(found if page.order == "asc" else found[::-1], page.after, page.limit))
+        matching = [file for file in jobs.files.of(_owner(request)) if page.purpose in (None, file.purpose)]
+        return JSONResponse(listed(matching if page.order == "asc" else matching[::-1], page.after, page.limit))
 
     @app.get("/v1/files/{file_id}", response_model=answer_shapes.File, responses=responses(200, 404))
     async def file(request: Request, file_id: str) -> JSONResponse:

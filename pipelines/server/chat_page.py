@@ -63,9 +63,15 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
     fixed = {name: value for name, value in endpoint.asked_for.items() if name not in SLIDERS}
 
     async def answer(
-        text: str, history: list[Any], model: str, told: str, temperature: float, top_p: float, max_tokens: float
+        text: str,
+        history: list[Any],
+        model: str,
+        system_prompt: str,
+        temperature: float,
+        top_p: float,
+        max_tokens: float,
     ) -> AsyncIterator[str]:
-        before = [{"role": "system", "content": told}] if told else []
+        before = [{"role": "system", "content": system_prompt}] if system_prompt else []
         turns: list[Message] = [{"role": turn["role"], "content": _text(turn["content"])} for turn in history]
         settings = {**fixed, "temperature": temperature, "top_p": top_p, "max_tokens": int(max_tokens)}
         try:
@@ -78,7 +84,7 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
 
     with gradio.Blocks(title="Quintet", analytics_enabled=False, fill_height=True) as blocks:
         model = gradio.Dropdown(endpoint.models, value=endpoint.model, label="Model", render=False)
-        told = gradio.Textbox(system or "", label="System prompt", render=False)
+        system_prompt = gradio.Textbox(system or "", label="System prompt", render=False)
         sliders = [
             gradio.Slider(least, most, endpoint.asked_for.get(name, begin), step=step, label=name, render=False)
             for name, (least, most, step, begin) in SLIDERS.items()
@@ -86,7 +92,7 @@ def page(endpoint: Endpoint, system: str | None) -> Any:
         gradio.ChatInterface(
             answer,
             chatbot=gradio.Chatbot(buttons=["copy", "copy_all"], height="70vh", show_label=False),
-            additional_inputs=[model, told, *sliders],
+            additional_inputs=[model, system_prompt, *sliders],
             additional_inputs_accordion=gradio.Accordion("Model and sampling", open=False, render=False),
             concurrency_limit=None,
             api_visibility="private",
@@ -123,7 +129,7 @@ def show_page(endpoint: Endpoint, config: ChatConfig) -> None:
             theme=gradio.themes.Base(font="sans-serif", font_mono="monospace"),
         )
     except OSError as error:
-        what = f"chat.host={config.host} chat.port={config.port} cannot be listened on ({error})"
-        raise UserError(f"{what}: give another chat.port") from error
+        message = f"chat.host={config.host} chat.port={config.port} cannot be listened on ({error})"
+        raise UserError(f"{message}: give another chat.port") from error
     print(f"the page is at {url}", flush=True)
     blocks.block_thread()

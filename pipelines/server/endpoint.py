@@ -124,8 +124,8 @@ class Endpoint:
         try:
             yield
         except self._httpx.HTTPError as error:
-            what = f"chat.url={self._url} cannot be reached ({error or type(error).__name__})"
-            raise UserError(f"{what}: give the address of a server that runs") from error
+            message = f"chat.url={self._url} cannot be reached ({error or type(error).__name__})"
+            raise UserError(f"{message}: give the address of a server that runs") from error
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -141,9 +141,9 @@ def asked_for(decode: DecodeConfig) -> dict[str, Any]:
     """
     unset = DecodeConfig()
     replace(decode, **{name: getattr(unset, name) for name in FIELDS}).check_unset("with chat.url", "leave it out")
-    given = {name: getattr(decode, name) for name in FIELDS}
+    values = {name: getattr(decode, name) for name in FIELDS}
     left_out = {name: (getattr(unset, name), NEUTRAL.get(name)) for name in FIELDS} | {"temperature": (None,)}
-    return {FIELDS[name]: value for name, value in given.items() if value not in (*left_out[name], "auto")}
+    return {FIELDS[name]: value for name, value in values.items() if value not in (*left_out[name], "auto")}
 
 
 def delta_of(line: str) -> dict[str, Any] | None:
@@ -200,10 +200,10 @@ def check_response(response: Any) -> None:
     """Raise UserError for an error response. Its body must have been read."""
     if not response.is_success:
         try:
-            said = _message(response.json())
+            message = _message(response.json())
         except ValueError:
-            said = shortened(response.text)
-        raise UserError(f"the server answers {response.status_code}: {said}")
+            message = shortened(response.text)
+        raise UserError(f"the server answers {response.status_code}: {message}")
 
 
 def _message(body: Any) -> str:
@@ -218,9 +218,9 @@ class EventLines:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._unfinished_line = b""
 
     def feed(self, content: bytes) -> list[str]:
         """Return the lines that end in this part of a stream. Raises UnicodeDecodeError for invalid UTF-8."""
-        *lines, self._rest = END_OF_LINE.split(self._rest + content)
+        *lines, self._unfinished_line = END_OF_LINE.split(self._unfinished_line + content)
         return [line.decode() for line in lines]

@@ -90,9 +90,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = in_origin_form(scope)
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         record = Record(
-            given if REQUEST_ID.fullmatch(given) else uuid4().hex, scope["method"], scope["path"][:MAX_PATH]
+            request_id if REQUEST_ID.fullmatch(request_id) else uuid4().hex, scope["method"], scope["path"][:MAX_PATH]
         )
         scope.setdefault("state", {})["record"] = record
 
@@ -142,13 +142,13 @@ class Guard:
             raise draining()
         if scope["method"] == "POST" and _has_body(headers):
             content = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            wanted = b"multipart/form-data" if path == UPLOAD[1] else b"application/json"
-            if content != wanted:
-                raise ApiError(415, f"the body has another type: give the header content-type: {wanted.decode()}")
+            expected = b"multipart/form-data" if path == UPLOAD[1] else b"application/json"
+            if content != expected:
+                raise ApiError(415, f"the body has another type: give the header content-type: {expected.decode()}")
 
-    def _name_of(self, given: bytes) -> str:
+    def _name_of(self, presented_key: bytes) -> str:
         """Return the name of a key. All keys are compared in constant time, so that timing reveals nothing."""
-        names = [name for name, key in self._keys.items() if hmac.compare_digest(key, given)]
+        names = [name for name, key in self._keys.items() if hmac.compare_digest(key, presented_key)]
         if not names:
             message = "there is no such key: give the header Authorization: Bearer KEY, or x-api-key to /v1/messages and /v1/models"
             raise ApiError(

@@ -88,13 +88,13 @@ class Metrics:
         self._cancelled.labels(self._model, why).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        whole = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-        return whole.labels(self._model)
+        histogram = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return histogram.labels(self._model)
 
     def _counter(self, name: str, text: str, *labels: str, prefix: str = "vllm") -> Counter:
         """Return a counter. With further `labels` it has one child per label value."""
-        whole = Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
-        return whole if labels else whole.labels(self._model)
+        counter = Counter(f"{prefix}:{name}", text, ["model_name", *labels], registry=self._registry)
+        return counter if labels else counter.labels(self._model)
 
 
 class _Beats(Collector):

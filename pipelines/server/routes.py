@@ -73,7 +73,7 @@ async def completions(body: CompletionRequest, session: EngineSession, chat: Cha
     """Generate continuations of prompts."""
     special = body.add_special_tokens is not False
     most = session.info.context_length
-    prompts = await _each(chat, body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
+    prompts = await _encode_prompts(chat, body.prompts, lambda text: _encoded(chat.tokenizer, text, special, most))
     generation = Generation(body, prompts, session.info, session.context, chat.tokenizer)
     return await continued(session, generation, CompletionWriter(generation, body), bool(body.stream))
 
@@ -110,7 +110,7 @@ async def embeddings(body: EmbeddingRequest, session: EngineSession, chat: Chat)
     model = session.info
     if not model.embeds:
         raise bad_request("this model continues texts and gives no vectors of them: ask an embedding model", "model")
-    prompts = await _each(chat, body.inputs, lambda text: encode_input(model, chat.tokenizer, text))
+    prompts = await _encode_prompts(chat, body.inputs, lambda text: encode_input(model, chat.tokenizer, text))
     salt = cache_salt(session.context.key, None)
     vectors: list[list[float]] = []
     for first in range(0, len(prompts), IN_ENGINE):
@@ -205,7 +205,7 @@ def _handler(route: Route, service: Service, chat: Chat) -> Callable[[Request], 
             session,
             route.num_sequences(body, session.info.decode),
             seconds,
-            lambda given: route.answer(body, given, chat),
+            lambda engine_session: route.answer(body, engine_session, chat),
         )
 
     return handle
@@ -222,12 +222,12 @@ async def continued(session: EngineSession, generation: Generation, writer: Writ
         raise generation.refused(refused.message) from refused
     if is_stream:
         return Stream(_events(session, generation, writer), writer.failed)
-    said = [ChoiceText() for _ in generation.choices]
+    choices = [ChoiceText() for _ in generation.choices]
     async for prompt, delta in session.deltas():
-        index, known, rest = generation.take(prompt, delta)
-        said[index].add(known)
-        said[index].add(rest)
-    return writer.body(said)
+        index, received, remaining = generation.take(prompt, delta)
+        choices[index].add(received)
+        choices[index].add(remaining)
+    return writer.body(choices)
 
 
 async def _events(session: EngineSession, generation: Generation, writer: Writer) -> AsyncGenerator[bytes]:
@@ -266,8 +266,10 @@ async def _tokens(body: TokenizeRequest, model: str, chat: Chat) -> list[int]:
     return (await chat.encode(as_chat)).token_ids
 
 
-async def _each(chat: Chat, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    return [await chat.in_thread(len(each), encode, each) if isinstance(each, str) else each for each in prompts]
+async def _encode_prompts(chat: Chat, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    return [
+        await chat.in_thread(len(prompt), encode, prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+    ]
 
 
 def _tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:

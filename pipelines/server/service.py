@@ -95,17 +95,17 @@ class Service:
         """Return the adapter or soft prefix that `model` names; neither for the model itself. Raises ApiError (404)."""
         if model in self.model_names:
             return named(self._model, model)
-        known = list_known_names(self.model_names, model)
-        raise ApiError(404, f"the model {model[:200]} does not exist: {known}", param="model", code="model_not_found")
+        names = list_known_names(self.model_names, model)
+        raise ApiError(404, f"the model {model[:200]} does not exist: {names}", param="model", code="model_not_found")
 
     def session(self, record: Record, body: Body, prefix: str, last_event_id: str | None) -> EngineSession:
         """Return the engine session of a request. `prefix`: prefix of the answer's id. Raises ApiError (404, 503)."""
         record.model = body.model or self.model_name
         record.client = body.model_dump(include=NAMED, exclude_none=True) or None
-        asked = self.named(record.model)
+        adapter_or_prefix = self.named(record.model)
         loaded(self.engine)
         context = RequestContext(prefix + record.id, record.model, record.key, last_event_id)
-        return EngineSession(self.engine, self.admission, self.metrics, record, context, asked)
+        return EngineSession(self.engine, self.admission, self.metrics, record, context, adapter_or_prefix)
 
 
 class EngineResponse(Response):
@@ -187,15 +187,15 @@ def timeout_s(headers: Headers, most: float, is_stream: bool) -> float:
 
     SDKs send a read timeout, the longest wait for the next bytes. Without streaming this is the total time.
     """
-    given = []
-    if (own := headers.get("x-request-timeout")) is not None:
-        if (seconds := _seconds(own)) is None:
-            message = f"the header x-request-timeout={own[:50]} is not allowed: give seconds, a number above 0"
+    limits = []
+    if (header := headers.get("x-request-timeout")) is not None:
+        if (seconds := _seconds(header)) is None:
+            message = f"the header x-request-timeout={header[:50]} is not allowed: give seconds, a number above 0"
             raise ApiError(400, message, param="x-request-timeout")
-        given.append(seconds)
+        limits.append(seconds)
     if not is_stream and (seconds := _seconds(headers.get("x-stainless-read-timeout", ""))) is not None:
-        given.append(seconds)
-    return min(most, *given) if given else most
+        limits.append(seconds)
+    return min(most, *limits) if limits else most
 
 
 def _seconds(text: str) -> float | None:

@@ -49,21 +49,23 @@ class Ends:
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. An early end cancels it and raises ClientGone or ApiError (503, 504)."""
         task = asyncio.ensure_future(work)
-        gone, stop = asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._stopping.wait())
-        left = self._deadline - asyncio.get_running_loop().time()
+        client_gone, stop = asyncio.ensure_future(self._client_gone()), asyncio.ensure_future(self._stopping.wait())
+        remaining_s = self._deadline - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait({task, gone, stop}, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {task, client_gone, stop}, timeout=max(remaining_s, 0.0), return_when=asyncio.FIRST_COMPLETED
+            )
             if task.done():
                 return task.result()
-            if gone.done():
+            if client_gone.done():
                 raise ClientGone
             raise draining() if stop.done() else self._late()
         finally:
-            for each in (task, gone, stop):
-                each.cancel()
-            await asyncio.gather(task, gone, stop, return_exceptions=True)
+            for future in (task, client_gone, stop):
+                future.cancel()
+            await asyncio.gather(task, client_gone, stop, return_exceptions=True)
 
-    async def _gone(self) -> None:
+    async def _client_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 

@@ -114,12 +114,12 @@ class Answer:
 
     def add(self, delta: Delta) -> None:
         """Add a delta. It is merged with the delta of the same sample that was not yet taken."""
-        known = self._waiting.setdefault(delta.sample, delta)
-        if known is not delta:
-            known.text += delta.text
-            known.token_ids += delta.token_ids
-            known.logprobs += delta.logprobs
-            known.finish_reason, known.stop_reason = delta.finish_reason, delta.stop_reason
+        pending = self._waiting.setdefault(delta.sample, delta)
+        if pending is not delta:
+            pending.text += delta.text
+            pending.token_ids += delta.token_ids
+            pending.logprobs += delta.logprobs
+            pending.finish_reason, pending.stop_reason = delta.finish_reason, delta.stop_reason
         self._news.set()
 
     def end(self, end: Done | Exception) -> None:
@@ -197,8 +197,8 @@ class EngineClient:
             answer.end(EngineRefused(f"the request has what no frame can hold ({error}): leave it out"))
             return answer
         if self._suspects.has(submit):
-            what = f"this request was running when the engine crashed, {MAX_CRASHES} times"
-            answer.end(EngineRefused(f"{what}: it is not run again"))
+            message = f"this request was running when the engine crashed, {MAX_CRASHES} times"
+            answer.end(EngineRefused(f"{message}: it is not run again"))
             return answer
         self._answers[answer.submit.id] = answer
         if len(self._answers) == 1:

@@ -200,20 +200,20 @@ class FrameReader:
     def __init__(self, kind: Any) -> None:
         """`kind`: ToEngine or FromEngine."""
         self._decoder = msgspec.msgpack.Decoder(kind)
-        self._rest = bytearray()
+        self._buffer = bytearray()
 
     def read(self, received: bytes) -> Iterator[Any]:
         """Yield the frames that are now complete. Raises UserError for bytes that are not a frame."""
-        rest = self._rest
-        rest += received
-        while len(rest) >= LENGTH_BYTES:
-            length = int.from_bytes(rest[:LENGTH_BYTES], "big")
+        buffer = self._buffer
+        buffer += received
+        while len(buffer) >= LENGTH_BYTES:
+            length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
             if length > MAX_FRAME_BYTES:
                 raise UserError(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
-            if len(rest) < LENGTH_BYTES + length:
+            if len(buffer) < LENGTH_BYTES + length:
                 return
-            content = bytes(rest[LENGTH_BYTES : LENGTH_BYTES + length])
-            del rest[: LENGTH_BYTES + length]
+            content = bytes(buffer[LENGTH_BYTES : LENGTH_BYTES + length])
+            del buffer[: LENGTH_BYTES + length]
             try:
                 yield self._decoder.decode(content)
             except msgspec.DecodeError as error:

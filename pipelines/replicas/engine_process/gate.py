@@ -49,16 +49,16 @@ class Gate:
         now = self._clock()
         if now - self._opened_s >= max(PAUSE_S, len(self._begun) / MAX_CHUNKS_PER_S):
             self._opened_s = now
-            taken, self._held = self._held, {}
+            deltas, self._held = self._held, {}
         else:
-            taken = {key: self._held.pop(key) for key in sorted(self._urgent)}
+            deltas = {key: self._held.pop(key) for key in sorted(self._urgent)}
         self._urgent.clear()
-        for key, delta in taken.items():
+        for key, delta in deltas.items():
             if delta.finish_reason:
                 self._begun.discard(key)
             else:
                 self._begun.add(key)
-        return list(taken.values())
+        return list(deltas.values())
 
     def _delta(self, id: int, sample: int) -> Delta:
         if (delta := self._held.get((id, sample))) is None:

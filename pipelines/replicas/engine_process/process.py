@@ -186,7 +186,7 @@ class EngineProcess:
         engine = self._engine
         num_free = engine.config.max_num_requests - len(engine.running)
         groups = [*engine.running, *islice(engine.waiting, num_free)]
-        new = [each for group in groups if not (each := self._ongoing[group.request.id]).has_begun]
+        new = [ongoing for group in groups if not (ongoing := self._ongoing[group.request.id]).has_begun]
         for ongoing in new:
             ongoing.has_begun = True
         if new:

@@ -45,8 +45,8 @@ def row_of(values: dict[str, Any]) -> tuple[dict[str, Any], BatchRequest]:
     url = values.get("url")
     kind = REQUESTS.get(url) if isinstance(url, str) else None
     if kind is None or values.get("method") != "POST":
-        given = shortened(f"{values.get('method')} {url}")
-        raise UserError(f"a batch's line asks for {given}: there are POST {' and POST '.join(REQUESTS)}")
+        route = shortened(f"{values.get('method')} {url}")
+        raise UserError(f"a batch's line asks for {route}: there are POST {' and POST '.join(REQUESTS)}")
     try:
         request = check_request(kind, values["body"])
         settings = decode_settings(request, RUNS_OWN)

@@ -95,8 +95,8 @@ class Chat:
         self.tokenizer = tokenizer
         self._is_off = config.chat_template == "none"
         self._template = None if config.chat_template in ("auto", "none") else _read_template(config.chat_template)
-        own = tokenizer.answer_format(self._template) if tokenizer else "text"
-        self._form = own if config.response_template == "auto" else config.response_template
+        detected_format = tokenizer.answer_format(self._template) if tokenizer else "text"
+        self._form = detected_format if config.response_template == "auto" else config.response_template
         self._short, self._long = ThreadPoolExecutor(NUM_THREADS, "chat"), ThreadPoolExecutor(1, "long-chat")
 
     @classmethod

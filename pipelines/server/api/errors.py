@@ -58,7 +58,7 @@ class ApiError(Exception):
         """Return the error with the field names of another API. `names`: maps a chat request's field names to them."""
         name = re.split(r"\W", self.param or "")[0]
         message = self.message.replace(name, names[name]) if name in names else self.message
-        message = re.sub(r"\b(\w+)(?=[=[])", lambda found: names.get(found[1], found[1]), message)
+        message = re.sub(r"\b(\w+)(?=[=[])", lambda match: names.get(match[1], match[1]), message)
         param = names.get(name, self.param)
         if schema := names.get(SCHEMA_OF_TOOL):
             message = re.sub(SCHEMA_OF_TOOL, rf"\1.{schema}", message)
@@ -96,8 +96,8 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 def too_long(num_tokens: int | str, limit: int | None, param: str) -> ApiError:
     """Return the error of status 400 for a prompt that leaves no room for an answer."""
     # litellm and LangChain recognize this error by its first words
-    known = f"this model's maximum context length is {limit} tokens"
-    message = f"{known} with the answer's, and the prompt has {num_tokens} tokens: shorten it"
+    message_start = f"this model's maximum context length is {limit} tokens"
+    message = f"{message_start} with the answer's, and the prompt has {num_tokens} tokens: shorten it"
     return bad_request(message, param, "context_length_exceeded")
 
 

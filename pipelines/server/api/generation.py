@@ -47,10 +47,10 @@ class Choice:
         chars = max(0, self._chars_had - self.num_chars)
         self.num_tokens += len(delta.token_ids)
         self.num_chars += len(delta.text)
-        known = ChoiceText(delta.text[:chars], delta.token_ids[:tokens], delta.logprobs[:tokens])
-        rest = ChoiceText(delta.text[chars:], delta.token_ids[tokens:], delta.logprobs[tokens:])
-        rest.finish_reason, rest.stop_reason = delta.finish_reason, delta.stop_reason
-        return known, rest
+        received = ChoiceText(delta.text[:chars], delta.token_ids[:tokens], delta.logprobs[:tokens])
+        remaining = ChoiceText(delta.text[chars:], delta.token_ids[tokens:], delta.logprobs[tokens:])
+        remaining.finish_reason, remaining.stop_reason = delta.finish_reason, delta.stop_reason
+        return received, remaining
 
 
 class Generation:
@@ -98,16 +98,16 @@ class Generation:
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
         if num_prompt >= limit:
             raise too_long(num_prompt, limit, param)
-        asked, name = decode.get("max_new_tokens"), field_of("max_new_tokens", request)
+        max_new_tokens, name = decode.get("max_new_tokens"), field_of("max_new_tokens", request)
         is_given = getattr(request, str(name), None) is not None
-        if is_given and isinstance(asked, int) and num_prompt + asked > limit:
-            message = f"the prompt has {num_prompt} tokens and {name}={asked}, together more than the model's {limit}"
+        if is_given and isinstance(max_new_tokens, int) and num_prompt + max_new_tokens > limit:
+            message = f"the prompt has {num_prompt} tokens and {name}={max_new_tokens}, together more than the model's {limit}"
             remedy = f"give at most {limit - num_prompt}"
             raise bad_request(f"{message}: {remedy}", param, "context_length_exceeded")
         room = min(limit, served.num_cache_tokens // self.num_samples) - num_prompt
-        if is_given or asked is None or room < 1:
+        if is_given or max_new_tokens is None or room < 1:
             return decode
-        return decode | {"max_new_tokens": room if asked == "auto" else min(asked, room)}
+        return decode | {"max_new_tokens": room if max_new_tokens == "auto" else min(max_new_tokens, room)}
 
     def refused(self, message: str) -> ApiError:
         """Return the API error for an engine error message."""

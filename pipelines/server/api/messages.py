@@ -85,7 +85,7 @@ class UserTurn(Shape):
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         results = [block for block in self.content if isinstance(block, ToolResultBlock)]
-        said = [block for block in self.content if isinstance(block, TextBlock)]
+        texts = [block for block in self.content if isinstance(block, TextBlock)]
         messages = [
             {
                 "role": "tool",
@@ -94,7 +94,7 @@ class UserTurn(Shape):
             }
             for block in results
         ]
-        return messages + ([{"role": "user", "content": _text(said)}] if said or not results else [])
+        return messages + ([{"role": "user", "content": _text(texts)}] if texts or not results else [])
 
 
 class AssistantTurn(Shape):
@@ -107,9 +107,9 @@ class AssistantTurn(Shape):
             return [{"role": "assistant", "content": self.content}]
         message: dict[str, Any] = {"role": "assistant"}
         calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
-        said = [block for block in self.content if isinstance(block, TextBlock)]
-        if said or not calls:
-            message["content"] = _text(said)
+        texts = [block for block in self.content if isinstance(block, TextBlock)]
+        if texts or not calls:
+            message["content"] = _text(texts)
         if thoughts := [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
@@ -226,9 +226,9 @@ class MessagesRequest(CountTokensRequest):
 
     def _settings(self) -> dict[str, Any]:
         names = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
-        own = ("max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
+        fields = ("max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
         stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
-        return {names.get(name, name): getattr(self, name) for name in own} | stream
+        return {names.get(name, name): getattr(self, name) for name in fields} | stream
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
@@ -245,8 +245,8 @@ class MessageWriter:
         """Field of the block that is open."""
         self._ending: dict[str, Any] = {}
 
-    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        chat = self._chat.body(said)
+    def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
+        chat = self._chat.body(choices)
         (choice,) = chat["choices"]
         message = choice["message"]
         content: list[dict[str, Any]] = []
@@ -264,9 +264,9 @@ class MessageWriter:
         usage = {"input_tokens": len(self._chat.generation.prompts[0]), "output_tokens": 0}
         return [_event("message_start", message=self._message([]) | {"usage": usage})]
 
-    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+    def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
         events: list[Event] = []
-        for chunk in self._chat.read(index, known, rest):
+        for chunk in self._chat.read(index, received, remaining):
             (choice,) = chunk.data["choices"]
             events += self._pieces(choice["delta"])
             if choice["finish_reason"] is not None:

@@ -89,10 +89,12 @@ def check_depth(value: T) -> T:
     """Return JSON whose nesting recursive readers can handle. Raises ValueError for deeper nesting."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
-        inner = [each for each in level if isinstance(each, dict | list)]
+        inner = [container for container in level if isinstance(container, dict | list)]
         if not inner:
             return value
-        level = [item for each in inner for item in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            item for container in inner for item in (container.values() if isinstance(container, dict) else container)
+        ]
     raise PydanticCustomError("too_deep", f"Input should be JSON of at most {MAX_DEPTH} levels")
 
 
@@ -143,9 +145,9 @@ class StructuredOutputs(Shape):
     grammar: str | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> "StructuredOutputs":
-        if len(given := self.model_dump(exclude_none=True)) != 1:
-            names = ", ".join("json" if name == "json_schema" else name for name in given) or "none"
+    def _check_one_field(self) -> "StructuredOutputs":
+        if len(constraints := self.model_dump(exclude_none=True)) != 1:
+            names = ", ".join("json" if name == "json_schema" else name for name in constraints) or "none"
             message = f"structured_outputs has {names}: give one of json, json_object, regex, choice, grammar"
             raise bad_request(message, "structured_outputs")
         return self
@@ -342,9 +344,9 @@ class ChatRequest(Sampling):
         if self.tool_choice not in (None, "none") and not self.tools and (self.tool_choice, self.tools) != ("auto", []):
             raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
         if isinstance(self.tool_choice, NamedTool):
-            known = [tool.function.name for tool in self.tools or []]
-            if (name := self.tool_choice.function.name) not in known:
-                raise not_allowed("tool_choice", name, f"there are {', '.join(known)}")
+            tool_names = [tool.function.name for tool in self.tools or []]
+            if (name := self.tool_choice.function.name) not in tool_names:
+                raise not_allowed("tool_choice", name, f"there are {', '.join(tool_names)}")
         return self
 
     def conversation(self) -> list[dict[str, Any]]:

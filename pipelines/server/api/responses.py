@@ -217,9 +217,9 @@ class ResponseWriter:
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] | None = None
 
-    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
+    def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
         self.begin()
-        self.read(0, ChoiceText(), said[0])
+        self.read(0, ChoiceText(), choices[0])
         self.end()
         return self._response(self._status)
 
@@ -227,8 +227,8 @@ class ResponseWriter:
         kinds = ("response.created", "response.in_progress")
         return _named([self._event(kind, response=self._response("in_progress")) for kind in kinds])
 
-    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
-        return _named([event for chunk in self._chat.read(index, known, rest) for event in self._read(chunk)])
+    def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
+        return _named([event for chunk in self._chat.read(index, received, remaining) for event in self._read(chunk)])
 
     def end(self) -> list[Event]:
         for chunk in self._chat.usage_chunk():
@@ -238,8 +238,8 @@ class ResponseWriter:
 
     def failed(self, error: ApiError) -> Event:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # error codes that clients recognize
-        told = self._response("failed") | {"error": {"code": code, "message": error.message}}
-        return _named([self._event("response.failed", response=told)])[0]
+        response = self._response("failed") | {"error": {"code": code, "message": error.message}}
+        return _named([self._event("response.failed", response=response)])[0]
 
     @property
     def _status(self) -> str:
@@ -337,16 +337,16 @@ class ResponseWriter:
             "call_id": call["id"],
             "name": function["name"],
         }
-        whole = {**item, "arguments": function["arguments"], "status": "completed"}
-        self._output.append(whole)
-        at = {"item_id": item["id"], "output_index": index}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        done = {"name": item["name"], "arguments": whole["arguments"]}
+        completed_item = {**item, "arguments": function["arguments"], "status": "completed"}
+        self._output.append(completed_item)
+        location = {"item_id": item["id"], "output_index": index}
+        started_item = {**item, "arguments": "", "status": "in_progress"}
+        call_fields = {"name": item["name"], "arguments": completed_item["arguments"]}
         return [
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.function_call_arguments.delta", **at, delta=whole["arguments"]),
-            self._event("response.function_call_arguments.done", **at, **done),
-            self._event("response.output_item.done", output_index=index, item=whole),
+            self._event("response.output_item.added", output_index=index, item=started_item),
+            self._event("response.function_call_arguments.delta", **location, delta=completed_item["arguments"]),
+            self._event("response.function_call_arguments.done", **location, **call_fields),
+            self._event("response.output_item.done", output_index=index, item=completed_item),
         ]
 
 

@@ -34,12 +34,12 @@ def read_cursor(text: str, fingerprint: str | None, num_choices: int, seed: int 
 
     Raises ApiError: 400 for an invalid cursor or another request's, 412 if this server would not reproduce the answer.
     """
-    found = PLACE.fullmatch(text)
-    if found is None or int(found["seed"]) >= 2**64:
+    match = PLACE.fullmatch(text)
+    if match is None or int(match["seed"]) >= 2**64:
         raise bad_request(f"{HEADER} is no id of an event of this server: send an empty one to get ids", HEADER)
-    pairs = (pair.split(":") for pair in found["had"].split("-"))
+    pairs = (pair.split(":") for pair in match["had"].split("-"))
     cursor = StreamCursor(
-        found["fingerprint"], int(found["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs)
+        match["fingerprint"], int(match["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs)
     )
     if cursor.fingerprint != fingerprint:
         message = f"the stream came from {cursor.fingerprint}, and this server is {fingerprint}: send the request anew"

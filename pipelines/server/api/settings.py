@@ -55,52 +55,52 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | Non
 
     Raises ApiError for an incomplete answer format.
     """
-    given = {setting: getattr(request, name) for name, setting in SAME.items() if getattr(request, name) is not None}
+    settings = {setting: getattr(request, name) for name, setting in SAME.items() if getattr(request, name) is not None}
     if request.top_k is not None:
-        given["top_k"] = max(0, request.top_k)
+        settings["top_k"] = max(0, request.top_k)
     if request.logit_bias is not None:
-        given["logit_bias"] = {int(id): bias for id, bias in request.logit_bias.items()}
+        settings["logit_bias"] = {int(id): bias for id, bias in request.logit_bias.items()}
     if request.stop is not None:
-        given["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+        settings["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.seed is not None:
-        given["seed"] = request.seed & (2**64 - 1)
+        settings["seed"] = request.seed & (2**64 - 1)
     if (salt := cache_salt(key, request.cache_salt)) is not None:
-        given["cache_salt"] = salt
+        settings["cache_salt"] = salt
     if request.use_beam_search:
-        num_beams = given.pop("n", 1)
-        given |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
-    elif "n" in given and (server.get("num_beams") or 1) > 1:  # the server uses beam search
-        given["num_return_sequences"] = given.pop("n")
+        num_beams = settings.pop("n", 1)
+        settings |= {"num_beams": num_beams, "num_return_sequences": num_beams, "temperature": 0.0}
+    elif "n" in settings and (server.get("num_beams") or 1) > 1:  # the server uses beam search
+        settings["num_return_sequences"] = settings.pop("n")
     if guide := guide_of(request):
-        given["guide"] = guide
+        settings["guide"] = guide
     if isinstance(request, ChatRequest):
-        return given | _chat_settings(request, server)
+        return settings | _chat_settings(request, server)
     if isinstance(request, CompletionRequest):
-        return given | _completion_settings(request, server)
+        return settings | _completion_settings(request, server)
     raise TypeError(f"{type(request).__name__} is no request for continuations")
 
 
-def cache_salt(key: str | None, own: str | None) -> str | None:
+def cache_salt(key: str | None, request_salt: str | None) -> str | None:
     """Return the salt of the prefix cache.
 
     It contains the name of the API key, so that clients cannot use another key's entries. A request's own salt
     separates the entries of a key further.
     """
-    return own if key is None else json.dumps([key, own])
+    return request_salt if key is None else json.dumps([key, request_salt])
 
 
 def _chat_settings(request: ChatRequest, server: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
+    settings: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
     max_tokens = request.max_completion_tokens or request.max_tokens
-    return given | _length(max_tokens, "auto", server)
+    return settings | _length(max_tokens, "auto", server)
 
 
 def _completion_settings(request: CompletionRequest, server: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {} if request.logprobs is None else {"logprobs": request.logprobs}
+    settings: dict[str, Any] = {} if request.logprobs is None else {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
-        given["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+        settings["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     max_tokens = 1 if request.max_tokens == 0 else request.max_tokens  # the token is dropped later
-    return given | _length(max_tokens, DEFAULT_MAX_TOKENS, server)
+    return settings | _length(max_tokens, DEFAULT_MAX_TOKENS, server)
 
 
 def _length(max_tokens: int | None, default: int | str, server: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,14 +144,14 @@ def refusal(message: str, request: Sampling) -> ApiError:
 
     Settings get their names in the request. The first one becomes `param`.
     """
-    told = SETTING.sub(lambda found: field_of(found[1], request) or found[0], message)
+    message_for_client = SETTING.sub(lambda match: field_of(match[1], request) or match[0], message)
     for kind, name in GUIDES.items():
-        told = told.replace(f"structured_outputs.{kind}", f"structured_outputs.{name}")
+        message_for_client = message_for_client.replace(f"structured_outputs.{kind}", f"structured_outputs.{name}")
     if message.startswith(OF_PROMPT):
-        return bad_request(told, "messages" if isinstance(request, ChatRequest) else "prompt")
-    found = SETTING.search(message)
-    setting = found[1] if found else next((UNNAMED[words] for words in UNNAMED if message.startswith(words)), None)
-    return bad_request(told, None if setting is None else field_of(setting, request))
+        return bad_request(message_for_client, "messages" if isinstance(request, ChatRequest) else "prompt")
+    match = SETTING.search(message)
+    setting = match[1] if match else next((UNNAMED[words] for words in UNNAMED if message.startswith(words)), None)
+    return bad_request(message_for_client, None if setting is None else field_of(setting, request))
 
 
 def field_of(setting: str, request: Sampling) -> str | None:
@@ -165,4 +165,4 @@ def field_of(setting: str, request: Sampling) -> str | None:
         return "use_beam_search" if request.use_beam_search else None
     if setting in ("top_k", "logit_bias", "stop", "seed", "logprobs"):
         return setting
-    return next((name for name, own in SAME.items() if own == setting), None)
+    return next((name for name, same_setting in SAME.items() if same_setting == setting), None)

@@ -57,8 +57,8 @@ class Literals:
     def __call__(self, text: str) -> str:
         """Return a text as a grammar expression. Special tokens in it are written as tokens."""
         for name, id in self._special_ids.items():
-            before, found, after = text.partition(name)
-            if found:
+            before, separator, after = text.partition(name)
+            if separator:
                 return " ".join(part for part in (self(before), f"<[{id}]>", self(after)) if part)
         return json.dumps(text, ensure_ascii=False) if text else ""
 

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
         return self.loc[-1:] in (("type",), ("role",)) and self.type in ("literal_error", "missing")
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         """The expected value, such as "a valid string", or pydantic's whole message."""
         return "an object" if self.type in OBJECT_TYPES else str(self.error["msg"]).removeprefix(PREFIX)
 
@@ -50,7 +50,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsuppor
     `errors`: from `ValidationError.errors()`. `unsupported`: known but unsupported fields with their remedies.
     """
     field = errors[0]["loc"][:1]
-    faults = [Fault(_path(each["loc"], body, each["type"] == "missing"), each) for each in errors]
+    faults = [Fault(_path(error["loc"], body, error["type"] == "missing"), error) for error in errors]
     faults = [fault for fault in faults if fault.loc[:1] == field]
     fault, alike = _to_blame(faults)
     path, error = fault.path, fault.error
@@ -64,11 +64,13 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsuppor
             path += "." + error["ctx"]["discriminator"].strip("'")
             return not_allowed(path, error["ctx"]["tag"], f"give {_any_of([error['ctx']['expected_tags']])}")
         case "literal_error":
-            return not_allowed(path, error["input"], f"give {_any_of(each.error['ctx']['expected'] for each in alike)}")
+            return not_allowed(
+                path, error["input"], f"give {_any_of(fault.error['ctx']['expected'] for fault in alike)}"
+            )
         case "extra_forbidden":
             remedy = unsupported.get(str(fault.loc[-1]), "there is no such field here: leave it out")
             return bad_request(f"{shortened(path)} is not supported: {remedy}", shortened(path))
-    message = " or ".join(dict.fromkeys(each.wanted for each in alike))
+    message = " or ".join(dict.fromkeys(fault.expected for fault in alike))
     message = f"give {message}" if error["msg"].startswith(PREFIX) else message[:1].lower() + message[1:]
     if not path:
         return bad_request(f"the body is not allowed: {message}", None)
@@ -77,20 +79,22 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: object, unsuppor
 
 def _to_blame(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
     """Return the fault of the best-fitting alternative, and all faults of the same field and kind, itself included."""
-    others = {fault.loc[:-1] for fault in faults if fault.is_of_another_alternative}
+    excluded = {fault.loc[:-1] for fault in faults if fault.is_of_another_alternative}
     inner = [fault for fault in faults if not _is_outer(fault, faults)]
-    fitting = [fault for fault in inner if not any(fault.loc[: len(other)] == other for other in others)]
+    fitting = [fault for fault in inner if not any(fault.loc[: len(prefix)] == prefix for prefix in excluded)]
     fault = max(fitting or inner, key=_progress)
-    kinds = [each for each in inner if each.path == fault.path and len(each.loc) == len(fault.loc)]
+    kinds = [candidate for candidate in inner if candidate.path == fault.path and len(candidate.loc) == len(fault.loc)]
     if fault.wants_another_type:
-        return fault, [each for each in faults if each.path == fault.path and each.wants_another_type]
-    return fault, [each for each in kinds if each.type == fault.type]
+        return fault, [
+            candidate for candidate in faults if candidate.path == fault.path and candidate.wants_another_type
+        ]
+    return fault, [candidate for candidate in kinds if candidate.type == fault.type]
 
 
 def _is_outer(fault: Fault, faults: Iterable[Fault]) -> bool:
     """Return whether a fault only rejects the type of a value inside which another alternative found a fault."""
-    inside = (fault.path + ".", fault.path + "[")
-    is_outer = any(other.path.startswith(inside) for other in faults)
+    prefixes = (fault.path + ".", fault.path + "[")
+    is_outer = any(inner.path.startswith(prefixes) for inner in faults)
     return is_outer and (fault.wants_another_type or fault.type == "literal_error")
 
 
@@ -102,7 +106,7 @@ def _progress(fault: Fault) -> tuple[bool, int, list[int], bool]:
 
 def _any_of(expected: Iterable[str]) -> str:
     """Return quoted names, given singly or as lists, as one list with "or"."""
-    names = list(dict.fromkeys(re.findall(r"'[^']*'|\S+", " ".join(each.replace(" or ", ", ") for each in expected))))
+    names = list(dict.fromkeys(re.findall(r"'[^']*'|\S+", " ".join(text.replace(" or ", ", ") for text in expected))))
     names = [name.strip(",") for name in names if name.strip(",")]
     return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 

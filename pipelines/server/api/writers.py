@@ -25,7 +25,7 @@ from pipelines.server.api.requests import ChatRequest, CompletionRequest
 class Writer(Protocol):
     """Writes one answer, as a body or as events."""
 
-    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
+    def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
         """Return the whole answer. `said`: the complete output of each choice."""
         ...
 
@@ -33,7 +33,7 @@ class Writer(Protocol):
         """Return the first events, before the engine has produced output."""
         ...
 
-    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+    def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
         """Return the events for the next part of a choice. `known`: the part that a resuming client has."""
         ...
 
@@ -60,14 +60,14 @@ class ChatWriter:
         self._has_reasoning = [False] * len(choices)
         self._has_tool_calls = [False] * len(choices)
 
-    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        choices = [self._choice(index, each) for index, each in enumerate(said)]
+    def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
+        bodies = [self._choice(index, choice) for index, choice in enumerate(choices)]
         generation, more = self.generation, dict[str, Any]()
         if self._request.prompt_logprobs is not None:
             more["prompt_logprobs"] = _prompt_logprobs(generation, 0, self._request.prompt_logprobs)
         if self._request.return_token_ids:
             more["prompt_token_ids"] = generation.prompts[0]
-        return generation.info.body(choices, usage=self._usage(), **more)
+        return generation.info.body(bodies, usage=self._usage(), **more)
 
     def begin(self) -> list[Event]:
         """Return a chunk with the role for each choice of which the client has nothing."""
@@ -75,17 +75,17 @@ class ChatWriter:
         new = [index for index, choice in enumerate(self.generation.choices) if choice.is_new]
         return [self.generation.event([self._chunk(index, first, None)]) for index in new]
 
-    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+    def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
         """Return the chunks of the message deltas and of the end. The last delta carries the log probabilities."""
-        self._pieces(index, known)
-        pieces = self._pieces(index, rest)
-        if not pieces and rest.token_ids and (rest.logprobs or self._request.return_token_ids):
+        self._pieces(index, received)
+        pieces = self._pieces(index, remaining)
+        if not pieces and remaining.token_ids and (remaining.logprobs or self._request.return_token_ids):
             pieces = [{}]
         bodies = [self._chunk(index, piece, None) for piece in pieces]
         if bodies:
-            bodies[-1] = self._chunk(index, pieces[-1], rest)
-        if rest.finish_reason is not None:
-            bodies.append(self._chunk(index, {}, None) | _ending(rest, self._has_tool_calls[index]))
+            bodies[-1] = self._chunk(index, pieces[-1], remaining)
+        if remaining.finish_reason is not None:
+            bodies.append(self._chunk(index, {}, None) | _ending(remaining, self._has_tool_calls[index]))
         return [self.generation.event([body]) for body in bodies]
 
     def usage_chunk(self) -> list[Event]:
@@ -103,9 +103,9 @@ class ChatWriter:
         counts = [num_reasoning_tokens(self.generation.texts, ids, self._make_reader()) for ids in reasoning]
         return self.generation.usage(sum(counts))
 
-    def _choice(self, index: int, said: ChoiceText) -> dict[str, Any]:
+    def _choice(self, index: int, choice: ChoiceText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-        for piece in self._pieces(index, said):
+        for piece in self._pieces(index, choice):
             for name, value in piece.items():
                 if isinstance(value, list):
                     message.setdefault(name, []).extend(value)
@@ -115,23 +115,23 @@ class ChatWriter:
             message["content"] = message["content"] or ""
         for call in message.get("tool_calls", []):
             call.pop("index", None)
-        body = {"index": index, "message": message, "logprobs": self._logprobs(said.logprobs)}
+        body = {"index": index, "message": message, "logprobs": self._logprobs(choice.logprobs)}
         if self._request.return_token_ids:
-            body["token_ids"] = said.token_ids
-        return body | _ending(said, self._has_tool_calls[index])
+            body["token_ids"] = choice.token_ids
+        return body | _ending(choice, self._has_tool_calls[index])
 
-    def _chunk(self, index: int, piece: dict[str, Any], said: ChoiceText | None) -> dict[str, Any]:
-        logprobs = self._logprobs(said.logprobs) if said and said.logprobs else None
+    def _chunk(self, index: int, piece: dict[str, Any], choice: ChoiceText | None) -> dict[str, Any]:
+        logprobs = self._logprobs(choice.logprobs) if choice and choice.logprobs else None
         body = {"index": index, "delta": piece, "logprobs": logprobs, "finish_reason": None}
-        if said is not None and self._request.return_token_ids:
-            body["token_ids"] = said.token_ids
+        if choice is not None and self._request.return_token_ids:
+            body["token_ids"] = choice.token_ids
         return body
 
-    def _pieces(self, index: int, said: ChoiceText) -> list[dict[str, Any]]:
+    def _pieces(self, index: int, choice: ChoiceText) -> list[dict[str, Any]]:
         reader = self._readers[index]
-        self._token_ids[index] += said.token_ids
-        pieces = reader.read(said.text)
-        if said.finish_reason is not None:
+        self._token_ids[index] += choice.token_ids
+        pieces = reader.read(choice.text)
+        if choice.finish_reason is not None:
             pieces = pieces + reader.end()
         self._has_tool_calls[index] |= any("tool_calls" in piece for piece in pieces)
         self._has_reasoning[index] |= any("reasoning_content" in piece for piece in pieces)
@@ -151,9 +151,9 @@ class CompletionWriter:
         self._request = request
         self._logprobs = [CompletionLogprobs(generation.texts, request.logprobs or 0) for _ in generation.choices]
 
-    def body(self, said: list[ChoiceText]) -> dict[str, Any]:
-        choices = [self._choice(index, self._wanted(each)) for index, each in enumerate(said)]
-        return self.generation.info.body(choices, usage=self.generation.usage())
+    def body(self, choices: list[ChoiceText]) -> dict[str, Any]:
+        bodies = [self._choice(index, self._without_unrequested_token(choice)) for index, choice in enumerate(choices)]
+        return self.generation.info.body(bodies, usage=self.generation.usage())
 
     def begin(self) -> list[Event]:
         """Return a chunk with the echoed prompt for each choice of which the client has nothing."""
@@ -161,13 +161,13 @@ class CompletionWriter:
         new = [index for index, choice in enumerate(choices) if choice.is_new]
         return [self.generation.event([self._chunk(index, ChoiceText(self._echoed(index)))]) for index in new]
 
-    def read(self, index: int, known: ChoiceText, rest: ChoiceText) -> list[Event]:
+    def read(self, index: int, received: ChoiceText, remaining: ChoiceText) -> list[Event]:
         """Return the chunk for the next part of a choice."""
-        rest = self._wanted(rest)
-        self._logprobs[index].read(known.logprobs)
-        if not (rest.text or rest.token_ids or rest.finish_reason):
+        remaining = self._without_unrequested_token(remaining)
+        self._logprobs[index].read(received.logprobs)
+        if not (remaining.text or remaining.token_ids or remaining.finish_reason):
             return []
-        return [self.generation.event([self._chunk(index, rest)])]
+        return [self.generation.event([self._chunk(index, remaining)])]
 
     def end(self) -> list[Event]:
         """Return the usage if the request asks for it, and [DONE]."""
@@ -177,14 +177,14 @@ class CompletionWriter:
     def failed(self, error: ApiError) -> Event:
         return Event(error.body())
 
-    def _wanted(self, said: ChoiceText) -> ChoiceText:
+    def _without_unrequested_token(self, choice: ChoiceText) -> ChoiceText:
         """Return the output that the client gets. With max_tokens=0 the engine's single token is dropped."""
         if self._request.max_tokens != 0:
-            return said
+            return choice
         self.generation.num_generated = 0
-        return ChoiceText(finish_reason=said.finish_reason and "length")
+        return ChoiceText(finish_reason=choice.finish_reason and "length")
 
-    def _choice(self, index: int, said: ChoiceText) -> dict[str, Any]:
+    def _choice(self, index: int, choice: ChoiceText) -> dict[str, Any]:
         request, prompt = self._request, index // self.generation.num_samples
         token_ids, done = self.generation.prompts[prompt], self.generation.dones[prompt]
         echoed = self._echoed(index)
@@ -193,20 +193,20 @@ class CompletionWriter:
             parts = []
             if request.echo:
                 parts.append(self._logprobs[index].read_prompt(echoed, token_ids, done.prompt_logprobs or []))
-            parts.append(self._logprobs[index].read(said.logprobs))
-            logprobs = {name: [each for part in parts for each in part[name]] for name in parts[0]}
-        body = {"index": index, "text": echoed + said.text, "logprobs": logprobs, **_ending(said)}
+            parts.append(self._logprobs[index].read(choice.logprobs))
+            logprobs = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+        body = {"index": index, "text": echoed + choice.text, "logprobs": logprobs, **_ending(choice)}
         if request.prompt_logprobs is not None:
             body["prompt_logprobs"] = _prompt_logprobs(self.generation, prompt, request.prompt_logprobs)
         if request.return_token_ids:
-            body |= {"prompt_token_ids": token_ids, "token_ids": said.token_ids}
+            body |= {"prompt_token_ids": token_ids, "token_ids": choice.token_ids}
         return body
 
-    def _chunk(self, index: int, said: ChoiceText) -> dict[str, Any]:
-        logprobs = self._logprobs[index].read(said.logprobs) if said.logprobs else None
-        body = {"index": index, "text": said.text, "logprobs": logprobs, **_ending(said)}
+    def _chunk(self, index: int, choice: ChoiceText) -> dict[str, Any]:
+        logprobs = self._logprobs[index].read(choice.logprobs) if choice.logprobs else None
+        body = {"index": index, "text": choice.text, "logprobs": logprobs, **_ending(choice)}
         if self._request.return_token_ids:
-            body["token_ids"] = said.token_ids
+            body["token_ids"] = choice.token_ids
         return body
 
     def _echoed(self, index: int) -> str:
@@ -217,12 +217,12 @@ class CompletionWriter:
         return prompt if isinstance(prompt, str) else self.generation.texts.joined(prompt)
 
 
-def _ending(said: ChoiceText, has_tool_calls: bool = False) -> dict[str, Any]:
+def _ending(choice: ChoiceText, has_tool_calls: bool = False) -> dict[str, Any]:
     """Return the finish and stop reasons of a choice; null while it continues."""
-    if said.finish_reason is None:
+    if choice.finish_reason is None:
         return {"finish_reason": None, "stop_reason": None}
-    reason = api_finish_reason(said.finish_reason, has_tool_calls)
-    return {"finish_reason": reason, "stop_reason": api_stop_reason(said.finish_reason, said.stop_reason)}
+    reason = api_finish_reason(choice.finish_reason, has_tool_calls)
+    return {"finish_reason": reason, "stop_reason": api_stop_reason(choice.finish_reason, choice.stop_reason)}
 
 
 def _prompt_logprobs(generation: Generation, prompt: int, num_top: int) -> list[dict[str, Any] | None]:
@@ -234,5 +234,5 @@ def num_reasoning_tokens(texts: TokenTexts, token_ids: Sequence[int], reader: Me
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     written = [reader.read(utf8.decode(texts.written(token_id))) for token_id in token_ids]
     written[-1] += reader.end()
-    found = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
-    return found[-1] - found[0] + 1 if found else 0
+    reasoning_indices = [i for i, pieces in enumerate(written) if any("reasoning_content" in piece for piece in pieces)]
+    return reasoning_indices[-1] - reasoning_indices[0] + 1 if reasoning_indices else 0

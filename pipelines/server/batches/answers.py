@@ -42,7 +42,7 @@ class BatchAnswers:
             _, body = row_of(row.batch)
             if row.error is not None:  # invalid id or text
                 raise UserError(row.error)
-            return self._asked(row, body)
+            return self._row_request(row, body)
         except RefusedLine:
             raise
         except ApiError as error:
@@ -50,7 +50,7 @@ class BatchAnswers:
         except UserError as error:
             raise RefusedLine(bad_request(str(error), None), str(error)) from error
 
-    def _asked(self, row: PromptRow, body: BatchRequest) -> RowRequest:
+    def _row_request(self, row: PromptRow, body: BatchRequest) -> RowRequest:
         generator, names = self._generator, named(self._run.model, body.model)
         tokenizer, served = generator.engine.tokenizer, self._served.after(names.prefix or generator.prefix)
         if isinstance(body, ChatRequest):
@@ -64,8 +64,8 @@ class BatchAnswers:
             generation = Generation(body, [prompt.token_ids], served, head, tokenizer)
             writer = CompletionWriter(generation, body)
         try:
-            own = replace(row, decode=generation.settings[0], prefix=names.prefix, adapter=names.adapter)
-            row_request = generator.request(own, self._run.decode, prompt=prompt)
+            adapted_row = replace(row, decode=generation.settings[0], prefix=names.prefix, adapter=names.adapter)
+            row_request = generator.request(adapted_row, self._run.decode, prompt=prompt)
         except UserError as error:
             raise generation.refused(str(error)) from error
         return replace(row_request, answer=partial(_answer, row, row_request.request, generation, writer))
@@ -73,7 +73,7 @@ class BatchAnswers:
 
 def _answer(row: PromptRow, request: Request, generation: Generation, writer: Writer, output: Output) -> Row:
     deltas = [whole_delta(request, *item) for item in enumerate(output.completions)]
-    said = [generation.take(0, delta)[2] for delta in deltas]
+    choices = [generation.take(0, delta)[2] for delta in deltas]
     logprobs = told_logprobs(request.prompt_token_ids[1:], output.prompt_logprobs, request.params.prompt_logprobs)
     generation.dones = {
         0: Done(
@@ -87,7 +87,7 @@ def _answer(row: PromptRow, request: Request, generation: Generation, writer: Wr
             prompt_logprobs=logprobs,
         )
     }
-    return _line(row, 200, writer.body(said))
+    return _line(row, 200, writer.body(choices))
 
 
 def refusal(row: PromptRow, error: BaseException) -> Row:

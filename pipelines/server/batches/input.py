@@ -49,7 +49,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
     if not path.exists():
         return Checked(0, [_error("file_not_found", None, "the file is gone: send it again")])
     errors: list[dict[str, Any]] = []
-    known: set[str] = set()
+    custom_ids: set[str] = set()
     num_lines = 0
     with open(path, "rb") as file:
         number = 0
@@ -62,7 +62,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
             num_lines += 1
             if num_lines > MAX_LINES:
                 return Checked(num_lines, [*errors, _error("too_many_lines", number, f"at most {MAX_LINES} lines")])
-            if error := _fault(line, number, endpoint, known):
+            if error := _fault(line, number, endpoint, custom_ids):
                 errors.append(error)
             if len(errors) == MAX_ERRORS:
                 break
@@ -71,7 +71,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
     return Checked(num_lines, errors)
 
 
-def _fault(line: bytes, number: int, endpoint: str, known: set[str]) -> dict[str, Any] | None:
+def _fault(line: bytes, number: int, endpoint: str, custom_ids: set[str]) -> dict[str, Any] | None:
     """Return the error of a line, or None. Adds the line's custom_id to `known`."""
     try:
         values = json.loads(line)
@@ -83,10 +83,10 @@ def _fault(line: bytes, number: int, endpoint: str, known: set[str]) -> dict[str
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512 or not custom_id.isprintable():
         message = "give a text of 1 to 512 characters that can be printed"
         return _error("invalid_custom_id", number, message, "custom_id")
-    if custom_id in known:
+    if custom_id in custom_ids:
         message = f"{shortened(custom_id)} is an earlier line's: give each its own"
         return _error("duplicate_custom_id", number, message, "custom_id")
-    known.add(custom_id)
+    custom_ids.add(custom_id)
     if values["method"] != "POST":
         return _error("invalid_method", number, "give POST", "method")
     if url != endpoint:

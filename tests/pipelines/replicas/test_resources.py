@@ -30,16 +30,16 @@ def test_each_replica_has_its_share_of_the_machines() -> None:
     on_gpus = resources_of("parallel.replicas", 2, ranks, [8, 5], [4, 3], num_ranks=3)
     assert (on_gpus.num_cpus, on_gpus.num_gpus, str(on_gpus)) == (3, 3, "3 GPU")
     with pytest.raises(
-        UserError, match="replicas=2 is more than the 4 GPUs that Ray has: give 3 for each, all on one machine"
+        UserError, match="replicas=2 is more than the 4 GPUs that Ray has: give 3 for each replica, all on one machine"
     ):
         resources_of("parallel.replicas", 2, ranks, [8, 8], [2, 2], num_ranks=3)
-    with pytest.raises(UserError, match="parallel.replicas=2 need 2 of the 3 processors"):
+    with pytest.raises(UserError, match="parallel.replicas=2 needs 2 CPUs for each replica, and Ray has 3"):
         resources_of("parallel.replicas", 2, ranks, [3], [0], num_ranks=2)
     refused = [
-        ((3, [2], [0], {}), "serve.replicas=3 need 1 of the 2 processors that Ray has each: give fewer"),
-        ((2, [4], [0], {"threads": 3}), "serve.replicas=2 need 3 of the 4 processors that Ray has each: give fewer"),
-        ((1, [], [], {}), "serve.replicas=1 need 1 of the 0 processors"),
-        ((3, [8], [2], {}), "serve.replicas=3 is more than the 2 GPUs that Ray has: give one for each"),
+        ((3, [2], [0], {}), "serve.replicas=3 needs 1 CPUs for each replica, and Ray has 2: give fewer"),
+        ((2, [4], [0], {"threads": 3}), "serve.replicas=2 needs 3 CPUs for each replica, and Ray has 4: give fewer"),
+        ((1, [], [], {}), "serve.replicas=1 needs 1 CPUs for each replica, and Ray has 0"),
+        ((3, [8], [2], {}), "serve.replicas=3 is more than the 2 GPUs that Ray has: give one for each replica"),
         ((3, [2, 4], [4, 0], {}), "serve.replicas=3 is more than the 2 GPUs"),  # a replica needs a processor, too
         ((1, [8], [0], {"type": DeviceType.cuda}), "serve.replicas=1 is more than the 0 GPUs"),
     ]

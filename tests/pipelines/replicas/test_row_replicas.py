@@ -258,7 +258,7 @@ def test_what_is_wrong_with_a_model_or_a_machine_is_one_line(tmp_path: Path) -> 
     run = run_of()
     wrong = [
         (replace(run, model=replace(run.model, path=str(tmp_path / "none"))), "none"),
-        (replace(run, parallel=ParallelConfig(ParallelMode.ray, 4000)), "parallel.replicas=4000 need 1 of the"),
+        (replace(run, parallel=ParallelConfig(ParallelMode.ray, 4000)), "parallel.replicas=4000 needs 1 CPUs for each replica"),
     ]
     for each, message in wrong:
         with pytest.raises(UserError, match=message):  # noqa: SIM117
