@@ -1,15 +1,11 @@
-"""The application: all routes, the error handlers, and the guard around them."""
+"""The application: all routes, the error handlers, and the guard in front of the routes."""
 
 import functools
 import json
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.requests import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -17,20 +13,16 @@ from conf.compose import version
 from pipelines.server.api.answer_shapes import Model, Models, Status, Version
 from pipelines.server.api.batches import BatchRequest
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.errors import ApiError, failed
 from pipelines.server.api.requests import Shape
-from pipelines.server.api.validation import validation_error
 from pipelines.server.batch_routes import LineSender, add_batches, add_files
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.engine_session import loaded
-from pipelines.server.guard import Guard, error_response
+from pipelines.server.error_handlers import add_errors
+from pipelines.server.guard import Guard
 from pipelines.server.metrics import CONTENT_TYPE
 from pipelines.server.openapi import describe, responses
 from pipelines.server.routes import ROUTES, add_routes
 from pipelines.server.service import Service
-from pipelines.server.stream import ClientGone
-
-CLIENT_GONE = 499  # nginx's status for a client that has disconnected
 
 
 def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: BatchJobs | None = None) -> ASGIApp:
@@ -64,38 +56,6 @@ def create_app(service: Service, chat: Chat, keys: dict[str, bytes], jobs: Batch
     if origins := service.config.allowed_origins:
         guarded = CORSMiddleware(guarded, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return guarded
-
-
-def add_errors(app: FastAPI) -> None:
-    """Return every error in the shape of the API that the path belongs to."""
-
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error, request.url.path)
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_query(request: Request, error: RequestValidationError) -> Response:
-        errors = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
-        return await refused(request, validation_error(errors, dict(request.query_params), {}))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
-        route = f"{request.method} {request.url.path[:200]}"
-        messages = {
-            400: f"the form is not allowed: {error.detail}",  # of an upload form
-            404: f"there is no {route}: GET /openapi.json lists what there is",
-            405: f"{route} is not allowed",
-        }
-        message = messages.get(error.status_code, HTTPStatus(error.status_code).phrase)
-        return await refused(request, ApiError(error.status_code, message, headers=error.headers))
-
-    @app.exception_handler(ClientGone)
-    async def client_gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=CLIENT_GONE)
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
-        return await refused(request, failed())
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

@@ -35,7 +35,7 @@ from pipelines.loading.model_source import resolve_model
 from pipelines.tasks.row_tasks import open_prompts, row_executor
 
 if TYPE_CHECKING:
-    from pipelines.server.batches.answers import BatchAnswers
+    from pipelines.server.batches.requests import BatchRequests
 
 
 EXPORTED = "export"  # name of the folder with the exported model, in the run's folder
@@ -89,7 +89,7 @@ class PredictRows(EngineRows):
     """Computes predictions from prompts."""
 
     def __init__(
-        self, generator: TextGenerator, loaded: Loaded, open_batch: "Callable[[int | None], BatchAnswers]"
+        self, generator: TextGenerator, loaded: Loaded, open_batch: "Callable[[int | None], BatchRequests]"
     ) -> None:
         """`open_batch`: makes the converter for lines of OpenAI batches, from the seed of rows that do not set a seed.
 
@@ -98,7 +98,7 @@ class PredictRows(EngineRows):
         super().__init__(generator.engine, loaded)
         self._generator = generator
         self._open_batch = open_batch
-        self._batch: BatchAnswers | None = None  # set at the first line of a batch
+        self._batch: BatchRequests | None = None  # set at the first line of a batch
 
     @classmethod
     def load(
@@ -121,14 +121,14 @@ class PredictRows(EngineRows):
         _check_new_tokens(run.decode, engine.config.context, encoder, rows)
         loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
 
-        def open_batch(seed: int | None) -> "BatchAnswers":
+        def open_batch(seed: int | None) -> "BatchRequests":
             if settings.max_prompt_tokens is not None:
                 raise UserError(
                     "predict.truncate is not used by lines of a batch: leave it out, or give rows of prompts"
                 )
-            from pipelines.server.batches.answers import BatchAnswers  # here: only batches need pydantic
+            from pipelines.server.batches.requests import BatchRequests  # here: only batches need pydantic
 
-            return BatchAnswers(replace(run, decode=replace(run.decode, seed=seed)), source, generator)
+            return BatchRequests(replace(run, decode=replace(run.decode, seed=seed)), source, generator)
 
         return cls(generator, loaded, open_batch)
 

@@ -27,12 +27,14 @@ from pipelines.server.api.named import Named
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import Body
 from pipelines.server.api.writers import Writer
-from pipelines.server.app import add_errors, create_app
+from pipelines.server.app import create_app
 from pipelines.server.batches.jobs import BatchJobs
 from pipelines.server.engine_session import EngineSession
+from pipelines.server.error_handlers import add_errors
+from pipelines.server.generation_routes import continued
 from pipelines.server.guard import Guard
 from pipelines.server.records import Record
-from pipelines.server.routes import ROUTES, continued
+from pipelines.server.routes import ROUTES
 from pipelines.server.service import EngineResponse, Result, Service, Stream, timeout_s
 from pipelines.server.stream import written
 from tests.helpers.fake_engine import FakeEngine

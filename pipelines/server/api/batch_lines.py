@@ -1,5 +1,7 @@
 """Lines of OpenAI's batches: {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from conf.errors import UserError, shortened
@@ -31,6 +33,19 @@ class RefusedLine(UserError):
     def __init__(self, error: ApiError, message: str) -> None:
         super().__init__(message)
         self.error = error
+
+
+@contextmanager
+def line_errors() -> Iterator[None]:
+    """Convert ApiError and UserError to RefusedLine within the block."""
+    try:
+        yield
+    except RefusedLine:
+        raise
+    except ApiError as error:
+        raise RefusedLine(error, error.message) from error
+    except UserError as error:
+        raise RefusedLine(bad_request(str(error), None), str(error)) from error
 
 
 def row_of(values: dict[str, Any]) -> tuple[dict[str, Any], BatchRequest]:

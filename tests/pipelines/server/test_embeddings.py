@@ -19,7 +19,7 @@ from pipelines.server.api.errors import ApiError
 from pipelines.server.api.generation import Generation
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import CompletionRequest
-from pipelines.server.routes import embeddings
+from pipelines.server.token_routes import embeddings
 from tests.helpers.builders import REPOSITORY
 from tests.helpers.embedding_models import write_qwen3_embedding
 from tests.helpers.local_http import exchange_of

@@ -21,7 +21,7 @@ from pipelines.server.api.messages import MessagesRequest, MessageWriter
 from pipelines.server.api.parsing import parse_request
 from pipelines.server.api.requests import ChatRequest
 from pipelines.server.api.writers import ChatWriter
-from pipelines.server.routes import message
+from pipelines.server.generation_routes import message
 from pipelines.server.stream import written as sent
 from tests.helpers.cases import each
 from tests.helpers.chat_styles import ARGUMENTS, CALLS, WEATHER, chat_of

@@ -1,0 +1,60 @@
+"""Engine requests for the lines of OpenAI's batches in `task=predict`."""
+
+from dataclasses import replace
+from functools import partial
+
+from conf.errors import UserError
+from conf.schema import RunConfig
+from pipelines.jobs.prompt_encoder import EncodedPrompt
+from pipelines.jobs.prompts import PromptRow
+from pipelines.jobs.rows import RowRequest
+from pipelines.jobs.text_generator import TextGenerator
+from pipelines.loading.model_source import ModelSource
+from pipelines.replicas.engine_process.loading import described
+from pipelines.server.api.batch_lines import BatchRequest, line_errors, row_of
+from pipelines.server.api.conversation import Chat
+from pipelines.server.api.generation import Generation, RequestContext
+from pipelines.server.api.named import named
+from pipelines.server.api.requests import ChatRequest
+from pipelines.server.api.writers import ChatWriter, CompletionWriter, Writer
+from pipelines.server.batches.answers import line_id, row_answer
+
+
+class BatchRequests:
+    """Converts the lines of a batch to engine requests. Each request knows how to write its answer."""
+
+    def __init__(self, run: RunConfig, source: ModelSource, generator: TextGenerator) -> None:
+        """`run`: has resolved `decode` settings. Raises UserError for a chat template that cannot be read."""
+        run = replace(run, serve=replace(run.serve, chat_template=run.predict.chat_template))
+        self._run, self._generator = run, generator
+        self._served = described(run, source, generator.engine)
+        self._chat = Chat(generator.engine.tokenizer, run.serve)
+
+    def ask(self, row: PromptRow) -> RowRequest:
+        """Return the engine request of a line. Raises RefusedLine if the line cannot be run."""
+        assert row.batch is not None
+        with line_errors():
+            _, body = row_of(row.batch)
+            if row.error is not None:  # invalid id or text
+                raise UserError(row.error)
+            return self._row_request(row, body)
+
+    def _row_request(self, row: PromptRow, body: BatchRequest) -> RowRequest:
+        generator, names = self._generator, named(self._run.model, body.model)
+        tokenizer, served = generator.engine.tokenizer, self._served.after(names.prefix or generator.prefix)
+        if isinstance(body, ChatRequest):
+            head = RequestContext(f"chatcmpl-{line_id(row)}", body.model)
+            chat = self._chat.prompt(body, served.context_length)
+            prompt = EncodedPrompt(chat.text, chat.token_ids)
+            generation = Generation(body, [prompt.token_ids], served, head, tokenizer, chat.settings)
+            writer: Writer = ChatWriter(generation, body, chat.reader)
+        else:
+            head, prompt = RequestContext(f"cmpl-{line_id(row)}", body.model), generator.encoder.encode(row)
+            generation = Generation(body, [prompt.token_ids], served, head, tokenizer)
+            writer = CompletionWriter(generation, body)
+        try:
+            adapted_row = replace(row, decode=generation.settings[0], prefix=names.prefix, adapter=names.adapter)
+            row_request = generator.request(adapted_row, self._run.decode, prompt=prompt)
+        except UserError as error:
+            raise generation.refused(str(error)) from error
+        return replace(row_request, answer=partial(row_answer, row, row_request.request, generation, writer))
