@@ -239,16 +239,14 @@ class RowReplicas:
         if given_up:
             replica.num_starts = 0
         if replica.num_starts < MAX_STARTS:
-            log.warning("replica %d is lost, is loaded again, and its rows run again: %s", replica.number, why)
+            log.warning("replica %d is lost and restarted, and its rows run again: %s", replica.number, why)
             replica.start()
         else:
             self._replicas.remove(replica)
             log.warning("replica %d is given up, lost %d times in a row: %s", replica.number, MAX_STARTS, why)
             if not self._replicas:
                 message = f"every replica was lost {MAX_STARTS} times in a row, the last one by: {why}"
-                raise UserError(
-                    f"{message}; Ray's logs say more, and the same command goes on with the rows that are done"
-                )
+                raise UserError(f"{message}; see Ray's logs. The same command continues after the finished rows")
         fault = UserError(f"{MAX_LOSSES} replicas were lost with this row, which ran alone in the last one: {why}")
         return [failed_record(row, self._failed(row, fault)) for row in given_up]
 

@@ -66,7 +66,7 @@ class RayChild:
         started = asyncio.ensure_future(worker.start.remote(place.num_own_cpus))
         try:
             if not (await asyncio.wait([started], timeout=PLACE_S))[0]:
-                log.warning("a replica is not there yet: %s", waiting_for(place))
+                log.warning("a replica has not started yet: %s", waiting_for(place))
             await started
         except RayError as error:
             ray.kill(worker)

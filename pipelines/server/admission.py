@@ -84,7 +84,7 @@ class Admission:
         self.check(1)  # a request has at least one token
         if (wait := self._wait_s()) is not None and wait > timeout_s:
             raise self._full(
-                "deadline", f"the wait is about {wait:.0f} s, longer than the {timeout_s:g} s that the request has"
+                "deadline", f"the wait is about {wait:.0f} s, longer than the request's time limit of {timeout_s:g} s"
             )
         self._num_sequences += num_sequences
         try:

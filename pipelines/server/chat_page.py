@@ -42,7 +42,7 @@ class OnlyItself:
             try:
                 self._hosts.check(scope, dict(scope["headers"]).get(b"host"))
                 if scope["path"].rstrip("/").endswith("/upload"):
-                    raise ApiError(403, "the page takes no files")
+                    raise ApiError(403, "the page accepts no files")
             except ApiError as error:
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 1008})

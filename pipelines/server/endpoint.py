@@ -193,7 +193,7 @@ def check_stream(response: Any) -> None:
     """Raise UserError for an error response, and ValueError for a successful response that is not an event stream."""
     check_response(response)
     if not is_stream(response):
-        raise ValueError("the answer is no stream of events")
+        raise ValueError("the answer is not an event stream")
 
 
 def check_response(response: Any) -> None:

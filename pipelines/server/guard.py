@@ -51,7 +51,9 @@ def read_keys(file: str | None) -> dict[str, bytes]:
             path = Path(file).expanduser()
             text = path.read_text(encoding="utf-8")
             if path.stat().st_mode & stat.S_IROTH:
-                log.warning("%s may be read by every user of this machine: take that from them by chmod o-r", source)
+                log.warning(
+                    "%s may be read by every user of this machine: remove the permission with chmod o-r", source
+                )
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{source} cannot be read ({type(error).__name__}): give a file of UTF-8") from error
     keys: dict[str, bytes] = {}
@@ -71,7 +73,7 @@ def check_host(config: ServeConfig, keys: dict[str, bytes]) -> None:
     """Raise UserError for an address that other machines can reach without a key."""
     if config.host not in LOOPBACK and not keys:
         remedy = f"give serve.api_keys=FILE or the environment's {KEYS}"
-        raise UserError(f"serve.host={config.host} is open to others and there are no keys: {remedy}")
+        raise UserError(f"serve.host={config.host} is open to other machines and there are no API keys: {remedy}")
 
 
 class Guard:
@@ -144,13 +146,14 @@ class Guard:
             content = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             expected = b"multipart/form-data" if path == UPLOAD[1] else b"application/json"
             if content != expected:
-                raise ApiError(415, f"the body has another type: give the header content-type: {expected.decode()}")
+                raise ApiError(415, f"the content-type of the body is not supported: give {expected.decode()}")
 
     def _name_of(self, presented_key: bytes) -> str:
         """Return the name of a key. All keys are compared in constant time, so that timing reveals nothing."""
         names = [name for name, key in self._keys.items() if hmac.compare_digest(key, presented_key)]
         if not names:
-            message = "there is no such key: give the header Authorization: Bearer KEY, or x-api-key to /v1/messages and /v1/models"
+            remedy = "give the header Authorization: Bearer KEY, or x-api-key to /v1/messages and /v1/models"
+            message = f"the API key is missing or unknown: {remedy}"
             raise ApiError(
                 401, message, "authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
@@ -180,7 +183,7 @@ def _bounded(receive: Receive, headers: dict[bytes, bytes], most: int, setting: 
             late = f"the body took more than {seconds:g} s to arrive"
             raise ApiError(400, late, headers={"connection": "close"}) from error
         if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left before its request was read")
+            raise ApiError(400, "the client disconnected before the body arrived")
         size += len(message.get("body", b""))
         is_whole = not message.get("more_body", False)
         if size > most:

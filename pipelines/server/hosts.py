@@ -22,10 +22,10 @@ class HostRule:
         if header is None and scope.get("http_version") == "1.0":  # no browser uses HTTP/1.0
             return
         if header is None:
-            raise ApiError(400, "there is no header Host: give one")
+            raise ApiError(400, "the header Host is missing: give it")
         name = re.sub(r":\d*$", "", header.decode("latin-1")).strip("[]").lower()
         if name not in self._names and not _is_own_address(name, scope):
-            raise ApiError(421, "the header Host names another server: give its name to serve.allowed_hosts")
+            raise ApiError(421, "the header Host names another server: add the name to serve.allowed_hosts")
 
 
 def in_origin_form(scope: Scope) -> Scope:

@@ -53,7 +53,7 @@ class RequestLog:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                log.warning("requests.jsonl cannot be written (%s): its lines are lost", error.strerror)
+                log.warning("requests.jsonl cannot be written (%s): the records of requests are lost", error.strerror)
             self._has_failed = True
 
     def close(self) -> None:

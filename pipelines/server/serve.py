@@ -179,7 +179,7 @@ class _Server:
             await asyncio.wait({ended, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():  # without an engine the server cannot answer
                 ended.result()
-                raise UserError("the engine's process is not started again: the log says why")
+                raise UserError("the engine's process ended and is not restarted: see the log")
             ended.cancel()
             return await ending
         finally:
@@ -254,7 +254,7 @@ def _protocol(max_connections: int, keep_alive_s: float) -> type[H11Protocol]:
             self.loop.call_later(seconds, self._close_if_silent, self.cycle)
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(ApiError(400, "this is no HTTP request"))
+            self._refuse(ApiError(400, "the request is not valid HTTP"))
 
         def _refuse(self, error: ApiError) -> None:
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and (

@@ -70,7 +70,7 @@ class Ends:
             pass
 
     def _late(self) -> ApiError:
-        message = f"the request took longer than the {self._timeout_s:g} s that it had"
+        message = f"the request took longer than its time limit of {self._timeout_s:g} s"
         return ApiError(504, message, "timeout_error", code="deadline", headers={"x-should-retry": "false"})
 
 

@@ -194,7 +194,7 @@ class EngineClient:
         try:
             frame = encode(answer.submit)
         except (OverflowError, UnicodeEncodeError) as error:  # an integer beyond 64 bits, or half a surrogate pair
-            answer.end(EngineRefused(f"the request has what no frame can hold ({error}): leave it out"))
+            answer.end(EngineRefused(f"the request has a value that a frame cannot encode ({error}): leave it out"))
             return answer
         if self._suspects.has(submit):
             message = f"this request was running when the engine crashed, {MAX_CRASHES} times"
@@ -238,7 +238,7 @@ class EngineClient:
                 if not self._was_ready:
                     self._fail(UserError(f"the engine {why} while it loaded the model"))
                     return
-                log.error("the engine %s: it is started again", why)
+                log.error("the engine %s: it is restarted", why)
                 self.num_restarts += 1
                 await asyncio.sleep(self._backoff_s)
                 self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
@@ -271,7 +271,7 @@ class EngineClient:
                 for frame in frames.read(received):
                     self._take(frame)
             except UserError as error:
-                self._end_child(f"sent what is no frame ({error})")
+                self._end_child(f"sent bytes that are not a frame ({error})")
                 return
             self._watch()
 
@@ -331,7 +331,7 @@ class EngineClient:
         loop, wait_s = asyncio.get_running_loop(), self._config.stall_s / 2
         if (left_s := self._heard_s + wait_s - loop.time()) <= 0:
             if self._is_late:
-                self._end_child(f"said nothing for serve.stall_s={self._config.stall_s} seconds")
+                self._end_child(f"sent nothing for serve.stall_s={self._config.stall_s} seconds")
                 return
             self._heard_s, self._is_late, left_s = loop.time(), True, wait_s
         self._stall = loop.call_later(left_s, self._waited)

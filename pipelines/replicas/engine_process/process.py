@@ -224,7 +224,7 @@ class EngineProcess:
         """End the running requests. Accelerator errors are raised again: the engine cannot continue after them."""
         if isinstance(error, torch.AcceleratorError):
             raise error
-        log.error("a step failed, and what ran in it", exc_info=error)
+        log.error("a step and its requests failed", exc_info=error)
         self._engine.fail_running(UserError("a step of the engine failed: the server's log says why"))
 
     def _report(self, ongoing: Ongoing, step_start_s: float) -> None:

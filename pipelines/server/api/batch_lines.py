@@ -61,7 +61,7 @@ def row_of(values: dict[str, Any]) -> tuple[dict[str, Any], BatchRequest]:
     kind = REQUESTS.get(url) if isinstance(url, str) else None
     if kind is None or values.get("method") != "POST":
         route = shortened(f"{values.get('method')} {url}")
-        raise UserError(f"a batch's line asks for {route}: there are POST {' and POST '.join(REQUESTS)}")
+        raise UserError(f"a batch's line has {route}, which is not supported: give POST {' and POST '.join(REQUESTS)}")
     try:
         request = check_request(kind, values["body"])
         settings = decode_settings(request, RUNS_OWN)
@@ -77,7 +77,7 @@ def _prompt(request: BatchRequest) -> dict[str, Any]:
     if isinstance(request, ChatRequest):
         return {"messages": request.conversation()}
     if len(request.prompts) > 1:
-        message = f"{len(request.prompts)} prompts are several rows: give each a line of its own"
+        message = f"{len(request.prompts)} prompts are in one line: give each prompt its own line"
         raise bad_request(message, "prompt")
     (prompt,) = request.prompts
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}

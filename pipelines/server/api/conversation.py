@@ -135,7 +135,7 @@ class Chat:
         if self.tokenizer is None or self._is_off:
             setting = "model.tokenizer=null" if self.tokenizer is None else "serve.chat_template=none"
             raise bad_request(
-                f"this server has {setting}, so it takes no messages: send /v1/completions a prompt", "messages"
+                f"this server has {setting}, so it accepts no messages: send a prompt to /v1/completions", "messages"
             )
         if request.add_special_tokens:
             raise bad_request(

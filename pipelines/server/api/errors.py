@@ -73,7 +73,7 @@ def failed() -> ApiError:
 
 def draining() -> ApiError:
     """Return the error of a server that is shutting down."""
-    message = "the server is ending: ask another one"
+    message = "the server is shutting down: send the request to another server"
     return ApiError(503, message, SERVER_ERROR, code="draining", headers={"connection": "close"})
 
 
@@ -97,7 +97,7 @@ def too_long(num_tokens: int | str, limit: int | None, param: str) -> ApiError:
     """Return the error of status 400 for a prompt that leaves no room for an answer."""
     # litellm and LangChain recognize this error by its first words
     message_start = f"this model's maximum context length is {limit} tokens"
-    message = f"{message_start} with the answer's, and the prompt has {num_tokens} tokens: shorten it"
+    message = f"{message_start} for prompt and answer together, and the prompt has {num_tokens} tokens: shorten it"
     return bad_request(message, param, "context_length_exceeded")
 
 

@@ -15,7 +15,7 @@ LEAST_SHARE = 1e-9  # replaces top_p=0: below the probability of any most likely
 MAX_FIELDS = 100  # of an object with known fields; each unknown field would be an error of its own
 MAX_PARTS = 1024  # of a message content
 MAX_DEPTH = 64  # of JSON whose schema is not known here
-TEXTS_ONLY = "this server reads and writes text alone: leave it out"
+TEXTS_ONLY = "this server reads and writes only text: leave it out"
 NOT_KEPT = "nothing is kept between requests: send the whole conversation"
 UNSUPPORTED = {
     "audio": TEXTS_ONLY,
@@ -24,7 +24,7 @@ UNSUPPORTED = {
     "functions": "give tools",
     "previous_response_id": NOT_KEPT,
     "conversation": NOT_KEPT,
-    "prediction": "give none, or the setting decode.speculate to the server",
+    "prediction": "leave it out, or give the server decode.speculate",
     "suffix": "models here continue a text and fill no gaps: leave it out",
     "verbosity": "ask for it in a message",
     "web_search_options": "nothing is looked up: leave it out",
@@ -203,14 +203,14 @@ class Sampling(Body):
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options are for streams: give stream=true, or leave them out", "stream_options")
         if self.stream and self.prompt_logprobs is not None:
-            message = "the prompt's come with a whole answer alone: leave out stream, or prompt_logprobs"
+            message = "streams do not return prompt log probabilities: leave out stream, or prompt_logprobs"
             raise not_allowed("prompt_logprobs", self.prompt_logprobs, message)
         if self.length_penalty is not None and not self.use_beam_search:
             raise bad_request("length_penalty is for use_beam_search=true: give it, or leave it out", "length_penalty")
         if self.use_beam_search:
             self._check_beams()
         if self.structured_outputs is not None and self.response_format is not None:
-            message = "structured_outputs and response_format both say the answer's form: give one"
+            message = "structured_outputs and response_format both set the answer's format: give only one"
             raise bad_request(message, "structured_outputs")
         return self
 
@@ -342,7 +342,7 @@ class ChatRequest(Sampling):
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs is for logprobs=true: give it, or leave it out", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools and (self.tool_choice, self.tools) != ("auto", []):
-            raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
+            raise bad_request("tool_choice needs tools: give tools, or leave it out", "tool_choice")
         if isinstance(self.tool_choice, NamedTool):
             tool_names = [tool.function.name for tool in self.tools or []]
             if (name := self.tool_choice.function.name) not in tool_names:
@@ -375,7 +375,7 @@ class CompletionRequest(Sampling):
         if self.max_tokens == 0 and not self.echo:
             raise not_allowed("max_tokens", 0, "give a number above 0, or echo=true")
         if self.stream and self.echo and self.logprobs is not None:
-            message = "with logprobs the prompt's come with a whole answer alone: leave out stream, or echo"
+            message = "streams do not return prompt log probabilities: leave out stream, echo or logprobs"
             raise not_allowed("echo", True, message)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise not_allowed(

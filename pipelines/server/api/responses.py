@@ -139,7 +139,7 @@ class ResponseRequest(Body):
     def chat(self) -> ChatRequest:
         """Return the request as a streamed chat request. Raises ApiError (400) with this API's field names."""
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise bad_request("tool_choice is for tools: give these, or leave it out", "tool_choice")
+            raise bad_request("tool_choice needs tools: give tools, or leave it out", "tool_choice")
         body: dict[str, Any] = {
             "model": self.model,
             "n": 1,

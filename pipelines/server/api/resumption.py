@@ -36,7 +36,7 @@ def read_cursor(text: str, fingerprint: str | None, num_choices: int, seed: int 
     """
     match = PLACE.fullmatch(text)
     if match is None or int(match["seed"]) >= 2**64:
-        raise bad_request(f"{HEADER} is no id of an event of this server: send an empty one to get ids", HEADER)
+        raise bad_request(f"{HEADER} is not an event id of this server: send an empty header to get ids", HEADER)
     pairs = (pair.split(":") for pair in match["had"].split("-"))
     cursor = StreamCursor(
         match["fingerprint"], int(match["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs)

@@ -77,7 +77,7 @@ def decode_settings(request: Sampling, server: Mapping[str, Any], key: str | Non
         return settings | _chat_settings(request, server)
     if isinstance(request, CompletionRequest):
         return settings | _completion_settings(request, server)
-    raise TypeError(f"{type(request).__name__} is no request for continuations")
+    raise TypeError(f"{type(request).__name__} is not a generation request")
 
 
 def cache_salt(key: str | None, request_salt: str | None) -> str | None:

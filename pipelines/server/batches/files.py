@@ -61,9 +61,9 @@ class FileStore:
         """Store an upload. Raises ApiError (400) if the key has too many files or bytes, and OSError."""
         files = self.of(owner)
         if len(files) >= MAX_FILES:
-            raise bad_request(f"there are {MAX_FILES} files, the most that there may be: delete some", "file")
+            raise bad_request(f"there are {MAX_FILES} files, which is the maximum: delete some", "file")
         if (size := sum(file.bytes for file in files)) >= MAX_BYTES:
-            raise bad_request(f"the files have {size} bytes, and {MAX_BYTES} is the most: delete some", "file")
+            raise bad_request(f"the files have {size} bytes, and the maximum is {MAX_BYTES}: delete some", "file")
         return self.put(new_id("file-"), owner, filename, purpose, content, kept_s)
 
     def put(
@@ -98,7 +98,7 @@ class FileStore:
 
     def path(self, id: str) -> Path:
         if not ID.fullmatch(id):
-            raise ValueError(f"{id!r} is no id")
+            raise ValueError(f"{id!r} is not an id")
         return self._folder / f"{id}.jsonl"
 
     def remove(self, id: str) -> None:
@@ -120,7 +120,7 @@ def _read(path: Path) -> StoredFile:
     try:
         return StoredFile(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is no description of a file ({error}): delete it") from error
+        raise UserError(f"{path} is not the description of a file ({error}): delete it") from error
 
 
 def new_id(prefix: str) -> str:

@@ -47,7 +47,7 @@ def check_lines(path: Path, endpoint: str, max_line: int) -> Checked:
     `max_line`: maximum size of a line in bytes.
     """
     if not path.exists():
-        return Checked(0, [_error("file_not_found", None, "the file is gone: send it again")])
+        return Checked(0, [_error("file_not_found", None, "the file no longer exists: upload it again")])
     errors: list[dict[str, Any]] = []
     custom_ids: set[str] = set()
     num_lines = 0
@@ -76,7 +76,7 @@ def _fault(line: bytes, number: int, endpoint: str, custom_ids: set[str]) -> dic
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
-        return _error("invalid_json_line", number, "this line is no JSON: give an object in each line")
+        return _error("invalid_json_line", number, "this line is not JSON: give an object in each line")
     if not isinstance(values, dict) or set(values) != {"custom_id", "method", "url", "body"}:
         return _error("invalid_line", number, "a line is an object of custom_id, method, url and body")
     custom_id, url = values["custom_id"], values["url"]
@@ -84,13 +84,13 @@ def _fault(line: bytes, number: int, endpoint: str, custom_ids: set[str]) -> dic
         message = "give a text of 1 to 512 characters that can be printed"
         return _error("invalid_custom_id", number, message, "custom_id")
     if custom_id in custom_ids:
-        message = f"{shortened(custom_id)} is an earlier line's: give each its own"
+        message = f"{shortened(custom_id)} is the custom_id of an earlier line: give each line its own"
         return _error("duplicate_custom_id", number, message, "custom_id")
     custom_ids.add(custom_id)
     if values["method"] != "POST":
         return _error("invalid_method", number, "give POST", "method")
     if url != endpoint:
-        return _error("mismatched_endpoint", number, f"the batch is of {endpoint}: give that", "url")
+        return _error("mismatched_endpoint", number, f"the endpoint of the batch is {endpoint}: give this url", "url")
     if not isinstance(values["body"], dict):
         return _error("invalid_body", number, "give the JSON object of a request", "body")
     return None

@@ -121,9 +121,9 @@ class BatchJobs:
             paths = sorted((folder / "batches").glob("*/batch.json"))
             self._batches = {path.parent.name: _read(path) for path in paths}
         except BlockingIOError as error:
-            raise UserError(f"serve.batches={folder} is another server's: give another folder") from error
+            raise UserError(f"serve.batches={folder} is used by another server: give another folder") from error
         except OSError as error:
-            raise UserError(f"serve.batches={folder} cannot be had ({error.strerror}): give another folder") from error
+            raise UserError(f"serve.batches={folder} cannot be used ({error.strerror}): give another folder") from error
         self._folder = folder / "batches"
         self._max_line = max_line
         self._clock = clock
@@ -233,7 +233,7 @@ class BatchJobs:
                 asyncio.current_task().uncancel()  # type: ignore[union-attr]
             except Exception as error:
                 is_known = isinstance(error, OSError | UserError)
-                log.error("%s goes on in %g s: %s", batch.id, RETRY_S, error, exc_info=not is_known)
+                log.error("%s continues in %g s: %s", batch.id, RETRY_S, error, exc_info=not is_known)
                 await asyncio.sleep(RETRY_S)
 
     async def _advance(self, batch: BatchJob) -> None:
@@ -333,7 +333,7 @@ class BatchJobs:
                         await asyncio.to_thread(shutil.rmtree, self._folder / batch.id)
                         del self._batches[batch.id]
             except OSError as error:
-                log.warning("files that are too old cannot be deleted (%s)", error)
+                log.warning("expired files cannot be deleted (%s)", error)
             await asyncio.sleep(SWEEP_S)
 
 
@@ -341,7 +341,7 @@ def _read(path: Path) -> BatchJob:
     try:
         return BatchJob(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is no description of a batch ({error}): delete its folder") from error
+        raise UserError(f"{path} is not the description of a batch ({error}): delete its folder") from error
 
 
 def _opened(folder: Path, input_file_id: str) -> tuple[Journal, dict[str, int]]:

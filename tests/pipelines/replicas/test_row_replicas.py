@@ -103,7 +103,7 @@ def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
     assert sorted(indices) == list(range(200))
     for name in RESULTS:
         assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
-    assert [record.message for record in caplog.records if "is lost, is loaded again" in record.message]
+    assert [record.message for record in caplog.records if "is lost and restarted" in record.message]
     metrics, alone = (json.loads((tmp_path / each / "metrics.json").read_text()) for each in ("ray", "single"))
     for name in ("num_prompts", "num_errors", "num_generated_tokens", "seed", "weight_bytes"):
         assert metrics[name] == alone[name], name
@@ -129,7 +129,7 @@ def test_one_of_two_hangs_and_its_rows_are_done(
         assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
     lost = [record.message for record in caplog.records if "is lost" in record.message]
     assert len(lost) == 1
-    assert lost[0].endswith("is lost, is loaded again, and its rows run again: it has been silent for 5 s")
+    assert lost[0].endswith("is lost and restarted, and its rows run again: it has been silent for 5 s")
     ((process, _),) = hung
     assert select.select([process], [], [], LIMIT_S)[0]  # it has ended
     os.close(process)
@@ -198,7 +198,7 @@ def test_replicas_that_only_end_end_the_job(monkeypatch: pytest.MonkeyPatch, cap
     with caplog.at_level(logging.WARNING), pytest.raises(UserError, match=message):  # noqa: SIM117
         with rows_on_ray(UnloadableRows, run_of(replicas=1)):
             pass
-    assert len([record for record in caplog.records if "is lost, is loaded again" in record.message]) == 1
+    assert len([record for record in caplog.records if "is lost and restarted" in record.message]) == 1
     assert all_end()
 
 
@@ -258,7 +258,10 @@ def test_what_is_wrong_with_a_model_or_a_machine_is_one_line(tmp_path: Path) -> 
     run = run_of()
     wrong = [
         (replace(run, model=replace(run.model, path=str(tmp_path / "none"))), "none"),
-        (replace(run, parallel=ParallelConfig(ParallelMode.ray, 4000)), "parallel.replicas=4000 needs 1 CPUs for each replica"),
+        (
+            replace(run, parallel=ParallelConfig(ParallelMode.ray, 4000)),
+            "parallel.replicas=4000 needs 1 CPUs for each replica",
+        ),
     ]
     for each, message in wrong:
         with pytest.raises(UserError, match=message):  # noqa: SIM117

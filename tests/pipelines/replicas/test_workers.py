@@ -175,7 +175,7 @@ def test_a_hung_engine_and_a_hung_worker_of_ray_are_started_again_and_leave_noth
                 ((engine, worker),) = engines().items()
                 ended = [os.pidfd_open(pid) for pid in ((engine,) if hangs == "engine" else (engine, worker))]
                 os.kill(engine if hangs == "engine" else worker, signal.SIGSTOP)
-                with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=2.0 seconds: send"):
+                with pytest.raises(EngineGone, match=r"sent nothing for serve.stall_s=2.0 seconds: send"):
                     await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))
                 await replicas.wait_ready()
                 assert (await whole(Asked(replicas, Submit(0, [300] * 20, GREEDY)))).done.error is None
@@ -208,7 +208,7 @@ def test_a_place_that_another_job_has_is_waited_for_aloud(caplog: pytest.LogCapt
 
     run_async(test())
     free = f"and 0 of {sum(cpus)} CPU are free: end other jobs, or give fewer replicas"
-    wanted = f"a replica is not there yet: waiting until Ray has 1 CPU free on one machine for each, {free}"
+    wanted = f"a replica has not started yet: waiting until Ray has 1 CPU free on one machine for each, {free}"
     assert caplog.messages == [wanted]
 
 

@@ -67,7 +67,7 @@ def test_who_would_wait_longer_than_it_has_is_refused_at_once(
     admission, tick = waiting
     tick(2.0, 200)
     message, retry_s = refusal(admission, 9.0)
-    assert message.startswith("the wait is about 10 s, longer than the 9 s that the request has: ")
+    assert message.startswith("the wait is about 10 s, longer than the request's time limit of 9 s: ")
     assert (retry_s, reasons) == (10, ["deadline"])
     with admission.place(1, 11.0):
         pass

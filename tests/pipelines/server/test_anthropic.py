@@ -65,7 +65,7 @@ def test_a_message_and_its_stream_are_the_same() -> None:
 @each(
     ("key", "fields", "kind", "message"),
     [
-        ("wrong", {}, anthropic.AuthenticationError, "there is no such key"),
+        ("wrong", {}, anthropic.AuthenticationError, "the API key is missing or unknown"),
         ("secret-1", {"model": "other"}, anthropic.NotFoundError, "the model other does not exist"),
         ("secret-1", {"max_tokens": 0}, anthropic.BadRequestError, "max_tokens=0 is not allowed"),
         ("secret-1", {"max_tokens": 5000}, anthropic.BadRequestError, "tokens and max_tokens=5000, together more"),

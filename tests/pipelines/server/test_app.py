@@ -103,7 +103,7 @@ def test_what_no_context_holds_is_not_encoded(
             error = answer.json()["error"]
             assert answer.status_code == 400
             assert re.search(
-                r"maximum context length is 64 tokens with the answer's, and the prompt has at least \d+ tokens: shorten it",
+                r"maximum context length is 64 tokens for prompt and answer together, and the prompt has at least \d+ tokens: shorten it",
                 error["message"],
             )
             assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")

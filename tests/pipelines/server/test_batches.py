@@ -179,7 +179,9 @@ def test_a_key_has_only_so_many_bytes_of_files(tmp_path: Path, monkeypatch: pyte
     async def test() -> None:
         async with batching(tmp_path) as client:
             files = [await client.files.create(file=io.BytesIO(b"x" * 50), purpose="batch") for _ in range(2)]
-            with pytest.raises(openai.BadRequestError, match="the files have 100 bytes, and 100 is the most"):
+            with pytest.raises(
+                openai.BadRequestError, match="the files have 100 bytes, and the maximum is 100: delete"
+            ):
                 await client.files.create(file=io.BytesIO(b"x"), purpose="batch")
             await client.files.delete(files[0].id)
             assert (await client.files.create(file=io.BytesIO(b"x"), purpose="batch")).bytes == 1
@@ -423,7 +425,7 @@ def test_a_disk_that_fails_for_a_while(
 
     run_async(test())
     assert not list(tmp_path.rglob("journal.jsonl"))
-    assert ("goes on in 0.01 s: [Errno 28] No space left" in caplog.text) == (
+    assert ("continues in 0.01 s: [Errno 28] No space left" in caplog.text) == (
         num_calls >= moment + (name == "write_atomically")
     )
 
@@ -463,7 +465,7 @@ def test_batches_hold_no_places_of_others(tmp_path: Path) -> None:
 def test_the_folder_is_one_servers(tmp_path: Path) -> None:
     async def test() -> None:
         async with batching(tmp_path):
-            with pytest.raises(ValueError, match="is another server's: give another folder"):
+            with pytest.raises(ValueError, match="is used by another server: give another folder"):
                 BatchJobs(tmp_path, 1, 1)
         await BatchJobs(tmp_path, 1, 1).close()
 

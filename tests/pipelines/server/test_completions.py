@@ -294,9 +294,9 @@ def test_a_place_of_another_stream_is_refused(ask: Asker) -> None:
     place = ask.completion(**fields, last_event_id="")[0].id
     fingerprint = place.split(".")[0]
     for wrong, status, message in (
-        ("x", 400, "no id of an event"),
-        ("1" * 5000, 400, "no id of an event"),
-        (f"fp.{2**64}.0:0", 400, "no id of an event"),
+        ("x", 400, "is not an event id"),
+        ("1" * 5000, 400, "is not an event id"),
+        (f"fp.{2**64}.0:0", 400, "is not an event id"),
         (place.replace(fingerprint, "other"), 412, "the stream came from other"),
         (f"{place}-1:1", 400, "of another request"),
     ):

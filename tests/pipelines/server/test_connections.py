@@ -141,7 +141,7 @@ def test_what_is_no_http_is_an_error_of_openais_shape() -> None:
             status, error = await refused(await connected(port), b"\x16\x03\x01 hello\r\n\r\n")
             assert status == "HTTP/1.1 400 Bad Request"
             assert error == {
-                "message": "this is no HTTP request",
+                "message": "the request is not valid HTTP",
                 "type": "invalid_request_error",
                 "param": None,
                 "code": None,

@@ -75,7 +75,7 @@ def test_other_hosts_are_refused(host: str) -> None:
 def test_what_old_and_sparing_clients_leave_out() -> None:
     """HTTP/1.0 has no Host; a POST without a body needs no type of it (openai-node's batches.cancel); HEAD is GET without a body."""
     HostRule([]).check({"http_version": "1.0"}, None)
-    with pytest.raises(ApiError, match="there is no header Host"):
+    with pytest.raises(ApiError, match="the header Host is missing"):
         HostRule([]).check({"http_version": "1.1"}, None)
     assert ask("POST", "/v1/nothing").status_code == 404
     assert ask("HEAD", "/v1/models").status_code == ask("GET", "/v1/models").status_code
@@ -232,6 +232,6 @@ def test_another_address_needs_keys() -> None:
     check_host(ServeConfig(), {})
     check_host(ServeConfig(host="0.0.0.0"), KEYS)
     with pytest.raises(
-        UserError, match=r"serve.host=0.0.0.0 is open to others and there are no keys: give serve.api_keys"
+        UserError, match=r"serve.host=0.0.0.0 is open to other machines and there are no API keys: give serve.api_keys"
     ):
         check_host(ServeConfig(host="0.0.0.0"), {})

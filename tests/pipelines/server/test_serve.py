@@ -67,8 +67,8 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
 def test_what_is_no_server_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUINTET_API_KEYS", raising=False)
     for argument, message in {
-        "serve.host=0.0.0.0": "serve.host=0.0.0.0 is open to others and there are no keys",
-        "serve.batches=/dev/null/a": "serve.batches=/dev/null/a cannot be had (Not a directory)",
+        "serve.host=0.0.0.0": "serve.host=0.0.0.0 is open to other machines and there are no API keys",
+        "serve.batches=/dev/null/a": "serve.batches=/dev/null/a cannot be used (Not a directory)",
         "serve.max_upload=1MB": "serve.max_upload=1MB is not allowed",
         "predict.data=-": "predict.data=- is not used by task=serve",
         "-m": "so it is no job of a sweep: leave out -m",

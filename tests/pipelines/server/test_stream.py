@@ -145,7 +145,9 @@ def test_time_that_is_over_in_a_stream() -> None:
         async with asking(echoing(service_of(engine, request_timeout_s=0.01))) as client:
             answer = await client.post("/v1/echo", json={**IDS, "stream": True})
         assert answer.status_code == 200
-        assert answer.text.startswith('data: {"error":{"message":"the request took longer than the 0.01 s that it had"')
+        assert answer.text.startswith(
+            'data: {"error":{"message":"the request took longer than its time limit of 0.01 s"'
+        )
         assert "[DONE]" not in answer.text
 
     run_async(test())

@@ -165,7 +165,7 @@ def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
         async with serving(stall_s=1.5) as client:
             os.kill(pid_of(client), signal.SIGSTOP)
             answer = Asked(client, Submit(0, prompt_of(engine), SETTINGS[0]))
-            with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=1.5 seconds: send"):
+            with pytest.raises(EngineGone, match=r"sent nothing for serve.stall_s=1.5 seconds: send"):
                 await answer.accepted()
             await client.wait_ready()
             assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
@@ -215,7 +215,7 @@ def test_what_has_arrived_while_the_server_was_held_up_is_no_silence() -> None:
         assert await answer.accepted() == 3
         assert not child.was_killed
         second = client.submit(Submit(0, [5], {}), asyncio.Event())
-        with pytest.raises(EngineGone, match=r"said nothing for serve.stall_s=0.2 seconds"):
+        with pytest.raises(EngineGone, match=r"sent nothing for serve.stall_s=0.2 seconds"):
             await second.accepted()  # for now it is silent
         await client.close()
 
@@ -261,7 +261,7 @@ def test_what_no_frame_can_hold_is_refused_and_leaves_nothing(engine: Engine, va
     async def test() -> None:
         async with serving() as client:
             answer = Asked(client, Submit(0, prompt_of(engine), {"guide": {"json_schema": {"const": value}}}))
-            with pytest.raises(EngineRefused, match="the request has what no frame can hold"):
+            with pytest.raises(EngineRefused, match="the request has a value that a frame cannot encode"):
                 await answer.accepted()
             assert client._answers == {}
             assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None
@@ -310,7 +310,7 @@ def test_an_engine_that_sends_what_is_no_frame_is_ended(
     async def test() -> None:
         async with serving() as client:
             answer = Asked(client, Submit(0, prompt_of(engine), SETTINGS[0]))
-            with pytest.raises(EngineGone, match="the engine sent what is no frame .*is longer than"):
+            with pytest.raises(EngineGone, match="the engine sent bytes that are not a frame .*is longer than"):
                 await answer.accepted()
             await client.wait_ready()
             assert (await whole(Asked(client, Submit(0, prompt_of(engine), SETTINGS[0])))).done.error is None

@@ -48,16 +48,16 @@ def test_a_line_is_the_row_of_its_body() -> None:
     [
         (
             line("/v1/embeddings", input="x"),
-            "asks for POST /v1/embeddings: there are POST /v1/chat/completions and POST /v1/comp",
+            "has POST /v1/embeddings, which is not supported: give POST /v1/chat/completions and POST /v1/comp",
         ),
-        (line(method="GET", **USER), "asks for GET /v1/chat/completions"),
-        (line(**USER) | {"url": 5}, "asks for POST 5"),
+        (line(method="GET", **USER), "has GET /v1/chat/completions"),
+        (line(**USER) | {"url": 5}, "has POST 5"),
         (line(**USER) | {"priority": 1}, "has custom_id, method, url and body, not priority"),
         (line(), "body: messages"),
         (line(**USER, max_token=5), "body: max_token"),
         (line(**USER, stream=True), "body: stream is not used by rows: rows are written whole"),
         (line(**USER, tools=[{"type": "function", "function": {"name": "f"}}]), "body: tools is not used by rows"),
-        (line(COMPLETIONS, prompt=["a", "b"]), "body: 2 prompts are several rows: give each a line of its own"),
+        (line(COMPLETIONS, prompt=["a", "b"]), "body: 2 prompts are in one line: give each prompt its own line"),
         (line(COMPLETIONS, prompt="a", echo=True), "body: echo is not used by rows: give prompt_logprobs"),
     ],
 )

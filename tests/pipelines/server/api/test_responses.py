@@ -148,7 +148,7 @@ def test_fields_become_the_chats() -> None:
         ({"store": True}, "store", "store=True is not allowed: give False"),
         ({"background": True}, "background", "background=True is not allowed"),
         ({"input": []}, "input", "at least 1 item"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice is for tools"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     ],
 )
