@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -25,6 +25,8 @@ from conf.flags import DATA, NO_SWEEP, check_sweep, flags_first, with_home
 from conf.former import refuse_former
 from conf.saved import as_saved
 from conf.schema import RunConfig, Task
+
+Config = TypeVar("Config")
 
 CONF = Path(__file__).resolve().parent
 REPOSITORY = CONF.parent
@@ -129,9 +131,15 @@ def to_run_config(config: DictConfig, swept: Iterable[str] | None = None) -> Run
     return run
 
 
-def from_json(plain: dict[str, Any]) -> RunConfig:
-    """Rebuild a `RunConfig` from its JSON form, with enums by name. Raises UserError as `to_run_config` does."""
-    return to_run_config(OmegaConf.create(_plain(plain)))
+def from_json(kind: type[Config], plain: dict[str, Any]) -> Config:
+    """Rebuild a config or one of its groups from its JSON form, with enums by name.
+
+    Raises UserError for an unknown key, and for a value that a check rejects.
+    """
+    try:
+        return cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _plain(plain))))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
 
 
 def _drop_section(config: Any, task: str) -> None:

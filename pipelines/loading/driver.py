@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.schema import Backend, DeviceType, RunConfig
-from conf.tasks import SweepConfig
+from conf.schema import Backend, DeviceConfig, DeviceType, ParallelConfig
 from kernels import build
 from kernels.collectives.gloo import Gloo
 from kernels.collectives.torch_group import serve_addresses
@@ -95,8 +94,8 @@ def _end(workers: Workers, cpus: set[int]) -> None:
     use_cores(cpus)
 
 
-def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
-    """Start the worker ranks of `run`, or wait for the ranks that a launcher started. Tell each worker what to load.
+def start_driver(whole: ModelPlan, parallel: ParallelConfig, options: DeviceConfig) -> Driver:
+    """Start the worker ranks, or wait for the ranks that a launcher started. Tell each worker what to load.
 
     `whole`: the plan of the unsharded model. Raises UserError if the ranks are not available.
     """
@@ -104,20 +103,18 @@ def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
     library = build.library()
     if library is None and not num_gpus:
         what = "needs the C++ kernels, which are off: give them, or parallel=single"
-        raise UserError(f"parallel={run.parallel.mode.name} {what}")
+        raise UserError(f"parallel={parallel.mode.name} {what}")
     launched = _launched()
-    (tp, pp), cpus = degrees(run, launched), os.sched_getaffinity(0)
-    backend = backend_of(run, launched, tp, num_gpus)
+    (tp, pp), cpus = degrees(parallel, launched), os.sched_getaffinity(0)
+    backend = backend_of(parallel.backend, launched, tp, num_gpus)
     if launched is None:
-        check_plan(whole, layout_of(0, tp, pp, run.parallel))
+        check_plan(whole, layout_of(0, tp, pp, parallel))
         if backend is Backend.nccl:
             check_gpus(tp * pp, num_gpus)
     ranks = spawn(tp * pp) if launched is None else await_ranks(launched)
     cores = _cores(launched, ranks, cpus)
     # If all ranks are on this machine, rank 0 has verified the files for all of them.
     is_near = launched is None or launched.address is None
-    model = replace(run.model, verify=run.model.verify and not is_near)
-    device = replace(run.device, type=DeviceType[whole.device.type])  # replaces auto, so that all ranks use one type
     start = {
         "tp": tp,
         "pp": pp,
@@ -126,7 +123,7 @@ def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
         "backend": backend.name,
         "head": source.architecture.head.name,
         "packed": whole.packed,
-        "run": plain(asdict(replace(run, model=model, device=device, sweep=SweepConfig()))),
+        **_model_to_load(whole, parallel, options, verify=whole.options.verify and not is_near),
     }
     starts = [
         start | {"rank": rank.rank, "local_rank": rank.rank, "name": rank.name, "cores": cores[rank.rank]}
@@ -134,17 +131,29 @@ def start_driver(run: RunConfig, whole: ModelPlan) -> Driver:
     ]
     if backend is not Backend.shared_memory:
         common = common_fingerprint(source.checkpoint.path)
-        own = _begin_in_groups(run, ranks, [start | {"common": common} for start in starts])
+        own = _begin_in_groups(parallel, ranks, [start | {"common": common} for start in starts])
     else:
         assert library is not None
         num_cpus = len(cpus.union(*(rank.cpus for rank in ranks)))
-        own = _begin_in_memory(run, library, ranks, starts, spins=num_cpus >= tp * pp)
+        own = _begin_in_memory(parallel, library, ranks, starts, spins=num_cpus >= tp * pp)
     use_cores(cores[0] or (launched.cores(cpus) if launched else cpus))
     if library is not None:
-        torch.set_num_threads(run.device.threads or library.get_threads())
-    set_threads(run.device.threads)
+        torch.set_num_threads(options.threads or library.get_threads())
+    set_threads(options.threads)
     workers = [Worker(rank.rank, rank.name, rank.channel, rank.process) for rank in ranks]
-    return Driver(Workers(workers, own, run.parallel.heartbeat_s), cpus)
+    return Driver(Workers(workers, own, parallel.heartbeat_s), cpus)
+
+
+def _model_to_load(whole: ModelPlan, parallel: ParallelConfig, options: DeviceConfig, verify: bool) -> Header:
+    """Return the part of a worker's first message that says which model it loads, and how."""
+    groups: dict[str, Any] = {
+        "model": replace(whole.options, verify=verify),
+        "quant": whole.quant,
+        "parallel": parallel,
+        "device": replace(options, type=DeviceType[whole.device.type]),  # replaces auto, so that all ranks use one type
+    }
+    predicts_ahead = whole.source.shape.capabilities.predicts_ahead
+    return {"predicts_ahead": predicts_ahead} | {name: plain(asdict(group)) for name, group in groups.items()}
 
 
 def _launched() -> Joined | None:
@@ -172,7 +181,7 @@ def _cores(launched: Joined | None, ranks: list[Rank], cpus: set[int]) -> list[l
 
 
 def _begin_in_memory(
-    run: RunConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
+    parallel: ParallelConfig, library: build.Library, ranks: list[Rank], starts: list[Header], spins: bool
 ) -> RankContext:
     tp, pp = starts[0]["tp"], starts[0]["pp"]
     fd = create_memory(library, tp, pp)
@@ -181,19 +190,19 @@ def _begin_in_memory(
             with suppress(Gone):  # the watcher thread reports the reason
                 rank.channel.send(start | {"spins": spins})
                 rank.channel.send_file(fd)
-        return shared_memory_context(library, fd, layout_of(0, tp, pp, run.parallel), spins)
+        return shared_memory_context(library, fd, layout_of(0, tp, pp, parallel), spins)
     finally:
         os.close(fd)
 
 
-def _begin_in_groups(run: RunConfig, ranks: list[Rank], starts: list[Header]) -> RankContext:
+def _begin_in_groups(parallel: ParallelConfig, ranks: list[Rank], starts: list[Header]) -> RankContext:
     own, *others = addresses(ranks)
     server = serve_addresses(own)
     for rank, start, address in zip(ranks, starts, others, strict=True):
         with suppress(Gone):  # the watcher thread reports the reason
             rank.channel.send(start | {"store": [own, server.port], "address": address})
     start = starts[0]
-    parallel_layout = layout_of(0, start["tp"], start["pp"], run.parallel)
+    parallel_layout = layout_of(0, start["tp"], start["pp"], parallel)
     local = start["num_local"], start["num_gpus"]
     return torch_context(Backend[start["backend"]], (own, server.port), own, parallel_layout, *local, server)
 

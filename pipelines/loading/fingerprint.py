@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from conf.decoding import DecodeConfig
-from conf.quantization import QuantConfig
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizedFormat
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
@@ -90,9 +90,9 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
     if run.model.prefixes:
         parts["model.prefixes"] = {name: prefix.digest for name, prefix in engine.requests.prefixes.items()}
     if run.parallel.sum is Sum.reduce:  # the rounding of its sums depends on the number of ranks
-        parts["parallel.sum"] = f"reduce, tp={degrees(run, joined(os.environ))[0]}"
+        parts["parallel.sum"] = f"reduce, tp={degrees(run.parallel, joined(os.environ))[0]}"
     if run.quant.needs_calibration:
-        parts |= calibration_fingerprint(run)
+        parts |= calibration_fingerprint(run.calibrate, run.quantize.format)
     parts |= {f"decode.{name}": value for name, value in plain(_deciding(run.decode)).items()}
     parts |= {f"model.adapters.{adapter.name}": adapter.digest for adapter in engine.adapters.ids}
     parts |= file_fingerprint(model, "model")
@@ -145,13 +145,13 @@ def plain_quant(quant: QuantConfig) -> dict[str, Any]:
     return {name: value for name, value in plain(asdict(quant)).items() if name != "sparsity" or quant.sparsity.prunes}
 
 
-def calibration_fingerprint(run: RunConfig) -> Fingerprint:
+def calibration_fingerprint(calibrate: CalibrateConfig, format: QuantizedFormat) -> Fingerprint:
     """Return what a calibrated model depends on besides its source and `quant`: the texts, and the format, which sets
     the dtype of scales.
     """
-    data = run.calibrate.data
-    texts = asdict(run.calibrate) | {"data": data and sha256_of(calibration_file(data).path)}
-    return {"calibrate": texts, "quantize.format": run.quantize.format.name}
+    data = calibrate.data
+    texts = asdict(calibrate) | {"data": data and sha256_of(calibration_file(data).path)}
+    return {"calibrate": texts, "quantize.format": format.name}
 
 
 def template_fingerprint(chat_template: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.errors import UserError
+from conf.quantization import QuantConfig
 from conf.schema import DType, ModelConfig, Weights
 from models.causal_lm import ModelShape
 from models.exported.description import EXPORT, Description, read_description
@@ -52,6 +53,18 @@ class ModelSource:
         """Warn of config keys that may have a meaning and that no stage has read."""
         if self.artefact is None and (unread := self.checkpoint.config.unread()):
             log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model that can be loaded without calibration."""
+
+    source: ModelSource
+    """Its checkpoint."""
+    options: ModelConfig
+    """The options with which the checkpoint was opened."""
+    quant: QuantConfig
+    """The options of quantisation that loading still applies."""
 
 
 OpenModel = Callable[[HeadKind | None], ModelSource]

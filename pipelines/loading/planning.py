@@ -6,14 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from conf.errors import UserError
-from conf.quantization import (
-    Activations,
-    CalibrateConfig,
-    KVCacheFormat,
-    QuantConfig,
-    QuantizeConfig,
-)
-from conf.schema import DType, ModelConfig, RunConfig
+from conf.quantization import Activations, KVCacheFormat, QuantConfig
+from conf.schema import DType, ModelConfig
 from models.causal_lm import CausalLM
 from models.exported.description import Description, part_folder
 from models.exported.model import ExportedLM
@@ -102,15 +96,3 @@ def _plan_exported(
     if quant.activations is Activations.auto:
         model.quantized = quantized_if_many
     return ModelPlan(source, model, [], (), artefact.dtype, device, options, quant, True, None, 0)
-
-
-def without_quantization(run: RunConfig) -> RunConfig:
-    """Return the run that loads the float model for calibration.
-
-    That run computes no rows, so it has no prefixes and no adapters. It reads the weights only once, so it does not keep
-    them packed.
-    """
-    model = replace(run.model, prefixes=None, adapters=None, keep_packed=False)
-    device = replace(run.device, kept_prefixes=[])
-    floats = replace(run, model=model, device=device, predict=replace(run.predict, adapter=None))
-    return replace(floats, quant=QuantConfig(), calibrate=CalibrateConfig(), quantize=QuantizeConfig())

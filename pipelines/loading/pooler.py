@@ -16,9 +16,8 @@ from pipelines.jobs import report
 from pipelines.jobs.prompt_encoder import EncodedPrompt
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import RowRequest
-from pipelines.loading.device import prepare_device
-from pipelines.loading.load_engine import load_engine_on
-from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
+from pipelines.loading.load_engine import open_engine
+from pipelines.loading.model_source import ModelSource, OpenModel
 
 
 class Pooler(ABC):
@@ -79,9 +78,8 @@ def open_pooler(
 ) -> tuple[ModelSource, Pooler]:
     """Load the model of `run` with the head that the pooler needs. `open_model`: as for `load_engine`.
 
-    Raises UserError as `load_engine_on` does, and for `decode` settings.
+    Raises UserError as `load_engine` does, and for `decode` settings.
     """
     check_pooled(run.decode)
-    device = prepare_device(run.device)
-    source = open_model(make.head) if open_model else resolve_model(run.model, make.head)
-    return source, make(run, source, load_engine_on(device, run, source, run.predict.batch_size, progress))
+    source, engine = open_engine(run, run.predict.batch_size, progress, make.head, open_model)
+    return source, make(run, source, engine)

@@ -9,8 +9,8 @@ import torch
 
 from conf.compose import from_json
 from conf.errors import UserError
-from conf.schema import Backend
-from conf.speculation import Speculate
+from conf.quantization import QuantConfig
+from conf.schema import Backend, DeviceConfig, ModelConfig, ParallelConfig
 from conf.support.terminal import EscapingFormatter, log_warnings
 from kernels import build
 from kernels.collectives import RankFailed
@@ -91,9 +91,10 @@ class RankWorker:
             raise UserError(
                 f"{self._name} has no C++ kernels, which rank 0 has: give it a compiler, or parallel=single"
             )
-        run = from_json(start["run"])
-        device = prepare_device(run.device)
-        parallel_layout = layout_of(start["rank"], start["tp"], start["pp"], run.parallel)
+        self._config = from_json(DeviceConfig, start["device"])
+        device = prepare_device(self._config)
+        parallel = from_json(ParallelConfig, start["parallel"])
+        parallel_layout = layout_of(start["rank"], start["tp"], start["pp"], parallel)
         if "store" in start:
             backend, (host, port) = Backend[start["backend"]], start["store"]
             local = start["num_local"], start["num_gpus"]
@@ -103,18 +104,19 @@ class RankWorker:
             context = shared_memory_context(library, channel.receive_file(), parallel_layout, start["spins"])
         self._context = context
         head = None if start["head"] is None else HeadKind[start["head"]]
-        source = resolve_model(run.model, head)
+        model = from_json(ModelConfig, start["model"])
+        source = resolve_model(model, head)
         if "common" in start:
             self._compare(start["common"], common_fingerprint(source.checkpoint.path))
-        if run.decode.speculate is Speculate.mtp:
+        if start["predicts_ahead"]:
             source = predicting_ahead(source)
-        whole = plan_model(run.model, run.quant, source, device, packed=start["packed"])
+        whole = plan_model(model, from_json(QuantConfig, start["quant"]), source, device, packed=start["packed"])
         plan = shard_plan(whole, parallel_layout, context.group, context.neighbours)
         load_planned(plan)
-        self._config, self._plan = run.device, plan
+        self._plan = plan
         self._adapters = make_adapters(plan)
         self._cache: KVCache | None = None
-        self._answer(most_blocks(plan, run.device, context.size, context.num_sharing))
+        self._answer(most_blocks(plan, self._config, context.size, context.num_sharing))
 
     def _compare(self, wanted: Fingerprint, found: Fingerprint) -> None:
         names = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
@@ -168,7 +170,7 @@ class RankWorker:
                 assert self._cache is not None
                 one_layer = KVCache(self._cache.layers[:1])
                 batches = [self._executor.on_device(batch) for batch in operation.batches]
-                self._share = share_of(operation.run, self._plan, batches, one_layer, self._context.group)
+                self._share = share_of(operation, self._plan, batches, one_layer, self._context.group)
             case UseStaticCache():
                 assert self._cache is not None
                 self._cache = self._share.static_cache(self._cache)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.schema import Backend, ParallelMode, RunConfig, Task
+from conf.schema import Backend, ParallelConfig, ParallelMode
 from conf.support.signals import interrupts_waiting
 from pipelines.ranks.messages import Channel
 
@@ -115,28 +115,30 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
-def backend_of(run: RunConfig, launched: Joined | None, tp: int, num_gpus: int) -> Backend:
-    """Return the collective backend, which is never `auto`. `num_gpus`: of this machine; 0: ranks compute on CPUs.
+def backend_of(wanted: Backend, launched: Joined | None, tp: int, num_gpus: int) -> Backend:
+    """Return the collective backend, which is never `auto`.
+
+    `wanted`: the value of parallel.backend. `num_gpus`: of this machine; 0: ranks compute on CPUs.
 
     Raises UserError for a backend that the device does not support, for shared memory across machines, and for tensor
     parallelism across machines unless a backend is named.
     """
-    backend, fast = run.parallel.backend, Backend.nccl if num_gpus else Backend.shared_memory
-    if backend is (Backend.shared_memory if num_gpus else Backend.nccl):
+    fast = Backend.nccl if num_gpus else Backend.shared_memory
+    if wanted is (Backend.shared_memory if num_gpus else Backend.nccl):
         of, here = ("CPUs", "cuda") if num_gpus else ("GPUs", "cpu")
-        raise UserError(f"parallel.backend={backend.name} is of {of}, but this run has device={here}: leave it out")
+        raise UserError(f"parallel.backend={wanted.name} is of {of}, but this run has device={here}: leave it out")
     if launched is None or launched.address is None:
-        return fast if backend is Backend.auto else backend
+        return fast if wanted is Backend.auto else wanted
     where = f"{launched.launcher} started {launched.size} ranks on several machines"
-    if backend is Backend.shared_memory:
+    if wanted is Backend.shared_memory:
         raise UserError(f"parallel.backend=shared_memory is of one machine, but {where}: leave it out")
     over = fast if num_gpus else Backend.gloo
-    if tp > 1 and backend is Backend.auto:
+    if tp > 1 and wanted is Backend.auto:
         raise UserError(
             f"{where}, and parallel.tp={tp} exchanges numbers several times in each layer: give parallel=pp, whose stages do so once in a "
             f"step, or parallel.backend={over.name} for all of it over the network"
         )
-    return over if backend is Backend.auto else backend
+    return over if wanted is Backend.auto else wanted
 
 
 def check_gpus(num_ranks: int, num_gpus: int) -> None:
@@ -157,12 +159,12 @@ def gpu_of(local_rank: int, num_gpus: int, visible: str | None) -> str:
     return names[local_rank % len(names)]
 
 
-def degrees(run: RunConfig, launched: Joined | None) -> tuple[int, int]:
-    """Return tp and pp of the run.
+def degrees(parallel: ParallelConfig, launched: Joined | None) -> tuple[int, int]:
+    """Return tp and pp.
 
-    Raises UserError if a launcher has started a number of processes other than tp * pp, and if it has started a server.
+    Raises UserError if a launcher has started a number of processes other than tp * pp.
     """
-    parallel, started = run.parallel, launched.size if launched else None
+    started = launched.size if launched else None
     tp, pp = 1, 1
     match parallel.mode:
         case ParallelMode.tp:
@@ -178,10 +180,14 @@ def degrees(run: RunConfig, launched: Joined | None) -> tuple[int, int]:
             f"{launched.launcher} started {launched.size} processes, but {' '.join(numbers) or f'parallel={parallel.mode.name}'} has "
             f"{tp * pp}: give parallel={fitting} parallel.{fitting}={launched.size}, or start {tp * pp}"
         )
-    if launched is not None and (run.task is Task.serve or run.chat.web):
+    return tp, pp
+
+
+def refuse_launched_server(launched: Joined | None) -> None:
+    """Raise UserError if a launcher has started this process, which is a server's."""
+    if launched is not None:
         what = f"the server loads its model again where a rank is lost, which {launched.launcher} cannot start again"
         raise UserError(f"{what}: run it without {launched.launcher}, and it starts its ranks itself")
-    return tp, pp
 
 
 @dataclass(frozen=True)

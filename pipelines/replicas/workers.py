@@ -123,7 +123,7 @@ def on_ray(run: RunConfig) -> Replicas:
 
     Raises UserError if the machines lack the CPUs or GPUs.
     """
-    num_ranks = math.prod(degrees(run, None))
+    num_ranks = math.prod(degrees(run.parallel, None))
     place = resources_of("serve.replicas", run.serve.replicas, run.device, *connect(), num_ranks)
     run = replace(run, device=place.device(run.device, num_ranks))
     suspects = Suspects()

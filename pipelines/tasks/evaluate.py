@@ -14,6 +14,7 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.quantization import QuantConfig
 from conf.schema import RunConfig, Weights
 from conf.tasks import EvaluateConfig
 from models.tokenizers import Tokenizer
@@ -23,8 +24,11 @@ from pipelines.jobs.data_files import FORMS, ROWS, DataFile, decoded, find_file
 from pipelines.jobs.prompt_encoder import PromptEncoder
 from pipelines.jobs.prompts import FIELDS, Lines, PromptRow, parse_row
 from pipelines.jobs.scoring import Scores, score, sliding_windows
+from pipelines.loading.build_engine import build_engine
+from pipelines.loading.device import prepare_device
 from pipelines.loading.load_engine import load_engine
-from pipelines.loading.planning import without_quantization
+from pipelines.loading.model_source import ReadyModel, resolve_model
+from pipelines.loading.quantize.job import float_model
 
 log = logging.getLogger(__name__)
 
@@ -254,8 +258,10 @@ def _load_reference(
     where = f"evaluate.reference={path}"
     # The reference needs a KV cache for one window only.
     model = replace(run.model, path=path, revision=None, weights=Weights.checkpoint, max_length=run.evaluate.window)
+    model = float_model(model)
     try:
-        reference = load_engine(without_quantization(replace(run, model=model, decode=DecodeConfig())), 1, progress)
+        device, ready = prepare_device(run.device), ReadyModel(resolve_model(model), model, QuantConfig())
+        reference = build_engine(ready, device, run.device, run.parallel, DecodeConfig(), 1, progress)
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:

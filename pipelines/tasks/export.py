@@ -55,21 +55,20 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     source = resolve_model(run.model)
     if source.artefact is not None:
         raise UserError(f"{run.model.path} is exported already: give the model that it was made of")
-    quant = plain_quant(run.quant)
-    run, source = calibrated(run, source, report.NO_PROGRESS)
-    settings = read_request_settings(run.model, source)
-    plan = plan_model(run.model, run.quant, source, device, packed=True)
+    ready = calibrated(run, source, report.NO_PROGRESS)
+    settings = read_request_settings(ready.options, ready.source)
+    plan = plan_model(ready.options, ready.quant, ready.source, device, packed=True)
     steps = Steps.of(plan.model)
-    parts = load_parts(run, plan, steps)
+    parts = load_parts(plan, run.export.tp, run.export.pp, steps)
     with complete_folder(target, overwrite, "export") as folder:
         for part in parts:
-            write_part(part, part_folder(folder, part.parallel_layout), quant, settings.eos_token_ids)
+            write_part(part, part_folder(folder, part.parallel_layout), plain_quant(run.quant), settings.eos_token_ids)
         if len(parts) > 1:
             description = describe_division(folder, run.export.tp, run.export.pp)
             (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-        write_companions(source.checkpoint, folder, plan.dtype)
+        write_companions(ready.source.checkpoint, folder, plan.dtype)
         refused = write_runner_tokenizer(folder) if len(parts) == 1 else None
-        copy_folds(source.checkpoint.path, folder, plan.model)
+        copy_folds(ready.source.checkpoint.path, folder, plan.model)
         exported = prove(folder, parts, steps)
         write_manifest(folder, {})
     sizes = [file.stat().st_size for file in target.rglob("*") if file.is_file()]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import UserError
-from conf.schema import RunConfig
 from kernels.collectives.nodes import Recordable
 from models.batch import KVCache
 from models.causal_lm import CausalLM
@@ -31,23 +30,22 @@ class ShardExport:
     results: Results
 
 
-def load_parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[ShardExport]:
+def load_parts(plan: ModelPlan, tp: int, pp: int, steps: Steps) -> list[ShardExport]:
     """Load the model, or the shard of each rank, and compute the steps with it.
 
     Raises UserError if one bit of the ranks' results differs from the results of one process.
     """
-    tp, pp = run.export.tp, run.export.pp
     if tp * pp == 1:
-        return [_loaded(run, plan, steps)]
+        return [_loaded(plan, steps)]
 
     def planned() -> ModelPlan:
-        return plan_model(run.model, run.quant, plan.source, plan.device, packed=True)
+        return plan_model(plan.options, plan.quant, plan.source, plan.device, packed=True)
 
     def part(context: ThreadRankContext) -> ShardExport:
         own = shard_plan(planned(), context.parallel_layout, Recordable(context.group), context.neighbours)
-        return _loaded(run, own, steps)
+        return _loaded(own, steps)
 
-    expected = _loaded(run, planned(), steps).results.outputs
+    expected = _loaded(planned(), steps).results.outputs
     parts = run_ranks(tp, pp, part)
     number = differing(expected, parts[-tp].results.outputs)  # from the first rank of the last stage
     if number is not None:
@@ -56,7 +54,7 @@ def load_parts(run: RunConfig, plan: ModelPlan, steps: Steps) -> list[ShardExpor
     return parts
 
 
-def _loaded(run: RunConfig, plan: ModelPlan, steps: Steps) -> ShardExport:
+def _loaded(plan: ModelPlan, steps: Steps) -> ShardExport:
     load_planned(plan)
     formats, sizes = cache_formats(plan), (NUM_BLOCKS, BLOCK_SIZE)
     cache = allocate_kv_cache(plan.model.attention_heads, *sizes, formats, plan.dtype, plan.device)

@@ -14,7 +14,7 @@ from conf.support.terminal import log_warnings
 from pipelines.jobs.interrupt import RankLost
 from pipelines.jobs.report import Dump, reset_peak_memory
 from pipelines.jobs.run_log import run_log
-from pipelines.ranks.launch import degrees, joined
+from pipelines.ranks.launch import degrees, joined, refuse_launched_server
 
 Run = Callable[[RunConfig, Path, Dump], None]
 
@@ -27,7 +27,10 @@ def launch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # printing a row's text must not end the run
     log_warnings()
-    degrees(run, joined(os.environ))  # raises for a wrong number of ranks before anything is loaded
+    launched = joined(os.environ)
+    degrees(run.parallel, launched)  # raises for a wrong number of ranks before anything is loaded
+    if run.task is Task.serve or run.chat.web:
+        refuse_launched_server(launched)
     with reader_may_leave(), run_log(run.task.name, output_dir):
         if run.task is Task.serve:  # the model runs in another process; this process does not import torch
             from pipelines.server.serve import run_serve

@@ -28,10 +28,8 @@ from pipelines.jobs.prompts import PromptRow, Prompts
 from pipelines.jobs.rows import EngineRows, Loaded, Record, Row, RowExecutor, RowRequest
 from pipelines.jobs.run_log import FILE
 from pipelines.jobs.text_generator import TextGenerator, whole_texts
-from pipelines.loading.device import prepare_device
 from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
-from pipelines.loading.load_engine import load_engine_on
-from pipelines.loading.model_source import resolve_model
+from pipelines.loading.load_engine import open_engine
 from pipelines.tasks.row_tasks import open_prompts, row_executor
 
 if TYPE_CHECKING:
@@ -79,7 +77,9 @@ def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]
     goes_on = resume != "none" and (folder / JOURNAL).exists()  # the export was finished before the journal began
     model = run.model
     source = find_checkpoint(model.path, True, model.allow_pickle, model.hub, model.revision)
-    made_of = file_fingerprint(source, "model") | (calibration_fingerprint(run) if run.quant.needs_calibration else {})
+    made_of = file_fingerprint(source, "model") | (
+        calibration_fingerprint(run.calibrate, run.quantize.format) if run.quant.needs_calibration else {}
+    )
     return run_of_artefact(run, folder / EXPORTED, goes_on), {
         f"export.{name}": value for name, value in made_of.items()
     }
@@ -104,8 +104,7 @@ class PredictRows(EngineRows):
     def load(
         cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
     ) -> "PredictRows":
-        device, source = prepare_device(run.device), resolve_model(run.model)
-        engine = load_engine_on(device, run, source, run.predict.batch_size, progress)
+        source, engine = open_engine(run, run.predict.batch_size, progress)
         run = replace(run, decode=engine.requests.resolve(run.decode))
         engine.requests.check(run.decode)
         engine.requests.prefix(run.predict.prefix)

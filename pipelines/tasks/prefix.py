@@ -19,9 +19,9 @@ from pipelines.engine.block_hashes import root_hash
 from pipelines.jobs import report
 from pipelines.jobs.prompt_encoder import PromptEncoder
 from pipelines.jobs.prompts import GIVE, PromptRow, read_prompts
+from pipelines.loading.build_engine import build_engine
 from pipelines.loading.device import prepare_device
 from pipelines.loading.kept_prefixes import UNSHARED, KeptRow, identity, save_kept
-from pipelines.loading.load_engine import load_engine_on
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.tasks.row_tasks import read_batch_line
@@ -42,8 +42,8 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     prompts, start = read_prompts(run.prefix.data, read_batch_line), time.perf_counter()
     with report.progress_bar() as progress:
         device = prepare_device(run.device)
-        made, source = calibrated(run, resolve_model(run.model), progress)
-        engine = load_engine_on(device, made, source, 1, progress)
+        ready = calibrated(run, resolve_model(run.model), progress)
+        engine = build_engine(ready, device, run.device, run.parallel, run.decode, 1, progress)
         if not engine.capabilities.shares_prefixes:
             raise UserError(f"task=prefix {UNSHARED}")
         load_s, start = time.perf_counter() - start, time.perf_counter()
@@ -57,7 +57,7 @@ def run_prefix(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     if not kept.rows:
         what = f"no prompt of prefix.data fills a block of the KV cache, device.block_size={engine.block_size}"
         raise UserError(f"{what}: give longer prompts, or smaller blocks")
-    kept.save(target, identity(source, made.model.weights, made.quant, engine.dtype, engine.device))
+    kept.save(target, identity(ready.source, ready.options.weights, ready.quant, engine.dtype, engine.device))
     metrics = {
         **kept.metrics,
         "num_blank_lines": prompts.num_blank_lines,

@@ -18,7 +18,7 @@ from conf.schema import RunConfig
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import kept_folder, only_maker, refuse_existing
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.quantize.job import default_target
+from pipelines.loading.quantize.job import QuantizeJob, float_model
 from pipelines.loading.quantize.model import make_model
 from pipelines.loading.quantize.preflight import print_preflight
 from pipelines.loading.quantize.report import perplexity
@@ -41,26 +41,27 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     source = resolve_model(run.model)
     if source.is_quantized:
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")
-    run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=_for_format(run))
+    quant = _for_format(run.quant, run.quantize.format)
+    run = replace(run, calibrate=run.calibrate.resolved(run.quant), quant=quant)
+    job = QuantizeJob(float_model(run.model), quant, run.calibrate, run.quantize.format, run.parallel, run.device)
     output = run.quantize.output
     given = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
     if run.quantize.dry_run:
-        print_preflight(run, source, given.parent if given else kept_folder("quantized"))
+        print_preflight(job, source, given.parent if given else kept_folder("quantized"))
         return
-    start, target = time.perf_counter(), given or default_target(run, source)
+    start, target = time.perf_counter(), given or job.default_target(source)
     refuse_existing(target, run.quantize.overwrite, "quantize")
     with nullcontext() if given else only_maker(target), report.progress_bar() as progress:
         refuse_existing(target, run.quantize.overwrite, "quantize")  # another run may have made it meanwhile
-        metrics = make_model(run, source, target, progress, with_report=True)
+        metrics = make_model(job, source, target, progress, True, run.quantize.overwrite)
     metrics |= {"quantize_s": time.perf_counter() - start}
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
 
 
-def _for_format(run: RunConfig) -> QuantConfig:
+def _for_format(quant: QuantConfig, format: QuantizedFormat) -> QuantConfig:
     """Return the settings, without the head's scheme in conf/quant/int4.yaml if the format has no quantised head."""
-    quant = run.quant
-    if run.quantize.format is not QuantizedFormat.awq or quant.overrides != {"lm_head": "int8"}:
+    if format is not QuantizedFormat.awq or quant.overrides != {"lm_head": "int8"}:
         return quant
     log.warning("quantize.format=awq has no quantised head: lm_head stays as it is, and not int8")
     return replace(quant, overrides={}, skip=[*quant.skip, "lm_head"])

@@ -7,6 +7,7 @@ import pytest
 
 from conf.compose import compose_run_config, from_json
 from conf.errors import UserError
+from conf.schema import RunConfig
 from pipelines.loading.fingerprint import plain
 from tests.helpers.cases import each
 
@@ -16,7 +17,7 @@ TP = ["parallel=tp", "parallel.tp=2"]
 def test_a_config_crosses_a_socket_as_json() -> None:
     run = compose_run_config([*TP, "quant=int4", "decode=sampling", "quant.overrides={a.b:{scheme:int8}}"])
     run = replace(run, predict=replace(run.predict, data="${a} \\ \x85 b"))
-    assert from_json(plain(asdict(run))) == run
+    assert from_json(RunConfig, plain(asdict(run))) == run
 
 
 REFUSED: dict[str, list[str]] = {

@@ -2,17 +2,19 @@
 
 from collections import defaultdict
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from conf.quantization import CalibrateConfig, QuantConfig
 from conf.schema import RunConfig
 from kernels.kv_format import Unquantised
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading.assembly import load_planned
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.planning import plan_model, without_quantization
+from pipelines.loading.planning import plan_model
+from pipelines.loading.quantize.job import float_model
 from pipelines.loading.quantize.layers import calibration_batches
 from pipelines.loading.quantize.share import Share
 from pipelines.loading.shard_plan import shard_plan
@@ -50,15 +52,15 @@ class Quantized:
 
 def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int = 1) -> Quantized:
     """What task=quantize makes of the model of `run`. With one rank it is the share of a process of its own."""
-    float_run = without_quantization(run)
-    engine = unpacked_engine(float_run, len(samples))
+    model = float_model(run.model)
+    engine = unpacked_engine(replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig()), len(samples))
     batches = calibration_batches(engine, samples)
     sizes = engine.num_blocks, engine.block_size
     chosen: dict[int, Future[StoredPart]] = defaultdict(Future)
 
     def of_rank(context: ThreadRankContext) -> Quantized:
         source = resolve_model(run.model)
-        whole, plan = (plan_model(float_run.model, float_run.quant, source, CPU, packed=False) for _ in range(2))
+        whole, plan = (plan_model(model, QuantConfig(), source, CPU, packed=False) for _ in range(2))
         layout = file_layout(whole.model, run.quant, run.quantize.format)
         plan = shard_plan(plan, context.parallel_layout, context.group, context.neighbours)
         load_planned(plan)

@@ -7,6 +7,7 @@ import json
 import sys
 
 from conf.compose import from_json
+from conf.schema import RunConfig
 from kernels import build
 from models.weights import module_bytes
 from pipelines.jobs.report import peak_memory_bytes, reset_peak_memory
@@ -19,7 +20,7 @@ from pipelines.ranks.rank_context import create_memory, layout_of, shared_memory
 
 
 def main() -> None:
-    run = from_json(json.loads(sys.argv[1]))
+    run = from_json(RunConfig, json.loads(sys.argv[1]))
     tp, pp, rank = map(int, sys.argv[2:])
     library = build.library()
     assert library is not None

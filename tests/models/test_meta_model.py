@@ -16,6 +16,7 @@ from models.decoder import DecoderLayer
 from models.layers.linear import Linear
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
+from pipelines.loading.quantize.calibrated import calibration_job
 from pipelines.loading.quantize.preflight import print_preflight
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
@@ -88,7 +89,7 @@ def test_every_layout_and_task_is_bounded(tmp_path: Path, num_made: list[int]) -
             convert(tmp_path / "hf", tmp_path / "made", format=format)
     run = run_config(tmp_path / "hf")
     with pytest.raises(UserError, match=REFUSED):
-        print_preflight(run, resolve_model(run.model), tmp_path)
+        print_preflight(calibration_job(run), resolve_model(run.model), tmp_path)
     assert num_made[0] < 10_000
 
 

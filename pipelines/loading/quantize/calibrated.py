@@ -1,4 +1,4 @@
-"""The calibrated model of a run: an earlier run has made it, or it is made now."""
+"""The calibrated model of a run: an earlier run has made it, or it is made now, before an engine is built."""
 
 import logging
 import os
@@ -12,54 +12,44 @@ from models.formats.manifest import MANIFEST
 from models.heads import HeadKind
 from pipelines.jobs.output_folder import only_maker
 from pipelines.jobs.report import ProgressSink
-from pipelines.loading.model_source import ModelSource, moved, resolve_model
-from pipelines.loading.quantize.job import default_target
+from pipelines.loading.model_source import ModelSource, ReadyModel, moved, resolve_model
+from pipelines.loading.quantize.job import QuantizeJob, float_model
 from pipelines.ranks.launch import joined
 
 log = logging.getLogger(__name__)
 
 
-def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> tuple[RunConfig, ModelSource]:
-    """Return the run and the checkpoint of the calibrated model; unchanged if the scheme needs no calibration."""
-    if run.quant.needs_calibration and source.is_quantized:
+def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> ReadyModel:
+    """Return the calibrated model of `run`, or the model in `source` if the scheme needs no calibration.
+
+    Raises UserError for options of calibration that are not used, and for a model that cannot be calibrated.
+    """
+    if not run.quant.needs_calibration:
+        return ReadyModel(source, run.model, run.quant)
+    if source.is_quantized:
         if (run.calibrate, run.quantize) != (CalibrateConfig(), QuantizeConfig()):
             unused = "calibrate and quantize.format are not used by a model that is quantised already"
             raise UserError(f"{unused}: leave them out, or give the float model")
-    elif run.quant.needs_calibration:
-        if source.architecture.head is not HeadKind.vocabulary:
-            what = f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
-            remedy = (
-                "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
-            )
-            raise UserError(f"{what}: {remedy}")
-        folder = find_or_make(run, source, progress)
-        log.warning("what runs is the calibrated model in %s", folder)
-        found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
-        model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
-        if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
-            quant = replace(quant, activations=Activations.auto)
-        run = replace(run, model=model, quant=quant, calibrate=CalibrateConfig(), quantize=QuantizeConfig())
-        source = resolve_model(run.model)
-    return run, source
+        return ReadyModel(source, run.model, run.quant)
+    if source.architecture.head is not HeadKind.vocabulary:
+        what = (
+            f"quant={run.quant.scheme.name} needs calibration, which a model without the vocabulary's head has none of"
+        )
+        remedy = "give a scheme without it, such as quant=int8, or quantise the model with that head by task=quantize"
+        raise UserError(f"{what}: {remedy}")
+    folder = find_or_make(calibration_job(run), source, progress)
+    log.warning("what runs is the calibrated model in %s", folder)
+    found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
+    model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
+    if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
+        quant = replace(quant, activations=Activations.auto)
+    return ReadyModel(resolve_model(model), model, quant)
 
 
-def find_or_make(run: RunConfig, source: ModelSource, progress: ProgressSink) -> Path:
-    """Return the folder of the model that `quant` makes of `source` on the texts of `calibrate`.
-
-    Makes it if it does not exist.
-
-    Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
-    """
-    from pipelines.loading.quantize.model import make_model  # here, because other runs do not calibrate
-
-    run = replace(run, calibrate=run.calibrate.resolved(run.quant), parallel=_for_calibration(run.parallel))
-    target = default_target(run, source)
-    if (target / MANIFEST).is_file():
-        return target
-    with only_maker(target):
-        if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
-            make_model(run, source, target, progress, with_report=False)
-    return target
+def calibration_job(run: RunConfig) -> QuantizeJob:
+    calibrate, parallel = run.calibrate.resolved(run.quant), _for_calibration(run.parallel)
+    device = replace(run.device, kept_prefixes=[])  # calibration computes no rows
+    return QuantizeJob(float_model(run.model), run.quant, calibrate, run.quantize.format, parallel, device)
 
 
 def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
@@ -70,3 +60,21 @@ def _for_calibration(parallel: ParallelConfig) -> ParallelConfig:
     if joined(os.environ) is not None:
         return ParallelConfig()
     return replace(parallel, sum=Sum.gather, experts=ExpertPlacement.split)
+
+
+def find_or_make(job: QuantizeJob, source: ModelSource, progress: ProgressSink) -> Path:
+    """Return the folder of the model that `job` makes of `source`.
+
+    Makes it if it does not exist.
+
+    Measures no quality, which takes longer than a short calibration; only task=quantize does. Raises UserError.
+    """
+    from pipelines.loading.quantize.model import make_model  # here, because other runs do not calibrate
+
+    target = job.default_target(source)
+    if (target / MANIFEST).is_file():
+        return target
+    with only_maker(target):
+        if not (target / MANIFEST).is_file():  # another process may have made it meanwhile
+            make_model(job, source, target, progress, with_report=False)
+    return target

@@ -10,13 +10,16 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from conf.schema import DType, RunConfig, Task
+from conf.decoding import DecodeConfig
+from conf.quantization import QuantConfig
+from conf.schema import DeviceConfig, DType
 from pipelines.engine import Engine
 from pipelines.engine.operations import finite_logits
 from pipelines.loading.assembly import assemble
 from pipelines.loading.fingerprint import sha256_of
-from pipelines.loading.planning import ModelPlan, plan_model, without_quantization
+from pipelines.loading.planning import ModelPlan, plan_model
 from pipelines.loading.quantize.calibration_data import CalibrationData
+from pipelines.loading.quantize.job import QuantizeJob
 from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
 from pipelines.loading.quantize.report import measured_texts
 from pipelines.loading.quantize.share import Choose, Place, Share
@@ -52,23 +55,29 @@ class PredictionCost:
 
 
 def expected_seconds(
-    run: RunConfig, plan: ModelPlan, settings: RequestSettings, layout: FileLayout, data: CalibrationData, folder: Path
+    job: QuantizeJob,
+    plan: ModelPlan,
+    settings: RequestSettings,
+    layout: FileLayout,
+    data: CalibrationData,
+    folder: Path,
+    with_report: bool,
 ) -> float:
     """Return the estimated seconds to quantise a planned float model, including this estimate.
 
-    It writes temporary files near `folder`.
+    It writes temporary files near `folder`. `with_report`: include the time of the report.
     """
     start, model = time.perf_counter(), plan.model
     parts = parts_of(model, layout.schemes)
     kinds = _kinds(plan, parts)
-    engine = _first_layers(run, plan, settings, max(kinds) + 1)
+    engine = _first_layers(job.device, plan, settings, max(kinds) + 1)
     samples = _folded(data.samples, engine)
     text = _folded(measured_texts(data.held_out, engine.capabilities.needs_whole_prompt), engine)[0]
     with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
         files = PartFiles(Path(scratch))
         keep_rest = _seconds_to_keep_rest(engine, files)
         before = _predict(engine, text)
-        costs = _measure(run, engine, files, replace(layout, schemes=_schemes(parts, kinds)), samples)
+        costs = _measure(job.quant, engine, files, replace(layout, schemes=_schemes(parts, kinds)), samples)
         after = _predict(engine, text)
     num_tokens, head_share = sum(map(len, data.samples)), model.config.vocab_size / engine.vocab_size
     layers = [costs[kind] for kind in kinds]
@@ -76,7 +85,7 @@ def expected_seconds(
     seconds += sum(cost.fixed + num_tokens * cost.per_token for cost in layers)
     if len(parts) > len(layers):
         seconds += num_tokens * costs[-1].per_token + head_share * costs[-1].fixed
-    if run.task is Task.quantize:
+    if with_report:
         num_texts, depth = len(data.held_out), len(layers) / engine.executor.model.config.num_hidden_layers
         predictions = (depth * cost.layers + head_share * cost.head for cost in (before, after))
         seconds += REPORT_S + num_texts * sum(predictions)
@@ -103,20 +112,19 @@ def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearS
     return schemes
 
 
-def _first_layers(run: RunConfig, plan: ModelPlan, settings: RequestSettings, num_layers: int) -> Engine:
+def _first_layers(device: DeviceConfig, plan: ModelPlan, settings: RequestSettings, num_layers: int) -> Engine:
     """Return an engine of the model's first layers and of a part of its vocabulary, with random weights."""
     shape = plan.model.config
     # A model that sees the whole prompt searches it for special ids, so it needs the whole vocabulary.
     vocab_size = shape.vocab_size if shape.capabilities.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
     source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
-    dtype = DType[str(plan.dtype).removeprefix("torch.")]
-    float_run = without_quantization(replace(run, model=replace(run.model, dtype=dtype)))
-    small = plan_model(float_run.model, float_run.quant, source, plan.device, packed=False)
+    options = replace(plan.options, dtype=DType[str(plan.dtype).removeprefix("torch.")])
+    small = plan_model(options, plan.quant, source, plan.device, packed=False)
     parent, _, name = small.model.layout.layers.rpartition(".")
     setattr(small.model.get_submodule(parent), name, nn.ModuleList(small.model.layers[:num_layers]))
     small.model.config = replace(small.model.config, num_hidden_layers=num_layers)
     small.model.own_layers = range(num_layers)
-    return assemble(small, float_run.device, float_run.decode, settings, 1)
+    return assemble(small, device, DecodeConfig(), settings, 1)
 
 
 def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
@@ -132,11 +140,11 @@ def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
 
 
 def _measure(
-    run: RunConfig, engine: Engine, files: PartFiles, layout: FileLayout, samples: list[list[int]]
+    quant: QuantConfig, engine: Engine, files: PartFiles, layout: FileLayout, samples: list[list[int]]
 ) -> list[PartCost]:
     costs, num_tokens = [], sum(map(len, samples))
     batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
-    share = Share(run.quant, layout, engine.executor.model, batches, cache)
+    share = Share(quant, layout, engine.executor.model, batches, cache)
     for part in share.parts:
         start, growing = time.perf_counter(), -share.calibrator.batch_seconds
         chosen = share.run(Choose(part.index))

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from conf.schema import RunConfig
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizedFormat
+from conf.schema import DeviceConfig, ModelConfig, ParallelConfig
 from models.formats.hub import find_tokenizer
 from pipelines.jobs.journal import dumps
 from pipelines.jobs.output_folder import kept_folder
@@ -17,40 +19,63 @@ from quantization.smoothing_record import FOLDS
 VERSION = 3  # version of the results: increase it with every change of codes, scales or observed statistics
 
 
-def default_target(run: RunConfig, source: ModelSource) -> Path:
-    """Return a folder whose name identifies weights, quantisation and calibration."""
-    digest = hashlib.sha256(dumps(job_of(run, source)).encode()).hexdigest()
-    name = Path(run.model.path).resolve().name if Path(run.model.path).exists() else run.model.path.replace("/", "_")
-    cache = f"-kv_{run.quant.kv_cache.name}" if run.quant.has_static_kv_cache else ""
-    pruning = f"-{run.quant.sparsity.method.name}" if run.quant.sparsity.prunes else ""
-    how = f"{run.quant.scheme.name}-{run.quant.method.name}{pruning}{cache}"
-    return kept_folder("quantized") / f"{name}-{how}-{digest[:12]}"
+def float_model(model: ModelConfig) -> ModelConfig:
+    """Return the options that load the float model for calibration.
 
-
-def job_of(run: RunConfig, source: ModelSource) -> dict[str, Any]:
-    """Return the identity: the model's files, the quantisation and the texts.
-
-    Raises UserError if there are no weights.
+    Calibration computes no rows, so the float model has no prefixes and no adapters. It reads the weights only once, so
+    it does not keep them packed.
     """
-    if not source.has_weights:
-        raise UserError(
-            "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, "
-            "which calibrates nothing"
-        )
-    cache = () if run.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
-    quant = {key: value for key, value in plain_quant(run.quant).items() if key not in cache}
-    quant |= {"activations": run.quant.activations.of_model}
-    if run.quant.method.folds_scales:
-        quant |= {"kept": FOLDS}  # older folders do not have this file
-    model = run.model
-    tokenizer = model.tokenizer and find_tokenizer(model.tokenizer, model.hub, model.revision)
-    job = {
-        "version": VERSION,
-        "quant": quant,
-        **calibration_fingerprint(run),
-        "dtype": run.model.dtype,
-        "max_length": run.model.max_length,
-        "tokenizer": file_fingerprint(tokenizer, "tokenizer") if isinstance(tokenizer, Path) else tokenizer,
-        "files": file_fingerprint(source.checkpoint.path, "model"),
-    }
-    return dict(json.loads(json.dumps(job, default=lambda value: value.name)))
+    return replace(model, prefixes=None, adapters=None, keep_packed=False)
+
+
+@dataclass(frozen=True)
+class QuantizeJob:
+    """The options with which a quantised model is made."""
+
+    model: ModelConfig
+    """The options that load the float model."""
+    quant: QuantConfig
+    calibrate: CalibrateConfig
+    """Resolved for `quant`."""
+    format: QuantizedFormat
+    parallel: ParallelConfig
+    """The ranks that make it. The result has the same bits with any number of ranks."""
+    device: DeviceConfig
+
+    def identity(self, source: ModelSource) -> dict[str, Any]:
+        """Return what the result depends on: the model's files, the quantisation and the texts.
+
+        Raises UserError if there are no weights.
+        """
+        if not source.has_weights:
+            raise UserError(
+                "model.weights=random has nothing to calibrate: leave it out, or give quant.method=rtn with dynamic activations, "
+                "which calibrates nothing"
+            )
+        cache = () if self.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
+        quant = {key: value for key, value in plain_quant(self.quant).items() if key not in cache}
+        quant |= {"activations": self.quant.activations.of_model}
+        if self.quant.method.folds_scales:
+            quant |= {"kept": FOLDS}  # older folders do not have this file
+        model = self.model
+        tokenizer = model.tokenizer and find_tokenizer(model.tokenizer, model.hub, model.revision)
+        identity = {
+            "version": VERSION,
+            "quant": quant,
+            **calibration_fingerprint(self.calibrate, self.format),
+            "dtype": model.dtype,
+            "max_length": model.max_length,
+            "tokenizer": file_fingerprint(tokenizer, "tokenizer") if isinstance(tokenizer, Path) else tokenizer,
+            "files": file_fingerprint(source.checkpoint.path, "model"),
+        }
+        return dict(json.loads(json.dumps(identity, default=lambda value: value.name)))
+
+    def default_target(self, source: ModelSource) -> Path:
+        """Return a folder whose name identifies weights, quantisation and calibration."""
+        digest = hashlib.sha256(dumps(self.identity(source)).encode()).hexdigest()
+        path, quant = self.model.path, self.quant
+        name = Path(path).resolve().name if Path(path).exists() else path.replace("/", "_")
+        cache = f"-kv_{quant.kv_cache.name}" if quant.has_static_kv_cache else ""
+        pruning = f"-{quant.sparsity.method.name}" if quant.sparsity.prunes else ""
+        how = f"{quant.scheme.name}-{quant.method.name}{pruning}{cache}"
+        return kept_folder("quantized") / f"{name}-{how}-{digest[:12]}"

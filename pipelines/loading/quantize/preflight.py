@@ -5,14 +5,15 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import RunConfig
+from conf.quantization import QuantConfig
 from models.linear_layers import linear_specs
 from pipelines.jobs.report import print_table
 from pipelines.loading.device import prepare_device
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import ModelPlan, plan_model, without_quantization
+from pipelines.loading.planning import ModelPlan, plan_model
 from pipelines.loading.quantize.calibration_data import CalibrationData, read_calibration_data
 from pipelines.loading.quantize.estimate import expected_seconds
+from pipelines.loading.quantize.job import QuantizeJob
 from pipelines.loading.request_settings import RequestSettings, read_request_settings
 from pipelines.loading.shard_plan import check_plan
 from pipelines.ranks.launch import degrees, joined
@@ -30,31 +31,32 @@ class Preflight:
     """Expected duration on this machine: `about 8 s`."""
 
 
-def preflight(run: RunConfig, source: ModelSource, settings: RequestSettings, folder: Path) -> Preflight:
+def preflight(
+    job: QuantizeJob, source: ModelSource, settings: RequestSettings, folder: Path, with_report: bool
+) -> Preflight:
     """Return the plan of a quantisation. Raises UserError as quantising does.
 
     Reads only file headers, the device, layer shapes and the texts. The time is measured with files in `folder`, where
-    the model will be.
+    the model will be. `with_report`: include the time of the report.
     """
-    device = prepare_device(run.device)  # sets the threads for the time estimate
-    float_run = without_quantization(run)
-    plan = plan_model(float_run.model, float_run.quant, source, device, packed=False)
-    layout = file_layout(plan.model, run.quant, run.quantize.format)
+    device = prepare_device(job.device)  # sets the threads for the time estimate
+    plan = plan_model(job.model, QuantConfig(), source, device, packed=False)
+    layout = file_layout(plan.model, job.quant, job.format)
     are_prompts = source.shape.capabilities.needs_whole_prompt
-    data = read_calibration_data(run.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
-    if run.parallel.mode.divides:
-        tp, pp = degrees(run, joined(os.environ))
-        check_plan(plan, layout_of(0, tp, pp, run.parallel))
-    if device.type != "cpu" or run.parallel.mode.divides:
+    data = read_calibration_data(job.calibrate, settings.tokenizer, settings.context.num_tokens, are_prompts)
+    if job.parallel.mode.divides:
+        tp, pp = degrees(job.parallel, joined(os.environ))
+        check_plan(plan, layout_of(0, tp, pp, job.parallel))
+    if device.type != "cpu" or job.parallel.mode.divides:
         where = "on a CPU" if device.type != "cpu" else "for one process"
         return Preflight(plan, layout, data, f"a time that is only known {where}")
-    seconds = expected_seconds(run, plan, settings, layout, data, folder)
+    seconds = expected_seconds(job, plan, settings, layout, data, folder, with_report)
     return Preflight(plan, layout, data, f"about {seconds:,.0f} s")
 
 
-def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
+def print_preflight(job: QuantizeJob, source: ModelSource, folder: Path) -> None:
     """Print the plan of a quantisation. Raises UserError as `preflight` does."""
-    found = preflight(run, source, read_request_settings(run.model, source), folder)
+    found = preflight(job, source, read_request_settings(job.model, source), folder, with_report=True)
     model, schemes, itemsize = found.plan.model, found.layout.schemes, found.plan.dtype.itemsize
     layers = linear_specs(model)
     sizes = {name: layers[name].shape[0] * layers[name].shape[1] for name in schemes}
@@ -62,12 +64,12 @@ def print_preflight(run: RunConfig, source: ModelSource, folder: Path) -> None:
     saved = sum(size * (itemsize - schemes[name].weights.bits / 8) for name, size in sizes.items())  # scales are small
     largest = max(sizes.values(), default=0)
     counts = Counter(str(scheme) for scheme in schemes.values())
-    cache = [("KV cache", f"{run.quant.kv_cache.name}, a scale for each head")] if run.quant.has_static_kv_cache else []
+    cache = [("KV cache", f"{job.quant.kv_cache.name}, a scale for each head")] if job.quant.has_static_kv_cache else []
     print_table(
         [
             *((f"{count} layers", scheme) for scheme, count in counts.items()),
             *cache,
-            *([(f"{len(found.layout.pruned)} layers", f"pruned: {run.quant.sparsity}")] if found.layout.pruned else ()),
+            *([(f"{len(found.layout.pruned)} layers", f"pruned: {job.quant.sparsity}")] if found.layout.pruned else ()),
             ("stay floats", ", ".join(sorted(layers.keys() - schemes.keys())) or "no linear layer"),
             ("weights", f"{before / 1e6:,.1f} MB before, {(before - saved) / 1e6:,.1f} MB after"),
             ("memory", f"about {(before + 3 * 4 * largest) / 1e6:,.0f} MB for weights while it runs in one process"),

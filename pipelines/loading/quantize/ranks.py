@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from conf.compose import from_json
-from conf.quantization import QuantConfig
-from conf.schema import RunConfig
+from conf.quantization import QuantConfig, QuantizedFormat
 from kernels.collectives import Group
 from models.batch import Batch, KVCache
 from models.parallel import stage_layers
@@ -27,8 +26,10 @@ from quantization.file_layout import FileLayout, file_layout
 
 @dataclass(frozen=True)
 class BeginQuantization:
-    run: dict[str, Any]
-    """The run's config, as JSON."""
+    quant: dict[str, Any]
+    """A QuantConfig, as JSON."""
+    format: str
+    """The name of the QuantizedFormat."""
     batches: list[Batch]
 
 
@@ -45,7 +46,8 @@ class DriverShare(Share):
 
     def __init__(
         self,
-        run: RunConfig,
+        quant: QuantConfig,
+        format: QuantizedFormat,
         layout: FileLayout,
         plan: ModelPlan,
         whole: ModelPlan,
@@ -57,12 +59,12 @@ class DriverShare(Share):
 
         `whole`: the whole model, on the meta device. All methods raise RankLost if a rank fails.
         """
-        workers.tell(BeginQuantization(plain(asdict(run)), batches))
+        workers.tell(BeginQuantization(plain(asdict(quant)), format.name, batches))
         group, parallel_layout = workers.context.group, workers.context.parallel_layout
         self._workers, self._tp = workers, parallel_layout.tp
         self._stages = stage_layers(whole.model, parallel_layout.pp, whole.dtype)
         self._reached = 0  # the stage that holds the streams
-        super().__init__(run.quant, layout, plan.model, batches, cache, whole.model, plan.shards, group)
+        super().__init__(quant, layout, plan.model, batches, cache, whole.model, plan.shards, group)
 
     def rest(self) -> dict[str, Tensor]:
         last = len(self._stages) - 1
@@ -101,12 +103,14 @@ class DriverShare(Share):
         return None if kind is NoneType else self._workers.answer_of(stage * self._tp, kind)
 
 
-def share_of(config: dict[str, Any], plan: ModelPlan, batches: list[Batch], cache: KVCache, group: Group) -> Share:
-    """Return a worker's share of the quantisation of `config`.
+def share_of(
+    operation: BeginQuantization, plan: ModelPlan, batches: list[Batch], cache: KVCache, group: Group
+) -> Share:
+    """Return a worker's share of the quantisation that `operation` begins.
 
-    `plan`: the rank's shard. Raises UserError as `plan_model` does.
+    `plan`: the rank's shard. `batches`: the operation's, on the rank's device. Raises UserError as `plan_model` does.
     """
-    run = from_json(config)
-    whole = plan_model(run.model, QuantConfig(), plan.source, plan.device, packed=False).model
-    layout = file_layout(whole, run.quant, run.quantize.format)
-    return Share(run.quant, layout, plan.model, batches, cache, whole, plan.shards, group)
+    quant = from_json(QuantConfig, operation.quant)
+    whole = plan_model(plan.options, plan.quant, plan.source, plan.device, packed=False).model
+    layout = file_layout(whole, quant, QuantizedFormat[operation.format])
+    return Share(quant, layout, plan.model, batches, cache, whole, plan.shards, group)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from conf.quantization import QuantScheme
-from conf.schema import RunConfig
 from pipelines.engine import Engine
 from pipelines.engine.operations import finite_logits
 from pipelines.jobs.scoring import LOGIT_ROWS, Scores
+from pipelines.loading.quantize.job import QuantizeJob
 from quantization.quantizer import LinearReport
 
 REPORT, PICTURE = "report.md", "errors.png"
@@ -70,17 +70,17 @@ def measured_texts(texts: list[list[int]], are_prompts: bool) -> list[list[int]]
 
 
 def write_report(
-    folder: Path, run: RunConfig, source: str, reports: list[LinearReport], metrics: dict[str, Any]
+    folder: Path, job: QuantizeJob, source: str, reports: list[LinearReport], metrics: dict[str, Any]
 ) -> None:
     before, after = metrics["weight_bytes_before"], metrics["weight_bytes"]
-    pruning = f", sparsity={run.quant.sparsity}" if "sparsity" in metrics else ""
-    changed = "pruned" if pruning and run.quant.scheme is QuantScheme.none else "quantised"
+    pruning = f", sparsity={job.quant.sparsity}" if "sparsity" in metrics else ""
+    changed = "pruned" if pruning and job.quant.scheme is QuantScheme.none else "quantised"
     of_pruned = ", those of quantisation relative to the pruned layer's" if pruning else ""
-    cache = [f"| KV cache | {run.model.dtype.name} | {run.quant.kv_cache.name}, a scale for each head |"]
+    cache = [f"| KV cache | {job.model.dtype.name} | {job.quant.kv_cache.name}, a scale for each head |"]
     lines = [
-        f"# {Path(run.model.path).name}: quant={run.quant.scheme.name}, method={run.quant.method.name}{pruning}",
+        f"# {Path(job.model.path).name}: quant={job.quant.scheme.name}, method={job.quant.method.name}{pruning}",
         "",
-        f"Calibrated on {run.calibrate.num_samples} samples of at most {run.calibrate.sequence_length} tokens from {source}.",
+        f"Calibrated on {job.calibrate.num_samples} samples of at most {job.calibrate.sequence_length} tokens from {source}.",
         "",
         f"| on held-out text | float | {changed} |",
         "|---|---|---|",
@@ -89,7 +89,7 @@ def write_report(
         f"| equal most likely tokens | | {metrics['top1_agreement']:.2%} |",
         f"| weights (MB) | {before / 1e6:.1f} | {after / 1e6:.1f} ({max(0, 1 - after / before):.0%} less) |",
         *([f"| zeros of pruned layers, of all weights | | {metrics['sparsity']:.2%} |"] if pruning else ()),
-        *(cache if run.quant.has_static_kv_cache else ()),
+        *(cache if job.quant.has_static_kv_cache else ()),
         "",
         f"Errors of a layer's outputs, relative, on calibration data{of_pruned} ({PICTURE}):",
         "",

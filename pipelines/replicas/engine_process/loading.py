@@ -14,12 +14,11 @@ from models.heads import HeadKind
 from pipelines.engine import Engine
 from pipelines.engine.request_factory import check_pooled
 from pipelines.jobs.report import NoProgress, ProgressSink, progress_bar
-from pipelines.loading.device import prepare_device
 from pipelines.loading.embedder import Embedder
 from pipelines.loading.fingerprint import model_fingerprint, plain, replay_fingerprint, template_fingerprint
-from pipelines.loading.load_engine import load_engine_on
+from pipelines.loading.load_engine import open_engine
 from pipelines.loading.memory import explained_out_of_memory
-from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.model_source import ModelSource
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import Ready
 
@@ -60,16 +59,15 @@ class _WhileWanted(NoProgress):
 
 
 def load_served(run: RunConfig, channel: Channel) -> Served:
-    """Load the model of `run` for `serve.batch_size` concurrent requests. Raises UserError as `load_engine_on` does."""
+    """Load the model of `run` for `serve.batch_size` concurrent requests. Raises UserError as `load_engine` does."""
     model = run.model
     path = find_checkpoint(
         model.path, model.weights is Weights.checkpoint, model.allow_pickle, model.hub, model.revision
     )
     embeds = read_embedding_files(path).pooling is not None
     with explained_out_of_memory(), progress_bar() as progress:
-        device = prepare_device(run.device)
-        source = resolve_model(model, HeadKind.none if embeds else HeadKind.vocabulary)
-        engine = load_engine_on(device, run, source, run.serve.batch_size, _WhileWanted(channel, progress))
+        head = HeadKind.none if embeds else HeadKind.vocabulary
+        source, engine = open_engine(run, run.serve.batch_size, _WhileWanted(channel, progress), head)
     embedder, decode = None, run.decode
     if embeds:
         check_pooled(decode)

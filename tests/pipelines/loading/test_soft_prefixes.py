@@ -16,7 +16,7 @@ from pipelines.jobs.prompts import parse_row
 from pipelines.loading.fingerprint import fingerprint
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.planning import without_quantization
+from pipelines.loading.quantize.calibrated import calibration_job
 from pipelines.python.text_pipeline import TextGenerationPipeline
 from pipelines.tasks.predict import run_predict
 from tests.helpers.builders import run_config
@@ -102,7 +102,7 @@ def test_what_a_job_is_knows_the_contents(chatty: Path, prefixes: dict[str, str]
 def test_calibration_begins_with_no_prefix(chatty: Path, prefixes: dict[str, str]) -> None:
     run = job(chatty, prefixes, "Once", "a")
     run = replace(run, device=replace(run.device, kept_prefixes=["kept"]))
-    floats = without_quantization(run)
+    floats = calibration_job(run)
     assert (floats.model.prefixes, floats.device.kept_prefixes) == (None, [])
 
 

@@ -2,13 +2,11 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 
 from conf.errors import UserError
-from conf.schema import Backend, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task
-from conf.serving import ChatConfig
+from conf.schema import Backend, ParallelConfig, ParallelMode
 from pipelines.ranks.launch import (
     Joined,
     _cores,
@@ -21,6 +19,7 @@ from pipelines.ranks.launch import (
     gpu_of,
     joined,
     leave_launcher,
+    refuse_launched_server,
     spawn,
 )
 from tests.helpers.launchers import SRUN, TORCHRUN
@@ -110,8 +109,7 @@ def test_what_ranks_exchange_numbers_by() -> None:
     near, far = joined(TORCHRUN), joined(TWO_NODES)
 
     def used(backend: Backend, place: Joined | None, tp: int = 1, num_gpus: int = 0) -> Backend:
-        run = run_of(None, ParallelMode.pp)
-        return backend_of(replace(run, parallel=replace(run.parallel, backend=backend)), place, tp, num_gpus)
+        return backend_of(backend, place, tp, num_gpus)
 
     auto, shared_memory, gloo, nccl = Backend
     assert {used(each, place, 2) for each in (auto, shared_memory) for place in (None, near)} == {shared_memory}
@@ -144,38 +142,38 @@ def test_each_rank_has_a_gpu() -> None:
     assert gpu_of(3, 1, "7") == "7"  # which a launcher has given to this process
 
 
-def run_of(tp: int | None, mode: ParallelMode = ParallelMode.tp, pp: int | None = None) -> RunConfig:
-    return RunConfig(model=ModelConfig(path="x"), parallel=ParallelConfig(mode, tp=tp, pp=pp))
+def ranks_of(tp: int | None, mode: ParallelMode = ParallelMode.tp, pp: int | None = None) -> ParallelConfig:
+    return ParallelConfig(mode, tp=tp, pp=pp)
 
 
 def test_numbers_of_ranks() -> None:
     place = joined(TORCHRUN)
-    tp_pp = run_of(2, ParallelMode.tp_pp, 3)
-    assert degrees(run_of(None, ParallelMode.single), None) == (1, 1)
-    assert degrees(run_of(3), None) == (3, 1)
-    assert degrees(run_of(None, ParallelMode.pp, 3), None) == (1, 3)
-    assert degrees(run_of(None), place) == degrees(run_of(4), place) == (4, 1)
-    assert degrees(run_of(None, ParallelMode.pp), place) == (1, 4)
+    tp_pp = ranks_of(2, ParallelMode.tp_pp, 3)
+    assert degrees(ranks_of(None, ParallelMode.single), None) == (1, 1)
+    assert degrees(ranks_of(3), None) == (3, 1)
+    assert degrees(ranks_of(None, ParallelMode.pp, 3), None) == (1, 3)
+    assert degrees(ranks_of(None), place) == degrees(ranks_of(4), place) == (4, 1)
+    assert degrees(ranks_of(None, ParallelMode.pp), place) == (1, 4)
     assert degrees(tp_pp, None) == (2, 3)
-    assert degrees(run_of(None), None) == (2, 1)
-    assert degrees(run_of(None, ParallelMode.pp), None) == (1, 2)
-    assert degrees(run_of(2, ParallelMode.tp_pp), place) == degrees(run_of(None, ParallelMode.tp_pp), None) == (2, 2)
+    assert degrees(ranks_of(None), None) == (2, 1)
+    assert degrees(ranks_of(None, ParallelMode.pp), None) == (1, 2)
+    assert (
+        degrees(ranks_of(2, ParallelMode.tp_pp), place) == degrees(ranks_of(None, ParallelMode.tp_pp), None) == (2, 2)
+    )
     with pytest.raises(
         UserError, match=r"started 4 processes, but parallel.tp=2 parallel.pp=3 has 6: give .*, or start 6"
     ):
         degrees(tp_pp, place)
     with pytest.raises(UserError, match="torchrun started 4 processes, but parallel=single has 1: give parallel=tp"):
-        degrees(run_of(None, ParallelMode.single), place)
+        degrees(ranks_of(None, ParallelMode.single), place)
     with pytest.raises(UserError, match="parallel=single has 1: give parallel=pp parallel.pp=4, or start 1"):
-        degrees(run_of(None, ParallelMode.single), joined(TWO_NODES))
+        degrees(ranks_of(None, ParallelMode.single), joined(TWO_NODES))
 
 
 def test_a_server_starts_its_ranks_itself() -> None:
-    serve, chat = replace(run_of(4), task=Task.serve), replace(run_of(4), task=Task.chat)
-    assert degrees(serve, None) == degrees(chat, joined(TORCHRUN)) == (4, 1)
-    for run in (serve, replace(chat, chat=ChatConfig(web=True))):
-        with pytest.raises(UserError, match="which torchrun cannot start again: run it without torchrun"):
-            degrees(run, joined(TORCHRUN))
+    refuse_launched_server(None)
+    with pytest.raises(UserError, match="which torchrun cannot start again: run it without torchrun"):
+        refuse_launched_server(joined(TORCHRUN))
 
 
 def test_ranks_have_cores_of_their_own_node_by_node() -> None:

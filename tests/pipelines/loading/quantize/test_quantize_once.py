@@ -28,7 +28,7 @@ from pipelines.jobs.output_folder import only_maker
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize import estimate as quantize_estimate
 from pipelines.loading.quantize import model as making
-from pipelines.loading.quantize.calibrated import find_or_make
+from pipelines.loading.quantize.calibrated import calibration_job, find_or_make
 from pipelines.loading.quantize.preflight import preflight
 from pipelines.loading.request_settings import read_request_settings
 from pipelines.tasks.quantize import run_quantize
@@ -47,7 +47,7 @@ from pathlib import Path
 from pipelines.jobs.report import NO_PROGRESS
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.quantize import model as making
-from pipelines.loading.quantize.calibrated import find_or_make
+from pipelines.loading.quantize.calibrated import calibration_job, find_or_make
 from pipelines.tasks.quantize import run_quantize
 from tests.helpers.quantized_models import CALIBRATED, quantize_run
 
@@ -82,7 +82,7 @@ for i in range(3):
         logging.getLogger().addHandler(Waiting())
         making.make_model = die_first
         run = quantize_run(model, CALIBRATED["a8w8 dynamic smoothquant"], None, data)
-        folder = find_or_make(run, resolve_model(run.model), NO_PROGRESS)
+        folder = find_or_make(calibration_job(run), resolve_model(run.model), NO_PROGRESS)
         os.write(ended[1], b"found " if (folder / "config.json").is_file() else b"nothing ")
         os._exit(0)
 codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
@@ -116,7 +116,7 @@ def test_what_is_made_is_said_at_once(
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data)
-        folder = find_or_make(run, resolve_model(run.model), report.NO_PROGRESS)
+        folder = find_or_make(calibration_job(run), resolve_model(run.model), report.NO_PROGRESS)
     what = f"calibrating {LLAMA} by quant=a8w8 on 6 samples of at most 16 tokens: about "
     assert re.search(rf"^{re.escape(what)}[\d,]+ s; it is kept in {re.escape(str(folder))}$", caplog.messages[0])
     assert not (folder / "report.md").exists()  # which task=quantize alone makes
@@ -148,7 +148,7 @@ def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monk
     monkeypatch.setattr(making, "make_model", beside_a_task)
     logging.getLogger().addHandler(handler)
     try:
-        folder = find_or_make(run, resolve_model(run.model), report.NO_PROGRESS)
+        folder = find_or_make(calibration_job(run), resolve_model(run.model), report.NO_PROGRESS)
         task.join(60)
     finally:
         logging.getLogger().removeHandler(handler)
@@ -240,7 +240,7 @@ def test_the_estimate_counts_the_tokens_that_a_layer_sees(
 
     monkeypatch.setattr(DecoderLayer, "forward", counted)
     source = resolve_model(run.model)
-    ready = preflight(run, source, read_request_settings(run.model, source), data.parent)
+    ready = preflight(calibration_job(run), source, read_request_settings(run.model, source), data.parent, True)
     measured = passes * NUM_TOKENS  # one of the layers, which are all alike
     layers = source.shape.num_hidden_layers
     assert ready.duration == f"about {measured + passes * NUM_TOKENS * layers:,.0f} s"
@@ -261,7 +261,7 @@ def test_layers_of_other_shapes_are_measured_apart(data: Path, tmp_path: Path, m
 
     monkeypatch.setattr(quantize_estimate, "_measure", noted)
     source = resolve_model(run.model)
-    preflight(run, source, read_request_settings(run.model, source), data.parent)
+    preflight(calibration_job(run), source, read_request_settings(run.model, source), data.parent, True)
     assert len(costs) == 3  # two kinds of layers, and the head
 
 

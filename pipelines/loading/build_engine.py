@@ -1,0 +1,51 @@
+"""Build the engine of a model that is ready to be loaded: the stages plan, shard and load, in their order."""
+
+from contextlib import ExitStack
+
+import torch
+
+from conf.decoding import DecodeConfig
+from conf.schema import DeviceConfig, ParallelConfig
+from conf.speculation import Speculate
+from pipelines.engine import Engine
+from pipelines.jobs.report import ProgressSink
+from pipelines.loading.assembly import assemble
+from pipelines.loading.drafting import plan_draft, predicting_ahead
+from pipelines.loading.model_source import ReadyModel
+from pipelines.loading.planning import plan_model
+from pipelines.loading.request_settings import read_request_settings
+from pipelines.loading.shard_plan import check_mode
+
+
+def build_engine(
+    ready: ReadyModel,
+    device: torch.device,
+    options: DeviceConfig,
+    parallel: ParallelConfig,
+    decode: DecodeConfig,
+    max_num_requests: int,
+    progress: ProgressSink,
+) -> Engine:
+    """Return the engine for at most `max_num_requests` concurrent requests.
+
+    `device`: prepared with `options`. With ranks it is the engine of rank 0; closing it ends the other ranks. Raises
+    UserError for an invalid checkpoint or tokenizer, and if the options contradict the files.
+    """
+    settings = read_request_settings(ready.options, ready.source)
+    source = predicting_ahead(ready.source) if decode.speculate is Speculate.mtp else ready.source
+    check_mode(source, parallel.mode)
+    whole = plan_model(ready.options, ready.quant, source, device, packed=True)
+    with ExitStack() as on_error:
+        plan, driver = whole, None
+        if parallel.mode.divides:
+            from pipelines.loading.driver import start_driver  # imported here: a run without ranks does not need it
+
+            driver = start_driver(whole, parallel, options)
+            on_error.callback(driver.close)
+        draft = plan_draft(decode, parallel.mode, whole, settings)  # whole, and on rank 0 only
+        if driver is not None:
+            plan = driver.part(whole)
+        source.warn_of_unread_keys()
+        engine = assemble(plan, options, decode, settings, max_num_requests, progress.loaded, draft, driver)
+        on_error.pop_all()
+    return engine
