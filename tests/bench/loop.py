@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from conf.compose import compose_run_config  # noqa: E402
 from conf.schema import DecodeConfig  # noqa: E402
-from pipelines.engine import engine as engine_module  # noqa: E402
+from pipelines.engine import step_loop  # noqa: E402
 from pipelines.loading.load_engine import load_engine  # noqa: E402
 
 WARMUP = 8  # steps that are not counted
@@ -45,9 +45,9 @@ def main() -> None:
         setattr(owner, name, wrapper)
 
     timed(engine.scheduler, "plan", "plan")
-    timed(engine_module, "build_batch", "build the batch")
+    timed(step_loop, "build_batch", "build the batch")
     timed(engine.executor, "execute", "forward")
-    timed(engine_module, "choose_tokens", "sample")
+    timed(step_loop, "choose_tokens", "sample")
     timed(engine.scheduler, "commit", "commit")
     timed(engine, "_accept", "detokenise")
     timed(engine, "step", "step")

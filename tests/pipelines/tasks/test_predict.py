@@ -196,7 +196,7 @@ def test_a_row_may_ask_for_as_many_new_tokens_as_fit(chatty: Path, tmp_path: Pat
 def test_standard_input_is_not_read_for_a_number(chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
     with pytest.raises(
-        UserError, match=r"is more than the model takes \(max_position_embeddings=128\): give auto, which is"
+        UserError, match=r"is more than the model takes \(max_position_embeddings=128\): give auto, which uses"
     ):
         run_predict(job(chatty, "-", max_new_tokens=128), tmp_path / "out", dump)
 

@@ -217,7 +217,7 @@ def test_behind_what_cannot_be_mended_the_process_ends(
 
 
 def test_a_row_that_fails_fails_alone(served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipelines.engine import engine as module
+    from pipelines.engine import step_loop as module
 
     append_token = module.append_token
 
