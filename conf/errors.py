@@ -1,10 +1,34 @@
 """UserError: an error that the user can fix. `run.py` prints it as one line and exits with 1, without a traceback."""
 
 from collections.abc import Collection
+from enum import Enum
+
+
+class ErrorCode(Enum):
+    """The kind of mistake, for programs and tests. The message is for people and may change."""
+
+    out_of_range = "out_of_range"  # a number beyond its limits
+    unknown_value = "unknown_value"  # none of the allowed values
+    malformed = (
+        "malformed"  # a value of the wrong form: an empty text, a size without a number, a wrong entry of a list
+    )
+    wrong_type = "wrong_type"
+    unknown_name = "unknown_name"  # a setting that does not exist
+    needs_other = "needs_other"  # a setting that is used only with a value of another setting
+    excludes = "excludes"  # settings that contradict each other
+    other = "other"  # all other mistakes
 
 
 class UserError(ValueError):
-    """An error of one line: the given value, the allowed values, and the remedy."""
+    """An error of one line: the given value, the allowed values, and the remedy.
+
+    `key`: the dotted key of the setting; None if no setting is wrong.
+    """
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.other, key: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.key = key
 
 
 SHOWN = 200  # characters of a value that an error quotes
@@ -15,9 +39,9 @@ def shortened(value: str) -> str:
     return value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
 
 
-def check(holds: bool, key: str, value: object, allowed: str) -> None:
+def check(holds: bool, key: str, value: object, allowed: str, code: ErrorCode = ErrorCode.other) -> None:
     if not holds:
-        raise UserError(f"{key}={shortened(str(value))} is not allowed: give {allowed}")
+        raise UserError(f"{key}={shortened(str(value))} is not allowed: give {allowed}", code, key)
 
 
 def list_known_names(names: Collection[str], given: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from conf.errors import check
+from conf.constraints import check_fields, option
 
 
 class PoolingMode(Enum):
@@ -31,8 +31,10 @@ class EmbedConfig:
 class ScoreConfig:
     """Scores per row. The settings of `predict` define the rows and how they run."""
 
-    instruction: str = "Given a web search query, retrieve relevant passages that answer the query"
+    instruction: str = option(
+        "Given a web search query, retrieve relevant passages that answer the query", form=(bool, "a text")
+    )
     """The instruction by which a reranker judges `query` and `document`."""
 
     def __post_init__(self) -> None:
-        check(bool(self.instruction), "score.instruction", repr(self.instruction), "a text")
+        check_fields(self, "score")

@@ -1,10 +1,9 @@
 """The quant group, and the settings of calibration. It is a part of schema.py and imports only the standard library."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
-from conf.errors import UserError, check
+from conf.constraints import check_fields, is_set, one_of, option, unused
 
 
 class QuantScheme(Enum):
@@ -72,28 +71,33 @@ METHODS = {
 }
 
 
+_FLOAT_PRODUCTS = (Activations.none, Activations.auto)
+_CODE_PRODUCTS = (Activations.dynamic, Activations.static)
+ACTIVATIONS = {
+    QuantScheme.none: _FLOAT_PRODUCTS,  # the checkpoint may have quantised weights
+    QuantScheme.int8: _FLOAT_PRODUCTS,
+    QuantScheme.int4: _FLOAT_PRODUCTS,
+    QuantScheme.a8w8: _CODE_PRODUCTS,
+    QuantScheme.fp8: _CODE_PRODUCTS,
+}
+
+
 @dataclass
 class SmoothConfig:
     """How SmoothQuant distributes large values between activations and weights."""
 
-    alpha: float = 0.5
+    alpha: float = option(0.5, minimum=0, maximum=1, not_with={"piecewise": is_set(reason="which searches it")})
     """Share of the scale that moves to the weights; 0: none."""
     piecewise: bool = False
     """Search an alpha per group of channels on the calibration data instead."""
 
     def __post_init__(self) -> None:
-        check(0 <= self.alpha <= 1, "quant.smooth.alpha", self.alpha, "a number from 0 to 1")
-        check(
-            not self.piecewise or self.alpha == 0.5,
-            "quant.smooth.alpha",
-            self.alpha,
-            "0.5 with piecewise, which searches it",
-        )
+        check_fields(self, "quant.smooth")
 
 
 @dataclass
 class GptqConfig:
-    damping: float = 0.01
+    damping: float = option(0.01, above=0)
     """Share of the Hessian's mean diagonal that is added to the diagonal; raised until the Hessian can be inverted."""
     act_order: bool = True
     """Quantise the input channels with the largest activations first."""
@@ -101,7 +105,10 @@ class GptqConfig:
     """Choose the scales of all groups before rounding, so that groups are consecutive channels also with act_order."""
 
     def __post_init__(self) -> None:
-        check(self.damping > 0, "quant.gptq.damping", self.damping, "a number above 0")
+        check_fields(self, "quant.gptq")
+
+
+_PRUNED = {"method": one_of(SparsityMethod.wanda, SparsityMethod.magnitude)}
 
 
 @dataclass
@@ -109,19 +116,14 @@ class SparsityConfig:
     """Pruning by task=quantize before it quantises: of all linear layers except the head, routers and `quant.skip`."""
 
     method: SparsityMethod = SparsityMethod.none
-    ratio: float = 0.5
+    ratio: float = option(
+        0.5, above=0, below=1, only_with=_PRUNED, not_with={"pattern": one_of(SparsityPattern["2:4"])}
+    )
     """Share of weights that become 0: of the whole layer for magnitude, of each output channel for wanda."""
-    pattern: SparsityPattern = SparsityPattern.unstructured
+    pattern: SparsityPattern = option(SparsityPattern.unstructured, only_with=_PRUNED)
 
     def __post_init__(self) -> None:
-        check(0 < self.ratio < 1, "quant.sparsity.ratio", self.ratio, "a number between 0 and 1")
-        free = self.pattern is SparsityPattern.unstructured
-        check(free or self.ratio == 0.5, "quant.sparsity.ratio", self.ratio, "0.5 with quant.sparsity.pattern=2:4")
-        if not self.prunes and (self.ratio, free) != (0.5, True):
-            raise UserError(
-                f"quant.sparsity ratio={self.ratio} pattern={self.pattern.name} goes with a method: "
-                "give quant.sparsity.method=wanda or magnitude, or leave them out"
-            )
+        check_fields(self, "quant.sparsity")
 
     @property
     def prunes(self) -> bool:
@@ -131,61 +133,47 @@ class SparsityConfig:
         return f"{self.method.name}, {100 * self.ratio:g}% {self.pattern.name}"
 
 
+_SMOOTHED = {"method": one_of(QuantMethod.smoothquant)}
+_QUANTIZED = tuple(scheme for scheme in QuantScheme if scheme is not QuantScheme.none)
+
+
 @dataclass
 class QuantConfig:
     """How weights, activations and the KV cache are stored. Layers have the checkpoint's names."""
 
-    scheme: QuantScheme = QuantScheme.none
-    method: QuantMethod = QuantMethod.rtn
-    group_size: int | None = -1
+    scheme: QuantScheme = option(QuantScheme.none, typed_as="quant")
+    method: QuantMethod = option(QuantMethod.rtn, choices_by=("scheme", METHODS))
+    group_size: int | None = option(-1, choices=GROUP_SIZES, only_with={"scheme": one_of(*WEIGHT_ONLY)})
     """Input channels that share a scale; -1: all; null: the largest of 128, 64 and 32 that divides a layer's number."""
-    symmetric: bool = True
+    symmetric: bool = option(True, only_with={"scheme": one_of(QuantScheme.int4)})
     """4-bit codes centred at 0; false: codes from 0 to 15 with a zero point per group."""
-    per_tensor: bool = False
+    per_tensor: bool = option(False, only_with={"scheme": one_of(QuantScheme.fp8)})
     """One scale per weight instead of one per output channel (fp8)."""
-    activations: Activations = Activations.none
-    smooth: SmoothConfig = field(default_factory=SmoothConfig)
-    shift: bool = False
+    activations: Activations = option(Activations.none, choices_by=("scheme", ACTIVATIONS))
+    smooth: SmoothConfig = option(factory=SmoothConfig, only_with=_SMOOTHED)
+    shift: bool = option(False, only_with=_SMOOTHED)
     """Centre the range of each activation channel at 0 first (Outlier Suppression+, arXiv 2304.09145)."""
-    auto_clip: bool = False
+    auto_clip: bool = option(
+        False, only_with={"scheme": one_of(*WEIGHT_ONLY), "method": one_of(QuantMethod.rtn, QuantMethod.awq)}
+    )
     """Search, on the calibration data, the range of each group with the smallest output error."""
-    gptq: GptqConfig = field(default_factory=GptqConfig)
+    gptq: GptqConfig = option(factory=GptqConfig, only_with={"method": one_of(QuantMethod.gptq)})
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     skip: list[str] = field(default_factory=list)
     """Layers that stay floats: names or globs. `lm_head` is the head of every model."""
-    overrides: dict[str, str] = field(default_factory=dict)
+    overrides: dict[str, str] = option(factory=dict, only_with={"scheme": one_of(*_QUANTIZED)})
     """Schemes of individual layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
     kv_cache: KVCacheFormat = KVCacheFormat.none
     """Storage format of keys and values, for every scheme."""
-    kv_cache_scales: KVCacheScales = KVCacheScales.dynamic
+    kv_cache_scales: KVCacheScales = option(
+        KVCacheScales.dynamic, only_with={"kv_cache": one_of(KVCacheFormat.int8, KVCacheFormat.fp8)}
+    )
     """static: scales from calibration, saved with the model; for kv_cache=int8|fp8."""
 
     def __post_init__(self) -> None:
-        scheme, weight_only = self.scheme.name, self.scheme in WEIGHT_ONLY
-        allowed = ", ".join(method.name for method in METHODS[self.scheme])
-        check(self.method in METHODS[self.scheme], "quant.method", self.method.name, f"{allowed} with quant={scheme}")
-        allowed = "32, 64, 128, -1 or null"
-        check(self.group_size is None or self.group_size in GROUP_SIZES, "quant.group_size", self.group_size, allowed)
-        self._only(self.scheme in WEIGHT_ONLY, "group_size")
-        self._only(self.scheme is QuantScheme.int4, "symmetric")
-        self._only(self.scheme is QuantScheme.fp8, "per_tensor")
-        self._only(self.method is QuantMethod.smoothquant, "smooth", "method=smoothquant")
-        self._only(self.method is QuantMethod.gptq, "gptq", "method=gptq")
-        self._only(self.method is QuantMethod.smoothquant, "shift", "method=smoothquant")
-        self._only(weight_only and self.method is not QuantMethod.gptq, "auto_clip", "quant=int8|int4, method=rtn|awq")
-        has_scheme = self.scheme is not QuantScheme.none
-        self._only(has_scheme or self.sparsity.prunes, "skip")
-        self._only(has_scheme, "overrides")
-        floats = weight_only or scheme == "none"  # with none, the checkpoint may have quantised weights
-        wanted = (Activations.none, Activations.auto) if floats else (Activations.dynamic, Activations.static)
-        names = " or ".join(kind.name for kind in wanted)
-        check(self.activations in wanted, "quant.activations", self.activations.name, f"{names} with quant={scheme}")
-        check(
-            not self.has_static_kv_cache or self.kv_cache in (KVCacheFormat.int8, KVCacheFormat.fp8),
-            "quant.kv_cache_scales",
-            "static",
-            f"dynamic with quant.kv_cache={self.kv_cache.name}, or quant.kv_cache=int8 or fp8",
-        )
+        check_fields(self, "quant")
+        if self.skip and self.scheme is QuantScheme.none and not self.sparsity.prunes:
+            raise unused("quant.skip", self.skip, [], "quant=none", "another quant, or a quant.sparsity.method")
 
     @property
     def has_static_kv_cache(self) -> bool:
@@ -207,13 +195,6 @@ class QuantConfig:
         only_magnitudes = not self.smooth.piecewise and not self.shift and not self.sparsity.prunes
         return self.method is QuantMethod.smoothquant and is_dynamic and only_magnitudes
 
-    def _only(self, used: bool, name: str, with_what: str = "") -> None:
-        default: Any = next(f for f in fields(self) if f.name == name)
-        unchanged = default.default_factory() if callable(default.default_factory) else default.default
-        if not used and getattr(self, name) != unchanged:
-            reason = f"goes with quant.{with_what}" if with_what else f"is not used by quant={self.scheme.name}"
-            raise UserError(f"quant.{name}={getattr(self, name)} {reason}: leave it at {unchanged}")
-
 
 @dataclass
 class CalibrateConfig:
@@ -221,21 +202,18 @@ class CalibrateConfig:
 
     data: str | None = None
     """A file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these); null: built-in texts."""
-    num_samples: int | None = None
+    num_samples: int | None = option(None, minimum=1)
     """Number of samples; null: 4 if calibration only smooths, else 128.
 
     It only smooths with dynamic activations and without piecewise, shift and sparsity.
     """
-    sequence_length: int | None = None
+    sequence_length: int | None = option(None, minimum=2)
     """Most tokens of a sample; null: 64 if calibration only smooths, else 512."""
-    seed: int = 0
+    seed: int = option(0, minimum=0)
     """Seed for the choice of samples."""
 
     def __post_init__(self) -> None:
-        for name, least, allowed in (("num_samples", 1, "above 0"), ("sequence_length", 2, "above 1")):
-            value = getattr(self, name)
-            check(value is None or value >= least, f"calibrate.{name}", value, f"a number {allowed}, or null")
-        check(self.seed >= 0, "calibrate.seed", self.seed, "a number from 0")
+        check_fields(self, "calibrate")
 
     def resolved(self, quant: QuantConfig) -> "CalibrateConfig":
         """Return a copy in which null numbers are replaced by the defaults for `quant`."""

@@ -1,21 +1,22 @@
 """Every option of a run, typed. `run.py` composes a `RunConfig` and passes it to the pipelines.
 
-This module and its imports use only the standard library, so that every module can import it. Checks are in
-`__post_init__`; errors name the dotted key. The classes are mutable because Hydra merges overrides into them. They must
-not change after composition.
+This module and its imports use only the standard library, so that every module can import it. A field's constraint is
+its metadata (`constraints.py`); `__post_init__` checks it, and computes what metadata cannot express. Errors name the
+dotted key. The classes are mutable because Hydra merges overrides into them. They must not change after composition.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from conf.adapters import check_adapters, check_paths
+from conf.adapters import are_paths, check_adapters
+from conf.constraints import Condition, check_fields, one_of, option, unused
 from conf.decoding import DecodeConfig
-from conf.errors import UserError, check
+from conf.errors import ErrorCode, UserError
 from conf.pooling import EmbedConfig, ScoreConfig
-from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantizeConfig
+from conf.quantization import CalibrateConfig, QuantConfig, QuantizeConfig, QuantizedFormat
 from conf.serving import ChatConfig, ServeConfig
-from conf.speculation import BESIDE_AUTO, Speculate
 from conf.support.sizes import num_bytes
 from conf.tasks import (
     BenchConfig,
@@ -44,7 +45,7 @@ class Task(Enum):
     @property
     def reads_rows(self) -> bool:
         """Whether the task reads the rows of `predict.data` with the settings of `predict`."""
-        return self in (Task.predict, Task.embed, Task.score)
+        return self in READING_ROWS
 
 
 class DType(Enum):
@@ -101,189 +102,185 @@ class DeviceType(Enum):
     cuda = "cuda"
 
 
+READING_ROWS = (Task.predict, Task.embed, Task.score)
+PATHS = (are_paths, "paths by name: {NAME: PATH, ...}, or null")
+_FILES = {"weights": one_of(Weights.checkpoint)}
+
+
 @dataclass
 class ModelConfig:
     """The checkpoint, and how to load it. Its config.json defines the architecture."""
 
-    path: str = ""
+    path: str = option("", form=(bool, "a folder or a hub id"))
     """Folder in any layout of models/README.md, GGUF file, or hub id such as `meta-llama/Llama-2-7b-hf`."""
     hub: Hub = Hub.huggingface
     """Hub for downloads.
 
     On the command line and in Python the default is modelscope if VLLM_USE_MODELSCOPE=True is set.
     """
-    revision: str | None = None
+    revision: str | None = option(None, form=(bool, "a branch, tag or commit, or null"))
     """Branch, tag or commit of the hub repository, for weights, tokenizer and config; null: the default branch."""
     dtype: DType = DType.auto
     weights: Weights = Weights.checkpoint
     tokenizer: str | None = ""
     """Folder of the tokenizer, GGUF file or hub id; empty: the model's own; null: none, prompts are token ids."""
-    max_length: int | None = None
+    max_length: int | None = option(None, minimum=1)
     """Most prompt + new tokens of a sequence; null: the checkpoint's context length."""
     allow_pickle: bool = False
     """Also read `.bin`, `.pt` and `.pth` files (with `weights_only=True`)."""
-    verify: bool = False
+    verify: bool = option(False, only_with=_FILES)
     """Compare every file with the folder's manifest.json before loading."""
-    prefixes: Any = None  # untyped: Hydra cannot set a pair of a typed dict that may be null
+    prefixes: Any = option(  # untyped: Hydra cannot set a pair of a typed dict that may be null
+        None, form=PATHS, only_with={"task": one_of(*READING_ROWS, Task.prefix, Task.serve)}, neutral={}
+    )
     """Soft prefixes by the names that rows and requests use: {NAME: PATH, ...}.
 
     A path is a pre_caches.npy of PaddleNLP or a folder with one, or the folder of a PEFT adapter of prefix_tuning,
     prompt_tuning or p_tuning.
     """
-    keep_packed: bool = False
+    keep_packed: bool = option(False, only_with=_FILES)
     """Store the weights in outputs/packed as the CPU kernels read them, and map that file at the next start.
 
     The file is as large as the weights in memory.
     """
-    adapters: Any = None
+    adapters: Any = option(
+        None,
+        form=PATHS,
+        only_with={
+            "task": one_of(
+                *READING_ROWS,
+                Task.prefix,
+                Task.serve,
+                give="task=predict, or merge an adapter by task=convert convert.lora=FOLDER",
+            )
+        },
+        neutral={},
+    )
     """LoRA adapters in PEFT's layout that rows and requests may name: {NAME: FOLDER, ...}."""
-    max_adapters: int = 8
+    max_adapters: int = option(8, minimum=1, maximum=1024)
     """Most adapters in one step. The least recently used adapter is evicted."""
 
     def __post_init__(self) -> None:
-        check(bool(self.path), "model.path", repr(self.path), "a folder or a hub id")
-        check(self.revision != "", "model.revision", repr(self.revision), "a branch, tag or commit, or null")
-        check_paths("model.prefixes", self.prefixes)
-        check_paths("model.adapters", self.adapters)
+        check_fields(self, "model")
         for name in sorted({*(self.prefixes or {})} & {*(self.adapters or {})}):
-            raise UserError(f"model.prefixes.{name} is not allowed: an adapter has this name, give another one")
-        check(0 < self.max_adapters <= 1024, "model.max_adapters", self.max_adapters, "a number from 1 to 1024")
-        random = self.weights is Weights.random
-        check(not (self.verify and random), "model.verify", "true", "false, or model.weights=checkpoint")
-        check(not (self.keep_packed and random), "model.keep_packed", "true", "false, or model.weights=checkpoint")
-        check(
-            self.max_length is None or self.max_length > 0,
-            "model.max_length",
-            self.max_length,
-            "a number above 0, or null",
-        )
+            key = f"model.prefixes.{name}"
+            raise UserError(
+                f"{key} is not allowed: an adapter has this name, give another one", ErrorCode.excludes, key
+            )
+
+
+_SHARED_LAYERS = {"mode": one_of(ParallelMode.tp, ParallelMode.tp_pp, ParallelMode.auto, ParallelMode.ray)}
+_TO_THE_BIT = {"task": one_of(Task.quantize, reason="which chooses scales to the bits of one process")}
 
 
 @dataclass
 class ParallelConfig:
-    mode: ParallelMode = ParallelMode.single
-    replicas: int = 1
+    mode: ParallelMode = option(ParallelMode.single, typed_as="parallel")
+    replicas: int = option(1, minimum=1, maximum=4096, only_with={"mode": one_of(ParallelMode.ray)})
     """Engines that share the rows of a job, each with its own model, with mode=ray."""
-    tp: int | None = None
+    tp: int | None = option(
+        None, minimum=2, maximum=512, only_with={"mode": one_of(ParallelMode.tp, ParallelMode.tp_pp, ParallelMode.ray)}
+    )
     """Tensor parallel size, with mode=tp or tp_pp: ranks that compute each layer together, one process each.
 
     null: 2, or with tp the number of ranks that torchrun or srun started. With mode=ray it is per engine; null: one.
     """
-    pp: int | None = None
+    pp: int | None = option(
+        None, minimum=2, maximum=512, only_with={"mode": one_of(ParallelMode.pp, ParallelMode.tp_pp, ParallelMode.ray)}
+    )
     """Pipeline parallel size, with mode=pp or tp_pp: stages, each with some of the layers.
 
     null: 2, or with pp the number of ranks that torchrun or srun started. With mode=ray it is per engine; null: one.
     """
-    backend: Backend = Backend.auto
+    backend: Backend = option(
+        Backend.auto, only_with={"mode": one_of(ParallelMode.tp, ParallelMode.pp, ParallelMode.tp_pp)}
+    )
     """How ranks communicate. Tensor parallel ranks on several machines need a named backend: gloo, or nccl on GPUs."""
-    sum: Sum = Sum.gather
+    sum: Sum = option(Sum.gather, only_with=_SHARED_LAYERS, not_with=_TO_THE_BIT)
     """How tensor parallel ranks compute a layer's outputs.
 
     reduce applies to the output projections of attention and feed-forward whose inputs can be sharded. Other layers
     gather, and a warning counts them.
     """
-    experts: ExpertPlacement = ExpertPlacement.split
+    experts: ExpertPlacement = option(ExpertPlacement.split, only_with=_SHARED_LAYERS, not_with=_TO_THE_BIT)
     """How tensor parallel ranks share the experts of a mixture."""
-    heartbeat_s: float = 30.0
+    heartbeat_s: float = option(
+        30.0,
+        minimum=5,
+        below=math.inf,
+        only_with={"mode": one_of(ParallelMode.tp, ParallelMode.pp, ParallelMode.tp_pp, ParallelMode.ray)},
+    )
     """Seconds without a heartbeat of a rank until the run fails, or, with mode=ray, until its engine is loaded again.
     """
-    dry_run: bool = False
+    dry_run: bool = option(False, only_with={"mode": one_of(ParallelMode.auto)})
     """Print the estimates of parallel=auto for every layout, and run nothing."""
-    topology: str | None = None
+    topology: str | None = option(
+        None,
+        only_with={
+            "mode": one_of(ParallelMode.auto),
+            "dry_run": one_of(True, reason="because its machines may not be these"),
+        },
+    )
     """YAML file of the machines that parallel=auto plans for; null: this machine, measured.
 
     Examples are in pipelines/topologies.
     """
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp"):
-            number = getattr(self, name)
-            check(number is None or 1 < number <= 512, f"parallel.{name}", number, "a number from 2 to 512, or null")
-        check(5.0 <= self.heartbeat_s < float("inf"), "parallel.heartbeat_s", self.heartbeat_s, "a number from 5 on")
-        check(0 < self.replicas <= 4096, "parallel.replicas", self.replicas, "a number from 1 to 4096")
-        tp, pp, tp_pp, auto = ParallelMode.tp, ParallelMode.pp, ParallelMode.tp_pp, ParallelMode.auto
-        ray = ParallelMode.ray
-        users: dict[str, tuple[ParallelMode, ...]] = {
-            "tp": (tp, tp_pp, ray),
-            "pp": (pp, tp_pp, ray),
-            "backend": (tp, pp, tp_pp),
-            "sum": (tp, tp_pp, auto, ray),
-            "experts": (tp, tp_pp, auto, ray),
-            "heartbeat_s": (tp, pp, tp_pp, ray),
-            "replicas": (ray,),
-            "dry_run": (auto,),
-            "topology": (auto,),
-        }
-        for name, modes in users.items():
-            value, default = getattr(self, name), getattr(type(self), name)
-            if value != default and self.mode not in modes:
-                what = f"parallel.{name}={typed(value)} is not used by parallel={self.mode.name}"
-                raise UserError(f"{what}: leave it at {typed(default)}, or give parallel={modes[0].name}")
-        for name in ("sum", "experts"):
-            value = getattr(self, name)
-            if self.mode is ray and self.tp is None and value != getattr(type(self), name):
-                what = f"parallel.{name}={typed(value)} is of ranks, which parallel=ray has with parallel.tp"
-                raise UserError(f"{what}: give parallel.tp too, or leave it out")
-        if self.topology is not None and not self.dry_run:
-            remedy = "give parallel.dry_run=true, or leave it out"
-            raise UserError(f"parallel.topology is of machines that may not be these: {remedy}")
+        check_fields(self, "parallel")
+        for name, unset in (("sum", Sum.gather), ("experts", ExpertPlacement.split)):
+            value, key = getattr(self, name), f"parallel.{name}"
+            if self.mode is ParallelMode.ray and self.tp is None and value is not unset:
+                what = f"{key}={value.name} is of ranks, which parallel=ray has with parallel.tp"
+                raise UserError(f"{what}: give parallel.tp too, or leave it out", ErrorCode.needs_other, key)
+
+
+def _is_memory(size: str) -> bool:
+    return size == "auto" or num_bytes(size, whole=2**60) > 0
 
 
 @dataclass
 class DeviceConfig:
     type: DeviceType = DeviceType.auto
-    threads: int | None = None
+    threads: int | None = option(None, minimum=1)
     """Threads of the CPU operators; null: one per physical core that the process may use."""
-    decode_threads: int | None = None
+    decode_threads: int | None = option(None, minimum=1)
     """Threads of decode steps.
 
     Memory limits these steps, and fewer cores may use its full bandwidth. null: all threads.
     """
-    max_batched_tokens: int = 2048
+    max_batched_tokens: int = option(2048, minimum=1)
     """Most tokens of a step. Longer prompts are computed in chunks, in steps with the rows that generate."""
-    block_size: int | None = None
+    block_size: int | None = option(None, minimum=1)
     """Tokens in a block of the KV cache; null: 16 on a CPU, 64 on a GPU."""
-    kept_prefixes: list[str] = field(default_factory=list)
+    kept_prefixes: list[str] = option(
+        factory=list,
+        form=(all, "files that task=prefix has made"),
+        only_with={"task": one_of(*READING_ROWS, Task.serve), "decode.prefix_cache": one_of(True)},
+    )
     """Files of task=prefix.
 
     Their prompts are in the KV cache from the start, so that rows with these prefixes do not compute them.
     """
-    kv_cache_memory: str = "auto"
+    kv_cache_memory: str = option(
+        "auto", form=(_is_memory, "auto, a size such as 1GB, 512MiB or 4096, or a fraction between 0 and 1")
+    )
     """Size of the KV cache, such as 1GB, 512MiB or 4096 (bytes), or a fraction below 1 of the available memory.
 
     Available is the memory that the weights leave free; on a GPU `memory_fraction` limits it. auto: half of it, or less
     if all rows need less.
     """
-    memory_fraction: float = 0.9
+    memory_fraction: float = option(0.9, above=0, maximum=1)
     """Share of a GPU's memory that the process may use: weights, KV cache, CUDA graphs and the tensors of a step."""
     cuda_graphs: bool = True
     """On a GPU, capture decode steps of up to `batch_size` rows when the model is loaded, and replay them."""
 
     def __post_init__(self) -> None:
-        check(self.max_batched_tokens > 0, "device.max_batched_tokens", self.max_batched_tokens, "a number above 0")
-        check(
-            self.block_size is None or self.block_size > 0,
-            "device.block_size",
-            self.block_size,
-            "a number above 0, or null",
-        )
-        for path in self.kept_prefixes:
-            check(bool(path), "device.kept_prefixes", self.kept_prefixes, "files that task=prefix has made")
-        memory = self.kv_cache_memory
-        allowed = "auto, a size such as 1GB, 512MiB or 4096, or a fraction between 0 and 1"
-        check(memory == "auto" or num_bytes(memory, whole=2**60) > 0, "device.kv_cache_memory", memory, allowed)
-        fraction = self.memory_fraction
-        check(0 < fraction <= 1, "device.memory_fraction", fraction, "a number above 0 and up to 1")
-        for name in ("threads", "decode_threads"):
-            number = getattr(self, name)
-            check(number is None or number > 0, f"device.{name}", number, "a number above 0, or null")
+        check_fields(self, "device")
 
 
-def typed(value: object) -> str:
-    """Return a value as it is typed on the command line."""
-    if isinstance(value, Enum):
-        return value.name
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+def _of(*tasks: Task) -> dict[str, Condition]:
+    return {"task": one_of(*tasks)}
 
 
 @dataclass
@@ -294,86 +291,64 @@ class RunConfig:
     quant: QuantConfig = field(default_factory=QuantConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
-    predict: PredictConfig = field(default_factory=PredictConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    convert: ConvertConfig = field(default_factory=ConvertConfig)
+    predict: PredictConfig = option(factory=PredictConfig, only_with=_of(*READING_ROWS))
+    bench: BenchConfig = option(factory=BenchConfig, only_with=_of(Task.bench))
+    evaluate: EvaluateConfig = option(factory=EvaluateConfig, only_with=_of(Task.evaluate))
+    convert: ConvertConfig = option(factory=ConvertConfig, only_with=_of(Task.convert))
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
-    embed: EmbedConfig = field(default_factory=EmbedConfig)
-    score: ScoreConfig = field(default_factory=ScoreConfig)
-    chat: ChatConfig = field(default_factory=ChatConfig)
-    serve: ServeConfig = field(default_factory=ServeConfig)
+    export: ExportConfig = option(factory=ExportConfig, only_with=_of(Task.export))
+    prefix: PrefixConfig = option(factory=PrefixConfig, only_with=_of(Task.prefix))
+    embed: EmbedConfig = option(factory=EmbedConfig, only_with=_of(Task.embed))
+    score: ScoreConfig = option(factory=ScoreConfig, only_with=_of(Task.score))
+    chat: ChatConfig = option(factory=ChatConfig, only_with=_of(Task.chat))
+    serve: ServeConfig = option(factory=ServeConfig, only_with=_of(Task.serve))
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         """Raises UserError for settings that this task does not read: sections of other tasks, and calibration."""
+        check_fields(self)
+        by = f"task={self.task.name}"
         calibrates = self.task is Task.quantize or self.quant.needs_calibration
         if not calibrates and self.calibrate != CalibrateConfig():
-            scheme = f"quant={self.quant.scheme.name} with task={self.task.name}"
-            raise UserError(f"calibrate is not used by {scheme}: leave it out, or give task=quantize")
+            scheme = f"quant={self.quant.scheme.name} with {by}"
+            what = f"calibrate is not used by {scheme}: leave it out, or give task=quantize"
+            raise UserError(what, ErrorCode.needs_other, "calibrate")
         if self.quant.sparsity.prunes and self.task is not Task.quantize:
-            method = f"quant.sparsity.method={self.quant.sparsity.method.name} is not used by task={self.task.name}"
-            raise UserError(f"{method}: make the pruned model by task=quantize, and give its folder as model.path")
-        if not (self.task.reads_rows or self.task in (Task.prefix, Task.serve)):
-            merge = "or merge an adapter by task=convert convert.lora=FOLDER"
-            for name, remedy in (("prefixes", "or give task=predict"), ("adapters", merge)):
-                if getattr(self.model, name):
-                    raise UserError(f"model.{name} is not used by task={self.task.name}: leave it out, {remedy}")
-        if self.parallel.mode is ParallelMode.ray and not self.task.reads_rows:
-            remedy = "serve.replicas" if self.task is Task.serve else "task=predict, embed or score"
-            raise UserError(f"parallel=ray is not used by task={self.task.name}: leave it out, or give {remedy}")
-        takes_kept = self.task.reads_rows or self.task is Task.serve
-        if self.device.kept_prefixes and not (takes_kept and self.decode.prefix_cache):
-            user = "decode.prefix_cache=false" if takes_kept else f"task={self.task.name}"
-            raise UserError(f"device.kept_prefixes is not used by {user}: leave one of them out")
-        if self.decode.speculate is not Speculate.none and self.quant.activations is Activations.auto:
-            raise UserError(f"decode.speculate={self.decode.speculate.name} {BESIDE_AUTO}")
+            what = f"quant.sparsity.method={self.quant.sparsity.method.name} is not used by {by}"
+            remedy = "make the pruned model by task=quantize, and give its folder as model.path"
+            raise UserError(f"{what}: {remedy}", ErrorCode.needs_other, "quant.sparsity.method")
+        unread = replace(self.quantize, format=QuantizedFormat.compressed_tensors) if calibrates else self.quantize
+        if self.task is not Task.quantize and unread != QuantizeConfig():
+            raise unused("quantize", unread, QuantizeConfig(), by, "task=quantize")
         loaded = self.quant, self.device, self.parallel, self.model.adapters
         if self.chat.url and loaded != (QuantConfig(), DeviceConfig(), ParallelConfig(), None):
             what = "quant, device, parallel and adapters are not used with chat.url, whose server has its own"
-            raise UserError(f"{what}: leave them out")
-        if self.parallel.mode is ParallelMode.auto and self.task not in (Task.predict, Task.bench):
-            raise UserError(
-                f"parallel=auto is not used by task={self.task.name}: leave it out, or give task=predict or task=bench"
-            )
-        if self.parallel.mode.divides or self.parallel.tp or self.parallel.pp:
-            self._check_ranks()
+            raise UserError(f"{what}: leave them out", ErrorCode.excludes, "chat.url")
+        self._check_parallel()
         self._check_predict()
-        for other in [task for task in Task if task is not self.task]:
-            section = getattr(self, other.name)
-            unchanged = type(section)()
-            for name, value in vars(section).items():
-                default = getattr(unchanged, name)
-                is_read = calibrates and (other, name) == (Task.quantize, "format")
-                is_read |= other is Task.predict and self.task.reads_rows
-                if value != default and not is_read:
-                    raise UserError(
-                        f"{other.name}.{name}={typed(value)} is not used by task={self.task.name}: "
-                        f"leave it at {typed(default)}, or give task={other.name}"
-                    )
+
+    def _check_parallel(self) -> None:
+        if self.parallel.mode is ParallelMode.ray and not self.task.reads_rows:
+            remedy = "serve.replicas" if self.task is Task.serve else "task=predict, embed or score"
+            what = f"parallel=ray is not used by task={self.task.name}: leave it out, or give {remedy}"
+            raise UserError(what, ErrorCode.needs_other, "parallel.mode")
+        if self.parallel.mode is ParallelMode.auto and (
+            self.predict.export or self.task not in (Task.predict, Task.bench)
+        ):
+            user = "predict.export=true" if self.predict.export else f"task={self.task.name}"
+            remedy = "leave it out" + ("" if self.predict.export else ", or give task=predict or task=bench")
+            raise UserError(f"parallel=auto is not used by {user}: {remedy}", ErrorCode.needs_other, "parallel.mode")
+        mode, tp, pp = self.parallel.mode, self.parallel.tp, self.parallel.pp
+        if (mode.divides or tp or pp) and self.task in (Task.convert, Task.prefix):
+            ranks = f"parallel={mode.name}" if mode.divides else f"parallel.pp={pp}" if pp else f"parallel.tp={tp}"
+            what = f"task={self.task.name} does not work with {ranks}: leave one of them out"
+            raise UserError(what, ErrorCode.excludes, "parallel.mode")
 
     def _check_predict(self) -> None:
-        if self.predict.export and self.parallel.mode is ParallelMode.auto:
-            raise UserError("parallel=auto is not used by predict.export=true: leave it out")
         check_adapters(self.model.adapters or {}, self.predict.adapter)
         if self.task in (Task.embed, Task.score):
             for name in ("truncate", "output_file", "export"):
-                if (value := getattr(self.predict, name)) != getattr(PredictConfig(), name):
-                    raise UserError(f"predict.{name}={typed(value)} is not used by task={self.task.name}: leave it out")
-
-    def _check_ranks(self) -> None:
-        if self.task in (Task.convert, Task.prefix):
-            mode, name = self.parallel.mode, "pp" if self.parallel.pp else "tp"
-            ranks = f"parallel={mode.name}" if mode.divides else f"parallel.{name}={getattr(self.parallel, name)}"
-            raise UserError(f"task={self.task.name} does not work with {ranks}: leave one of them out")
-        if self.task is Task.quantize:
-            for name, default in (("sum", Sum.gather), ("experts", ExpertPlacement.split)):
-                value = getattr(self.parallel, name)
-                if value is not default:
-                    what = f"parallel.{name}={value.name} is not used by task=quantize"
-                    raise UserError(
-                        f"{what}, which chooses scales to the bits of one process: leave it at {default.name}"
-                    )
+                value, unset = getattr(self.predict, name), getattr(PredictConfig(), name)
+                if value != unset:
+                    raise unused(f"predict.{name}", value, unset, f"task={self.task.name}", "task=predict")

@@ -3,22 +3,23 @@
 import math
 from dataclasses import dataclass, field
 
-from conf.errors import check
+from conf.constraints import check_fields, is_set, one_of, option
 from conf.support.sizes import num_bytes
 
 FORMATS = ("auto", "none", "text", "hermes", "llama3", "mistral", "deepseek", "kimi", "chatglm3", "glm4")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ADDRESS = (bool, "an address, such as 127.0.0.1")
 
 
 @dataclass
 class ServeConfig:
     """An HTTP server with OpenAI's API."""
 
-    host: str = "127.0.0.1"
+    host: str = option("127.0.0.1", form=ADDRESS)
     """Address to listen on. Addresses other than loopback need API keys."""
-    port: int = 8000
+    port: int = option(8000, minimum=0, maximum=65535)
     """0: a free port, which the first line of the output names."""
-    model_name: str | None = None
+    model_name: str | None = option(None, form=(bool, "a name, or null"))
     """Name that requests give as `model`; null: the name of the model's folder or file."""
     api_keys: str | None = None
     """File with a name and a key per line; null: the lines of the environment's QUINTET_API_KEYS, or no keys."""
@@ -26,100 +27,85 @@ class ServeConfig:
     """Names that the Host header may have in addition to `host` and the loopback names."""
     allowed_origins: list[str] = field(default_factory=list)
     """Origins of web pages that may call the server (CORS); empty: none."""
-    batch_size: int = 64
+    batch_size: int = option(64, minimum=1)
     """Most requests that run at once, with all their samples."""
-    max_waiting: int = 64
+    max_waiting: int = option(64, minimum=0)
     """Most sequences in the waiting queue. A request beyond the limit gets status 429."""
-    max_waiting_tokens: int = 131072
+    max_waiting_tokens: int = option(131072, minimum=1)
     """Most prompt tokens in the waiting queue."""
-    max_step_ms: float = 200.0
+    max_step_ms: float = option(200.0, above=0)
     """Target for the longest step: longer prompts are computed in chunks, so that they do not stall other requests."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float = option(600.0, above=0)
     """A request that takes longer ends with status 504."""
-    send_timeout_s: float = 60.0
+    send_timeout_s: float = option(60.0, above=0)
     """A connection is closed if its client reads nothing for this time."""
-    keep_alive_s: float = 60.0
+    keep_alive_s: float = option(60.0, above=0, below=math.inf)
     """An idle connection is closed after this time."""
-    drain_s: float = 30.0
+    drain_s: float = option(30.0, minimum=0)
     """Time that accepted requests have to finish after SIGTERM."""
-    stall_s: float = 120.0
+    stall_s: float = option(120.0, above=0)
     """A step that takes longer counts as hung, and the engine is restarted."""
-    max_body: str = "4MB"
+    max_body: str = option("4MB", form=(num_bytes, "a size such as 4MB"))
     """Most bytes of a request."""
-    max_connections: int = 1000
-    chat_template: str = "auto"
+    max_connections: int = option(1000, minimum=1)
+    chat_template: str = option("auto", form=(bool, "auto, none or a Jinja file"))
     """As in predict."""
-    response_template: str = "auto"
+    response_template: str = option("auto", choices=FORMATS)
     """How responses mark reasoning and tool calls.
 
     auto: by the model's family; none: all text is content; or the name of a format.
     """
     batches: str | None = None
     """Folder of /v1/files and /v1/batches; batches continue after a restart. null: these routes are disabled."""
-    max_upload: str = "200MB"
+    max_upload: str = option(
+        "200MB",
+        form=(num_bytes, "a size such as 200MB"),
+        only_with={"batches": is_set(give="FOLDER", reason="without which there are no files")},
+    )
     """Most bytes of a file of /v1/files."""
-    replicas: int = 1
+    replicas: int = option(1, minimum=1)
     """Engines that share the requests; more than one run on Ray."""
 
     def __post_init__(self) -> None:
-        check(bool(self.host), "serve.host", repr(self.host), "an address, such as 127.0.0.1")
-        check(0 <= self.port < 65536, "serve.port", self.port, "a number from 0 to 65535")
-        check(self.model_name != "", "serve.model_name", repr(self.model_name), "a name, or null")
-        check(num_bytes(self.max_body) > 0, "serve.max_body", self.max_body, "a size such as 4MB")
-        check(num_bytes(self.max_upload) > 0, "serve.max_upload", self.max_upload, "a size such as 200MB")
-        unused = "200MB, or serve.batches=FOLDER too: without it there are no files"
-        check(self.batches is not None or self.max_upload == "200MB", "serve.max_upload", self.max_upload, unused)
-        for name in ("batch_size", "max_waiting_tokens", "max_connections", "replicas"):
-            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
-        check(self.max_waiting >= 0, "serve.max_waiting", self.max_waiting, "a number from 0")
-        check(self.keep_alive_s < math.inf, "serve.keep_alive_s", self.keep_alive_s, "a finite number")
-        for name in ("max_step_ms", "request_timeout_s", "send_timeout_s", "keep_alive_s", "stall_s"):
-            check(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "a number above 0")
-        check(self.drain_s >= 0, "serve.drain_s", self.drain_s, "a number from 0")
-        check(bool(self.chat_template), "serve.chat_template", repr(self.chat_template), "auto, none or a Jinja file")
-        check(
-            self.response_template in FORMATS,
-            "serve.response_template",
-            repr(self.response_template),
-            ", ".join(FORMATS),
-        )
+        check_fields(self, "serve")
 
 
 @dataclass
 class ChatConfig:
     """A chat in the terminal, with the run's model or with a server."""
 
-    url: str | None = None
+    url: str | None = option(
+        None,
+        form=(
+            lambda url: url.startswith(("http://", "https://")),
+            "an address that begins with http:// or https://, or null",
+        ),
+    )
     """Address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1, instead of the run's own model.
 
     The environment's OPENAI_API_KEY is the key for it.
     """
-    model: str | None = None
+    model: str | None = option(
+        None, only_with={"url": is_set(give="ADDRESS", reason="without which the model is the run's")}
+    )
     """The server's model; null: the first model that the server lists."""
     system: str | None = None
     """The system message."""
-    chat_template: str = "auto"
+    chat_template: str = option(
+        "auto",
+        form=(bool, "auto or a Jinja file"),
+        not_with={"url": is_set(reason="whose server has templates of its own")},
+    )
     """As in predict, for the run's own model."""
     web: bool = False
     """Serve a web page at chat.host and chat.port instead."""
-    host: str = "127.0.0.1"
+    host: str = option("127.0.0.1", form=ADDRESS, only_with={"web": one_of(True)})
     """Address of the page.
 
     Every client that reaches it can use the run's model, or the server with the key of this process.
     """
-    port: int = 7860
+    port: int = option(7860, minimum=0, maximum=65535, only_with={"web": one_of(True)})
     """Port of the page; 0: a free port."""
 
     def __post_init__(self) -> None:
-        is_address = self.url is None or self.url.startswith(("http://", "https://"))
-        check(is_address, "chat.url", repr(self.url), "an address that begins with http:// or https://, or null")
-        allowed = "null, or chat.url=ADDRESS too: without it the model is the run's"
-        check(self.model is None or self.url is not None, "chat.model", repr(self.model), allowed)
-        for name in ("host", "port"):
-            value, unset = getattr(self, name), getattr(ChatConfig, name)
-            check(self.web or value == unset, f"chat.{name}", value, f"{unset}, or chat.web=true too")
-        check(bool(self.host), "chat.host", repr(self.host), "an address, such as 127.0.0.1")
-        check(0 <= self.port < 65536, "chat.port", self.port, "a number from 0 to 65535")
-        unused = "auto with chat.url, whose server has templates of its own"
-        check(self.url is None or self.chat_template == "auto", "chat.chat_template", self.chat_template, unused)
-        check(bool(self.chat_template), "chat.chat_template", repr(self.chat_template), "auto or a Jinja file")
+        check_fields(self, "chat")

@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from conf.errors import UserError, check, list_known_names, shortened
+from conf.constraints import check_fields, option
+from conf.errors import ErrorCode, UserError, check, list_known_names, shortened
 
 
 class Speculate(Enum):
@@ -27,21 +28,19 @@ class Acceptance(Enum):
 
 
 MAX_DRAFT_TOKENS = 15
-BESIDE_AUTO = (
-    "contradicts quant.activations=auto, with which bits depend on how many tokens are computed at once: "
-    "leave one of them out"
-)
+BESIDE_AUTO = "with which bits depend on how many tokens are computed at once"
+"""Why no drafts are verified with quant.activations=auto."""
 
 
 @dataclass
 class SpeculationConfig:
     """Settings of `decode.speculate`. With acceptance=exact no setting changes a token on a CPU."""
 
-    num_tokens: int = 7
+    num_tokens: int = option(7, minimum=1, maximum=MAX_DRAFT_TOKENS)
     """Most draft tokens of a row in a step."""
-    min_ngram: int = 2
+    min_ngram: int = option(2, minimum=1, maximum=16)
     """Fewest last tokens that the n-gram proposer matches."""
-    max_ngram: int = 5
+    max_ngram: int = option(5, minimum=1, maximum=16)
     """Most last tokens that the n-gram proposer matches."""
     order: DraftOrder = DraftOrder.longest
     shared: bool = True
@@ -49,22 +48,18 @@ class SpeculationConfig:
     adaptive: bool = True
     """Limit drafts to the number that pays off, by measured step times and acceptance rates."""
     acceptance: Acceptance = Acceptance.exact
-    verify_window: int = 2
+    verify_window: int = option(2, minimum=1, maximum=16)
     """top_p_window: accept a second-best draft token if this many draft tokens after it are the most likely tokens."""
-    max_candidates: int = 5
+    max_candidates: int = option(5, minimum=1, maximum=64)
     """top_p_window: most candidates for a draft token."""
     model_path: str | None = None
     """speculate=model: folder, GGUF file or hub id of the draft model."""
 
     def __post_init__(self) -> None:
-        name = "decode.speculation"
-        allowed = f"a number from 1 to {MAX_DRAFT_TOKENS}"
-        check(1 <= self.num_tokens <= MAX_DRAFT_TOKENS, f"{name}.num_tokens", self.num_tokens, allowed)
-        check(1 <= self.min_ngram <= 16, f"{name}.min_ngram", self.min_ngram, "a number from 1 to 16")
-        allowed = f"a number from {name}.min_ngram={self.min_ngram} to 16"
-        check(self.min_ngram <= self.max_ngram <= 16, f"{name}.max_ngram", self.max_ngram, allowed)
-        check(1 <= self.verify_window <= 16, f"{name}.verify_window", self.verify_window, "a number from 1 to 16")
-        check(1 <= self.max_candidates <= 64, f"{name}.max_candidates", self.max_candidates, "a number from 1 to 64")
+        check_fields(self, "decode.speculation")
+        allowed = f"a number from decode.speculation.min_ngram={self.min_ngram} to 16"
+        fits = self.min_ngram <= self.max_ngram
+        check(fits, "decode.speculation.max_ngram", self.max_ngram, allowed, ErrorCode.out_of_range)
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, with enums by name."""
@@ -115,19 +110,22 @@ def speculation_of(known: SpeculationConfig, value: object) -> SpeculationConfig
     if isinstance(value, SpeculationConfig):
         return value
     if not isinstance(value, dict):
-        raise UserError(f"decode.speculation={shortened(repr(value))} is not allowed: give {{NAME: VALUE, ...}}")
+        wrong = f"decode.speculation={shortened(repr(value))} is not allowed: give {{NAME: VALUE, ...}}"
+        raise UserError(wrong, ErrorCode.wrong_type, "decode.speculation")
     kinds = {field.name: type(getattr(SpeculationConfig(), field.name)) for field in fields(SpeculationConfig)}
     given: dict[str, Any] = {}
     for name, setting in value.items():
         dotted = f"decode.speculation.{shortened(str(name))}"
         if name not in kinds:
-            raise UserError(f"{dotted} does not exist: {list_known_names(list(kinds), str(name))}")
+            what = f"{dotted} does not exist: {list_known_names(list(kinds), str(name))}"
+            raise UserError(what, ErrorCode.unknown_name, dotted)
         if name in ("model_path", "acceptance"):
-            raise UserError(f"{dotted} is not for a row: give it to the run")
+            raise UserError(f"{dotted} is not for a row: give it to the run", key=dotted)
         if issubclass(kinds[name], Enum):
             setting = _member(kinds[name], dotted, setting)
         if type(setting) is not kinds[name]:
-            raise UserError(f"{dotted}={shortened(repr(setting))} is not of type {kinds[name].__name__}")
+            what = f"{dotted}={shortened(repr(setting))} is not of type {kinds[name].__name__}"
+            raise UserError(what, ErrorCode.wrong_type, dotted)
         given[name] = setting
     return replace(known, **given)
 
@@ -136,5 +134,6 @@ def _member(options: type[Enum], dotted: str, value: object) -> Any:
     if isinstance(value, options):
         return value
     if value not in (names := [member.name for member in options]):
-        raise UserError(f"{dotted}={shortened(repr(value))} does not exist: there are {', '.join(names)}")
+        what = f"{dotted}={shortened(repr(value))} does not exist: there are {', '.join(names)}"
+        raise UserError(what, ErrorCode.unknown_value, dotted)
     return options[str(value)]

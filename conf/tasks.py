@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from conf.errors import UserError, check
+from conf.constraints import check_fields, is_set, one_of, option
+from conf.errors import ErrorCode, check
 from conf.support.sizes import num_bytes
 
 
@@ -46,45 +47,55 @@ class CheckpointFormat(Enum):
     gguf = "gguf"  # llama.cpp: one file that includes the tokenizer
 
 
+TEMPLATE = (bool, "auto, none or the path of a Jinja file")
+FOLDER = (bool, "the folder to make")
+
+
 @dataclass
 class PredictConfig:
     data: str | None = None
     """A prompt, a file (`.txt`, `.jsonl`, `.csv`, `.json`, or `.gz` of these), or `-` for standard input."""
-    batch_size: int = 16
+    batch_size: int = option(16, minimum=1)
     """Most rows that run at once, with all their beams or samples."""
     add_special_tokens: bool = True
     """Whether text prompts get special tokens of the tokenizer, such as BOS. Prompts from a chat template never do."""
-    chat_template: str = "auto"
+    chat_template: str = option("auto", form=TEMPLATE)
     """Template of prompts.
 
     auto: `messages` rows use the tokenizer's template, text prompts none; none: no template; a path: a Jinja file, for
     `messages` rows and for text prompts (as one user message).
     """
-    prefix: str | None = None
+    prefix: str | None = option(
+        None,
+        form=(bool, "a name of model.prefixes, or null"),
+        not_with={"adapter": is_set(reason="because a prefix is made without adapters")},
+    )
     """Name of the prefix in `model.prefixes` before every prompt; null: none. A row's own `prefix` has priority."""
     adapter: str | None = None
     """Name in `model.adapters` for rows without an adapter of their own; null: none."""
-    resume: str = "auto"
+    resume: str = option("auto", form=(bool, "auto, none or the folder of an unfinished job"))
     """Whether to continue an unfinished job.
 
     auto: a job with the same input, model and decode settings, in the run's own folder or next to it; none: start
     again; a folder: the job in it, which must be the same. A job from standard input continues only in a named folder.
     """
-    max_errors: int | None = None
+    max_errors: int | None = option(None, minimum=0)
     """Most failed rows before the job ends early; a resumed job counts from 0. null: no limit."""
-    truncate: Truncation = Truncation.none
+    truncate: Truncation = option(Truncation.none, only_with={"max_prompt_tokens": is_set(give="NUMBER")})
     """The side on which a prompt loses tokens beyond `max_prompt_tokens`.
 
     Its row returns the number as `num_truncated_tokens`.
     """
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = option(
+        None, minimum=1, only_with={"truncate": one_of(Truncation.left, Truncation.right)}
+    )
     """Most tokens of a prompt with `truncate`, including special tokens of the tokenizer; null without `truncate`."""
-    output_file: str | None = None
+    output_file: str | None = option(None, form=(bool, "the file to write, or null"))
     """A file that also gets the results, as JSON lines in `output_form`, when the job is done.
 
     An existing file is replaced. null: none.
     """
-    output_form: OutputForm = OutputForm.predictions
+    output_form: OutputForm = option(OutputForm.predictions, only_with={"output_file": is_set(give="FILE")})
     export: bool = False
     """Export the model first, as task=export does, and predict with the export.
 
@@ -92,35 +103,7 @@ class PredictConfig:
     """
 
     def __post_init__(self) -> None:
-        check(bool(self.resume), "predict.resume", repr(self.resume), "auto, none or the folder of an unfinished job")
-        check(
-            self.max_errors is None or self.max_errors >= 0,
-            "predict.max_errors",
-            self.max_errors,
-            "a number from 0, or null",
-        )
-        if self.prefix and self.adapter:
-            both = f"predict.prefix={self.prefix} and predict.adapter={self.adapter}"
-            raise UserError(f"{both} do not go together, because a prefix was made without adapters: leave one out")
-        check(self.prefix != "", "predict.prefix", repr(self.prefix), "a name of model.prefixes, or null")
-        check(self.output_file != "", "predict.output_file", repr(self.output_file), "the file to write, or null")
-        most = self.max_prompt_tokens
-        check(most is None or most > 0, "predict.max_prompt_tokens", most, "a number above 0, or null")
-        if (self.truncate is Truncation.none) != (most is None):
-            given, other = f"predict.truncate={self.truncate.name}", "predict.max_prompt_tokens"
-            raise UserError(
-                f"{given} and {other}={'null' if most is None else most} do not go together: give both, or neither"
-            )
-        if self.output_form is not OutputForm.predictions and self.output_file is None:
-            form = f"predict.output_form={self.output_form.name}"
-            raise UserError(f"{form} needs a file: give predict.output_file=FILE too, or leave it out")
-        check(self.batch_size > 0, "predict.batch_size", self.batch_size, "a number above 0")
-        check(
-            bool(self.chat_template),
-            "predict.chat_template",
-            repr(self.chat_template),
-            "auto, none or the path of a Jinja file",
-        )
+        check_fields(self, "predict")
 
 
 @dataclass
@@ -132,19 +115,20 @@ class BenchConfig:
 
     Its prompts, or first turns, replace random prompts of `prompt_tokens`.
     """
-    prompt_tokens: int = 512
-    new_tokens: int = 64
-    batch_size: int = 1
-    repeats: int = 3
-    warmup: int = 1
+    prompt_tokens: int = option(
+        512, minimum=1, not_with={"data": is_set(reason="whose prompts have their own lengths")}
+    )
+    new_tokens: int = option(64, minimum=1)
+    batch_size: int = option(1, minimum=1)
+    repeats: int = option(3, minimum=1)
+    warmup: int = option(1, minimum=0)
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "new_tokens", "batch_size", "repeats"):
-            check(getattr(self, name) > 0, f"bench.{name}", getattr(self, name), "a number above 0")
-        check(self.warmup >= 0, "bench.warmup", self.warmup, "a number from 0")
-        if self.data is not None and self.prompt_tokens != BenchConfig.prompt_tokens:
-            remedy = "whose prompts have their own lengths: leave it out"
-            raise UserError(f"bench.prompt_tokens={self.prompt_tokens} is not used with bench.data, {remedy}")
+        check_fields(self, "bench")
+
+
+WITH_TEXT = {"data": is_set(give="FILE")}
+WITH_TASKS = {"tasks": is_set(give="[NAME]")}
 
 
 @dataclass
@@ -156,65 +140,66 @@ class EvaluateConfig:
 
     A `.txt` (one text), or a `.jsonl`, `.csv` or `.json` with `text` or `prompt` in each row, or `.gz` of these.
     """
-    window: int | None = None
+    window: int | None = option(None, minimum=2, only_with=WITH_TEXT)
     """Most tokens that the model sees at once; null: 512, or the context length if that is shorter."""
-    stride: int | None = None
+    stride: int | None = option(None, minimum=1, only_with=WITH_TEXT)
     """Tokens between the starts of two windows; null: the window, so that windows do not overlap."""
     questions: str | None = None
     """A `.jsonl`, `.csv` or `.json`, or `.gz` of these, with rows as in predict and an `answer` in each: for accuracy.
     """
     tasks: list[str] = field(default_factory=list)
     """Names of lm-evaluation-harness tasks (extra `eval`). Each returns its own metrics."""
-    tasks_folder: str | None = None
+    tasks_folder: str | None = option(None, only_with=WITH_TASKS)
     """Folder with YAML files of additional tasks."""
-    num_fewshot: int | None = None
+    num_fewshot: int | None = option(None, minimum=0, only_with=WITH_TASKS)
     """Examples before each question of `tasks`; null: the task's default."""
-    limit: int | None = None
+    limit: int | None = option(None, minimum=1, only_with=WITH_TASKS)
     """Most questions of each of `tasks`; null: all."""
-    reference: str = "none"
+    reference: str = option("none", form=(bool, "a folder, a hub id or none"), only_with=WITH_TEXT)
     """Folder or hub id of the float model of a quantised model, or none.
 
     Gives KL divergence and agreement on `data`.
     """
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 2), ("stride", 1)):
-            value = getattr(self, name)
-            check(value is None or value >= least, f"evaluate.{name}", value, f"a number from {least}, or null")
+        check_fields(self, "evaluate")
         if self.window and self.stride:
             limit = f"at most evaluate.window={self.window}, so that no token is left out"
-            check(self.stride <= self.window, "evaluate.stride", self.stride, limit)
-        check(bool(self.reference), "evaluate.reference", repr(self.reference), "a folder, a hub id or none")
-        for name, unset in (("window", None), ("stride", None), ("reference", "none")):
-            if self.data is None and (value := getattr(self, name)) != unset:
-                raise UserError(f"evaluate.{name}={value} needs a text: give evaluate.data=FILE too")
-        for name, least in (("num_fewshot", 0), ("limit", 1)):
-            value = getattr(self, name)
-            check(value is None or value >= least, f"evaluate.{name}", value, f"a number from {least}, or null")
-        for name in ("tasks_folder", "num_fewshot", "limit"):
-            if not self.tasks and (value := getattr(self, name)) is not None:
-                raise UserError(f"evaluate.{name}={value} needs a task of lm_eval: give evaluate.tasks=[NAME] too")
+            check(self.stride <= self.window, "evaluate.stride", self.stride, limit, ErrorCode.out_of_range)
+
+
+_FLOATS = tuple(dtype for dtype in ConvertDType if not dtype.is_of_gguf)
+_DTYPES = {
+    CheckpointFormat.hf: _FLOATS,
+    CheckpointFormat.sharded: _FLOATS,
+    CheckpointFormat.gguf: tuple(ConvertDType),
+}
+_SHARDED = {"format": one_of(CheckpointFormat.sharded)}
 
 
 @dataclass
 class ConvertConfig:
     """Write the checkpoint of `model.path` in another layout, sharding or dtype."""
 
-    output: str | None = None
+    output: str | None = option(None, form=FOLDER)
     """Folder to create; it appears when it is complete."""
     format: CheckpointFormat = CheckpointFormat.hf
-    tp: int = 1
+    tp: int = option(1, minimum=1, only_with=_SHARDED)
     """Tensor parallel ranks (format=sharded)."""
-    pp: int = 1
+    pp: int = option(1, minimum=1, only_with=_SHARDED)
     """Pipeline parallel stages (format=sharded)."""
-    dtype: ConvertDType = ConvertDType.auto
+    dtype: ConvertDType = option(ConvertDType.auto, choices_by=("format", _DTYPES))
     """Dtype of the written tensors; auto: unchanged, and in GGUF the dtype of most tensors.
 
     A GGUF type such as q4_0 is the type of most matrices. llama-quantize's rules select the matrices with more bits.
     """
-    lora: str | None = None
+    lora: str | None = option(None, form=(bool, "the folder of an adapter, or null"))
     """Folder of a LoRA adapter in PEFT's layout to merge into the weights."""
-    max_shard_size: str = "5GB"
+    max_shard_size: str = option(
+        "5GB",
+        form=(num_bytes, "a size such as 500MB, 5GB or 2GiB"),
+        only_with={"format": one_of(CheckpointFormat.hf)},
+    )
     """Most bytes of a weight file (format=hf): a number with B, KB, MB, GB, TB (1000s) or KiB, MiB, GiB, TiB (1024s).
     """
     overwrite: bool = False
@@ -225,46 +210,24 @@ class ConvertConfig:
         return num_bytes(self.max_shard_size)
 
     def __post_init__(self) -> None:
-        check(self.output != "", "convert.output", repr(self.output), "the folder to make")
-        for name in ("tp", "pp"):
-            value = getattr(self, name)
-            check(value > 0, f"convert.{name}", value, "a number above 0")
-            if value > 1 and self.format is not CheckpointFormat.sharded:
-                raise UserError(
-                    f"convert.{name}={value} is not used by convert.format={self.format.name}: leave it at 1, or give format=sharded"
-                )
-        check(
-            self.max_shard_bytes > 0, "convert.max_shard_size", self.max_shard_size, "a size such as 500MB, 5GB or 2GiB"
-        )
-        if self.dtype.is_of_gguf and self.format is not CheckpointFormat.gguf:
-            raise UserError(
-                f"convert.dtype={self.dtype.name} is not used by convert.format={self.format.name}: give convert.format=gguf"
-            )
-        check(self.lora != "", "convert.lora", repr(self.lora), "the folder of an adapter, or null")
-        if self.max_shard_size != "5GB" and self.format is not CheckpointFormat.hf:
-            raise UserError(
-                f"convert.max_shard_size={self.max_shard_size} is not used by convert.format={self.format.name}: "
-                "leave it at 5GB, or give convert.format=hf"
-            )
+        check_fields(self, "convert")
 
 
 @dataclass
 class ExportConfig:
     """The model as a graph with packed weights, which runs without the model's code and checkpoint."""
 
-    output: str | None = None
+    output: str | None = option(None, form=FOLDER)
     """Folder to create; it appears when it is complete and verified."""
-    tp: int = 1
+    tp: int = option(1, minimum=1, maximum=512)
     """Tensor parallel ranks."""
-    pp: int = 1
+    pp: int = option(1, minimum=1, maximum=512)
     """Pipeline parallel stages."""
     overwrite: bool = False
     """Replace the model in `output`."""
 
     def __post_init__(self) -> None:
-        check(self.output != "", "export.output", repr(self.output), "the folder to make")
-        for name in ("tp", "pp"):
-            check(0 < getattr(self, name) <= 512, f"export.{name}", getattr(self, name), "a number from 1 to 512")
+        check_fields(self, "export")
 
 
 @dataclass
@@ -273,31 +236,31 @@ class PrefixConfig:
 
     data: str | None = None
     """A prompt, a file or `-`, with rows as in predict."""
-    output: str | None = None
+    output: str | None = option(None, form=(bool, "the file to make"))
     """File to create; it appears when it is complete."""
     add_special_tokens: bool = True
     """As in predict."""
-    chat_template: str = "auto"
+    chat_template: str = option("auto", form=TEMPLATE)
     """As in predict."""
 
     def __post_init__(self) -> None:
-        check(self.output != "", "prefix.output", repr(self.output), "the file to make")
-        allowed = "auto, none or the path of a Jinja file"
-        check(bool(self.chat_template), "prefix.chat_template", repr(self.chat_template), allowed)
+        check_fields(self, "prefix")
+
+
+def _are_metrics(objective: Any) -> bool:
+    names = objective if isinstance(objective, list) else [objective]
+    return bool(names) and all(isinstance(name, str) and name for name in names)
 
 
 @dataclass
 class SweepConfig:
     """Settings of a sweep (-m)."""
 
-    objective: Any = None
+    objective: Any = option(None, form=(_are_metrics, "the name of a metric, a list of such, or null"))
     """Result that each job returns to an optimising sweeper, such as Optuna's; null: nothing.
 
     The key of a number in metrics.json, such as decode_tokens_per_s or time_to_first_token_s.p50, or a list of keys.
     """
 
     def __post_init__(self) -> None:
-        names = self.objective if isinstance(self.objective, list) else [self.objective]
-        are_names = bool(names) and all(isinstance(name, str) and name for name in names)
-        allowed = "the name of a metric, a list of such, or null"
-        check(self.objective is None or are_names, "sweep.objective", self.objective, allowed)
+        check_fields(self, "sweep")

@@ -125,7 +125,8 @@ def _unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Spe
     if not plan.model.config.capabilities.predicts_ahead:
         reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
     if plan.quant.activations is Activations.auto:
-        reasons |= {each: BESIDE_AUTO for each in Speculate if each is not Speculate.none}
+        reason = f"contradicts quant.activations=auto, {BESIDE_AUTO}: leave one of them out"
+        reasons |= {each: reason for each in Speculate if each is not Speculate.none}
     return reasons
 
 

@@ -2,9 +2,10 @@
 
 import torch
 
+from conf.constraints import typed
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.schema import DeviceConfig, DeviceType, typed
+from conf.schema import DeviceConfig, DeviceType
 from kernels import build
 from kernels.threads import set_threads
 

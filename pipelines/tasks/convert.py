@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from conf.constraints import typed
 from conf.errors import UserError
 from conf.quantization import QuantConfig
-from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig, typed
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
 from conf.tasks import CheckpointFormat, ConvertDType
 from models.causal_lm import CausalLM
 from models.config import ConfigReader

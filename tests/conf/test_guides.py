@@ -9,7 +9,6 @@ from conf.compose import compose_run_config
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.guides import CALL_SPACING, MAX_BYTES, MAX_CHOICES, MAX_LARK_RULES, guide_text
-from conf.speculation import Acceptance, Speculate, SpeculationConfig
 from tests.helpers.cases import each
 
 ONE_OF = r"is not allowed: give one of \{json_schema: \{\.\.\.\}\}, \{json_object: true\}, .* or null$"
@@ -67,25 +66,6 @@ def test_what_is_no_guide_is_refused(guide: Any, message: str) -> None:
     assert len(str(error.value)) < 500
     with pytest.raises(UserError, match=message):
         DecodeConfig().replaced({"guide": guide})
-
-
-@each(
-    ("settings", "message"),
-    [
-        ({"num_beams": 2}, "num_beams=2, whose candidates compete"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6, whose candidates compete"),
-        ({"ignore_eos": True}, "ignore_eos=true, with which no text ends"),
-        (
-            {"speculate": Speculate.ngram, "speculation": SpeculationConfig(acceptance=Acceptance.top_p_window)},
-            "speculation.acceptance=top_p_window, whose drafts stay unseen by it",
-        ),
-    ],
-)
-def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"^decode\.guide=\{{'regex': 'a'\}} is not allowed: give null with decode\.{message}$"
-    ):
-        DecodeConfig(guide={"regex": "a"}, **settings)
 
 
 def test_overrides_say_a_guide() -> None:

@@ -23,7 +23,7 @@ def test_a_config_crosses_a_socket_as_json() -> None:
 REFUSED: dict[str, list[str]] = {
     "parallel.tp=2 is not used by parallel=single: leave it at null, or give parallel=tp": ["parallel.tp=2"],
     "parallel.tp=1 is not allowed: give a number from 2 to 512, or null": ["parallel=tp", "parallel.tp=1"],
-    "parallel.heartbeat_s=1.0 is not allowed: give a number from 5 on": [*TP, "parallel.heartbeat_s=1"],
+    "parallel.heartbeat_s=1.0 is not allowed: give a finite number from 5": [*TP, "parallel.heartbeat_s=1"],
     "parallel.backend=gloo is not used by parallel=single: leave it at auto, or give parallel=tp": [
         "parallel.backend=gloo"
     ],

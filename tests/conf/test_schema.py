@@ -1,87 +1,262 @@
 """Checks of the schema: every bad value is one line with the dotted key, the value and what is allowed."""
 
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
 import pytest
 
 import conf.decoding
+from conf.constraints import Constraint
 from conf.decoding import DecodeConfig
-from conf.errors import UserError
-from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Task, Weights
+from conf.errors import ErrorCode, UserError
+from conf.pooling import EmbedConfig, ScoreConfig
+from conf.quantization import (
+    Activations,
+    CalibrateConfig,
+    GptqConfig,
+    KVCacheScales,
+    QuantConfig,
+    QuantizeConfig,
+    QuantMethod,
+    QuantScheme,
+    SmoothConfig,
+    SparsityConfig,
+    SparsityMethod,
+    SparsityPattern,
+)
+from conf.schema import (
+    Backend,
+    DeviceConfig,
+    ExpertPlacement,
+    ModelConfig,
+    ParallelConfig,
+    ParallelMode,
+    RunConfig,
+    Sum,
+    Task,
+    Weights,
+)
+from conf.serving import ChatConfig, ServeConfig
+from conf.speculation import Acceptance, Speculate, SpeculationConfig
 from conf.support.sizes import num_bytes
-from conf.tasks import BenchConfig, CheckpointFormat, ConvertConfig, EvaluateConfig, PredictConfig, SweepConfig
+from conf.tasks import (
+    BenchConfig,
+    CheckpointFormat,
+    ConvertConfig,
+    ConvertDType,
+    EvaluateConfig,
+    ExportConfig,
+    OutputForm,
+    PredictConfig,
+    PrefixConfig,
+    SweepConfig,
+    Truncation,
+)
 from tests.helpers.cases import each
 
-BAD = [
-    *[
-        (
-            SweepConfig,
-            {"objective": value},
-            "sweep.objective=.* is not allowed: give the name of a metric, a list of such",
-        )
-        for value in (1, "", [], [""], ["perplexity", 2], {"perplexity": 1})
-    ],
-    (DecodeConfig, {"max_new_tokens": 0}, "decode.max_new_tokens=0 is not allowed: give a number above 0, or null"),
-    (DecodeConfig, {"max_length": -1}, "decode.max_length=-1 "),
-    (DecodeConfig, {"min_new_tokens": -1}, "decode.min_new_tokens=-1 "),
+RANGE, VALUE, FORM = ErrorCode.out_of_range, ErrorCode.unknown_value, ErrorCode.malformed
+NEEDS, EXCLUDES = ErrorCode.needs_other, ErrorCode.excludes
+NAN, INF, HALF = float("nan"), float("inf"), "\ud83d"
+SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
+    (ModelConfig, "model", RANGE, {"max_length": [0], "max_adapters": [0, 1025]}),
+    (ModelConfig, "model", FORM, {"path": [""], "revision": [""], "prefixes": ["p", {"p": ""}], "adapters": [{1: "a"}]}),
+    (ParallelConfig, "parallel", RANGE, {"tp": [1, 513], "pp": [1], "replicas": [0, 4097], "heartbeat_s": [4.9, INF, NAN]}),
+    (ParallelConfig, "parallel", NEEDS, {"tp": [2], "pp": [2], "replicas": [2], "backend": [Backend.gloo], "heartbeat_s": [6.0]}),
+    (ParallelConfig, "parallel", NEEDS, {"sum": [Sum.reduce], "experts": [ExpertPlacement.whole], "dry_run": [True], "topology": ["x"]}),
+    (DeviceConfig, "device", RANGE, {"threads": [0], "decode_threads": [0], "max_batched_tokens": [0], "block_size": [0]}),
+    (DeviceConfig, "device", RANGE, {"memory_fraction": [0.0, 1.1]}),
+    (DeviceConfig, "device", FORM, {"kv_cache_memory": ["0", "-1GB", "1XB", "0.0", "nan", "half", "9" * 400 + "GB"]}),
+    (DeviceConfig, "device", FORM, {"kept_prefixes": [[""]]}),
+    (SmoothConfig, "quant.smooth", RANGE, {"alpha": [-0.1, 1.1]}),
+    (GptqConfig, "quant.gptq", RANGE, {"damping": [0.0]}),
+    (SparsityConfig, "quant.sparsity", RANGE, {"ratio": [0.0, 1.0]}),
+    (SparsityConfig, "quant.sparsity", NEEDS, {"ratio": [0.4], "pattern": [SparsityPattern["2:4"]]}),
+    (QuantConfig, "quant", VALUE, {"group_size": [3]}),
+    (QuantConfig, "quant", NEEDS, {"group_size": [64, None], "symmetric": [False], "per_tensor": [True], "shift": [True]}),
+    (QuantConfig, "quant", NEEDS, {"auto_clip": [True], "overrides": [{"a": "int8"}], "skip": [["a"]]}),
+    (QuantConfig, "quant", NEEDS, {"kv_cache_scales": [KVCacheScales.static]}),
+    (QuantConfig, "quant", EXCLUDES, {"method": [QuantMethod.gptq], "activations": [Activations.dynamic]}),
+    (CalibrateConfig, "calibrate", RANGE, {"num_samples": [0], "sequence_length": [1], "seed": [-1]}),
+    (SpeculationConfig, "decode.speculation", RANGE, {"num_tokens": [0, 16], "min_ngram": [0, 17], "max_ngram": [1, 17]}),
+    (SpeculationConfig, "decode.speculation", RANGE, {"verify_window": [0], "max_candidates": [65]}),
+    (DecodeConfig, "decode", RANGE, {"max_new_tokens": [0], "min_new_tokens": [-1], "max_length": [-1], "min_length": [-1]}),
+    (DecodeConfig, "decode", RANGE, {"temperature": [-0.1, NAN, INF], "top_k": [-2, 2**31], "top_p": [0.0, 1.01], "min_p": [1.5]}),
+    (DecodeConfig, "decode", RANGE, {"n": [0, 257], "num_beams": [0], "length_penalty": [11], "num_return_sequences": [0]}),
+    (DecodeConfig, "decode", RANGE, {"penalty_alpha": [2], "repetition_penalty": [0.0], "presence_penalty": [2.5]}),
+    (DecodeConfig, "decode", RANGE, {"frequency_penalty": [NAN], "no_repeat_ngram_size": [1025], "seed": [-1, 2**64]}),
+    (DecodeConfig, "decode", RANGE, {"logprobs": [101], "prompt_logprobs": [-1]}),
+    (DecodeConfig, "decode", VALUE, {"max_new_tokens": ["5"], "early_stopping": ["x"]}),
+    (DecodeConfig, "decode", FORM, {"logit_bias": [{1: 101}], "bad_words": [[" "]], "bad_words_ids": [[[]]], "suppress_tokens": [[-1]]}),
+    (DecodeConfig, "decode", FORM, {"sequence_bias": [[[[1], NAN]]], "forced_bos_token_id": [[1]], "forced_eos_token_id": [-1]}),
+    (DecodeConfig, "decode", FORM, {"allowed_token_ids": [[-1]], "stop": [["a", ""], [HALF]], "stop_token_ids": [[-2]]}),
+    (PredictConfig, "predict", RANGE, {"batch_size": [0], "max_errors": [-1], "max_prompt_tokens": [0]}),
+    (PredictConfig, "predict", FORM, {"chat_template": ["", None], "prefix": [""], "resume": [""], "output_file": [""]}),
+    (PredictConfig, "predict", NEEDS, {"truncate": [Truncation.left], "max_prompt_tokens": [5]}),
+    (PredictConfig, "predict", NEEDS, {"output_form": [OutputForm.paddlenlp]}),
+    (BenchConfig, "bench", RANGE, {"prompt_tokens": [0], "new_tokens": [0], "batch_size": [0], "repeats": [0], "warmup": [-1]}),
+    (EvaluateConfig, "evaluate", RANGE, {"window": [1], "stride": [0], "num_fewshot": [-1], "limit": [0]}),
+    (EvaluateConfig, "evaluate", FORM, {"reference": [""]}),
+    (EvaluateConfig, "evaluate", NEEDS, {"window": [8], "stride": [8], "reference": ["y"]}),
+    (EvaluateConfig, "evaluate", NEEDS, {"tasks_folder": ["x"], "num_fewshot": [0], "limit": [1]}),
+    (ConvertConfig, "convert", RANGE, {"tp": [0], "pp": [0]}),
+    (ConvertConfig, "convert", FORM, {"output": [""], "lora": [""], "max_shard_size": ["0"]}),
+    (ConvertConfig, "convert", NEEDS, {"tp": [2], "pp": [2]}),
+    (ConvertConfig, "convert", EXCLUDES, {"dtype": [ConvertDType.q4_0]}),
+    (ExportConfig, "export", RANGE, {"tp": [0, 513], "pp": [0]}),
+    (ExportConfig, "export", FORM, {"output": [""]}),
+    (PrefixConfig, "prefix", FORM, {"output": [""], "chat_template": [""]}),
+    (ScoreConfig, "score", FORM, {"instruction": [""]}),
+    (SweepConfig, "sweep", FORM, {"objective": [1, "", [], [""], ["perplexity", 2], {"perplexity": 1}]}),
+    (ChatConfig, "chat", RANGE, {"port": [-1]}),
+    (ChatConfig, "chat", FORM, {"url": ["localhost"], "host": [""], "chat_template": [""]}),
+    (ChatConfig, "chat", NEEDS, {"model": ["m"], "host": ["::1"], "port": [1]}),
+    (ServeConfig, "serve", RANGE, {"port": [-1, 65536], "batch_size": [0], "max_waiting": [-1], "max_waiting_tokens": [0]}),
+    (ServeConfig, "serve", RANGE, {"max_step_ms": [0], "request_timeout_s": [0], "send_timeout_s": [NAN], "keep_alive_s": [0, INF]}),
+    (ServeConfig, "serve", RANGE, {"drain_s": [-1], "stall_s": [0], "max_connections": [0], "replicas": [0]}),
+    (ServeConfig, "serve", VALUE, {"response_template": ["x"]}),
+    (ServeConfig, "serve", FORM, {"host": [""], "model_name": [""], "chat_template": [""], "max_body": ["0"], "max_upload": ["x"]}),
+    (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"]}),
+]  # fmt: skip
+"""Values that are wrong without other settings, by field: config, group, code."""
+RAY, BENCH = ParallelConfig(ParallelMode.ray, replicas=2), {"task": Task.bench}
+AUTO = QuantConfig(QuantScheme.int8, activations=Activations.auto)
+LOSSY = SpeculationConfig(acceptance=Acceptance.top_p_window)
+TP, GUIDE = {"mode": ParallelMode.tp}, {"regex": "a"}
+PRUNED = {"method": SparsityMethod.wanda}
+TOGETHER: list[tuple[type, dict[str, Any], ErrorCode, str]] = [
+    (ModelConfig, {"path": "x", "verify": True, "weights": Weights.random}, NEEDS, "model.verify"),
+    (ModelConfig, {"path": "x", "keep_packed": True, "weights": Weights.random}, NEEDS, "model.keep_packed"),
+    (ModelConfig, {"path": "x", "prefixes": {"a": "b"}, "adapters": {"a": "c"}}, EXCLUDES, "model.prefixes.a"),
+    (ParallelConfig, {"mode": ParallelMode.auto, "topology": "x"}, NEEDS, "parallel.topology"),
+    (ParallelConfig, {"mode": ParallelMode.ray, "sum": Sum.reduce}, NEEDS, "parallel.sum"),
+    (SmoothConfig, {"alpha": 0.4, "piecewise": True}, EXCLUDES, "quant.smooth.alpha"),
+    (SparsityConfig, {**PRUNED, "ratio": 0.4, "pattern": SparsityPattern["2:4"]}, EXCLUDES, "quant.sparsity.ratio"),
+    (QuantConfig, {"smooth": SmoothConfig(alpha=0.4)}, NEEDS, "quant.smooth.alpha"),
+    (QuantConfig, {"gptq": GptqConfig(act_order=False)}, NEEDS, "quant.gptq.act_order"),
+    (DecodeConfig, {"min_new_tokens": 5, "max_new_tokens": 4}, RANGE, "decode.min_new_tokens"),
+    (DecodeConfig, {"num_beams": 2, "num_return_sequences": 3}, RANGE, "decode.num_return_sequences"),
+    (DecodeConfig, {"penalty_alpha": 0.6, "top_k": 1}, RANGE, "decode.top_k"),
+    (DecodeConfig, {"temperature": 0.5, "num_beams": 2}, EXCLUDES, "decode.temperature"),
+    (DecodeConfig, {"temperature": 0.5, "penalty_alpha": 0.6}, EXCLUDES, "decode.temperature"),
+    (DecodeConfig, {"n": 2, "num_beams": 2}, EXCLUDES, "decode.n"),
+    (DecodeConfig, {"n": 2, "penalty_alpha": 0.6}, EXCLUDES, "decode.n"),
+    (DecodeConfig, {"n": 2, "temperature": 0.0}, EXCLUDES, "decode.n"),
+    (DecodeConfig, {"penalty_alpha": 0.6, "num_beams": 2}, EXCLUDES, "decode.penalty_alpha"),
+    (DecodeConfig, {"logprobs": 0, "num_beams": 2}, EXCLUDES, "decode.logprobs"),
+    (DecodeConfig, {"guide": GUIDE, "ignore_eos": True}, EXCLUDES, "decode.guide"),
+    (DecodeConfig, {"guide": GUIDE, "num_beams": 2}, EXCLUDES, "decode.guide"),
+    (DecodeConfig, {"guide": GUIDE, "penalty_alpha": 0.6, "top_k": 4}, EXCLUDES, "decode.guide"),
+    (DecodeConfig, {"guide": GUIDE, "speculate": Speculate.ngram, "speculation": LOSSY}, EXCLUDES, "decode.guide"),
+    (PredictConfig, {"prefix": "p", "adapter": "a"}, EXCLUDES, "predict.prefix"),
+    (BenchConfig, {"data": "rows.jsonl", "prompt_tokens": 9}, EXCLUDES, "bench.prompt_tokens"),
+    (EvaluateConfig, {"data": "x", "window": 8, "stride": 9}, RANGE, "evaluate.stride"),
+    (ConvertConfig, {"max_shard_size": "1GB", "format": CheckpointFormat.gguf}, NEEDS, "convert.max_shard_size"),
+    (ChatConfig, {"url": "http://a", "chat_template": "x"}, EXCLUDES, "chat.chat_template"),
+    (RunConfig, {**BENCH, "predict": PredictConfig(batch_size=3)}, NEEDS, "predict.batch_size"),
+    (RunConfig, {**BENCH, "predict": PredictConfig(data="x")}, NEEDS, "predict.data"),
+    (RunConfig, {**BENCH, "convert": ConvertConfig(overwrite=True)}, NEEDS, "convert.overwrite"),
+    (RunConfig, {**BENCH, "quantize": QuantizeConfig(dry_run=True)}, NEEDS, "quantize.dry_run"),
+    (RunConfig, {**BENCH, "model": ModelConfig("x", adapters={"a": "b"})}, NEEDS, "model.adapters"),
+    (RunConfig, {**BENCH, "model": ModelConfig("x", prefixes={"a": "b"})}, NEEDS, "model.prefixes"),
+    (RunConfig, {**BENCH, "device": DeviceConfig(kept_prefixes=["a"])}, NEEDS, "device.kept_prefixes"),
+    (RunConfig, {**BENCH, "calibrate": CalibrateConfig(seed=2)}, NEEDS, "calibrate"),
+    (RunConfig, {**BENCH, "parallel": RAY}, NEEDS, "parallel.mode"),
+    (RunConfig, {"task": Task.serve, "parallel": RAY}, NEEDS, "parallel.mode"),
+    (RunConfig, {"bench": BenchConfig(new_tokens=2)}, NEEDS, "bench.new_tokens"),
+    (RunConfig, {"evaluate": EvaluateConfig(data="x")}, NEEDS, "evaluate.data"),
+    (RunConfig, {"export": ExportConfig(tp=2)}, NEEDS, "export.tp"),
+    (RunConfig, {"prefix": PrefixConfig(output="x")}, NEEDS, "prefix.output"),
+    (RunConfig, {"embed": EmbedConfig(instruction="x")}, NEEDS, "embed.instruction"),
+    (RunConfig, {"score": ScoreConfig("x")}, NEEDS, "score.instruction"),
+    (RunConfig, {"chat": ChatConfig(system="x")}, NEEDS, "chat.system"),
+    (RunConfig, {"serve": ServeConfig(port=1)}, NEEDS, "serve.port"),
+    (RunConfig, {"quant": QuantConfig(sparsity=SparsityConfig(**PRUNED))}, NEEDS, "quant.sparsity.method"),
+    (RunConfig, {"decode": DecodeConfig(speculate=Speculate.ngram), "quant": AUTO}, EXCLUDES, "decode.speculate"),
+    (RunConfig, {"predict": PredictConfig(adapter="a")}, VALUE, "predict.adapter"),
+    (RunConfig, {"task": Task.quantize, "parallel": ParallelConfig(**TP, sum=Sum.reduce)}, EXCLUDES, "parallel.sum"),
     (
-        DecodeConfig,
-        {"min_new_tokens": 5, "max_new_tokens": 4},
-        "decode.min_new_tokens=5 .* at most decode.max_new_tokens=4",
+        RunConfig,
+        {"task": Task.quantize, "parallel": ParallelConfig(**TP, experts=ExpertPlacement.whole)},
+        EXCLUDES,
+        "parallel.experts",
     ),
-    (DecodeConfig, {"temperature": -0.1}, r"decode.temperature=-0.1 .*\(0 is greedy\)"),
-    (DecodeConfig, {"temperature": float("nan")}, "decode.temperature=nan"),
-    (DecodeConfig, {"temperature": float("inf")}, "decode.temperature=inf"),
-    (DecodeConfig, {"top_k": -2}, r"decode.top_k=-2 .*\(0 and -1 keep all tokens\)"),
-    (DecodeConfig, {"top_p": 0.0}, "decode.top_p=0.0 .* above 0 and up to 1"),
-    (DecodeConfig, {"top_p": 1.01}, "decode.top_p=1.01"),
-    (DecodeConfig, {"min_p": 1.5}, "decode.min_p=1.5"),
-    (DecodeConfig, {"repetition_penalty": 0.0}, "decode.repetition_penalty=0.0"),
-    (DecodeConfig, {"presence_penalty": 2.5}, "decode.presence_penalty=2.5 .* -2 to 2"),
-    (DecodeConfig, {"frequency_penalty": float("nan")}, "decode.frequency_penalty=nan"),
-    (DecodeConfig, {"stop": ["a", ""]}, "decode.stop=.* texts that are not empty"),
-    (DecodeConfig, {"stop_token_ids": [-2]}, r"decode.stop_token_ids=\[-2\]"),
-    (DecodeConfig, {"logprobs": 101}, "decode.logprobs=101"),
-    (DecodeConfig, {"seed": -1}, "decode.seed=-1"),
-    (DecodeConfig, {"seed": 2**64}, "decode.seed="),
-    (DeviceConfig, {"threads": 0}, "device.threads=0"),
-    (DeviceConfig, {"decode_threads": 0}, "device.decode_threads=0 is not allowed: give a number above 0, or null"),
-    *[
-        (
-            DeviceConfig,
-            {"kv_cache_memory": size},
-            f"device.kv_cache_memory={size[:200]}.* auto, a size such as 1GB, 512MiB or",
-        )
-        for size in ("0", "-1GB", "1XB", "0.0", "nan", "half", "9" * 400 + "GB")
-    ],
-    (
-        DeviceConfig,
-        {"memory_fraction": 0.0},
-        "device.memory_fraction=0.0 is not allowed: give a number above 0 and up to 1",
-    ),
-    (DeviceConfig, {"memory_fraction": 1.1}, "device.memory_fraction=1.1"),
-    (ModelConfig, {"path": ""}, "model.path='' .* a folder or a hub id"),
-    (ModelConfig, {"path": "x", "max_length": 0}, "model.max_length=0"),
-    (
-        ModelConfig,
-        {"path": "x", "verify": True, "weights": Weights.random},
-        "model.verify=true is not allowed: give false, or model.weights=checkpoint",
-    ),
-    (PredictConfig, {"batch_size": 0}, "predict.batch_size=0"),
-    (PredictConfig, {"chat_template": ""}, "predict.chat_template=''"),
-    (PredictConfig, {"resume": ""}, "predict.resume='' .* auto, none or the folder of an unfinished job"),
-    (PredictConfig, {"max_errors": -1}, "predict.max_errors=-1 .* from 0, or null"),
-    (EvaluateConfig, {"data": "x", "window": 1}, "evaluate.window=1 .* from 2, or null"),
-    (EvaluateConfig, {"data": "x", "stride": 0}, "evaluate.stride=0 .* from 1, or null"),
-    (EvaluateConfig, {"data": "x", "window": 8, "stride": 9}, "evaluate.stride=9 .* at most evaluate.window=8"),
-    (EvaluateConfig, {"data": "x", "reference": ""}, "evaluate.reference='' .* a folder, a hub id or none"),
-    (EvaluateConfig, {"questions": "x", "window": 8}, "evaluate.window=8 needs a text: give evaluate.data=FILE too"),
-    (EvaluateConfig, {"questions": "x", "reference": "y"}, "evaluate.reference=y needs a text"),
+    (RunConfig, {"task": Task.embed, "predict": PredictConfig(export=True)}, NEEDS, "predict.export"),
 ]
+BAD = [
+    (config, {**({"path": "x"} if config is ModelConfig else {}), name: value}, code, f"{group}.{name}")
+    for config, group, code, by_name in SINGLE
+    for name, values in by_name.items()
+    for value in values
+] + TOGETHER
 
 
-@each(("config", "values", "message"), BAD)
-def test_bad_values_are_refused(config: type, values: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+@each(("config", "values", "code", "key"), BAD)
+def test_bad_values_are_refused(config: type, values: dict[str, Any], code: ErrorCode, key: str) -> None:
+    with pytest.raises(UserError) as raised:
         config(**values)
+    assert (raised.value.code, raised.value.key) == (code, key)
+    message = str(raised.value)
+    assert message.startswith("parallel=" if key == "parallel.mode" else key)
+    assert re.search(": (give|leave|make) |another one|there are|, too", message), message
+    assert "\n" not in message
+
+
+def constraints(config: type, prefix: str = "") -> Iterator[tuple[str, Constraint]]:
+    for each_field in fields(config):
+        key = f"{prefix}{each_field.name}"
+        if "constraint" in each_field.metadata:
+            yield key, each_field.metadata["constraint"]
+        if is_dataclass(each_field.type):
+            yield from constraints(cast(type, each_field.type), f"{key}.")
+
+
+def test_every_constraint_has_a_bad_value() -> None:
+    known = {(code, key) for _, _, code, key in BAD}
+    for key, constraint in constraints(RunConfig):
+        codes = {
+            RANGE: constraint.has_limits,
+            VALUE: constraint.choices,
+            FORM: constraint.form,
+            NEEDS: constraint.only_with,
+            EXCLUDES: constraint.not_with or constraint.choices_by,
+        }
+        for code in (code for code, is_declared in codes.items() if is_declared):
+            assert any(code is own and f"{other}.".startswith(f"{key}.") for own, other in known), (code, key)
+
+
+def test_errors_of_constraints_say_value_limit_and_remedy() -> None:
+    expected = {
+        "decode.temperature=-0.1 is not allowed: give a finite number from 0, or null (0 is greedy)": (
+            DecodeConfig,
+            {"temperature": -0.1},
+        ),
+        "parallel.tp=2 is not used by parallel=single: leave it at null, or give parallel=tp, tp_pp or ray": (
+            ParallelConfig,
+            {"tp": 2},
+        ),
+        "evaluate.window=8 needs evaluate.data: give evaluate.data=FILE too, or leave it at null": (
+            EvaluateConfig,
+            {"questions": "x", "window": 8},
+        ),
+        "decode.n=2 is not allowed with decode.num_beams=4, which does not sample: give decode.n=1, or decode.num_beams=1": (
+            DecodeConfig,
+            {"n": 2, "num_beams": 4},
+        ),
+        "quant.method=smoothquant is not allowed with quant=int4: give rtn, gptq or awq, or quant=a8w8 or fp8": (
+            QuantConfig,
+            {"scheme": QuantScheme.int4, "method": QuantMethod.smoothquant},
+        ),
+        "bench.new_tokens=2 is not used by task=predict: leave it at 64, or give task=bench": (
+            RunConfig,
+            {"bench": BenchConfig(new_tokens=2)},
+        ),
+    }
+    for message, (config, values) in expected.items():
+        with pytest.raises(UserError) as raised:
+            config(**values)
+        assert str(raised.value) == message
 
 
 @each(
@@ -146,58 +321,29 @@ def test_what_is_used_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @each(
-    ("values", "message"),
+    ("values", "code"),
     [
-        ({"temprature": 1.0}, "decode.temprature does not exist: there are max_new_tokens, .*temperature"),
-        ({"temperature": "hot"}, "decode.temperature='hot' is not of type float"),
-        ({"top_k": 1.5}, "decode.top_k=1.5 is not of type int"),
-        ({"top_k": True}, "decode.top_k=True is not of type int"),
-        ({"ignore_eos": 1}, "decode.ignore_eos=1 is not of type bool"),
-        ({"stop": ["a", 3]}, r"decode.stop=\['a', 3\] is not of type list\[str\]"),
-        ({"max_new_tokens": 2.5}, r"decode.max_new_tokens=2.5 is not of type int \| str \| None"),
-        ({"max_new_tokens": "5"}, "decode.max_new_tokens='5' is not allowed: give a number above 0, or null, or auto"),
-        ({"top_p": 7}, "decode.top_p=7 is not allowed"),
+        ({"temprature": 1.0}, ErrorCode.unknown_name),
+        ({"temperature": "hot"}, ErrorCode.wrong_type),
+        ({"top_k": 1.5}, ErrorCode.wrong_type),
+        ({"top_k": True}, ErrorCode.wrong_type),
+        ({"ignore_eos": 1}, ErrorCode.wrong_type),
+        ({"stop": ["a", 3]}, ErrorCode.wrong_type),
+        ({"max_new_tokens": 2.5}, ErrorCode.wrong_type),
+        ({"max_new_tokens": "5"}, ErrorCode.unknown_value),
+        ({"top_p": 7}, ErrorCode.out_of_range),
     ],
 )
-def test_replaced_refuses_names_types_and_values(values: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_replaced_refuses_names_types_and_values(values: dict[str, object], code: ErrorCode) -> None:
+    with pytest.raises(UserError) as raised:
         DecodeConfig().replaced(values)
+    assert (raised.value.code, raised.value.key) == (code, f"decode.{next(iter(values))}")
 
 
-def test_settings_of_another_task_are_refused() -> None:
-    message = "predict.batch_size=3 is not used by task=bench: leave it at 16, or give task=predict"
-    with pytest.raises(UserError, match=message):
-        RunConfig(task=Task.bench, predict=PredictConfig(batch_size=3))
-    with pytest.raises(
-        UserError, match="convert.format=sharded is not used by task=predict: leave it at hf, or give task=convert"
-    ):
-        RunConfig(convert=ConvertConfig(format=CheckpointFormat.sharded))
-    with pytest.raises(UserError, match="convert.overwrite=true is not used by task=bench: leave it at false"):
-        RunConfig(task=Task.bench, convert=ConvertConfig(overwrite=True))
-    with pytest.raises(UserError, match="predict.data=x is not used by task=bench: leave it at null"):
-        RunConfig(task=Task.bench, predict=PredictConfig(data="x"))
-    with pytest.raises(
-        UserError, match="bench.new_tokens=2 is not used by task=predict: leave it at 64, or give task=bench"
-    ):
-        RunConfig(task=Task.predict, bench=BenchConfig(new_tokens=2))
+def test_settings_of_the_runs_task_and_null_are_allowed() -> None:
+    for name in vars(DecodeConfig()).keys() - {"speculate", "speculation"}:
+        assert getattr(DecodeConfig(**{name: None}), name) is None
     RunConfig(task=Task.bench, bench=BenchConfig(new_tokens=2))
-    with pytest.raises(
-        UserError, match="bench.prompt_tokens=9 is not used with bench.data, whose prompts have their own"
-    ):
-        BenchConfig(data="rows.jsonl", prompt_tokens=9)
     RunConfig(task=Task.predict, predict=PredictConfig(batch_size=3, data="x"))
-
-
-def test_replicas_of_ray_are_for_the_rows_of_jobs() -> None:
-    ray = ParallelConfig(ParallelMode.ray, replicas=2)
     for task in (Task.predict, Task.embed, Task.score):
-        assert RunConfig(task, parallel=ray).parallel.replicas == 2
-    remedies = {Task.bench: "task=predict, embed or score", Task.serve: "serve.replicas"}
-    for task, remedy in remedies.items():
-        message = f"parallel=ray is not used by task={task.name}: leave it out, or give {remedy}"
-        with pytest.raises(UserError, match=message):
-            RunConfig(task, parallel=ray)
-    with pytest.raises(UserError, match="parallel.replicas=2 is not used by parallel=single: leave it at 1, or give"):
-        ParallelConfig(replicas=2)
-    with pytest.raises(UserError, match="parallel.replicas=0 is not allowed: give a number from 1"):
-        ParallelConfig(ParallelMode.ray, replicas=0)
+        assert RunConfig(task, parallel=RAY).parallel.replicas == 2

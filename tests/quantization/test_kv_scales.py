@@ -256,6 +256,6 @@ def test_other_methods_have_no_cache_scheme() -> None:
 
 @each("cache", ["none", "int4"])
 def test_formats_without_static_scales(cache: str) -> None:
-    message = f"kv_cache_scales=static is not allowed: give dynamic with quant.kv_cache={cache}, or quant.kv_cache=int8 or fp8"
+    message = f"kv_cache_scales=static is not used by quant.kv_cache={cache}: leave it at dynamic, or give quant.kv_cache=int8 or fp8"
     with pytest.raises(UserError, match=message):
         QuantConfig(INT8, kv_cache=KVCacheFormat[cache], kv_cache_scales=KVCacheScales.static)

@@ -139,24 +139,24 @@ def test_the_head_routers_and_skipped_layers_are_not_pruned() -> None:
             {"scheme": QuantScheme.none, "group_size": 32},
             "quant.group_size=32 is not used by quant=none: leave it at -1",
         ),
-        ({"scheme": QuantScheme.int8, "symmetric": False}, "quant.symmetric=False is not used by quant=int8"),
+        ({"scheme": QuantScheme.int8, "symmetric": False}, "quant.symmetric=false is not used by quant=int8"),
         (
             {"scheme": QuantScheme.int8, "group_size": 0},
             "quant.group_size=0 is not allowed: give 32, 64, 128, -1 or null",
         ),
-        ({"scheme": QuantScheme.a8w8}, "quant.activations=none is not allowed: give dynamic or static with quant=a8w8"),
+        ({"scheme": QuantScheme.a8w8}, "quant.activations=none is not allowed with quant=a8w8: give dynamic or static"),
         (
             {"scheme": QuantScheme.int4, "activations": Activations.static},
-            "quant.activations=static is not allowed: give none or auto with quant=int4",
+            "quant.activations=static is not allowed with quant=int4: give none or auto",
         ),
         (
             {"scheme": QuantScheme.fp8, "activations": Activations.auto},
-            "quant.activations=auto is not allowed: give dynamic or static with quant=fp8",
+            "quant.activations=auto is not allowed with quant=fp8: give dynamic or static",
         ),
         ({"scheme": QuantScheme.none, "skip": ["lm_head"]}, r"quant.skip=\['lm_head'\] is not used by quant=none"),
         (
             {"scheme": QuantScheme.int8, "shift": True},
-            "quant.shift=True goes with quant.method=smoothquant: leave it at False",
+            "quant.shift=true is not used by quant.method=rtn: leave it at false",
         ),
     ],
 )

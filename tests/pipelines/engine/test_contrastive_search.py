@@ -94,10 +94,10 @@ def test_what_contradicts_it_is_refused(engine: Engine) -> None:
         ({"top_k": 1}, "decode.top_k=1 is not allowed: give 2 to 256, the number of candidates"),
         (
             {"top_k": 4, "temperature": 0.5},
-            "decode.temperature=0.5 is not allowed: give 0 with decode.penalty_alpha=0.6",
+            "decode.temperature=0.5 is not allowed with decode.penalty_alpha=0.6",
         ),
-        ({"top_k": 4, "num_beams": 2}, "decode.penalty_alpha=0.6 is not allowed: give 0 with beams"),
-        ({"top_k": 4, "n": 2}, "decode.n=2 is not allowed: give 1 with decode.penalty_alpha=0.6"),
+        ({"top_k": 4, "num_beams": 2}, "decode.penalty_alpha=0.6 is not allowed with decode.num_beams=2"),
+        ({"top_k": 4, "n": 2}, "decode.n=2 is not allowed with decode.penalty_alpha=0.6"),
     ]:
         with pytest.raises(UserError, match=message):
             engine.request(0, [5], DecodeConfig(penalty_alpha=0.6, **wrong))  # type: ignore[arg-type]

@@ -213,7 +213,7 @@ def test_samples_with_preemption_and_single_token_blocks(
 
 
 def test_samples_of_one_text_are_refused(engine: Engine) -> None:
-    with pytest.raises(UserError, match="decode.n=2 is not allowed: give 1 with decode.temperature=0"):
+    with pytest.raises(UserError, match="decode.n=2 is not allowed with decode.temperature=0"):
         engine.request(0, [5], DecodeConfig(n=2))
 
 

@@ -66,9 +66,7 @@ def test_what_is_off_is_not_worth_a_warning(caplog: pytest.LogCaptureFixture) ->
 def test_two_numbers_mean_all_tokens(top_k: int) -> None:
     assert DecodeConfig(**decode_defaults({"top_k": top_k, "do_sample": True}, 128)).top_k == 0
     assert decode_defaults({"top_k": top_k}, 128) == {}
-    with pytest.raises(
-        UserError, match=r"decode.top_k=-2 is not allowed: give a number from 0 \(0 and -1 keep all tokens\)"
-    ):
+    with pytest.raises(UserError, match=r"decode.top_k=-2 is not allowed: give .* \(0 and -1 keep all tokens\)"):
         DecodeConfig(top_k=-2)
 
 

@@ -368,9 +368,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(kept: Path) -> None:
 
 
 def test_where_nothing_can_be_kept() -> None:
-    with pytest.raises(
-        UserError, match="model.keep_packed=true is not allowed: give false, or model.weights=checkpoint"
-    ):
+    with pytest.raises(UserError, match="model.keep_packed=true is not used by model.weights=random"):
         ModelConfig("x", keep_packed=True, weights=Weights.random)
     run = job(GOLDENS / "llama3")
     source = resolve_model(run.model)

@@ -528,7 +528,7 @@ def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
         match=r"parallel.dry_run=true is not used by parallel=single: leave it at false, or give parallel=auto",
     ):
         ParallelConfig(dry_run=True)
-    with pytest.raises(UserError, match=r"parallel.topology is of machines that may not be these"):
+    with pytest.raises(UserError, match=r"parallel.topology=x.yaml is not used by parallel.dry_run=false"):
         ParallelConfig(ParallelMode.auto, topology="x.yaml")
     with pytest.raises(UserError, match=r"parallel=auto is not used by task=evaluate"):
         RunConfig(task=Task.evaluate, parallel=ParallelConfig(ParallelMode.auto))

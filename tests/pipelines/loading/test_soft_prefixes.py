@@ -117,7 +117,9 @@ def test_the_config_composes_and_repeats(
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(UserError, match="model.prefixes is not used by task=bench: leave it out, or give task=predict"):
+    with pytest.raises(
+        UserError, match="model.prefixes=.* is not used by task=bench: leave it at .*, or give task=predict"
+    ):
         RunConfig(task=Task.bench, model=ModelConfig(path="x", prefixes={"a": "b"}))
     for wrong in ({"a": ""}, {"a": None}, {3: "x"}, "", "story.npy", ["story"]):
         with pytest.raises(UserError, match="model.prefixes=.* is not allowed: give paths by name: {NAME: PATH, ...}"):

@@ -69,7 +69,7 @@ def test_what_is_no_server_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     for argument, message in {
         "serve.host=0.0.0.0": "serve.host=0.0.0.0 is open to other machines and there are no API keys",
         "serve.batches=/dev/null/a": "serve.batches=/dev/null/a cannot be used (Not a directory)",
-        "serve.max_upload=1MB": "serve.max_upload=1MB is not allowed",
+        "serve.max_upload=1MB": "serve.max_upload=1MB needs serve.batches",
         "predict.data=-": "predict.data=- is not used by task=serve",
         "-m": "so it is no job of a sweep: leave out -m",
     }.items():

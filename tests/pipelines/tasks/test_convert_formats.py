@@ -73,7 +73,10 @@ def test_a_missing_adapter_leaves_nothing(tmp_path: Path) -> None:
 @each(
     ("settings", "message"),
     [
-        ({"dtype": ConvertDType.q8_0}, "convert.dtype=q8_0 is not used by convert.format=hf: give convert.format=gguf"),
+        (
+            {"dtype": ConvertDType.q8_0},
+            "convert.dtype=q8_0 is not allowed with convert.format=hf: give .*, or convert.format=gguf",
+        ),
         ({"lora": ""}, "convert.lora='' is not allowed: give the folder of an adapter, or null"),
         ({"format": CheckpointFormat.gguf, "tp": 2}, "convert.tp=2 is not used by convert.format=gguf"),
         ({"format": CheckpointFormat.gguf, "max_shard_size": "1GB"}, "is not used by convert.format=gguf"),

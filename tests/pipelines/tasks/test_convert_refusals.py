@@ -126,12 +126,12 @@ def test_settings_that_nobody_would_read(source: Path, tmp_path: Path, model: di
     ("settings", "message"),
     [
         ({"output": ""}, r"convert\.output='' is not allowed"),
-        ({"tp": 0, "format": SHARDED}, r"convert\.tp=0 is not allowed: give a number above 0"),
+        ({"tp": 0, "format": SHARDED}, r"convert\.tp=0 is not allowed: give a number from 1"),
         ({"pp": -1, "format": SHARDED}, r"convert\.pp=-1 is not allowed"),
-        ({"tp": 2}, r"convert\.tp=2 is not used by convert\.format=hf: leave it at 1, or give format=sharded"),
+        ({"tp": 2}, r"convert\.tp=2 is not used by convert\.format=hf: leave it at 1, or give convert.format=sharded"),
         ({"pp": 2}, r"convert\.pp=2 is not used by convert\.format=hf"),
         ({"max_shard_size": "1GB", "format": SHARDED}, r"convert\.max_shard_size=1GB is not used by .*=sharded"),
-        *[({"max_shard_size": size}, rf"max_shard_size={size} is not allowed: give a size such as 500MB")
+        *[({"max_shard_size": size}, rf"max_shard_size='{size}' is not allowed: give a size such as 500MB")
           for size in ("", "0", "-5MB", "5XB", "GB", "0.1", "1e9", "inf", "nan", "5 5MB")],
     ],
 )  # fmt: skip
@@ -157,7 +157,7 @@ def test_sizes(size: str, expected: int) -> None:
         (["convert.format=gguff"], "gguff"),
         (["convert.tp=two"], "two"),
         (["convert.tp=2"], "convert.tp=2 is not used by convert.format=hf"),
-        (["convert.max_shard_size=5XB"], "convert.max_shard_size=5XB is not allowed: give a size such as 500MB"),
+        (["convert.max_shard_size=5XB"], "convert.max_shard_size='5XB' is not allowed: give a size such as 500MB"),
         ([], "convert.output is missing: give the folder to make"),
         (["predict.batch_size=3"], "predict.batch_size=3 is not used by task=convert"),
     ],

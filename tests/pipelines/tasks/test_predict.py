@@ -150,7 +150,7 @@ def test_output_files_that_cannot_be_are_refused_before_the_model_is_loaded(chat
         with pytest.raises(UserError, match="predict"):
             PredictConfig(**settings)  # type: ignore[arg-type]
     for task in (Task.embed, Task.score):
-        with pytest.raises(UserError, match=f"predict.output_file=x is not used by task={task.name}: leave it out"):
+        with pytest.raises(UserError, match=f"predict.output_file=x is not used by task={task.name}: leave it at null"):
             RunConfig(task=task, predict=PredictConfig(output_file="x"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from conf.compose import compose_run_config, dump
 from conf.decoding import DecodeConfig, warn_once
-from conf.errors import UserError
+from conf.errors import ErrorCode, UserError
 from conf.quantization import Activations, QuantConfig, QuantScheme
 from conf.schema import Task
 from conf.speculation import Acceptance, DraftOrder, Speculate, SpeculationConfig, speculation_of
@@ -152,7 +152,7 @@ def test_who_cannot_draft_is_refused_in_one_line(chatty: Path, tmp_path: Path) -
     )
     with pytest.raises(UserError) as raised:  # before anything is loaded
         replace(job(chatty, "Once", speculate=Speculate.ngram), quant=quant)
-    assert str(raised.value) == line
+    assert (raised.value.code, raised.value.key) == (ErrorCode.excludes, "decode.speculate")
     rows = [{"prompt": "Once", "decode": {"speculate": "ngram"}}, {"prompt": "Once"}]
     run_predict(replace(job(chatty, rows_file(tmp_path, rows)), quant=quant), tmp_path / "out", dump)
     assert [row["error"] for row in predictions(tmp_path / "out")] == [line, None]

@@ -183,5 +183,5 @@ def test_unknown_configs(change: dict[str, Any], message: str, run: RunConfig, t
 
 
 def test_an_alpha_that_a_search_would_not_use() -> None:
-    with pytest.raises(UserError, match="quant.smooth.alpha=0.8 is not allowed: give 0.5 with piecewise"):
+    with pytest.raises(UserError, match="quant.smooth.alpha=0.8 is not allowed with quant.smooth.piecewise=true"):
         SmoothConfig(alpha=0.8, piecewise=True)
