@@ -46,12 +46,12 @@ REFUSED: dict[str, list[str]] = {
     ],
     "task=convert does not work with parallel=tp: leave one of them out": [*TP, "task=convert", "convert.output=out"],
     "task=prefix does not work with parallel=tp": [*TP, "task=prefix"],
-    "parallel.sum=reduce is not used by task=quantize, which chooses scales to the bits of one process: leave it at gather": [
+    "parallel.sum=reduce is not allowed with task=quantize, which chooses scales to the bits of one process": [
         *TP,
         "task=quantize",
         "parallel.sum=reduce",
     ],
-    "parallel.experts=whole is not used by task=quantize": [*TP, "task=quantize", "parallel.experts=whole"],
+    "parallel.experts=whole is not allowed with task=quantize": [*TP, "task=quantize", "parallel.experts=whole"],
     "parallel=ray is not used by task=quantize: leave it out": ["parallel=ray", "task=quantize"],
     "parallel.replicas=2 is not used by parallel=tp": [*TP, "task=quantize", "parallel.replicas=2"],
     "parallel.pp=2 is not used by parallel=tp: leave it at null, or give parallel=pp": [*TP, "parallel.pp=2"],
