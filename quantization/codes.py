@@ -12,7 +12,9 @@ from kernels.linear.block_weight import KINDS
 class CodeKind(Enum):
     INT = "int"
     FP8 = "fp8"  # e4m3
-    Q5_0 = "q5_0"  # this and the following members: ggml's block types
+    Q4_1 = "q4_1"  # this and the following members: ggml's block types
+    Q5_0 = "q5_0"
+    Q5_1 = "q5_1"
     Q4_K = "q4_k"
     Q5_K = "q5_k"
     Q6_K = "q6_k"

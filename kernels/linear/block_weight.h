@@ -17,7 +17,7 @@ template <int BITS, int64_t GROUP, int64_t BLOCK, bool MINIMUMS> struct Kind {
   static constexpr bool has_minimums = MINIMUMS, has_scales = BLOCK > GROUP;
   static constexpr int64_t group = GROUP, block = BLOCK, units = BLOCK / UNIT, groups_of_unit = UNIT / GROUP;
   static constexpr int32_t offset = MINIMUMS ? 1 : 1 << (BITS - 1);  // sums of activations are multiplied by -offset
-  static constexpr int64_t factors_bytes = 4 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES : 0;
+  static constexpr int64_t factors_bytes = 2 * LANES, scales_bytes = has_scales ? BLOCK / GROUP * LANES : 0;
   static constexpr int64_t head_bytes = (factors_bytes + scales_bytes) * (1 + MINIMUMS);
   static constexpr int64_t unit_bytes = BITS * VECTOR_BYTES, block_bytes = head_bytes + units * unit_bytes;
 };
@@ -48,7 +48,7 @@ template <class Kind> inline Ints codes_of(const uint8_t *unit, int step) {
 
 // Returns the scales of a group of a block (part 0), or its minimums (part 1).
 template <class Kind> inline Floats scales_of(const uint8_t *block, int64_t group, int64_t part) {
-  const Floats factor = load(reinterpret_cast<const float *>(block + part * Kind::factors_bytes));
+  const Floats factor = load_float16(reinterpret_cast<const uint16_t *>(block + part * Kind::factors_bytes));
   if constexpr (!Kind::has_scales) return factor;
   const uint8_t *scales = block + Kind::factors_bytes * (1 + Kind::has_minimums) + part * Kind::scales_bytes + group * LANES;
   return multiply(factor, to_floats(load_bytes(reinterpret_cast<const int8_t *>(scales))));
@@ -84,8 +84,12 @@ void fill_row_of_kind(const AllRows &all_rows, const Panel &panel, int64_t row, 
 
 // Calls work(Kind) for a ggml type.
 template <class Work> void with_kind(Codes codes, Work &&work) {
-  if (codes == Codes::q5_0)
+  if (codes == Codes::q4_1)
+    work(Kind<4, 32, 32, true>());
+  else if (codes == Codes::q5_0)
     work(Kind<5, 32, 32, false>());
+  else if (codes == Codes::q5_1)
+    work(Kind<5, 32, 32, true>());
   else if (codes == Codes::q4_k)
     work(Kind<4, 32, 256, true>());
   else if (codes == Codes::q5_k)

@@ -15,11 +15,15 @@ from kernels.linear.float_weight import TILE
 from kernels.linear.int_weight import PackedFormat
 
 UNIT = 32  # inputs whose codes are stored together
+FACTOR_BYTES = 2  # float16, as in a file
 PACKED_AT_ONCE = 2**22  # codes; limits intermediate results to a small fraction of a weight
 
 
 class BlockKind(NamedTuple):
-    """A ggml type. With minimums a value is scale * code - minimum, else scale * (code - 2^(bits - 1))."""
+    """A ggml type. With minimums a value is scale * code - minimum, else scale * (code - 2^(bits - 1)).
+
+    Blocks of 32 store the negative minimum, which ggml adds.
+    """
 
     bits: int
     group_size: int
@@ -41,11 +45,13 @@ class BlockKind(NamedTuple):
     def packed_bytes(self) -> int:
         """Bytes of one block of 16 outputs in a packed weight."""
         scales = self.block_size // self.group_size if self.has_scales else 0
-        return TILE * ((4 + scales) * (1 + self.has_minimums) + self.block_size * self.bits // 8)
+        return TILE * ((FACTOR_BYTES + scales) * (1 + self.has_minimums) + self.block_size * self.bits // 8)
 
 
 KINDS = {
+    "Q4_1": BlockKind(4, 32, 32, 20, (0, 2)),
     "Q5_0": BlockKind(5, 32, 32, 22, (0,)),
+    "Q5_1": BlockKind(5, 32, 32, 24, (0, 2)),
     "Q4_K": BlockKind(4, 32, 256, 144, (0, 2)),
     "Q5_K": BlockKind(5, 32, 256, 176, (0, 2)),
     "Q6_K": BlockKind(6, 16, 256, 210, (208,)),
@@ -60,9 +66,9 @@ class BlockCodes:
     codes: Tensor
     """uint8 [N, K]."""
     factors: Tensor
-    """float32 [1 or 2, N, B]: factors of the scales, and of the minimums if there are any."""
+    """float32 [1 or 2, N, B], float16 values: factors of the scales, and of the minimums if there are any."""
     scales: Tensor
-    """int8 [1 or 2, N, G], multiplied by the factors. [1, N, 0] if the factors are the scales."""
+    """int8 [1 or 2, N, G], multiplied by the factors. [1 or 2, N, 0] if the factors are the scales."""
 
     def dequantize(self) -> Tensor:
         """Return the weight float32 [N, K]. The product is rounded once, and the subtraction of a minimum once."""
@@ -82,11 +88,14 @@ class BlockCodes:
 def read_blocks(kind: str, blocks: Tensor) -> BlockCodes:
     """Read the codes and scales of a file's blocks, uint8 [N, B * block_bytes]."""
     split, factors = blocks.unflatten(1, (-1, KINDS[kind].block_bytes)), read_factors(kind, blocks)  # [N, B, bytes]
-    if kind == "Q5_0":
-        _, high, low = split.split((2, 4, 16), 2)
-        bits = (high.unsqueeze(3) >> torch.arange(8, dtype=torch.uint8)).flatten(2) & 1  # [N, B, 32]
-        codes = torch.cat((low & 15, low >> 4), 2) | bits << 4
-        return BlockCodes(kind, codes.flatten(1), factors, torch.empty(1, len(blocks), 0, dtype=torch.int8))
+    if not KINDS[kind].has_scales:
+        low = split[:, :, -16:]
+        codes = torch.cat((low & 15, low >> 4), 2)  # [N, B, 32]
+        if KINDS[kind].bits == 5:
+            bits = (split[:, :, -20:-16].unsqueeze(3) >> torch.arange(8, dtype=torch.uint8)).flatten(2) & 1
+            codes = codes | bits << 4
+        no_scales = torch.empty(len(factors), len(blocks), 0, dtype=torch.int8)
+        return BlockCodes(kind, codes.flatten(1), factors, no_scales)
     if kind == "Q6_K":
         low, high, scales, _ = split.split((128, 64, 16, 2), 2)
         # [N, B, 2, 2, 64]: 64 codes of the lower bits, then 64 of the upper bits
@@ -106,7 +115,10 @@ def read_factors(kind: str, blocks: Tensor) -> Tensor:
     """Return the factors float32 [1 or 2, N, B] of a file's blocks uint8 [N, B * block_bytes]."""
     split = blocks.unflatten(1, (-1, KINDS[kind].block_bytes))
     halves = torch.stack([split[:, :, at : at + 2] for at in KINDS[kind].factors_at])
-    return halves.view(torch.float16).float().squeeze(3)
+    factors = halves.view(torch.float16).float().squeeze(3)
+    if KINDS[kind].has_minimums and not KINDS[kind].has_scales:
+        factors[1].neg_()
+    return factors
 
 
 def _shifts(*counts: int) -> Tensor:
@@ -131,7 +143,7 @@ class BlockWeight:
 
     `memory` uint8 [bytes] may be mapped from a file. For each tile of 16 outputs and each of its blocks it holds:
 
-    - factors: float32 [1 or 2, 16]
+    - factors: float16 [1 or 2, 16]
     - scales: int8 [1 or 2, groups of a block, 16], if the kind has scales
     - codes, per 32 inputs: the lower four bits as bytes [4, 16, 4], with inputs 0-3 of eight in the lower half and
       inputs 4-7 in the upper half; then the remaining bits, [1, 16, 4] for 5 bits (bit s belongs to inputs 4 s to 4 s +
@@ -181,9 +193,9 @@ class BlockWeight:
         parts = 1 + kind.has_minimums
         groups = kind.block_size // kind.group_size if kind.has_scales else 0
         blocks = self.memory.view(self.num_tiles, self._num_blocks, -1)[first:last]
-        sizes = (4 * TILE * parts, TILE * parts * groups, TILE * kind.block_size * kind.bits // 8)
+        sizes = (FACTOR_BYTES * TILE * parts, TILE * parts * groups, TILE * kind.block_size * kind.bits // 8)
         factors, scales, codes = (part.contiguous() for part in blocks.split(sizes, 2))
-        factors = factors.view(torch.float32).view(last - first, self._num_blocks, parts, TILE)
+        factors = factors.view(torch.float16).float().view(last - first, self._num_blocks, parts, TILE)
         scales = scales.view(torch.int8).view(last - first, self._num_blocks, parts, groups, TILE)
         return BlockCodes(
             self.kind,
@@ -219,7 +231,7 @@ def _pack_rows(rows: BlockCodes) -> Tensor:
         shifts = torch.arange(0, 8, rest, dtype=torch.uint8)[:, None, None]
         parts.append((steps << shifts).sum(4, dtype=torch.uint8))
     numbers = []
-    for each in (rows.factors, rows.scales):
+    for each in (rows.factors.half(), rows.scales):
         padded = functional.pad(each, (0, 0, 0, missing)).unflatten(1, (tiles, TILE))  # [parts, tiles, 16, B or G]
         in_blocks = padded.unflatten(3, (num_blocks, each.shape[2] // num_blocks)).permute(1, 3, 0, 4, 2)
         numbers.append(in_blocks.contiguous().view(torch.uint8).flatten(2))  # [tiles, B, bytes]

@@ -19,7 +19,7 @@ std::vector<Product> &cleared_products() {
 void multiply(const Format &format, const std::vector<Product> &products) {
   if (format.codes == Codes::float8)
     multiply_float8_weights(format.group_size, products);
-  else if (format.codes >= Codes::q5_0)
+  else if (format.codes >= Codes::q4_1)
     multiply_block_weights(format.codes, products);
   else if (format.codes != Codes::none)
     multiply_int_weights(format, products);

@@ -70,7 +70,7 @@ def _make_weight(
         return FloatWeight(memory, num_outputs, num_inputs)
     if codes == CODES["float8"]:
         return Float8Weight(memory, num_outputs, num_inputs, group_size)
-    if codes >= CODES["q5_0"]:
+    if codes >= CODES["q4_1"]:
         return BlockWeight(memory, num_outputs, num_inputs, list(CODES)[codes].upper())
     bits = 8 if codes == CODES["int8"] else 4
     return IntWeight(memory, num_outputs, num_inputs, group_size, bits, has_zero_points)

@@ -91,7 +91,9 @@ def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind:
 
 FACTORS = {
     "Q4_0": ((0,), 0.02),
+    "Q4_1": ((0, 2), 0.02),
     "Q5_0": ((0,), 0.01),
+    "Q5_1": ((0, 2), 0.01),
     "Q8_0": ((0,), 1e-3),
     "Q4_K": ((0, 2), 3e-4),
     "Q5_K": ((0, 2), 2e-4),

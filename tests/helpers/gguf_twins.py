@@ -46,7 +46,7 @@ def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
 
 BLOCK_KINDS = {  # as Q4_K_M mixes them: within q/k/v and within experts, and a type in each of the four kinds
     "attn_q": "Q4_K",
-    "attn_k": "Q4_K",
+    "attn_k": "Q4_1",
     "attn_v": "Q6_K",
     "attn_output": "Q5_0",
     "ffn_gate": "Q5_K",
@@ -54,7 +54,7 @@ BLOCK_KINDS = {  # as Q4_K_M mixes them: within q/k/v and within experts, and a 
     "ffn_down": "Q6_K",
     "ffn_gate_exps": "Q4_K",
     "ffn_up_exps": "Q4_K",
-    "ffn_down_exps": "Q5_K",
+    "ffn_down_exps": "Q5_1",
     "token_embd": "Q6_K",
     "output": "Q6_K",
 }

@@ -46,13 +46,13 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
         )
 
 
-@each("kind, bits", [("Q5_0", 6), ("Q4_K", 4.75), ("Q5_K", 5.75), ("Q6_K", 6.625)])
+@each("kind, bits", [("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)])
 def test_bits_of_a_weight(kind: str, bits: float) -> None:
-    """At most a tenth more than in the file, because the blocks' factors are float32."""
+    """At most 3 % more than in the file: Q4_K and Q5_K pack the scales of groups into six bits there."""
     raw, _ = blocks_of(kind, 16, 256)
     size = pack_blocks(kind, raw).memory.numel()
     assert 8 * size == bits * 16 * 256
-    assert raw.numel() < size < 1.1 * raw.numel()
+    assert raw.numel() <= size < 1.03 * raw.numel()
 
 
 @any_way
@@ -77,7 +77,8 @@ class BlockMagnitudes:
         self._size = KINDS[kind].group_size
         groups = values.abs().unflatten(1, (-1, self._size)).sum(2)
         if KINDS[kind].has_minimums:
-            minimums = factors[1].repeat_interleave(256 // self._size, 1) * scales[1]
+            minimums = factors[1].repeat_interleave(KINDS[kind].block_size // self._size, 1)
+            minimums = minimums * scales[1] if KINDS[kind].has_scales else minimums
             groups = groups + 2 * self._size * minimums.abs()
         self._groups = groups.double()
 
@@ -137,7 +138,7 @@ def test_inputs_that_fill_no_step_of_tiles() -> None:
 def test_what_cannot_be() -> None:
     raw, _ = blocks_of("Q4_K", 16, 256)
     weight = pack_blocks("Q4_K", raw)
-    with pytest.raises(ValueError, match="a packed weight of 4864 bytes, of 256 inputs in blocks of 256, cannot be"):
+    with pytest.raises(ValueError, match="a packed weight of 4736 bytes, of 256 inputs in blocks of 256, cannot be"):
         BlockWeight(weight.memory, 32, 256, "Q4_K")
     with pytest.raises(ValueError, match="in blocks of 256, cannot be"):
         BlockWeight(weight.memory, 16, 257, "Q4_K")
