@@ -12,6 +12,18 @@ class QuantScheme(Enum):
     int4 = "int4"
     a8w8 = "a8w8"  # int8 weights and activations
     fp8 = "fp8"  # e4m3 weights and activations
+    q4_1 = "q4_1"  # only weights, in a block type of llama.cpp
+    q5_0 = "q5_0"
+    q5_1 = "q5_1"
+    q4_k = "q4_k"
+    q5_k = "q5_k"
+    q6_k = "q6_k"
+    q4_k_m = "q4_k_m"  # the block types of llama.cpp's file type of this name, chosen by tensor
+    q5_k_m = "q5_k_m"
+
+    @property
+    def is_blocks(self) -> bool:
+        return self in BLOCKS or self in MIXTURES
 
 
 class QuantMethod(Enum):
@@ -60,6 +72,9 @@ SparsityPattern = Enum("SparsityPattern", {"unstructured": "unstructured", "2:4"
 """Position of the zeros: anywhere in a layer, or two in each group of four consecutive input channels."""
 
 
+BLOCKS = tuple(QuantScheme[name] for name in ("q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"))
+MIXTURES = {QuantScheme.q4_k_m: QuantScheme.q4_k, QuantScheme.q5_k_m: QuantScheme.q5_k}
+"""The block type of most tensors in each mixture."""
 WEIGHT_ONLY = (QuantScheme.int8, QuantScheme.int4)
 GROUP_SIZES = (32, 64, 128, -1)  # supported by the kernels and by other tools
 METHODS = {
@@ -68,6 +83,7 @@ METHODS = {
     QuantScheme.int4: (QuantMethod.rtn, QuantMethod.gptq, QuantMethod.awq),
     QuantScheme.a8w8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
     QuantScheme.fp8: (QuantMethod.rtn, QuantMethod.smoothquant, QuantMethod.gptq),
+    **dict.fromkeys((*BLOCKS, *MIXTURES), (QuantMethod.rtn,)),
 }
 
 
@@ -79,6 +95,7 @@ ACTIVATIONS = {
     QuantScheme.int4: _FLOAT_PRODUCTS,
     QuantScheme.a8w8: _CODE_PRODUCTS,
     QuantScheme.fp8: _CODE_PRODUCTS,
+    **dict.fromkeys((*BLOCKS, *MIXTURES), (Activations.none,)),
 }
 
 
@@ -162,7 +179,7 @@ class QuantConfig:
     skip: list[str] = field(default_factory=list)
     """Layers that stay floats: names or globs. `lm_head` is the head of every model."""
     overrides: dict[str, str] = option(factory=dict, only_with={"scheme": one_of(*_QUANTIZED)})
-    """Schemes of individual layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32) or `none`."""
+    """Schemes of individual layers, by name or glob: `int8`, `int4`, `int4/32` (groups of 32), a block type or `none`."""
     kv_cache: KVCacheFormat = KVCacheFormat.none
     """Storage format of keys and values, for every scheme."""
     kv_cache_scales: KVCacheScales = option(

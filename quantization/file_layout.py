@@ -37,6 +37,11 @@ def file_layout(model: CausalLM, quant: QuantConfig, format: QuantizedFormat) ->
 
     Raises UserError as `plan` does, and for schemes that the format cannot hold.
     """
+    if quant.scheme.is_blocks:
+        raise UserError(
+            f"quant={quant.scheme.name} is llama.cpp's, which no quantize.format holds: "
+            "give task=convert convert.format=gguf with its convert.dtype"
+        )
     schemes, pruned = plan(model, quant), plan_pruning(model, quant)
     float_layers = _layers_except(model, schemes)
     is_permuted = quant.method is QuantMethod.gptq and quant.gptq.act_order and not quant.gptq.static_groups

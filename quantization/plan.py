@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantScheme, SparsityPattern
+from conf.quantization import MIXTURES, Activations, QuantConfig, QuantScheme, SparsityPattern
 from models.causal_lm import CausalLM
 from models.layers.dense import DenseMethod
 from models.layers.linear import Linear
@@ -18,7 +18,7 @@ from quantization.layouts.base import StoredQuantization, StoredWeight, holds_co
 from quantization.layouts.floats import FloatLayout
 from quantization.linear import Dequantized, IntMethod, method_of
 from quantization.pruning import GROUP
-from quantization.scheme import LinearScheme, fitted, override_of, scheme_of
+from quantization.scheme import LinearScheme, fitted, fitted_blocks, override_of, scheme_of
 
 HEAD = "lm_head"  # name of the head in skip and overrides, for every model family
 AUTO_NEEDS_INTEGERS = (
@@ -38,6 +38,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     layers, aliases = linear_specs(model), _aliases(model)
     default = scheme_of(config)
     schemes: dict[str, LinearScheme | None] = dict.fromkeys(layers, default)
+    assert config.scheme not in MIXTURES  # `resolve_mixture` replaced it
     if config.group_size is None:
         schemes |= {name: fitted(default, linear_layer(model, name).whole_shape[1]) for name in layers}
     changes = [(pattern, override_of(pattern, text), "overrides") for pattern, text in config.overrides.items()]
@@ -47,7 +48,7 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
         matched = _matched(pattern, field, aliases)
         schemes |= {name: scheme for name in matched if name in layers}
         overridden |= {*matched}
-    chosen = {name: scheme for name, scheme in schemes.items() if scheme is not None}
+    chosen = _fitting(model, {name: scheme for name, scheme in schemes.items() if scheme is not None})
     if not chosen:
         raise UserError(
             f"quant={config.scheme.name} quantises none of {len(layers)} layers: skip fewer layers, or give quant=none"
@@ -62,6 +63,19 @@ def plan(model: CausalLM, config: QuantConfig) -> dict[str, LinearScheme]:
     if config.group_size is None:
         _warn_of_smaller_groups(chosen, {*layers} - overridden, default)
     return chosen
+
+
+def _fitting(model: CausalLM, schemes: Mapping[str, LinearScheme]) -> dict[str, LinearScheme]:
+    """Return the schemes with shorter blocks for layers whose channels the blocks do not divide.
+
+    A layer that no blocks divide stays in floats, and a warning counts it.
+    """
+    fitting = {name: fitted_blocks(s, linear_layer(model, name).whole_shape[1]) for name, s in schemes.items()}
+    if floats := [name for name, scheme in fitting.items() if scheme is None]:
+        warn_once(
+            f"{len(floats)} layers stay in floats, because blocks of 32 do not divide their channels ({floats[0]})"
+        )
+    return {name: scheme for name, scheme in fitting.items() if scheme is not None}
 
 
 def plan_pruning(model: CausalLM, config: QuantConfig) -> list[str]:

@@ -3,9 +3,17 @@
 from dataclasses import dataclass, replace
 
 from conf.errors import check
-from conf.quantization import GROUP_SIZES, Activations, QuantConfig, QuantScheme
+from conf.quantization import BLOCKS, GROUP_SIZES, MIXTURES, Activations, QuantConfig, QuantScheme
+from kernels.linear.block_weight import KINDS
 from quantization.codes import CodeKind
-from quantization.weight_format import WeightFormat
+from quantization.weight_format import WeightFormat, of_blocks
+
+BLOCK_SIZE = 32  # of the types with the shortest blocks
+SHORTER_BLOCKS = {
+    CodeKind.Q4_K: of_blocks("Q5_0"),
+    CodeKind.Q5_K: of_blocks("Q5_1"),
+    CodeKind.Q6_K: WeightFormat(8, group_size=BLOCK_SIZE),  # the values of Q8_0
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,21 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
         QuantScheme.int4: WeightFormat(4, symmetric=config.symmetric, group_size=group_size),
         QuantScheme.a8w8: WeightFormat(8),
         QuantScheme.fp8: WeightFormat(8, CodeKind.FP8, per_tensor=config.per_tensor),
+        **{scheme: of_blocks(scheme.name.upper()) for scheme in BLOCKS},
+        **{scheme: of_blocks(most.name.upper()) for scheme, most in MIXTURES.items()},
     }
     return LinearScheme(formats[config.scheme], config.activations.of_model)
+
+
+def fitted_blocks(scheme: LinearScheme, num_inputs: int) -> LinearScheme | None:
+    """Return a block scheme, or the one with shorter blocks that llama.cpp takes if its blocks do not divide the channels.
+
+    None: shorter blocks do not divide them either. Schemes of other kinds are returned unchanged.
+    """
+    kind = scheme.weights.kind
+    if not kind.is_blocks or num_inputs % KINDS[kind.name].block_size == 0:
+        return scheme
+    return LinearScheme(SHORTER_BLOCKS[kind]) if kind in SHORTER_BLOCKS and num_inputs % BLOCK_SIZE == 0 else None
 
 
 def fitted(scheme: LinearScheme, num_inputs: int) -> LinearScheme:
@@ -50,7 +71,7 @@ def fitted(scheme: LinearScheme, num_inputs: int) -> LinearScheme:
 
 
 def override_of(pattern: str, text: str) -> LinearScheme | None:
-    """Parse an override: `int8`, `int4`, `int4/32` (with groups), or `none`, for which it returns None."""
+    """Parse an override: `int8`, `int4`, `int4/32` (with groups), `q6_k`, or `none`, for which it returns None."""
     sizes = {"": None} | {f"/{size}": size for size in GROUP_SIZES if size > 0}
     schemes: dict[str, LinearScheme | None] = {"none": None}
     schemes |= {
@@ -58,5 +79,6 @@ def override_of(pattern: str, text: str) -> LinearScheme | None:
         for bits in (8, 4)
         for suffix, size in sizes.items()
     }
+    schemes |= {name.lower(): LinearScheme(of_blocks(name)) for name in KINDS}
     check(text in schemes, f"quant.overrides.{pattern}", text, ", ".join(schemes))
     return schemes[text]

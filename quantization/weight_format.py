@@ -36,7 +36,7 @@ class WeightFormat:
     Asymmetric codes are 4-bit: 0 to 15, with a zero point per group. `scale_dtype` is the dtype of the scales in a
     file. Scales are rounded to it before codes are chosen, so that the file holds exactly the chosen weight.
 
-    ggml's block formats are only read, never produced; `of_blocks` returns their format.
+    `of_blocks` returns the format of a ggml block type.
     """
 
     bits: int = 8
@@ -195,6 +195,25 @@ def _encode_rows(weight: Tensor, scales: Tensor, zero_points: Tensor | None, for
 
 
 def quantize(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    """Round weight [O, I] to the nearest codes. Raises UserError as choose_scales does."""
+    """Return weight [O, I] as codes: the nearest ones, or blocks as llama.cpp makes them.
+
+    Raises UserError as `choose_scales` and `quantize_blocks` do.
+    """
+    if format.kind.is_blocks:
+        return quantize_blocks(weight, format.kind.name)
     scales, zero_points = choose_scales(weight, format)
     return QuantizedWeight(encode(weight, scales, zero_points, format), scales, zero_points)
+
+
+def quantize_blocks(weight: Tensor, kind: str) -> QuantizedWeight:
+    """Return weight [O, I] in blocks of the ggml type `kind`, with the bytes of llama-quantize.
+
+    The blocks divide the input channels. Raises UserError for values that are not finite or too large for the type.
+    """
+    from models.formats.gguf.quantize import quantize_tensor  # imported here: other formats do not need gguf
+
+    try:
+        blocks = quantize_tensor(weight, kind)
+    except OverflowError as error:
+        raise UserError(f"a weight holds {error}: give a checkpoint without it, or skip this layer") from error
+    return QuantizedWeight(blocks, torch.empty(len(blocks), 0), blocks=kind)

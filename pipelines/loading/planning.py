@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from conf.errors import UserError
-from conf.quantization import Activations, KVCacheFormat, QuantConfig
+from conf.quantization import MIXTURES, Activations, KVCacheFormat, QuantConfig
 from conf.schema import DType, ModelConfig
 from models.causal_lm import CausalLM
 from models.exported.description import Description, part_folder
@@ -72,6 +72,12 @@ def plan_model(
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()
     max_values = max_layer_values(model)
+    if quant.scheme.is_blocks and device.type != "cpu":
+        raise UserError(f"quant={quant.scheme.name} is for a CPU, not device={device.type}: give quant=int4 or int8")
+    if quant.scheme in MIXTURES:
+        from quantization.mixtures import resolve_mixture  # imported here: other schemes do not need gguf
+
+        quant = resolve_mixture(quant, model, config.require("model_type", str))
     choose_layer_formats(model, quant, read_quantization(config, files, device), files)
     static_cache = place_cache_scales(model, quant, source, files)
     dtype = DTYPES[stored_dtype(config, files) if options.dtype is DType.auto else options.dtype.name]

@@ -1,5 +1,6 @@
 """Weights of GGUF files that stay packed, against the gguf package's dequantisation of them."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from conf.quantization import KVCacheFormat, KVCacheScales, QuantConfig, QuantMe
 from kernels.linear import BlockWeight, FloatWeight
 from models.formats import open_checkpoint
 from models.formats.gguf.reader import GGUFWeights
+from models.formats.gguf.writer import write_gguf
 from models.layers.linear import Linear
+from models.linear_layers import linear_layer
 from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.quantize import run_quantize
 from quantization.layouts.gguf import GGUFBlocks, GGUFWeight, read_gguf_quantization
@@ -81,11 +84,11 @@ def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: 
 
 
 def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_model(tmp_path, LlamaForCausalLM, intermediate_size=96)
+    write_model(tmp_path, LlamaForCausalLM, intermediate_size=256)
     file = tmp_path / "mixed.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     add_shape(writer, tmp_path)
-    kinds = {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "Q4_1", "attn_q": "F16"}
+    kinds = {"attn_v": "Q8_0", "ffn_up": "Q4_0", "ffn_down": "TQ2_0", "attn_q": "F16"}
     for name, array in llama_cpp_tensors(tmp_path).items():
         type = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], "F32")]
         writer.add_tensor(name, gguf.quants.quantize(array, type), raw_dtype=type)
@@ -97,7 +100,7 @@ def test_other_types_are_dequantised_beside_them(tmp_path: Path, caplog: pytest.
         model = engine_of(file).executor.model
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if is_int(module)}
     assert packed == {"v_proj", "up_proj"}
-    assert caplog.messages == ["weights are unpacked to floats, which take more memory: 2 of Q4_1"]
+    assert caplog.messages == ["weights are unpacked to floats, which take more memory: 2 of TQ2_0"]
 
 
 def test_options_beside_a_packed_file(tmp_path: Path) -> None:
@@ -166,13 +169,30 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     assert_rows_are_independent(own, prompts)
 
 
+def test_a_mixture_is_the_one_of_the_converted_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "floats", LlamaForCausalLM, hidden_size=256, intermediate_size=512, num_hidden_layers=9)
+    write_gguf(open_checkpoint(tmp_path / "floats", False), tmp_path / "file.gguf", "q4_k_m")
+    run = run_config(tmp_path / "floats")
+    own = load_engine(replace(run, quant=QuantConfig(QuantScheme.q4_k_m)), 1).executor.model
+    stored = engine_of(tmp_path / "file.gguf").executor.model
+    kinds = Counter[str]()
+    for name, layer in stored.named_modules():
+        if isinstance(layer, Linear):
+            expected, weight = layer.method.weight, linear_layer(own, name).method.weight
+            assert isinstance(weight, BlockWeight)
+            assert isinstance(expected, BlockWeight)
+            assert (weight.kind, weight.memory.tolist()) == (expected.kind, expected.memory.tolist()), name
+            kinds[weight.kind] += 1
+    assert kinds == {"Q4_K": 9 * 7 - 10, "Q6_K": 11}  # the head, and five values and five ffn_down of nine layers
+
+
 def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
     file, _ = write_blocks(tmp_path, "llama")
     files = open_checkpoint(file, False).open_weights({})
     assert read_gguf_quantization(files, torch.device("cuda")) is None
     found = read_gguf_quantization(files)
     assert found is not None
-    assert set(found.types.values()) == {"Q5_0", "Q4_K", "Q5_K", "Q6_K"}
+    assert set(found.types.values()) == {"Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"}
 
 
 def test_a_share_of_blocks(tmp_path: Path) -> None:

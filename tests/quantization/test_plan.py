@@ -8,11 +8,22 @@ import torch
 
 from conf.decoding import warn_once
 from conf.errors import UserError
-from conf.quantization import Activations, QuantConfig, QuantScheme, SparsityConfig, SparsityMethod, SparsityPattern
+from conf.quantization import (
+    Activations,
+    QuantConfig,
+    QuantizedFormat,
+    QuantMethod,
+    QuantScheme,
+    SparsityConfig,
+    SparsityMethod,
+    SparsityPattern,
+)
 from models.causal_lm import CausalLM
 from models.config import ConfigReader
 from models.linear_layers import checkpoint_parts, linear_specs
 from models.registry import find_architecture
+from quantization.file_layout import file_layout
+from quantization.mixtures import resolve_mixture
 from quantization.plan import plan, plan_pruning, quantize_while_loading
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat
@@ -163,3 +174,36 @@ def test_the_head_routers_and_skipped_layers_are_not_pruned() -> None:
 def test_options_that_nothing_would_use(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         QuantConfig(**values)
+
+
+def test_blocks_that_do_not_divide_a_layer_are_shorter_or_floats(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    found = {}
+    for scheme in ("q4_k", "q5_k", "q6_k", "q5_1"):
+        model = model_of("llama3", hidden_size=256, intermediate_size=288)
+        schemes = plan(model, QuantConfig(QuantScheme[scheme], overrides={"lm_head": "q6_k", "*.v_proj": "int4/32"}))
+        names = ("layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.down_proj")
+        found[scheme] = [str(schemes[f"model.{name}"]) for name in names] + [str(schemes["lm_head"])]
+    assert found == {
+        "q4_k": ["Q4_K", "int4 groups of 32", "Q5_0", "Q6_K"],
+        "q5_k": ["Q5_K", "int4 groups of 32", "Q5_1", "Q6_K"],
+        "q6_k": ["Q6_K", "int4 groups of 32", "int8 groups of 32", "Q6_K"],
+        "q5_1": ["Q5_1", "int4 groups of 32", "Q5_1", "Q6_K"],
+    }
+    assert not caplog.messages
+    schemes = plan(model_of("llama3", intermediate_size=90), QuantConfig(QuantScheme.q4_1))
+    assert not [name for name in schemes if name.endswith("down_proj")]
+    assert caplog.messages == [
+        "2 layers stay in floats, because blocks of 32 do not divide their channels (model.layers.0.mlp.down_proj)"
+    ]
+
+
+def test_block_schemes_that_cannot_be_are_refused() -> None:
+    mixture = QuantConfig(QuantScheme.q4_k_m)
+    with pytest.raises(UserError, match=r"model_type='opt'.*: give quant=q4_k"):
+        resolve_mixture(mixture, model_of("llama3"), "opt")
+    with pytest.raises(UserError, match=r"quant=q4_k_m .*: give task=convert convert.format=gguf"):
+        file_layout(model_of("llama3"), mixture, QuantizedFormat.compressed_tensors)
+    for changes in ({"group_size": 32}, {"activations": Activations.auto}, {"method": QuantMethod.gptq}):
+        with pytest.raises(UserError, match="quant.* not "):
+            replace(mixture, **changes)

@@ -18,6 +18,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, QK_K, GGMLQuantizationType
 from gguf.quants import quantize
 from numpy.typing import NDArray
+from torch import Tensor
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -57,6 +58,11 @@ def quantize_rows(rows: Floats, kind: GGMLQuantizationType) -> Bytes:
     if not all(np.isfinite(values).all() for values in numbers):
         raise OverflowError(f"{np.abs(rows).max():.6g}, which {kind.name} cannot")
     return blocks
+
+
+def quantize_tensor(weight: Tensor, kind: str) -> Tensor:
+    """Return the blocks uint8 [O, bytes] of weight [O, I] of any float dtype. `kind`: a type's name. Raises as `quantize_rows`."""
+    return torch.from_numpy(quantize_rows(weight.float().contiguous().numpy(), GGMLQuantizationType[kind]))
 
 
 def _by_value(rows: Floats, size: int) -> Floats:
