@@ -1,14 +1,18 @@
-"""Plan the draft models with weights: a smaller model, or the model's own MTP layer."""
+"""Plan draft models, which have weights of their own or an MTP layer, and give an engine its proposers."""
 
 from dataclasses import replace
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import QuantConfig
+from conf.quantization import Activations, QuantConfig
 from conf.schema import DType, ModelConfig, ParallelMode
-from conf.speculation import Speculate
+from conf.speculation import BESIDE_AUTO, Speculate
+from models.batch import KVCache
 from models.meta_model import open_model
 from models.tokenizers import Tokenizer
+from pipelines.engine import Engine
+from pipelines.engine.proposers.model import ModelProposer
+from pipelines.engine.proposers.mtp import MtpProposer
 from pipelines.loading.model_source import ModelSource, resolve_model
 from pipelines.loading.planning import ModelPlan, plan_model
 from pipelines.loading.request_settings import RequestSettings
@@ -93,3 +97,26 @@ def _compare_tokenizers(own: Tokenizer, expected: Tokenizer) -> None:
 
 def _text(tokenizer: Tokenizer, token: int) -> str | None:
     return tokenizer.decode([token], skip_special_tokens=False) if token < tokenizer.size else None
+
+
+def place_proposers(
+    engine: Engine, plan: ModelPlan, draft: ModelPlan | None, caches: list[KVCache], num_graph_sequences: int
+) -> None:
+    limits = engine.block_size, engine.config.max_batched_tokens
+    if draft:
+        executor = engine.executor.draft_executor(draft.model, caches[1], num_graph_sequences)
+        engine.speculator.proposers[Speculate.model] = ModelProposer(executor, *limits, engine.vocab_size)
+    if plan.model.config.capabilities.predicts_ahead:
+        engine.speculator.proposers[Speculate.mtp] = MtpProposer(engine.executor, *limits)
+
+
+def unavailable_proposers(plan: ModelPlan, draft: ModelPlan | None) -> dict[Speculate, str]:
+    reasons = {}
+    if draft is None:
+        reasons[Speculate.model] = "has no model that drafts: give decode.speculate=model and its path to the run"
+    if not plan.model.config.capabilities.predicts_ahead:
+        reasons[Speculate.mtp] = "has no layer that drafts: give decode.speculate=mtp to the run"
+    if plan.quant.activations is Activations.auto:
+        reason = f"contradicts quant.activations=auto, {BESIDE_AUTO}: leave one of them out"
+        reasons |= {each: reason for each in Speculate if each is not Speculate.none}
+    return reasons

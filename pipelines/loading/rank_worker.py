@@ -21,7 +21,8 @@ from pipelines.engine.executor import Executor, Operation
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache
 from pipelines.engine.operations import OPERATIONS
 from pipelines.jobs.journal import Fingerprint
-from pipelines.loading.assembly import cache_formats, load_planned, make_adapters, most_blocks
+from pipelines.loading.adapter_table import make_adapters
+from pipelines.loading.cache_allocation import cache_formats, most_blocks
 from pipelines.loading.device import prepare_device
 from pipelines.loading.drafting import predicting_ahead
 from pipelines.loading.fingerprint import common_fingerprint
@@ -31,6 +32,7 @@ from pipelines.loading.quantize.ranks import BeginQuantization, UseStaticCache, 
 from pipelines.loading.quantize.share import STEPS, Share, Step
 from pipelines.loading.rank_operations import Count, MakeExecutor
 from pipelines.loading.shard_plan import shard_plan
+from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.messages import Channel, Gone, Header
 from pipelines.ranks.rank_context import layout_of, shared_memory_context, torch_context

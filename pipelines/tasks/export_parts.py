@@ -11,9 +11,10 @@ from models.exported.description import part_folder, read_description
 from models.exported.model import ExportedLM
 from models.sharding import ParallelLayout
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.loading.assembly import cache_formats, load_planned
+from pipelines.loading.cache_allocation import cache_formats
 from pipelines.loading.planning import ModelPlan, plan_model
 from pipelines.loading.shard_plan import shard_plan
+from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.threads import ThreadRankContext, run_ranks
 from pipelines.tasks.export_steps import BLOCK_SIZE, NUM_BLOCKS, Results, Steps, differing
 

@@ -11,13 +11,13 @@ from conf.quantization import CalibrateConfig, QuantConfig
 from conf.schema import RunConfig
 from kernels.kv_format import Unquantised
 from pipelines.engine.kv_cache import allocate_kv_cache
-from pipelines.loading.assembly import load_planned
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.job import float_model
 from pipelines.loading.quantize.layers import calibration_batches
 from pipelines.loading.quantize.share import Share
 from pipelines.loading.shard_plan import shard_plan
+from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.encoding import decode, encode
 from pipelines.ranks.threads import ThreadRankContext
 from quantization.file_layout import file_layout

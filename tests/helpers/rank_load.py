@@ -11,11 +11,11 @@ from conf.schema import RunConfig
 from kernels import build
 from models.weights import module_bytes
 from pipelines.jobs.report import peak_memory_bytes, reset_peak_memory
-from pipelines.loading.assembly import load_planned
 from pipelines.loading.device import prepare_device
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from pipelines.loading.shard_plan import shard_plan
+from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.rank_context import create_memory, layout_of, shared_memory_context
 
 

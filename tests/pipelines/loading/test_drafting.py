@@ -79,7 +79,7 @@ def test_refuses(
     shutil.copytree(chatty, draft)
     damage(draft)
     run = drafting_run(chatty, draft)
-    monkeypatch.setattr("pipelines.loading.assembly.load_weights", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr("pipelines.loading.weight_loading.load_weights", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(UserError, match=message) as refused:
         load_engine(run, 1)
     assert str(refused.value).startswith(f"decode.speculation.model_path={draft}: ")

@@ -15,7 +15,7 @@ from models.config import ConfigReader
 from models.registry import find_architecture
 from pipelines.engine.graph_steps import GraphSteps
 from pipelines.engine.steps import StepOutputs
-from pipelines.loading import assembly
+from pipelines.loading import cache_allocation, weight_loading
 from pipelines.loading import load_engine as loading
 from pipelines.loading.device import prepare_device
 from pipelines.loading.load_engine import load_engine
@@ -72,8 +72,8 @@ def test_what_does_not_fit_is_said_in_one_line() -> None:
 def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path)
     monkeypatch.setattr(loading, "prepare_device", lambda config: torch.device("cuda"))
-    monkeypatch.setattr(assembly, "free_memory", lambda device, fraction: 100_000)
-    monkeypatch.setattr(assembly, "load_weights", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(cache_allocation, "free_memory", lambda device, fraction: 100_000)
+    monkeypatch.setattr(weight_loading, "load_weights", lambda *args: pytest.fail("weights were read"))
     run = replace(run_config(tmp_path), device=DeviceConfig(DeviceType.cuda))
     with pytest.raises(
         UserError, match=r"the GPU has 0.00 GB free .*, but the weights need 0.00 GB and a step 0.00 GB"

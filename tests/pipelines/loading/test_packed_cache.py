@@ -64,7 +64,7 @@ def job(folder: Path, quant: QuantConfig | None = None, dtype: DType = DType.flo
 
 def mapped(run: RunConfig) -> Engine:
     """An engine whose weights do not come from the checkpoint."""
-    with patch("pipelines.loading.assembly.load_weights", side_effect=AssertionError("the checkpoint is read")):
+    with patch("pipelines.loading.weight_loading.load_weights", side_effect=AssertionError("the checkpoint is read")):
         return load_engine(run, 3)
 
 

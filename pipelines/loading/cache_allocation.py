@@ -1,0 +1,82 @@
+"""Stage 5 of loading an engine: choose the number of KV cache blocks by the free memory, and allocate the caches."""
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from conf.schema import DeviceConfig
+from kernels.kv_format import FORMATS, KVFormat
+from models.batch import KVCache
+from models.exported.model import ExportedLM
+from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
+from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
+from pipelines.loading.planning import ModelPlan
+from quantization.kv_scales import static_kv_formats
+
+if TYPE_CHECKING:
+    from pipelines.loading.driver import Driver
+
+
+def reserve_memory(config: DeviceConfig, plans: list[ModelPlan], num_sequences: int) -> int:
+    """Return the bytes of GPU memory for the tensors of a step.
+
+    Raises UserError if weights and step exceed the free memory.
+    """
+    device = plans[0].device
+    if device.type != "cuda":
+        return 0
+    step = max(
+        step_bytes(
+            plan.max_layer_values, plan.model.config.vocab_size, plan.dtype, config.max_batched_tokens, num_sequences
+        )
+        for plan in plans
+    )
+    weights = sum(weight_bytes(plan.model, plan.dtype) for plan in plans)
+    check_memory(weights, step, free_memory(device, config.memory_fraction), config.memory_fraction)
+    return step
+
+
+def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_sharing: int) -> int:
+    """Return the number of KV cache blocks for which this rank has memory.
+
+    `num_ranks`: number of ranks that divide the cache. `num_sharing`: number of these ranks that use the memory of this
+    device. Raises UserError as `choose_num_blocks` does.
+    """
+    heads = plan.model.attention_heads
+    size, free = config.block_size or BLOCK_SIZE[plan.device.type], free_memory(plan.device, config.memory_fraction)
+    formats = cache_formats(plan)
+    return choose_num_blocks(
+        heads, 2**62, size, config.kv_cache_memory, free, formats, plan.dtype, num_ranks, num_sharing
+    )
+
+
+def make_caches(
+    config: DeviceConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int, driver: "Driver | None"
+) -> list[KVCache]:
+    """Allocate one KV cache per model, all with the same number of blocks. Leave `reserved` bytes free for a step.
+
+    `num_tokens`: the length of each sequence and each prefix. An automatic cache has room for all, if memory allows.
+    """
+    device, dtype = plans[0].device, plans[0].dtype
+    block_size = config.block_size or BLOCK_SIZE[device.type]
+    wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
+    free = max(0, free_memory(device, config.memory_fraction) - reserved)
+    layers = [(plan.model.attention_heads, cache_formats(plan)) for plan in plans]
+    heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
+    sizes = wanted_blocks, block_size, config.kv_cache_memory, free
+    ranks = (driver.context.size, driver.context.num_sharing) if driver else ()
+    num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, *ranks)
+    if driver:
+        num_blocks = driver.fewest_blocks(num_blocks)
+    return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
+
+
+def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:
+    """Return the format of each layer's keys and values.
+
+    Static scales are read from the loaded model. A multi-token prediction (MTP) layer has no static scales.
+    """
+    if isinstance(plan.model, ExportedLM):
+        return plan.model.kv_formats
+    static = static_kv_formats(plan.model, plan.static_cache) if plan.static_cache else []
+    dynamic = FORMATS[(plan.static_cache or plan.quant.kv_cache).name]
+    return static + [dynamic] * (len(plan.model.attention_heads) - len(static))
