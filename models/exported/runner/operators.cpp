@@ -280,7 +280,7 @@ void check_compressed(const uint8_t *memory, int64_t bytes, const Compressed &la
   std::memcpy(starts.data(), memory + layout.start(0), starts.size() * sizeof(uint32_t));
   Exception last;
   std::memcpy(&last, memory + layout.exception(count - 1), sizeof last);
-  require(*std::max_element(starts.begin(), starts.end()) < count && last.place == std::numeric_limits<uint32_t>::max(),
+  require(*std::max_element(starts.begin(), starts.end()) < count && last.index == std::numeric_limits<uint32_t>::max(),
           "the exceptions of compressed weights have no end");
 }
 

@@ -127,4 +127,4 @@ def test_ranks_of_one_machine_verify_its_files_once(tmp_path: Path, monkeypatch:
     engine = load_engine(run, 3)
     assert isinstance(engine.executor, DriverExecutor)
     engine.executor.driver.close()
-    assert [header["run"]["model"]["verify"] for header in told if "run" in header] == [False]
+    assert [header["model"]["verify"] for header in told if "model" in header] == [False]

@@ -69,5 +69,5 @@ def test_the_files_are_those_of_one_process(
     for name in RESULTS:
         assert (tmp_path / "divided" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert len(seen) == 2
-    assert any("is lost, is loaded again" in message for message in caplog.messages)
+    assert any("is lost and restarted" in message for message in caplog.messages)
     until(lambda: are_gone(seen) and not ranks())

@@ -222,7 +222,7 @@ def test_a_sweep_has_the_tasks_numbers_beside_speed_and_memory(tmp_path: Path, m
 @each(
     ("override", "message"),
     [
-        ("evaluate.limit=3", "evaluate.limit=3 needs a task of lm_eval: give evaluate.tasks=[NAME] too"),
+        ("evaluate.limit=3", "evaluate.limit=3 needs evaluate.tasks: give evaluate.tasks=[NAME] too"),
         ("evaluate.tasks=[nothing]", "evaluate.tasks=nothing does not exist: give one that lm_eval has"),
     ],
 )
