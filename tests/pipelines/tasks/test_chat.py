@@ -160,7 +160,7 @@ def test_the_command_reads_a_pipe_to_its_end(tmp_path: Path) -> None:
         (["decode=sampling", "decode.n=2"], "decode.n=2 is not used by task=chat"),
         (["chat.url=localhost:8000"], "chat.url='localhost:8000' .* an address that begins with http:// or https://"),
         (["chat.model=x"], "chat.model=x .* chat.url=ADDRESS too"),
-        (["chat.port=1"], "chat.port=1 .* 7860, or chat.web=true too"),
+        (["chat.port=1"], "chat.port=1 .* 7860, or give chat.web=true"),
         (
             ["chat.url=http://127.0.0.1:1/v1"],
             r"chat.url=http://127.0.0.1:1/v1 cannot be reached \(.*refused.*\): give the address",

@@ -319,7 +319,7 @@ def test_one_other_bit_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.long
 def test_a_model_that_cannot_be_a_graph_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_values(norm: AddRMSNorm, x: Tensor, update: Tensor | None, readers: Any) -> tuple[Tensor, Tensor]:
+    def of_values(norm: AddRMSNorm, x: Tensor, update: Tensor | None, readers: Any = ()) -> tuple[Tensor, Tensor]:
         return (x * norm.weight if x.sum() > 0 else x), x
 
     write_llama(tmp_path / "model", num_hidden_layers=1)
