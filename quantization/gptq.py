@@ -92,7 +92,7 @@ def _round(
 ) -> None:
     """Write the codes of remaining [I, O] into `result`: channel i at columns[i], with the scale of that column's group.
 
-    Overwrites `remaining`. mask: [I, O] bool, False for pruned weights, whose code is that of 0. factor: from
+    Overwrites `remaining`. mask: [I, O] bool, False for pruned weights, which get the code of 0. factor: from
     _inverse_factor. dynamic: choose and write the scale of a group when its first channel is reached.
     """
     num_inputs, size = remaining.shape[0], format.group_size or remaining.shape[0]

@@ -100,7 +100,7 @@ class SelfAttention(Module):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `decoder.Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return [self.query_key_value]
 
     def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:

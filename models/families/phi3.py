@@ -166,7 +166,7 @@ class Attention(Module):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `decoder.Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return [self.qkv_proj]
 
     def forward(self, x: Activations, angles: Angles, batch: Batch, cache: LayerCache) -> Tensor:

@@ -29,7 +29,7 @@ class MLP(NamedParts):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return self.gate_up.layers
 
     def fuse(self) -> None:
@@ -62,7 +62,7 @@ class FusedMLP(NamedParts):
 
     @property
     def readers(self) -> Sequence[Linear]:
-        """As of `Attention`."""
+        """Return the linear layers that read the norm before this module, as `decoder.Attention.readers` does."""
         return self.parts[:1]
 
     def forward(self, x: Activations, batch: Batch | None) -> Tensor:

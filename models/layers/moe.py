@@ -204,7 +204,7 @@ class SparseMoeBlock(Module):
     """A router and its experts."""
 
     readers: Sequence[Linear] = ()
-    """As of `Attention`: router and experts read floats."""
+    """No layers: router and experts read floats."""
 
     def __init__(self, hidden_size: int, c: MixtureConfig, expert: type[MLP] = MLP) -> None:
         super().__init__()

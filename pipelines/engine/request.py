@@ -113,7 +113,7 @@ The joined texts of a sample are its completion.
 
 
 class Pooling(Enum):
-    """Which outputs of a prompt become its vector."""
+    """Names the outputs of a prompt that become its vector."""
 
     last = "last"  # the head's outputs for the last token
     mean = "mean"  # the mean of all hidden states

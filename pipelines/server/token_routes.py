@@ -112,7 +112,7 @@ async def encode_prompts(chat: Chat, prompts: Sequence[Prompt], encode: Callable
 def encode_text(
     tokenizer: Tokenizer | None, text: str, add_special_tokens: bool, max_tokens: int | None = None
 ) -> list[int]:
-    """Return the token ids of a prompt, equal to those of task=predict.
+    """Return the token ids that task=predict makes of a prompt.
 
     Raises ApiError if the text certainly has more than `max_tokens` tokens.
     """
