@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.engine.adapters import AdapterChange, Adapters
-from pipelines.loading.planning import ModelPlan
+from pipelines.loading.model_plan import ModelPlan
 from quantization.smoothing_record import read_folds, smoothed_by
 
 if TYPE_CHECKING:

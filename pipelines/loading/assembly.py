@@ -16,7 +16,7 @@ from pipelines.loading.adapter_table import load_adapters
 from pipelines.loading.cache_allocation import make_caches, reserve_memory
 from pipelines.loading.drafting import place_proposers, unavailable_proposers
 from pipelines.loading.kept_prefixes import open_kept, place_kept
-from pipelines.loading.planning import ModelPlan
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.request_settings import RequestSettings
 from pipelines.loading.soft_prefixes import place_prefixes, read_prefixes
 from pipelines.loading.weight_loading import load_planned

@@ -10,11 +10,11 @@ from conf.speculation import Speculate
 from pipelines.engine import Engine
 from pipelines.jobs.report import ProgressSink
 from pipelines.loading.assembly import assemble
-from pipelines.loading.drafting import plan_draft, predicting_ahead
+from pipelines.loading.drafting import plan_draft
+from pipelines.loading.exported_plan import check_mode
 from pipelines.loading.model_source import ReadyModel
 from pipelines.loading.planning import plan_model
 from pipelines.loading.request_settings import read_request_settings
-from pipelines.loading.shard_plan import check_mode
 
 
 def build_engine(
@@ -32,7 +32,7 @@ def build_engine(
     UserError for an invalid checkpoint or tokenizer, and if the options contradict the files.
     """
     settings = read_request_settings(ready.options, ready.source)
-    source = predicting_ahead(ready.source) if decode.speculate is Speculate.mtp else ready.source
+    source = ready.source.predicting_ahead() if decode.speculate is Speculate.mtp else ready.source
     check_mode(source, parallel.mode)
     whole = plan_model(ready.options, ready.quant, source, device, packed=True)
     with ExitStack() as on_error:

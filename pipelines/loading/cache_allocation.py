@@ -9,7 +9,7 @@ from models.batch import KVCache
 from models.exported.model import ExportedLM
 from pipelines.engine.kv_cache import BLOCK_SIZE, allocate_kv_cache, choose_num_blocks, free_memory
 from pipelines.loading.memory import check_memory, step_bytes, weight_bytes
-from pipelines.loading.planning import ModelPlan
+from pipelines.loading.model_plan import ModelPlan
 from quantization.kv_scales import static_kv_formats
 
 if TYPE_CHECKING:

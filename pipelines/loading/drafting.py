@@ -1,22 +1,20 @@
 """Plan draft models, which have weights of their own or an MTP layer, and give an engine its proposers."""
 
-from dataclasses import replace
-
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig
 from conf.schema import DType, ModelConfig, ParallelMode
 from conf.speculation import BESIDE_AUTO, Speculate
 from models.batch import KVCache
-from models.meta_model import open_model
 from models.tokenizers import Tokenizer
 from pipelines.engine import Engine
 from pipelines.engine.proposers.model import ModelProposer
 from pipelines.engine.proposers.mtp import MtpProposer
+from pipelines.loading.exported_plan import check_mode
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource, resolve_model
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.planning import plan_model
 from pipelines.loading.request_settings import RequestSettings
-from pipelines.loading.shard_plan import check_mode
 
 REMEDY = "give a smaller model of the same family"
 
@@ -51,22 +49,6 @@ def plan_draft(
         return plan_model(model, quant, source, target.device, packed=True)
     except UserError as error:
         raise UserError(f"decode.speculation.model_path={path}: {error}") from error
-
-
-def predicting_ahead(source: ModelSource) -> ModelSource:
-    """Return the source with its MTP layer. Raises UserError if config.json or the files do not have an MTP layer."""
-    shape = source.shape.predicting_ahead()
-    if shape is not None and source.has_weights:
-        model, files = open_model(source.architecture, shape, source.checkpoint)
-        layer = f"{model.layout.layers}.{shape.num_hidden_layers}."
-        if not any(name.startswith(layer) for file in files for name in file.shapes):
-            shape = None
-    if shape is None:
-        raise UserError(
-            f"decode.speculate=mtp needs a layer that predicts further tokens, as DeepSeek-V3 has one, and {source.checkpoint.path} "
-            "has none: give decode.speculate=ngram, or another checkpoint"
-        )
-    return replace(source, shape=shape)
 
 
 def _compare(source: ModelSource, target: ModelSource, settings: RequestSettings) -> None:

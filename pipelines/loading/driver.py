@@ -29,7 +29,7 @@ from pipelines.engine.executor import Executor, Operation
 from pipelines.engine.operations import Execute
 from pipelines.engine.steps import StepOutputs
 from pipelines.loading.fingerprint import common_fingerprint, plain
-from pipelines.loading.planning import ModelPlan
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.rank_operations import Count, Counts, MakeExecutor
 from pipelines.loading.shard_plan import check_plan, shard_plan
 from pipelines.ranks.control import Worker, Workers

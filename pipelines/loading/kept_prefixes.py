@@ -24,8 +24,8 @@ from pipelines.engine.block_hashes import extend_hashes
 from pipelines.engine.operations import WriteBlocks
 from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.fingerprint import code_digest, file_fingerprint, plain_quant
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import ModelPlan
 
 TOKENS = "tokens"
 UNSHARED = "is not possible with this model, whose prompts cannot share their beginnings"

@@ -18,6 +18,7 @@ from models.formats.base import Checkpoint
 from models.formats.hub import find_checkpoint, find_tokenizer
 from models.formats.manifest import verify_manifest
 from models.heads import HeadKind
+from models.meta_model import open_model
 from models.registry import Architecture, find_architecture
 from quantization.layouts.gguf import read_gguf_quantization
 from quantization.layouts.sparsity import read_sparsity
@@ -48,6 +49,21 @@ class ModelSource:
         sparsity = read_sparsity(self.checkpoint.config)
         is_pruned_alone = sparsity is not None and sparsity.is_alone
         return self.checkpoint.config.section("quantization_config") is not None and not is_pruned_alone
+
+    def predicting_ahead(self) -> "ModelSource":
+        """Return the source with its MTP layer. Raises UserError if config.json or the files do not have an MTP layer."""
+        shape = self.shape.predicting_ahead()
+        if shape is not None and self.has_weights:
+            model, files = open_model(self.architecture, shape, self.checkpoint)
+            layer = f"{model.layout.layers}.{shape.num_hidden_layers}."
+            if not any(name.startswith(layer) for file in files for name in file.shapes):
+                shape = None
+        if shape is None:
+            raise UserError(
+                f"decode.speculate=mtp needs a layer that predicts further tokens, as DeepSeek-V3 has one, and {self.checkpoint.path} "
+                "has none: give decode.speculate=ngram, or another checkpoint"
+            )
+        return replace(self, shape=shape)
 
     def warn_of_unread_keys(self) -> None:
         """Warn of config keys that may have a meaning and that no stage has read."""

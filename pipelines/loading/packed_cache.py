@@ -21,8 +21,8 @@ from models.formats.packed_file import NotUsable, is_packed, read_packed, restor
 from models.sharding import ParallelLayout
 from pipelines.jobs.output_folder import kept_folder
 from pipelines.loading.fingerprint import code_digest, file_fingerprint
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import ModelPlan
 
 log = logging.getLogger(__name__)
 

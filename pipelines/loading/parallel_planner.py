@@ -22,9 +22,10 @@ from pipelines.engine.kv_cache import AUTO_SHARE, BLOCK_SIZE, allocate_kv_cache
 from pipelines.jobs.report import print_columns
 from pipelines.loading.device import prepare_device
 from pipelines.loading.memory import step_bytes
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource, resolve_model
 from pipelines.loading.parallel_costs import Cost, ParallelCosts
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.planning import plan_model
 from pipelines.loading.topology import Topology, find_topology, read_topology
 from pipelines.ranks.rank_context import layout_of
 

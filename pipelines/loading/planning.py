@@ -1,60 +1,20 @@
 """Stage 2 of loading an engine: build the model on the meta device, with its final layers. Reads no weights."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-
 import torch
 
 from conf.errors import UserError
-from conf.quantization import MIXTURES, Activations, KVCacheFormat, QuantConfig
+from conf.quantization import MIXTURES, QuantConfig
 from conf.schema import DType, ModelConfig
-from models.causal_lm import CausalLM
-from models.exported.description import Description, part_folder
-from models.exported.model import ExportedLM
-from models.formats.base import WeightFile
-from models.heads import HeadKind
 from models.linear_layers import pack_layers
 from models.meta_model import open_model
-from models.sharding import ParallelLayout, Shard
 from models.weights import DTYPES, stored_dtype
-from pipelines.loading.fingerprint import plain_quant
+from pipelines.loading.exported_plan import plan_exported
 from pipelines.loading.layer_formats import choose_layer_formats, place_cache_scales
 from pipelines.loading.memory import max_layer_values
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource
 from quantization.kv_scales import ZERO_POINTS
 from quantization.layouts import read_quantization
-from quantization.linear import quantized_if_many
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """A model that can be loaded, and its target device and dtype."""
-
-    source: ModelSource
-    model: CausalLM
-    """On the meta device."""
-    files: list[WeightFile]
-    """The checkpoint's weight files; none with model.weights=random."""
-    ignored_tensors: tuple[str, ...]
-    """Suffixes of tensor names in the files that are not parameters."""
-    dtype: torch.dtype
-    device: torch.device
-    options: ModelConfig
-    """The options with which the model was opened."""
-    quant: QuantConfig
-    """The options of quantisation. The options for KV cache and activations also apply to a quantised checkpoint."""
-    packed: bool
-    """Whether layers hold their weights in the kernels' packed form, and decode steps are captured."""
-    static_cache: KVCacheFormat | None
-    """The format of the KV cache, if the files contain its static scales; else None."""
-    max_layer_values: int
-    """Most values per token that are live around a linear layer (`memory.max_layer_values`); 0 for an exported model."""
-    parallel_layout: ParallelLayout = ParallelLayout()
-    """The rank and layout of this shard; by default the whole model."""
-    whole_files: tuple[WeightFile, ...] = ()
-    """The checkpoint's whole files, if `files` holds sharded views of them."""
-    shards: Mapping[str, Shard] = field(default_factory=dict)
-    """The shard of each sharded tensor, by name. Other tensors are replicated."""
 
 
 def plan_model(
@@ -67,7 +27,7 @@ def plan_model(
     file cannot be opened, and if the options contradict the files.
     """
     if source.artefact is not None:
-        return _plan_exported(options, quant, source, source.artefact, device)
+        return plan_exported(options, quant, source, source.artefact, device)
     config = source.checkpoint.config
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()
@@ -85,20 +45,3 @@ def plan_model(
         pack_layers(model, dtype, device)
     ignored = (*source.architecture.ignored_tensors, *(ZERO_POINTS if static_cache else ()))
     return ModelPlan(source, model, files, ignored, dtype, device, options, quant, packed, static_cache, max_values)
-
-
-def _plan_exported(
-    options: ModelConfig, quant: QuantConfig, source: ModelSource, artefact: Description, device: torch.device
-) -> ModelPlan:
-    folder = source.checkpoint.path
-    if device.type != "cpu":
-        raise UserError(f"device={device.type} does not run {folder}, which is packed for a CPU: give device=cpu")
-    given = replace(quant, activations=quant.activations.of_model)
-    if given != QuantConfig() and plain_quant(given) != artefact.quant:
-        raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
-    model = ExportedLM(
-        artefact, part_folder(folder, artefact.parallel_layout), source.architecture.head is not HeadKind.none
-    ).eval()
-    if quant.activations is Activations.auto:
-        model.quantized = quantized_if_many
-    return ModelPlan(source, model, [], (), artefact.dtype, device, options, quant, True, None, 0)

@@ -24,7 +24,6 @@ from pipelines.jobs.journal import Fingerprint
 from pipelines.loading.adapter_table import make_adapters
 from pipelines.loading.cache_allocation import cache_formats, most_blocks
 from pipelines.loading.device import prepare_device
-from pipelines.loading.drafting import predicting_ahead
 from pipelines.loading.fingerprint import common_fingerprint
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
@@ -111,7 +110,7 @@ class RankWorker:
         if "common" in start:
             self._compare(start["common"], common_fingerprint(source.checkpoint.path))
         if start["predicts_ahead"]:
-            source = predicting_ahead(source)
+            source = source.predicting_ahead()
         whole = plan_model(model, from_json(QuantConfig, start["quant"]), source, device, packed=start["packed"])
         plan = shard_plan(whole, parallel_layout, context.group, context.neighbours)
         load_planned(plan)

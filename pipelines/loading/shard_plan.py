@@ -3,36 +3,13 @@
 from dataclasses import replace
 
 from conf.errors import UserError
-from conf.schema import ParallelMode
 from kernels.collectives import NO_NEIGHBOURS, Group, Neighbours
-from models.exported.description import part_folder, read_description
-from models.exported.model import ExportedLM
 from models.formats.sliced import sliced_files
-from models.heads import HeadKind
 from models.parallel import check_division, shard_model
 from models.sharding import ParallelLayout
 from models.weights import match_tensors
-from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import ModelPlan
-
-
-def check_mode(source: ModelSource, mode: ParallelMode) -> None:
-    """Raise UserError if `source` is an exported model that does not run in this mode."""
-    if source.artefact is None:
-        return
-    folder = source.checkpoint.path
-    if source.artefact.part is None and mode is not ParallelMode.single:
-        raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
-    if source.artefact.part is not None and not mode.divides:
-        raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(source.artefact.parallel_layout)}")
-
-
-def _ranks_of(parallel_layout: ParallelLayout) -> str:
-    """Return the end of an error message: the exported layout, and the options that run it."""
-    tp, pp = parallel_layout.tp, parallel_layout.pp
-    mode = "tp" if pp == 1 else "pp" if tp == 1 else "tp_pp"
-    given = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)
-    return f"which was exported for tp={tp} and pp={pp}: give parallel={mode} {given}"
+from pipelines.loading.exported_plan import check_exported_layout, shard_exported
+from pipelines.loading.model_plan import ModelPlan
 
 
 def shard_plan(
@@ -45,13 +22,8 @@ def shard_plan(
     if parallel_layout == ParallelLayout():
         return plan
     check_plan(plan, parallel_layout)
-    if isinstance(plan.model, ExportedLM):
-        whole, folder = plan.model, plan.source.checkpoint.path
-        own = read_description(folder, parallel_layout.rank)
-        has_head = plan.source.architecture.head is not HeadKind.none
-        model = ExportedLM(own, part_folder(folder, parallel_layout), has_head, group, neighbours).eval()
-        model.quantized = whole.quantized
-        return replace(plan, model=model, parallel_layout=parallel_layout)
+    if plan.source.artefact is not None:
+        return shard_exported(plan, parallel_layout, group, neighbours)
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
     shards = shard_model(plan.model, parallel_layout, group, plan.dtype, neighbours)
     files = sliced_files(plan.files, matched, plan.model, shards, parallel_layout)
@@ -63,19 +35,11 @@ def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
 
     The driver calls it before it starts the worker ranks.
     """
-    artefact = plan.source.artefact
-    if artefact is None:
-        if not plan.files:
-            raise UserError(
-                "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
-            )
-        check_division(plan.model, parallel_layout, plan.dtype)
+    if plan.source.artefact is not None:
+        check_exported_layout(plan.source.checkpoint.path, plan.source.artefact.parallel_layout, parallel_layout)
         return
-    folder, exported = plan.source.checkpoint.path, artefact.parallel_layout
-    if (parallel_layout.tp, parallel_layout.pp) != (exported.tp, exported.pp):
+    if not plan.files:
         raise UserError(
-            f"tp={parallel_layout.tp} and pp={parallel_layout.pp} do not run {folder}, {_ranks_of(exported)}"
+            "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
         )
-    if parallel_layout.adds or parallel_layout.whole_experts:
-        given = "parallel.sum=reduce" if parallel_layout.adds else "parallel.experts=whole"
-        raise UserError(f"{given} contradicts {folder}, which was exported for ranks that join pieces: leave it out")
+    check_division(plan.model, parallel_layout, plan.dtype)

@@ -15,7 +15,7 @@ from pipelines.engine import Engine
 from pipelines.engine.batch import prompt_batch
 from pipelines.engine.operations import HiddenFrom, Store
 from pipelines.engine.request import PlacedPrefix
-from pipelines.loading.planning import ModelPlan
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.request_settings import RequestSettings
 
 log = logging.getLogger(__name__)

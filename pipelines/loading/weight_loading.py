@@ -7,8 +7,8 @@ from conf.errors import UserError
 from models.exported.model import ExportedLM
 from models.linear_layers import fuse_layers
 from models.weights import initialise_randomly, load_weights
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.packed_cache import load_packed
-from pipelines.loading.planning import ModelPlan
 from quantization.plan import AUTO_NEEDS_INTEGERS
 
 

@@ -12,7 +12,8 @@ from models.exported.model import ExportedLM
 from models.sharding import ParallelLayout
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading.cache_allocation import cache_formats
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.model_plan import ModelPlan
+from pipelines.loading.planning import plan_model
 from pipelines.loading.shard_plan import shard_plan
 from pipelines.loading.weight_loading import load_planned
 from pipelines.ranks.threads import ThreadRankContext, run_ranks

@@ -15,8 +15,9 @@ from pipelines.engine import Engine
 from pipelines.engine.batch import build_batch
 from pipelines.loading.assembly import assemble
 from pipelines.loading.device import prepare_device
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import resolve_model
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.planning import plan_model
 from pipelines.loading.request_settings import read_request_settings
 from pipelines.loading.shard_plan import shard_plan
 from pipelines.ranks.rank_context import layout_of

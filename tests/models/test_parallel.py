@@ -17,7 +17,6 @@ from kernels.linear import FloatWeight, compressed
 from models.layers.linear import Linear
 from models.sharding import ParallelLayout
 from pipelines.loading.device import prepare_device
-from pipelines.loading.drafting import predicting_ahead
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from pipelines.loading.shard_plan import shard_plan
@@ -228,7 +227,7 @@ def test_adapters_of_stages(tmp_path: Path) -> None:
 def test_a_layer_that_predicts_ahead_needs_one_stage(tmp_path: Path) -> None:
     NextTokenReference(tmp_path)
     run = run_config(tmp_path)
-    source = predicting_ahead(resolve_model(run.model))
+    source = resolve_model(run.model).predicting_ahead()
     plan = plan_model(run.model, run.quant, source, prepare_device(run.device), packed=True)
     with pytest.raises(UserError, match="decode.speculate=mtp is not supported with pp=2: leave it out"):
         shard_plan(plan, ParallelLayout(1, 2), Threads.of(1)[0])

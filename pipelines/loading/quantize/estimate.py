@@ -17,7 +17,8 @@ from pipelines.engine import Engine
 from pipelines.engine.operations import finite_logits
 from pipelines.loading.assembly import assemble
 from pipelines.loading.fingerprint import sha256_of
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.model_plan import ModelPlan
+from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibration_data import CalibrationData
 from pipelines.loading.quantize.job import QuantizeJob
 from pipelines.loading.quantize.layers import calibration_batches, calibration_cache

@@ -9,8 +9,9 @@ from conf.quantization import QuantConfig
 from models.linear_layers import linear_specs
 from pipelines.jobs.report import print_table
 from pipelines.loading.device import prepare_device
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibration_data import CalibrationData, read_calibration_data
 from pipelines.loading.quantize.estimate import expected_seconds
 from pipelines.loading.quantize.job import QuantizeJob

@@ -17,7 +17,8 @@ from kernels.collectives import Group
 from models.batch import Batch, KVCache
 from models.parallel import stage_layers
 from pipelines.loading.fingerprint import plain
-from pipelines.loading.planning import ModelPlan, plan_model
+from pipelines.loading.model_plan import ModelPlan
+from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.share import Leave, PartStep, Rest, Result, Share, Step
 from pipelines.ranks.control import Workers
 from pipelines.ranks.encoding import result_type

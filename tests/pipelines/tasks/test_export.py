@@ -31,11 +31,11 @@ from models.exported.trace import Traced, trace
 from models.formats.manifest import verify_manifest
 from models.layers.norm import AddRMSNorm
 from pipelines.engine.kv_cache import allocate_kv_cache
+from pipelines.loading.exported_plan import check_mode
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.parallel_planner import plan_layouts
 from pipelines.loading.planning import plan_model
-from pipelines.loading.shard_plan import check_mode
 from pipelines.tasks import export_files, export_steps
 from pipelines.tasks.convert import run_convert
 from tests.helpers.builders import REPOSITORY, run_config, write_llama
