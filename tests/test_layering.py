@@ -99,7 +99,11 @@ TALKING = (
     "kernels.collectives",
     "pipelines.ranks",
     "pipelines.loading.driver",
+    "pipelines.loading.model_to_load",
+    "pipelines.loading.rank_operations",
+    "pipelines.loading.rank_shard",
     "pipelines.loading.rank_worker",
+    "pipelines.loading.start_driver",
     "pipelines.loading.worker",
     "pipelines.replicas",
 )

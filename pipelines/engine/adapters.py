@@ -127,6 +127,18 @@ class Adapters:
         del self._ids[name], self._adapters[id]
         self._on_change(UnloadAdapter(name))
 
+    def repeat(self, change: AdapterChange, rank: str) -> None:
+        """Repeat rank 0's change on a worker, whose name is `rank`. Raises UserError if its adapter differs from rank 0's."""
+        match change:
+            case LoadAdapter(name, folder, digest):
+                self.load(name, Path(folder), in_use=())
+                if self.find(name).digest != digest:
+                    raise UserError(f"{rank} has another adapter {name} than rank 0: give all machines the same files")
+            case UnloadAdapter(name):
+                self.unload(name, in_use=())
+            case FillSlot(slot, name):
+                self.fill(slot, self.find(name))
+
     def _refuse_in_use(self, name: str, in_use: Container[AdapterId | None]) -> None:
         if name in self._ids and self._ids[name] in in_use:
             raise UserError(f"adapter {name} is in use: unload or replace it when its requests have finished")

@@ -38,7 +38,9 @@ def build_engine(
     with ExitStack() as on_error:
         plan, driver = whole, None
         if parallel.mode.divides:
-            from pipelines.loading.driver import start_driver  # imported here: a run without ranks does not need it
+            from pipelines.loading.start_driver import (
+                start_driver,  # imported here: a run without ranks does not need it
+            )
 
             driver = start_driver(whole, parallel, options)
             on_error.callback(driver.close)

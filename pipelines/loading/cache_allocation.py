@@ -49,6 +49,12 @@ def most_blocks(plan: ModelPlan, config: DeviceConfig, num_ranks: int, num_shari
     )
 
 
+def allocate_cache(plan: ModelPlan, config: DeviceConfig, num_blocks: int) -> KVCache:
+    block_size = config.block_size or BLOCK_SIZE[plan.device.type]
+    heads, formats = plan.model.attention_heads, cache_formats(plan)
+    return allocate_kv_cache(heads, num_blocks, block_size, formats, plan.dtype, plan.device)
+
+
 def make_caches(
     config: DeviceConfig, plans: list[ModelPlan], num_tokens: list[int], reserved: int, driver: "Driver | None"
 ) -> list[KVCache]:
@@ -56,18 +62,18 @@ def make_caches(
 
     `num_tokens`: the length of each sequence and each prefix. An automatic cache has room for all, if memory allows.
     """
-    device, dtype = plans[0].device, plans[0].dtype
+    device = plans[0].device
     block_size = config.block_size or BLOCK_SIZE[device.type]
     wanted_blocks = sum(-(-n // block_size) for n in num_tokens)
     free = max(0, free_memory(device, config.memory_fraction) - reserved)
-    layers = [(plan.model.attention_heads, cache_formats(plan)) for plan in plans]
-    heads, formats = (list(chain(*parts)) for parts in zip(*layers, strict=True))
+    heads = [*chain.from_iterable(plan.model.attention_heads for plan in plans)]
+    formats = [*chain.from_iterable(cache_formats(plan) for plan in plans)]
     sizes = wanted_blocks, block_size, config.kv_cache_memory, free
     ranks = (driver.context.size, driver.context.num_sharing) if driver else ()
-    num_blocks = choose_num_blocks(heads, *sizes, formats, dtype, *ranks)
+    num_blocks = choose_num_blocks(heads, *sizes, formats, plans[0].dtype, *ranks)
     if driver:
         num_blocks = driver.fewest_blocks(num_blocks)
-    return [allocate_kv_cache(heads, num_blocks, block_size, formats, dtype, device) for heads, formats in layers]
+    return [allocate_cache(plan, config, num_blocks) for plan in plans]
 
 
 def cache_formats(plan: ModelPlan) -> list[tuple[KVFormat, KVFormat]]:

@@ -1,5 +1,7 @@
 """A rank's place in the parallel layout, and the groups for its collectives."""
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from conf.schema import Backend, ExpertPlacement, ParallelConfig, Sum
@@ -8,8 +10,11 @@ from kernels.collectives import Alone, Neighbours
 from kernels.collectives.gloo import Gloo
 from kernels.collectives.nccl import Nccl
 from kernels.collectives.shared_memory import SharedMemory, create_shared_memory
-from kernels.collectives.torch_group import TorchGroup
+from kernels.collectives.torch_group import TorchGroup, serve_addresses
 from models.sharding import ParallelLayout
+from pipelines.ranks.launch import Rank
+from pipelines.ranks.messages import Channel, Gone, Header
+from pipelines.ranks.rendezvous import addresses
 
 GROUPS: dict[Backend, type[TorchGroup]] = {Backend.gloo: Gloo, Backend.nccl: Nccl}
 
@@ -96,3 +101,56 @@ def torch_context(
     neighbours = Neighbours(pair(stage - 1, 0) if stage else None, pair(stage, 1) if stage < pp - 1 else None)
     own = tuple(each for each in (group, *neighbours) if isinstance(each, TorchGroup))
     return RankContext(parallel_layout, group, neighbours, -(-num_local // max(num_gpus, 1)), own)
+
+
+def driver_context(
+    ranks: list[Rank], starts: list[Header], parallel: ParallelConfig, library: build.Library | None, spins: bool
+) -> RankContext:
+    """Send each worker its first message, extended by the way to the groups, and return rank 0's context.
+
+    `starts`: the messages, in the order of `ranks`. `spins`: as for SharedMemory.
+    """
+    if Backend[starts[0]["backend"]] is not Backend.shared_memory:
+        return _begin_in_groups(ranks, starts, parallel)
+    assert library is not None
+    return _begin_in_memory(ranks, starts, parallel, library, spins)
+
+
+def _begin_in_memory(
+    ranks: list[Rank], starts: list[Header], parallel: ParallelConfig, library: build.Library, spins: bool
+) -> RankContext:
+    tp, pp = starts[0]["tp"], starts[0]["pp"]
+    fd = create_memory(library, tp, pp)
+    try:
+        for rank, start in zip(ranks, starts, strict=True):
+            with suppress(Gone):  # the watcher thread reports the reason
+                rank.channel.send(start | {"spins": spins})
+                rank.channel.send_file(fd)
+        return shared_memory_context(library, fd, layout_of(0, tp, pp, parallel), spins)
+    finally:
+        os.close(fd)
+
+
+def _begin_in_groups(ranks: list[Rank], starts: list[Header], parallel: ParallelConfig) -> RankContext:
+    own, *others = addresses(ranks)
+    server = serve_addresses(own)
+    for rank, start, address in zip(ranks, starts, others, strict=True):
+        with suppress(Gone):  # the watcher thread reports the reason
+            rank.channel.send(start | {"store": [own, server.port], "address": address})
+    start = starts[0]
+    parallel_layout = layout_of(0, start["tp"], start["pp"], parallel)
+    backend, num_local, num_gpus = Backend[start["backend"]], start["num_local"], start["num_gpus"]
+    return torch_context(backend, (own, server.port), own, parallel_layout, num_local, num_gpus, server)
+
+
+def worker_context(
+    start: Header, parallel: ParallelConfig, channel: Channel, library: build.Library | None
+) -> RankContext:
+    """Return the context of the worker that received `start` from `driver_context`, of which it receives the rest."""
+    parallel_layout = layout_of(start["rank"], start["tp"], start["pp"], parallel)
+    if "store" in start:
+        host, port = start["store"]
+        backend, num_local, num_gpus = Backend[start["backend"]], start["num_local"], start["num_gpus"]
+        return torch_context(backend, (host, port), start["address"], parallel_layout, num_local, num_gpus)
+    assert library is not None
+    return shared_memory_context(library, channel.receive_file(), parallel_layout, start["spins"])

@@ -65,8 +65,8 @@ def _float_engine(
         batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
         yield engine, Share(job.quant, ready.layout, engine.executor.model, batches, cache)
         return
-    from pipelines.loading.driver import start_driver
     from pipelines.loading.quantize.ranks import DriverShare  # here, because a run without ranks does not need it
+    from pipelines.loading.start_driver import start_driver
 
     driver = start_driver(whole, job.parallel, job.device)
     try:

@@ -1,0 +1,77 @@
+"""A worker rank's shard of the model, with what rank 0's operations make of it: KV cache, executor, adapters, quantisation."""
+
+from typing import Any, get_args
+
+import torch
+
+from conf.schema import DeviceConfig
+from models.batch import KVCache
+from pipelines.engine.adapters import AdapterChange
+from pipelines.engine.executor import Executor, Operation
+from pipelines.engine.operations import OPERATIONS
+from pipelines.loading.adapter_table import make_adapters
+from pipelines.loading.cache_allocation import allocate_cache, most_blocks
+from pipelines.loading.model_plan import ModelPlan
+from pipelines.loading.quantize.ranks import BeginQuantization, UseStaticCache, share_of
+from pipelines.loading.quantize.share import STEPS, Share, Step
+from pipelines.loading.rank_operations import Count, MakeExecutor
+from pipelines.loading.shard_plan import shard_plan
+from pipelines.loading.weight_loading import load_planned
+from pipelines.ranks.rank_context import RankContext
+
+OWN_OPERATIONS = MakeExecutor, Count, BeginQuantization, UseStaticCache
+OPERATION_TYPES = {each.__name__: each for each in (*OPERATIONS, *STEPS, *get_args(AdapterChange), *OWN_OPERATIONS)}
+"""The types of the operations that rank 0 sends, by name."""
+
+
+class RankShard:
+    """The shard of one worker rank, on which it runs rank 0's operations."""
+
+    _executor: Executor
+    _share: Share
+
+    def __init__(self, whole: ModelPlan, config: DeviceConfig, context: RankContext, rank: str) -> None:
+        """Load the shard. `whole`: the plan of the unsharded model. `rank`: the worker's name in errors.
+
+        Raises UserError as `shard_plan` and `load_planned` do.
+        """
+        self._plan = shard_plan(whole, context.parallel_layout, context.group, context.neighbours)
+        load_planned(self._plan)
+        self._config, self._context, self._rank = config, context, rank
+        self._adapters = make_adapters(self._plan)
+        self._cache: KVCache | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._plan.device
+
+    def most_blocks(self) -> int:
+        """Return the number of KV cache blocks for which this rank has memory. Raises UserError if one block does not fit."""
+        return most_blocks(self._plan, self._config, self._context.size, self._context.num_sharing)
+
+    def run(self, operation: Any) -> Any:
+        """Run an operation of OPERATION_TYPES, and return its result."""
+        match operation:
+            case Operation():
+                return operation.compute(self._executor)
+            case Step():
+                return operation.compute(self._share)
+            case MakeExecutor():
+                self._make_executor(operation)
+            case BeginQuantization():
+                assert self._cache is not None
+                one_layer = KVCache(self._cache.layers[:1])
+                batches = [self._executor.on_device(batch) for batch in operation.batches]
+                self._share = share_of(operation, self._plan, batches, one_layer, self._context.group)
+            case UseStaticCache():
+                assert self._cache is not None
+                self._cache = self._share.static_cache(self._cache)
+            case _:
+                self._adapters.repeat(operation, self._rank)
+        return None
+
+    def _make_executor(self, operation: MakeExecutor) -> None:
+        if self._cache is None:
+            self._cache = allocate_cache(self._plan, self._config, operation.num_blocks)
+        graphs, width = operation.num_graph_sequences, operation.table_width
+        self._executor = Executor(self._plan.model, self._cache, graphs, width, self._config.decode_threads)
