@@ -19,9 +19,8 @@ from pipelines.jobs import report
 from pipelines.jobs.interrupt import Interrupted, Interruption, RankLost, interruption
 from pipelines.jobs.journal import ANEW, Journal
 from pipelines.jobs.prompts import PromptRow, Prompts
-from pipelines.jobs.rows import Record, Row, RowExecutor
+from pipelines.jobs.rows import ANSWER, Record, Row, RowExecutor
 
-ANSWER = "answer"  # record key: the answer to a line of an OpenAI batch
 PRINTED = 8  # rows printed at the end; the files hold all rows
 
 

@@ -19,6 +19,7 @@ Row = dict[str, Any]
 """A row of a job's results."""
 Record = dict[str, Any]
 """A line of the journal: the `row`, the `digest` of its input, `num_cached_tokens`, and further data of the task."""
+ANSWER = "answer"  # key of a record: the answer to a line of an OpenAI batch
 
 
 @dataclass(frozen=True)

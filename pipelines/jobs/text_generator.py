@@ -1,11 +1,14 @@
 """A text generator makes the engine request of a row, and the row's result from the engine's output."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from conf.decoding import DecodeConfig
 from pipelines.engine import Completion, Engine, Output
+from pipelines.engine.faults import belongs_to_request
 from pipelines.engine.request import Sink, TokenLogprobs
+from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import Row, RowRequest
@@ -43,6 +46,25 @@ class TextGenerator:
         return RowRequest(
             self.engine.request(row.index, token_ids, row_decode, sink, prediction, prefix, adapter), prompt
         )
+
+    def check_new_tokens(self, decode: DecodeConfig, rows: Iterable[PromptRow]) -> None:
+        """Raise UserError if `max_new_tokens` does not fit after the prompt of any row.
+
+        The error names the number that fits after the longest prompt. Prompts that are themselves too long do not count.
+        """
+        context, wanted = self.engine.config.context, decode.max_new_tokens
+        most = context.num_tokens
+        if decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
+            return
+        lengths = []
+        for row in rows:
+            try:
+                lengths.append(len(self.encoder.encode(row).token_ids))
+            except BaseException as error:  # an invalid row has no length
+                if not belongs_to_request(error):
+                    raise
+        longest = max((length for length in lengths if length < most), default=None)
+        raise too_many_new_tokens(wanted, longest, context)
 
     @staticmethod
     def result(row_request: RowRequest, output: Output) -> Row:

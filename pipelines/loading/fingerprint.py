@@ -8,15 +8,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from conf.decoding import DecodeConfig
-from conf.quantization import CalibrateConfig, QuantConfig, QuantizedFormat
+from conf.quantization import Activations, CalibrateConfig, QuantConfig, QuantizedFormat
 from conf.schema import RunConfig, Sum
 from conf.speculation import Acceptance
 from kernels import build
@@ -99,6 +100,22 @@ def model_fingerprint(run: RunConfig, source: ModelSource, engine: Engine) -> Fi
     if tokenizer and not tokenizer.samefile(model):
         parts |= file_fingerprint(tokenizer, "tokenizer")
     return parts
+
+
+def answer_fingerprint(
+    run: RunConfig, source: ModelSource, engine: Engine, more: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
+    """Return the fingerprint of the bits of a server's answers, or None if the bits depend on more than the request.
+
+    `run`: has resolved decode settings. `more`: further settings that determine the bits, by name.
+    """
+    if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
+        return None
+    templates = {
+        "serve.chat_template": template_fingerprint(run.serve.chat_template),
+        "serve.response_template": run.serve.response_template,
+    }
+    return replay_fingerprint({**model_fingerprint(run, source, engine), **more, **templates})
 
 
 def replay_fingerprint(parts: Fingerprint) -> str:

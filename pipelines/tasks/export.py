@@ -3,32 +3,24 @@
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
-from conf.quantization import Activations, CalibrateConfig, QuantizeConfig
-from conf.schema import DeviceType, ParallelMode, RunConfig, Weights
-from models.exported.description import (
-    EXPORT,
-    describe_division,
-    part_folder,
-)
-from models.formats.huggingface_writer import write_companions
+from conf.quantization import Activations
+from conf.schema import DeviceConfig, DeviceType, ModelConfig, ParallelConfig, ParallelMode, RunConfig, Weights
 from models.formats.manifest import write_manifest
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import complete_folder, refuse_existing
 from pipelines.loading.device import prepare_device
 from pipelines.loading.fingerprint import plain_quant
-from pipelines.loading.model_source import moved, resolve_model
+from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.loading.request_settings import read_request_settings
-from pipelines.tasks.export_files import write_part, write_runner_tokenizer
+from pipelines.tasks.export_files import write_artefact
 from pipelines.tasks.export_parts import load_parts, prove
 from pipelines.tasks.export_steps import Steps
-from quantization.smoothing_record import copy_folds
 
 
 def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -61,14 +53,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     steps = Steps.of(plan.model)
     parts = load_parts(plan, run.export.tp, run.export.pp, steps)
     with complete_folder(target, overwrite, "export") as folder:
-        for part in parts:
-            write_part(part, part_folder(folder, part.parallel_layout), plain_quant(run.quant), settings.eos_token_ids)
-        if len(parts) > 1:
-            description = describe_division(folder, run.export.tp, run.export.pp)
-            (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-        write_companions(ready.source.checkpoint, folder, plan.dtype)
-        refused = write_runner_tokenizer(folder) if len(parts) == 1 else None
-        copy_folds(ready.source.checkpoint.path, folder, plan.model)
+        refused = write_artefact(folder, plan, parts, plain_quant(run.quant), settings.eos_token_ids)
         exported = prove(folder, parts, steps)
         write_manifest(folder, {})
     sizes = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
@@ -103,7 +88,7 @@ def _check_settings(run: RunConfig) -> None:
     if run.export.output is None:
         raise UserError("export.output is missing: give the folder to make")
     run.decode.check_unset("by task=export", "leave it out")
-    _check_common(run, "task=export")
+    check_exportable(run.model, run.parallel, run.device, "task=export")
     if run.model.max_length is not None:
         raise UserError("model.max_length is not used by task=export: leave it out")
     if run.quant.activations is Activations.auto:
@@ -112,32 +97,14 @@ def _check_settings(run: RunConfig) -> None:
         )
 
 
-def _check_common(run: RunConfig, user: str) -> None:
+def check_exportable(model: ModelConfig, parallel: ParallelConfig, device: DeviceConfig, user: str) -> None:
+    """Raise UserError for settings with which `user`, an option that exports, does not work."""
     refused = {
-        "model.weights=random": run.model.weights is Weights.random,
-        "model.keep_packed=true": run.model.keep_packed,
-        f"parallel={run.parallel.mode.name}": run.parallel.mode is not ParallelMode.single,
-        "device=cuda": run.device.type is DeviceType.cuda,
+        "model.weights=random": model.weights is Weights.random,
+        "model.keep_packed=true": model.keep_packed,
+        f"parallel={parallel.mode.name}": parallel.mode is not ParallelMode.single,
+        "device=cuda": device.type is DeviceType.cuda,
     }
     for given, is_given in refused.items():
         if is_given:
             raise UserError(f"{given} is not used by {user}: leave it out")
-
-
-def run_of_artefact(run: RunConfig, folder: Path, is_made: bool) -> RunConfig:
-    """Return the run of `predict.export`: it is `run` with the artefact in `folder` as its model.
-
-    Unless `is_made`, it exports the model to `folder` first.
-
-    Raises UserError as `export_model` does, and for settings that an artefact does not accept.
-    """
-    _check_common(run, "predict.export=true")
-    made_of = replace(run.model, max_length=None, prefixes=None, adapters=None)
-    if not is_made:
-        quant, predict = (
-            replace(run.quant, activations=run.quant.activations.of_model),
-            replace(run.predict, adapter=None),
-        )
-        export_model(replace(run, model=made_of, quant=quant, predict=predict), folder, overwrite=True)
-    model = replace(moved(run.model, folder), verify=False, allow_pickle=False)
-    return replace(run, model=model, calibrate=CalibrateConfig(), quantize=QuantizeConfig())

@@ -11,17 +11,40 @@ from conf.errors import UserError, shortened
 from models.adapters import adaptable_layers
 from models.batch import KVCache
 from models.causal_lm import CausalLM
-from models.exported.description import ADAPTED_GRAPH, EXPORT, GRAPH, WEIGHTS, describe
+from models.exported.description import ADAPTED_GRAPH, EXPORT, GRAPH, WEIGHTS, describe, describe_division, part_folder
 from models.exported.trace import Traced, trace
+from models.formats.huggingface_writer import write_companions
 from models.formats.safetensors_writer import save_tensors
 from models.layers.lora_target import LoRATarget
 from models.tokenizers import load_tokenizer
 from models.tokenizers.runner_form import RUNNER_TOKENIZER
 from pipelines.loading.fingerprint import sha256_of
+from pipelines.loading.model_plan import ModelPlan
 from pipelines.tasks.export_parts import AS_IT_IS, NOT_TAKEN, ShardExport
+from quantization.smoothing_record import copy_folds
 
 
-def write_part(part: ShardExport, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
+def write_artefact(
+    folder: Path, plan: ModelPlan, parts: list[ShardExport], quant: dict[str, Any], eos: frozenset[int]
+) -> str | None:
+    """Write all files of an export but its manifest. Return why the runner takes no texts; None if it does.
+
+    `plan`: the plan of the whole model. `quant`: the options of quantisation, as JSON.
+    """
+    for part in parts:
+        _write_part(part, part_folder(folder, part.parallel_layout), quant, eos)
+    if len(parts) > 1:
+        layout = parts[0].parallel_layout
+        description = describe_division(folder, layout.tp, layout.pp)
+        (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    checkpoint = plan.source.checkpoint
+    write_companions(checkpoint, folder, plan.dtype)
+    refused = _write_runner_tokenizer(folder) if len(parts) == 1 else None
+    copy_folds(checkpoint.path, folder, plan.model)
+    return refused
+
+
+def _write_part(part: ShardExport, folder: Path, quant: dict[str, Any], eos: frozenset[int]) -> None:
     model, cache, names = part.model, part.cache, dict[object, str]()
     traced = [_traced(model, cache, names, layers) for layers in (None, [*adaptable_layers(model).values()])]
     weights = [each.weights for each in traced]
@@ -36,7 +59,7 @@ def write_part(part: ShardExport, folder: Path, quant: dict[str, Any], eos: froz
     (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
 
 
-def write_runner_tokenizer(folder: Path) -> str | None:
+def _write_runner_tokenizer(folder: Path) -> str | None:
     """Write the tokenizer in the runner's form. If the runner cannot use it, write and return the reason."""
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:

@@ -2,39 +2,27 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from conf.decoding import DecodeConfig
 from conf.errors import UserError
 from conf.schema import RunConfig
 from conf.support.terminal import escape_control_chars, escape_line
 from conf.tasks import OutputForm, PredictConfig
-from models.formats.hub import find_checkpoint
-from pipelines.engine import Output
-from pipelines.engine.faults import belongs_to_request, row_error
-from pipelines.engine.request import ContextLimit, FinishReason
-from pipelines.engine.request_factory import too_many_new_tokens
 from pipelines.jobs import report
 from pipelines.jobs.data_files import expanded, names_a_file
-from pipelines.jobs.job import ANSWER, RowJob
+from pipelines.jobs.job import RowJob
 from pipelines.jobs.journal import NAME as JOURNAL
-from pipelines.jobs.journal import Fingerprint, Journal, dumps, named_folder, open_journal
-from pipelines.jobs.prompt_encoder import PromptEncoder
-from pipelines.jobs.prompts import PromptRow, Prompts
-from pipelines.jobs.rows import EngineRows, Loaded, Record, Row, RowExecutor, RowRequest
+from pipelines.jobs.journal import Fingerprint, Journal, dumps, open_journal
+from pipelines.jobs.prompts import Prompts
+from pipelines.jobs.rows import ANSWER, Record, Row, RowExecutor
 from pipelines.jobs.run_log import FILE
-from pipelines.jobs.text_generator import TextGenerator, whole_texts
-from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerprint, fingerprint
-from pipelines.loading.load_engine import open_engine
+from pipelines.jobs.text_generator import whole_texts
+from pipelines.tasks.predict_rows import PredictRows
 from pipelines.tasks.row_tasks import open_prompts, row_executor
-
-if TYPE_CHECKING:
-    from pipelines.server.batches.requests import BatchRequests
-
 
 EXPORTED = "export"  # name of the folder with the exported model, in the run's folder
 OWN_FILES = (
@@ -52,7 +40,11 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     prompts = open_prompts(run.predict)
     _check_output_file(run.predict, output_dir)
     start = time.perf_counter()
-    loaded, parts = _exported(run, output_dir) if run.predict.export else (run, {})
+    loaded, parts = run, Fingerprint()
+    if run.predict.export:
+        from pipelines.tasks.predict_export import exported_run  # here, because it imports torch's compiler
+
+        loaded, parts = exported_run(run, output_dir, EXPORTED)
     with row_executor(PredictRows, loaded, prompts) as executor:
         load_s = time.perf_counter() - start
         parts = {"input": prompts.sha256, **executor.loaded.fingerprint, **parts}
@@ -66,90 +58,6 @@ def run_predict(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         print(escape_line(f"also: {name}"))
     if metrics["num_errors"] == metrics["num_prompts"]:
         raise UserError(f"none of the {metrics['num_prompts']} rows could be predicted; the first: {first[0]['error']}")
-
-
-def _exported(run: RunConfig, output_dir: Path) -> tuple[RunConfig, Fingerprint]:
-    """Return the run of the exported model, and the fingerprint of its source model. A resumed job compares it."""
-    from pipelines.tasks.export import run_of_artefact  # here, because it imports torch's compiler
-
-    resume = run.predict.resume
-    folder = output_dir if resume in ("auto", "none") else named_folder(resume)
-    goes_on = resume != "none" and (folder / JOURNAL).exists()  # the export was finished before the journal began
-    model = run.model
-    source = find_checkpoint(model.path, True, model.allow_pickle, model.hub, model.revision)
-    made_of = file_fingerprint(source, "model") | (
-        calibration_fingerprint(run.calibrate, run.quantize.format) if run.quant.needs_calibration else {}
-    )
-    return run_of_artefact(run, folder / EXPORTED, goes_on), {
-        f"export.{name}": value for name, value in made_of.items()
-    }
-
-
-class PredictRows(EngineRows):
-    """Computes predictions from prompts."""
-
-    def __init__(
-        self, generator: TextGenerator, loaded: Loaded, open_batch: "Callable[[int | None], BatchRequests]"
-    ) -> None:
-        """`open_batch`: makes the converter for lines of OpenAI batches, from the seed of rows that do not set a seed.
-
-        It raises UserError if the run cannot take such lines.
-        """
-        super().__init__(generator.engine, loaded)
-        self._generator = generator
-        self._open_batch = open_batch
-        self._batch: BatchRequests | None = None  # set at the first line of a batch
-
-    @classmethod
-    def load(
-        cls, run: RunConfig, progress: report.ProgressSink = report.NO_PROGRESS, rows: Iterable[PromptRow] = ()
-    ) -> "PredictRows":
-        source, engine = open_engine(run, run.predict.batch_size, progress)
-        run = replace(run, decode=engine.requests.resolve(run.decode))
-        engine.requests.check(run.decode)
-        engine.requests.prefix(run.predict.prefix)
-        settings = run.predict
-        encoder = PromptEncoder(
-            engine.tokenizer,
-            settings.add_special_tokens,
-            settings.chat_template,
-            truncate=settings.truncate,
-            max_tokens=settings.max_prompt_tokens,
-        )
-        generator = TextGenerator(engine, encoder, settings.prefix, settings.adapter)
-        _check_new_tokens(run.decode, engine.config.context, encoder, rows)
-        loaded = Loaded(run.decode, fingerprint(run, source, engine), engine.executor.weight_bytes)
-
-        def open_batch(seed: int | None) -> "BatchRequests":
-            if settings.max_prompt_tokens is not None:
-                raise UserError(
-                    "predict.truncate is not used by lines of a batch: leave it out, or give rows of prompts"
-                )
-            from pipelines.server.batches.requests import BatchRequests  # here: only batches need pydantic
-
-            return BatchRequests(replace(run, decode=replace(run.decode, seed=seed)), source, generator)
-
-        return cls(generator, loaded, open_batch)
-
-    def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
-        if row.batch is None:
-            return self._generator.request(row, self.loaded.decode, seed)
-        self._batch = self._batch or self._open_batch(seed)
-        return self._batch.ask(row)
-
-    def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
-        answer = {ANSWER: row_request.answer(output)} if row_request.answer else {}
-        result = {"index": row.index, "id": row.id, **self._generator.result(row_request, output), "error": None}
-        return {"row": result, **_source(row), **answer}
-
-    @staticmethod
-    def failed(row: PromptRow, error: BaseException) -> Record:
-        prediction = _error_prediction(row, error)
-        if row.batch is None:
-            return {"row": prediction, **_source(row)}
-        from pipelines.server.batches.answers import refusal  # here: only batches need pydantic
-
-        return {"row": prediction, ANSWER: refusal(row, error)}
 
 
 class PredictJob(RowJob):
@@ -196,25 +104,6 @@ class PredictJob(RowJob):
                 report.write_atomically(folder / name, (f"{dumps(each)}\n" for each in wanted))
 
 
-def _error_prediction(row: PromptRow, error: BaseException) -> Row:
-    """Return the result of a failed row. Raises `error` again if the row did not cause it."""
-    return {
-        "index": row.index,
-        "id": row.id,
-        "prompt": None if row.prompt is None else row.prompt.encode("utf-8", "replace").decode("utf-8"),
-        "text": "",
-        "token_ids": [],
-        "finish_reason": FinishReason.error.value,
-        "num_prompt_tokens": 0,
-        "num_generated_tokens": 0,
-        "error": row_error(error, row.index),
-    }
-
-
-def _source(row: PromptRow) -> Record:
-    return {} if row.source is None else {"source": row.source}
-
-
 def _paddlenlp_row(record: Record) -> Row:
     """Return a row in the form of PaddleNLP's predictor: `output` is the first text.
 
@@ -237,27 +126,6 @@ def _check_output_file(settings: PredictConfig, output_dir: Path) -> None:
         raise UserError(f"{given} is predict.data itself, which would be replaced: give another file")
     if file.name in OWN_FILES and file.parent.resolve() in (output_dir.resolve(), expanded(settings.resume).resolve()):
         raise UserError(f"{given} is a file that the run itself writes: give another name")
-
-
-def _check_new_tokens(
-    decode: DecodeConfig, context: ContextLimit, encoder: PromptEncoder, rows: Iterable[PromptRow]
-) -> None:
-    """Raise UserError if `max_new_tokens` does not fit after any prompt.
-
-    The error names the number that fits after the longest prompt. Prompts that are themselves too long do not count.
-    """
-    wanted, most = decode.max_new_tokens, context.num_tokens
-    if decode.max_length is not None or not isinstance(wanted, int) or wanted < most:
-        return
-    lengths = []
-    for row in rows:
-        try:
-            lengths.append(len(encoder.encode(row).token_ids))
-        except BaseException as error:  # an invalid row has no length
-            if not belongs_to_request(error):
-                raise
-    longest = max((length for length in lengths if length < most), default=None)
-    raise too_many_new_tokens(wanted, longest, context)
 
 
 def _print(rows: list[Row], metrics: dict[str, Any], output_dir: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import Activations
 from conf.schema import RunConfig, Weights
 from models.formats.hub import find_checkpoint
 from models.formats.sentence_transformers import read_embedding_files
@@ -15,10 +14,9 @@ from pipelines.engine import Engine
 from pipelines.engine.request_factory import check_pooled
 from pipelines.jobs.report import NoProgress, ProgressSink, progress_bar
 from pipelines.loading.embedder import Embedder
-from pipelines.loading.fingerprint import model_fingerprint, plain, replay_fingerprint, template_fingerprint
+from pipelines.loading.fingerprint import answer_fingerprint, plain
 from pipelines.loading.load_engine import open_engine
 from pipelines.loading.memory import explained_out_of_memory
-from pipelines.loading.model_source import ModelSource
 from pipelines.replicas.engine_process.channel import Channel
 from pipelines.replicas.engine_process.frames import Ready
 
@@ -77,7 +75,9 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
         engine.requests.check(decode)
         with suppress(UserError):  # no guides; else this prepares their vocabulary before the first request
             engine.requests.prepare(DecodeConfig(guide={"json_object": True}))
-    return Served(engine, embedder, decode, described(replace(run, decode=decode), source, engine, embedder))
+    more = {} if embedder is None else {"embed": embedder.settings}
+    fingerprint = answer_fingerprint(replace(run, decode=decode), source, engine, more)
+    return Served(engine, embedder, decode, described(engine, decode, fingerprint, embedder))
 
 
 def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
@@ -88,14 +88,14 @@ def _sampled(decode: DecodeConfig, suggested: dict[str, Any]) -> DecodeConfig:
     return replace(decode, temperature=1.0)
 
 
-def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Embedder | None = None) -> Ready:
-    """Return the Ready frame of a loaded model. `run`: has resolved `decode` settings."""
+def described(engine: Engine, decode: DecodeConfig, fingerprint: str | None, embedder: Embedder | None = None) -> Ready:
+    """Return the Ready frame of a loaded model. `decode`: resolved. `fingerprint`: as of `answer_fingerprint`."""
     settings = {} if embedder is None else embedder.settings
     return Ready(
         context_length=engine.config.context.num_tokens,
         vocab_size=engine.vocab_size,
-        fingerprint=_fingerprint(run, source, engine, {} if embedder is None else {"embed": settings}),
-        decode=plain(asdict(run.decode)),
+        fingerprint=fingerprint,
+        decode=plain(asdict(decode)),
         num_cache_tokens=engine.requests.num_blocks * engine.block_size,
         embeds=embedder is not None,
         instruction=settings.get("instruction", ""),
@@ -103,14 +103,3 @@ def described(run: RunConfig, source: ModelSource, engine: Engine, embedder: Emb
         max_text_tokens=settings.get("max_tokens"),
         prefixes={name: prefix.num_tokens for name, prefix in engine.requests.prefixes.items()},
     )
-
-
-def _fingerprint(run: RunConfig, source: ModelSource, engine: Engine, parts: dict[str, Any]) -> str | None:
-    """Return the fingerprint of the answers' bits, or None if the bits depend on more than the request."""
-    if engine.device.type != "cpu" or run.quant.activations is Activations.auto:
-        return None
-    parts |= {
-        "serve.chat_template": template_fingerprint(run.serve.chat_template),
-        "serve.response_template": run.serve.response_template,
-    }
-    return replay_fingerprint(model_fingerprint(run, source, engine) | parts)

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from functools import partial
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import RunConfig
+from conf.schema import ModelConfig
+from conf.serving import ServeConfig
 from pipelines.jobs.prompt_encoder import EncodedPrompt
 from pipelines.jobs.prompts import PromptRow
 from pipelines.jobs.rows import RowRequest
 from pipelines.jobs.text_generator import TextGenerator
-from pipelines.loading.model_source import ModelSource
 from pipelines.replicas.engine_process.loading import described
 from pipelines.server.api.batch_lines import BatchRequest, line_errors, row_of
 from pipelines.server.api.conversation import Chat
@@ -23,12 +24,21 @@ from pipelines.server.batches.answers import line_id, row_answer
 class BatchRequests:
     """Converts the lines of a batch to engine requests. Each request knows how to write its answer."""
 
-    def __init__(self, run: RunConfig, source: ModelSource, generator: TextGenerator) -> None:
-        """`run`: has resolved `decode` settings. Raises UserError for a chat template that cannot be read."""
-        run = replace(run, serve=replace(run.serve, chat_template=run.predict.chat_template))
-        self._run, self._generator = run, generator
-        self._served = described(run, source, generator.engine)
-        self._chat = Chat(generator.engine.tokenizer, run.serve)
+    def __init__(
+        self,
+        generator: TextGenerator,
+        model: ModelConfig,
+        serve: ServeConfig,
+        decode: DecodeConfig,
+        fingerprint: str | None,
+    ) -> None:
+        """`serve` has the chat template of the lines. `decode`: resolved. `fingerprint`: as of `answer_fingerprint`.
+
+        Raises UserError for a chat template that cannot be read.
+        """
+        self._generator, self._model, self._decode = generator, model, decode
+        self._served = described(generator.engine, decode, fingerprint)
+        self._chat = Chat(generator.engine.tokenizer, serve)
 
     def ask(self, row: PromptRow) -> RowRequest:
         """Return the engine request of a line. Raises RefusedLine if the line cannot be run."""
@@ -40,7 +50,7 @@ class BatchRequests:
             return self._row_request(row, body)
 
     def _row_request(self, row: PromptRow, body: BatchRequest) -> RowRequest:
-        generator, names = self._generator, named(self._run.model, body.model)
+        generator, names = self._generator, named(self._model, body.model)
         tokenizer, served = generator.engine.tokenizer, self._served.after(names.prefix or generator.prefix)
         if isinstance(body, ChatRequest):
             head = RequestContext(f"chatcmpl-{line_id(row)}", body.model)
@@ -54,7 +64,7 @@ class BatchRequests:
             writer = CompletionWriter(generation, body)
         try:
             adapted_row = replace(row, decode=generation.settings[0], prefix=names.prefix, adapter=names.adapter)
-            row_request = generator.request(adapted_row, self._run.decode, prompt=prompt)
+            row_request = generator.request(adapted_row, self._decode, prompt=prompt)
         except UserError as error:
             raise generation.refused(str(error)) from error
         return replace(row_request, answer=partial(row_answer, row, row_request.request, generation, writer))
