@@ -4,15 +4,18 @@ The first run with such a scheme calibrates and saves the model. Later runs load
 `build_engine.py` take single groups of the RunConfig.
 """
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.schema import ParallelMode, RunConfig
+from conf.quantization import QuantConfig
+from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, RunConfig
 from models.heads import HeadKind
 from pipelines.engine import Engine
 from pipelines.jobs.report import NO_PROGRESS, ProgressSink
 from pipelines.loading.build_engine import build_engine
 from pipelines.loading.device import prepare_device
-from pipelines.loading.model_source import ModelSource, OpenModel, resolve_model
+from pipelines.loading.model_source import ModelSource, OpenModel, ReadyModel, resolve_model
 from pipelines.loading.quantize.calibrated import calibrated
+from pipelines.loading.quantize.job import float_model
 
 
 def load_engine(
@@ -43,6 +46,16 @@ def open_engine(
     _check(run.parallel.mode, max_num_requests, run.device.max_batched_tokens)
     ready = calibrated(run, source, progress)
     return source, build_engine(ready, device, run.device, run.parallel, run.decode, max_num_requests, progress)
+
+
+def load_float_engine(
+    model: ModelConfig, device: DeviceConfig, parallel: ParallelConfig, progress: ProgressSink
+) -> Engine:
+    """Return an engine of the model without quantisation, for one request at a time. Raises UserError as `load_engine` does."""
+    model = float_model(model)
+    prepared = prepare_device(device)
+    ready = ReadyModel(resolve_model(model), model, QuantConfig())
+    return build_engine(ready, prepared, device, parallel, DecodeConfig(), 1, progress)
 
 
 def _check(mode: ParallelMode, max_num_requests: int, max_batched_tokens: int) -> None:

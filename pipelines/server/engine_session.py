@@ -10,8 +10,7 @@ from pipelines.replicas.engine_process.client import Answer, EngineGone, RemoteE
 from pipelines.replicas.engine_process.frames import Delta, Done, Ready, Submit, SubmitPooled
 from pipelines.server.admission import Admission, WaitingPrompt
 from pipelines.server.api.errors import SERVER_ERROR, ApiError, engine_gone, loading
-from pipelines.server.api.generation import RequestContext
-from pipelines.server.api.named import Named
+from pipelines.server.api.generation import Named, RequestContext
 from pipelines.server.metrics import Metrics
 from pipelines.server.records import Record
 

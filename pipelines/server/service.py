@@ -22,8 +22,7 @@ from pipelines.replicas.engine_process.client import RemoteEngine
 from pipelines.server.admission import Admission
 from pipelines.server.api.answers import Event
 from pipelines.server.api.errors import ApiError, failed
-from pipelines.server.api.generation import RequestContext
-from pipelines.server.api.named import Named, named
+from pipelines.server.api.generation import Named, RequestContext, named
 from pipelines.server.api.requests import Body
 from pipelines.server.engine_session import EngineSession, loaded
 from pipelines.server.metrics import Metrics

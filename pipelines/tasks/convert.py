@@ -6,7 +6,6 @@ At most one tensor is in memory at a time, or one file of a pickled source.
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,11 @@ from conf.constraints import typed
 from conf.errors import UserError
 from conf.quantization import QuantConfig
 from conf.schema import DeviceConfig, DeviceType, ModelConfig, RunConfig
-from conf.tasks import CheckpointFormat, ConvertDType
-from models.causal_lm import CausalLM
-from models.config import ConfigReader
-from models.formats.base import WeightFile
-from models.formats.lora import merge_lora
 from models.formats.manifest import write_manifest
-from models.formats.safetensors_writer import entries_of
-from models.meta_model import open_model
-from models.weights import DTYPES, CastFile, match_tensors
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import complete_folder, refuse_existing
-from pipelines.loading.model_source import ModelSource, resolve_model
-from pipelines.loading.planning import plan_model
+from pipelines.loading.model_source import resolve_model
+from pipelines.tasks.conversion import open_conversion
 from pipelines.tasks.convert_formats import writer_of
 
 
@@ -42,60 +33,24 @@ def run_convert(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError("convert.output is missing: give the folder to make")
     start = time.perf_counter()
     source = resolve_model(run.model)
-    checkpoint = source.checkpoint
     target = Path(os.path.abspath(Path(run.convert.output).expanduser()))
-    _refuse_overlap(target, checkpoint.path, output_dir)
+    _refuse_overlap(target, source.checkpoint.path, output_dir)
     refuse_existing(target, run.convert.overwrite, "convert")
-    model, files, ignored = _open(run, source)
-    if model.config != source.shape:  # the files hold an output head that is not tied
-        untied = checkpoint.config.values | {"tie_word_embeddings": False}
-        checkpoint = replace(checkpoint, config=ConfigReader(untied, str(checkpoint.path)))
-    num_source_bytes = sum(entry.nbytes for entry in entries_of(files))
-    matched = match_tensors(model, files, ignored)
-    if run.convert.lora is not None:
-        files = merge_lora(files, Path(run.convert.lora).expanduser(), model)
-    dtype = DTYPES.get(run.convert.dtype.name)
-    if dtype is not None:
-        files = [CastFile(file, model, matched, dtype) for file in files]
-    write = writer_of(run.convert, replace(checkpoint, open_weights=lambda expected: files), model, matched, dtype)
+    conversion = open_conversion(run.model, run.convert, source)
+    write = writer_of(run.convert, conversion)
     with report.progress_bar() as progress, complete_folder(target, run.convert.overwrite, "convert") as folder:
         write_manifest(folder, write(folder, progress.converted))
     written = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
     metrics = {
-        "num_tensors": sum(len(file.shapes) for file in files),
+        "num_tensors": sum(len(file.shapes) for file in conversion.files),
         "num_files": len(written),
-        "bytes_read": num_source_bytes,
+        "bytes_read": conversion.num_source_bytes,
         "bytes_written": sum(written),
         "convert_s": time.perf_counter() - start,
         "peak_memory_bytes": report.peak_memory_bytes(torch.device("cpu")),
     }
     report.write_run(output_dir, dump(run, output_dir), {"metrics.json": json.dumps(metrics, indent=2) + "\n"})
     _print(metrics, target, output_dir)
-
-
-def _open(run: RunConfig, source: ModelSource) -> tuple[CausalLM, list[WeightFile], tuple[str, ...]]:
-    """Return the model on the meta device, its files, and suffixes of tensor names in them that are not parameters.
-
-    A quantised model keeps the layers of its files. Raises UserError for settings that need a float model.
-    """
-    if source.artefact is not None:
-        raise UserError(f"{source.checkpoint.path} is exported already: give the model that it was made of")
-    if source.checkpoint.path.suffix == ".gguf" or not source.is_quantized:  # GGUF codes become floats
-        model, files = open_model(source.architecture, source.shape, source.checkpoint)
-        return model, files, source.architecture.ignored_tensors
-    config = run.convert
-    for name, is_given in {
-        "dtype": config.dtype is not ConvertDType.auto,
-        "lora": config.lora is not None,
-        "format": config.format is CheckpointFormat.gguf,
-    }.items():
-        if is_given:
-            raise UserError(
-                f"convert.{name}={typed(getattr(config, name))} needs floats, but {source.checkpoint.path} is quantised: "
-                "give the float model"
-            )
-    plan = plan_model(run.model, run.quant, source, torch.device("cpu"), packed=False)
-    return plan.model, plan.files, plan.ignored_tensors
 
 
 REMEDIES = {  # if the remedy is not to leave the setting out

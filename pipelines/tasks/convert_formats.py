@@ -6,17 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-
 from conf.tasks import CheckpointFormat, ConvertConfig, ConvertDType
-from models.causal_lm import CausalLM
-from models.formats.base import Checkpoint
 from models.formats.gguf.writer import write_gguf
 from models.formats.huggingface_writer import write_companions, write_huggingface
-from models.formats.partition import expected_tensors
 from models.formats.sentence_transformers import MODULES
 from models.formats.sharded_writer import divide_tensors, write_sharded
 from models.weights import DTYPES, stored_dtype
+from pipelines.tasks.conversion import Conversion
 from quantization.smoothing_record import FOLDS
 
 log = logging.getLogger(__name__)
@@ -30,18 +26,13 @@ Calls back with the bytes done and the total; returns the sha256 of the files th
 """
 
 
-def writer_of(
-    config: ConvertConfig, checkpoint: Checkpoint, model: CausalLM, matched: dict[str, str], dtype: torch.dtype | None
-) -> Write:
-    """Return the writer of `convert.format`. Raises UserError if the model cannot be sharded as requested.
-
-    `matched`: checkpoint tensor name to parameter name. `dtype`: the dtype to which tensors were cast; None: not cast.
-    """
-    files = checkpoint.open_weights(expected_tensors(model))
+def writer_of(config: ConvertConfig, conversion: Conversion) -> Write:
+    """Return the writer of `convert.format`. Raises UserError if the model cannot be sharded as requested."""
+    checkpoint, files, dtype = conversion.checkpoint, conversion.files, conversion.dtype
     if config.format is CheckpointFormat.sharded:
-        names = {name: matched.get(name) for file in files for name in file.shapes}
+        names = {name: conversion.matched.get(name) for file in files for name in file.shapes}
         shares = divide_tensors(
-            model, names, config.tp, config.pp, dtype or DTYPES[stored_dtype(checkpoint.config, files)]
+            conversion.model, names, config.tp, config.pp, dtype or DTYPES[stored_dtype(checkpoint.config, files)]
         )
 
     def write(folder: Path, on_bytes: Callable[[int, int], None]) -> dict[str, str]:

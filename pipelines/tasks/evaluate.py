@@ -1,53 +1,24 @@
-"""`task=evaluate`: perplexity, divergence from a reference model, accuracy on questions, and lm_eval tasks.
-
-Answers are greedy. After white space is stripped, an answer is right if it begins with exactly the expected lines. Text
-on further lines is allowed, but not more text on the last expected line.
-"""
+"""`task=evaluate`: perplexity, divergence from a reference model, accuracy on questions, and lm_eval tasks."""
 
 import json
-import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
-from conf.quantization import QuantConfig
 from conf.schema import RunConfig, Weights
 from conf.tasks import EvaluateConfig
-from models.tokenizers import Tokenizer
 from pipelines.engine import Engine
 from pipelines.jobs import report
-from pipelines.jobs.data_files import FORMS, ROWS, DataFile, decoded, find_file
-from pipelines.jobs.prompt_encoder import PromptEncoder
-from pipelines.jobs.prompts import FIELDS, Lines, PromptRow, parse_row
 from pipelines.jobs.scoring import Scores, score, sliding_windows
-from pipelines.loading.build_engine import build_engine
-from pipelines.loading.device import prepare_device
-from pipelines.loading.load_engine import load_engine
-from pipelines.loading.model_source import ReadyModel, resolve_model
-from pipelines.loading.quantize.job import float_model
-
-log = logging.getLogger(__name__)
+from pipelines.loading.load_engine import load_engine, load_float_engine
+from pipelines.tasks.evaluate_data import Text, encode_text, read_questions, read_texts, right_answers
 
 DEFAULT_WINDOW = 512  # tokens
 BATCH_SIZE = 16  # questions per batch
 GREEDY = {"temperature": 0, "num_beams": 1, "penalty_alpha": 0, "n": 1, "logprobs": None, "prompt_logprobs": None}
-
-
-@dataclass(frozen=True)
-class Text:
-    where: str  # name in errors: the file, and the row of a .jsonl
-    text: str
-
-
-@dataclass(frozen=True)
-class Question:
-    where: str
-    row: PromptRow
-    answer: str
 
 
 def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
@@ -68,8 +39,11 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         engine = load_engine(run, min(BATCH_SIZE, run.device.max_batched_tokens), progress)
         if engine.tokenizer is None:
             raise UserError("task=evaluate measures on text, but there is no tokenizer: give model.tokenizer=PATH")
-        run = _resolved(run, engine)
-        token_ids = [_encode(engine.tokenizer, text) for text in texts]
+        if asked is not None:
+            run = replace(run, decode=_greedy(run.decode, engine))
+        if data is not None:
+            run = replace(run, evaluate=_windowed(run.evaluate, engine))
+        token_ids = [encode_text(engine.tokenizer, text) for text in texts]
         reference = _load_reference(run, engine, dict(zip(texts, token_ids, strict=True)), progress)
         load_s, start = time.perf_counter() - start, time.perf_counter()
         right = right_answers(engine, questions, run.decode, progress.generated)
@@ -88,116 +62,19 @@ def run_evaluate(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _print(metrics, output_dir)
 
 
-def right_answers(
-    engine: Engine,
-    questions: list[Question],
-    decode: DecodeConfig,
-    on_answer: Callable[[int, int, float], None] = lambda num_done, total, tokens_per_s: None,
-) -> list[bool]:
-    """Return whether each answer is right.
-
-    Raises UserError, before any question runs, for a question that the model does not accept.
-    """
-    encoder = PromptEncoder(engine.tokenizer, add_special_tokens=True, chat_template="auto")
-    requests = []
-    for i, question in enumerate(questions):
-        row = question.row
-        try:
-            requests.append(engine.request(i, encoder.encode(row).token_ids, decode, adapter=row.adapter))
-        except UserError as error:
-            raise UserError(f"{question.where} cannot be asked: {error}") from error
-    right = [False] * len(questions)
-    start, before = time.perf_counter(), engine.num_generated_tokens
-    for num_done, output in enumerate(engine.generate(requests), 1):
-        if output.error:
-            raise output.error
-        right[output.request_id] = is_right(output.completions[0].text or "", questions[output.request_id].answer)
-        tokens_per_s = (engine.num_generated_tokens - before) / (time.perf_counter() - start)
-        on_answer(num_done, len(questions), tokens_per_s)
-    return right
+def _greedy(decode: DecodeConfig, engine: Engine) -> DecodeConfig:
+    """Return the decode settings of questions, with unset values from the model. Raises UserError unless they are greedy."""
+    decode = engine.requests.resolve(decode)
+    for name, greedy in GREEDY.items():
+        if (value := getattr(decode, name)) != greedy:
+            remedy = "leave it out, or give decode=greedy"
+            raise UserError(f"decode.{name}={value} is not used by task=evaluate, whose tokens are greedy: {remedy}")
+    engine.requests.check(decode)
+    return decode
 
 
-def is_right(continuation: str, answer: str) -> bool:
-    num_lines = answer.strip().count("\n") + 1
-    return "\n".join(continuation.strip().split("\n")[:num_lines]).strip() == answer.strip()
-
-
-def read_texts(data: str | Path) -> list[Text]:
-    """Return a .txt as one text, and any other file as one text per row.
-
-    Raises UserError for a file or a row without text.
-    """
-    missing = "is not a file that ends in .txt or .jsonl, .csv or .json, or .gz of these: give one"
-    file = find_file("evaluate.data", data, FORMS, missing, columns=("text", "prompt"))
-    if file.form == ".txt":
-        return [Text(file.where, "".join(decoded(file.lines(), file.where)))]
-    texts = []
-    for row, values in _read_rows(file, {"text", "prompt", "id"}):
-        given = [values[name] for name in ("text", "prompt") if values.get(name) is not None]
-        if len(given) != 1 or not isinstance(given[0], str):
-            raise UserError(f'{row} needs a text as either "text" or "prompt"')
-        texts.append(Text(row, given[0]))
-    return texts
-
-
-def read_questions(data: str | Path) -> list[Question]:
-    """Return the questions of a file: rows as for task=predict, with an `answer`.
-
-    Raises UserError for an invalid file or row.
-    """
-    missing = "is not a file that ends in .jsonl, .csv or .json, or .gz of these: give one"
-    file = find_file("evaluate.questions", data, ROWS, missing)
-    questions: list[Question] = []
-    for row, values in _read_rows(file, {*FIELDS, "answer"} - {"prefix"}):
-        prompt, answer = parse_row(len(questions), values), values.get("answer")
-        if prompt.error:
-            raise UserError(f"{row} cannot be asked: {prompt.error}")
-        if prompt.prediction is not None:
-            raise UserError(f"{row} has a prediction, which task=evaluate does not use: leave it out")
-        if prompt.decode:
-            raise UserError(f"{row} has decode settings of its own, but all questions are asked alike: leave them out")
-        if not isinstance(answer, str) or not answer.strip():
-            raise UserError(f'{row} needs its "answer", a text that is not empty, but has {json.dumps(answer)[:40]}')
-        questions.append(Question(row, prompt, answer))
-    return questions
-
-
-def _read_rows(file: DataFile, known: set[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each row's name for errors, and its values."""
-    rows: list[tuple[str, dict[str, Any]]] = []
-    unused: set[str] = set()
-    for index, line in enumerate(Lines(file.lines(), file.where)):
-        name = f"row {index} of {file.where}"
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, a number too long, or nested too deep
-            raise UserError(f"{name} is not a JSON object: {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{name} is not a JSON object but {type(values).__name__}")
-        rows.append((name, values))
-        unused |= set(values) - known
-    if unused:
-        log.warning("%s has fields that are not used: %s", file.where, ", ".join(sorted(unused)))
-    return rows
-
-
-def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
-    """Return the run with unset values from the model.
-
-    Raises UserError for settings that the measures do not support.
-    """
-    evaluate = run.evaluate
-    if evaluate.questions is not None:
-        run = replace(run, decode=engine.requests.resolve(run.decode))
-        for name, greedy in GREEDY.items():
-            if (value := getattr(run.decode, name)) != greedy:
-                remedy = "leave it out, or give decode=greedy"
-                raise UserError(
-                    f"decode.{name}={value} is not used by task=evaluate, whose tokens are greedy: {remedy}"
-                )
-        engine.requests.check(run.decode)
-    if evaluate.data is None:
-        return run
+def _windowed(evaluate: EvaluateConfig, engine: Engine) -> EvaluateConfig:
+    """Return the settings with unset values from the model. Raises UserError for windows that the model does not take."""
     if engine.capabilities.needs_whole_prompt:
         raise UserError(
             "evaluate.data needs a model whose tokens are predicted from those before them, but this one's prompts see themselves "
@@ -212,7 +89,7 @@ def _resolved(run: RunConfig, engine: Engine) -> RunConfig:
         )
     if stride > window:
         raise UserError(f"evaluate.stride={stride} is more than the window, {window} tokens: give at most that")
-    return replace(run, evaluate=replace(evaluate, window=window, stride=stride))
+    return replace(evaluate, window=window, stride=stride)
 
 
 def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str, float]]:
@@ -221,17 +98,6 @@ def _ask_lm_eval(engine: Engine, evaluate: EvaluateConfig) -> dict[str, dict[str
     except ImportError as error:
         raise UserError(f"evaluate.tasks needs the package lm-eval ({error}): pip install 'quintet[eval]'") from error
     return evaluate_tasks(engine, evaluate)
-
-
-def _encode(tokenizer: Tokenizer | None, text: Text) -> list[int]:
-    try:
-        token_ids = PromptEncoder(tokenizer, True, "none").encode(PromptRow(0, prompt=text.text)).token_ids
-    except UserError as error:
-        raise UserError(f"{text.where}: {error}") from error
-    if len(token_ids) < 2:
-        found = f"{len(token_ids)} token{'' if len(token_ids) == 1 else 's'}"
-        raise UserError(f"{text.where} is too short: it is {found}, of which the first is not scored: give at least 2")
-    return token_ids
 
 
 def _score(
@@ -258,17 +124,15 @@ def _load_reference(
     where = f"evaluate.reference={path}"
     # The reference needs a KV cache for one window only.
     model = replace(run.model, path=path, revision=None, weights=Weights.checkpoint, max_length=run.evaluate.window)
-    model = float_model(model)
     try:
-        device, ready = prepare_device(run.device), ReadyModel(resolve_model(model), model, QuantConfig())
-        reference = build_engine(ready, device, run.device, run.parallel, DecodeConfig(), 1, progress)
+        reference = load_float_engine(model, run.device, run.parallel, progress)
     except UserError as error:
         raise UserError(f"{where} cannot be loaded: {error}") from error
     if reference.vocab_size != engine.vocab_size:
         sizes = f"{reference.vocab_size} tokens, but the model's {engine.vocab_size}"
         raise UserError(f"{where} has a vocabulary of {sizes}: give the model that this one comes from")
     for text, expected in token_ids.items() if reference.tokenizer else ():
-        if _encode(reference.tokenizer, text) != expected:
+        if encode_text(reference.tokenizer, text) != expected:
             what = f"another tokenizer, which reads {text.where} as other tokens"
             raise UserError(f"{where} has {what}: give the model that this one comes from")
     return reference

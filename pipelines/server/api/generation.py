@@ -4,8 +4,9 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from conf.schema import ModelConfig
 from models.tokenizers.base import Tokenizer
 from pipelines.replicas.engine_process.frames import Delta, Done, Ready
 from pipelines.server.api.answers import AnswerInfo, ChoiceText, Event, TokenTexts, usage
@@ -29,6 +30,19 @@ class RequestContext:
     """Name of the client's API key. Prefix cache entries are shared only between requests with the same key."""
     last_event_id: str | None = None
     """Value of the Last-Event-ID header. If it is set, events have ids. An empty value starts at the beginning."""
+
+
+class Named(NamedTuple):
+    """The adapter or soft prefix that the `model` of a request or batch line selects. At most one of the two is set."""
+
+    adapter: str | None = None
+    prefix: str | None = None
+
+
+def named(config: ModelConfig, model: str) -> Named:
+    """Return the adapter or the soft prefix of this name; neither is set if there is none."""
+    has_adapter, has_prefix = (model in (paths or {}) for paths in (config.adapters, config.prefixes))
+    return Named(model if has_adapter else None, model if has_prefix else None)
 
 
 class Choice:

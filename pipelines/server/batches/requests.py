@@ -14,8 +14,7 @@ from pipelines.jobs.text_generator import TextGenerator
 from pipelines.replicas.engine_process.loading import described
 from pipelines.server.api.batch_lines import BatchRequest, line_errors, row_of
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.generation import Generation, RequestContext
-from pipelines.server.api.named import named
+from pipelines.server.api.generation import Generation, RequestContext, named
 from pipelines.server.api.requests import ChatRequest
 from pipelines.server.api.writers import ChatWriter, CompletionWriter, Writer
 from pipelines.server.batches.answers import line_id, row_answer

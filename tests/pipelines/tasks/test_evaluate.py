@@ -23,7 +23,8 @@ from conf.tasks import EvaluateConfig, PredictConfig
 from models.tiny.corpus import questions as tiny_corpus_questions
 from pipelines.engine.operations import Logits
 from pipelines.jobs.scoring import score, sliding_windows
-from pipelines.tasks.evaluate import is_right, read_questions, read_texts, right_answers, run_evaluate
+from pipelines.tasks.evaluate import run_evaluate
+from pipelines.tasks.evaluate_data import is_right, read_questions, read_texts, right_answers
 from tests.helpers.builders import REPOSITORY, SHARED, engine_of, run_config, write_llama
 from tests.helpers.cases import each
 from tests.helpers.command import run as command

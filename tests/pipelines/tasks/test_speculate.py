@@ -18,7 +18,7 @@ from conf.tasks import BenchConfig, PredictConfig
 from pipelines import pipeline
 from pipelines.loading.load_engine import load_engine
 from pipelines.tasks.bench import decode_config, measure, prompt_batches, run_bench
-from pipelines.tasks.evaluate import read_questions
+from pipelines.tasks.evaluate_data import read_questions
 from pipelines.tasks.predict import run_predict
 from tests.helpers.builders import REPOSITORY, run_config
 from tests.helpers.cases import each
