@@ -18,14 +18,16 @@ def allocate_kv_cache(
     heads: list[Heads],
     num_blocks: int,
     block_size: int,
-    formats: list[tuple[KVFormat, KVFormat]],
+    formats: list[tuple[KVFormat, KVFormat]] | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
     """Allocate an uninitialised cache from the heads of each layer and the formats of its keys and values.
 
-    `dtype`: the dtype that the model computes in.
+    `formats`: None for a cache that is not quantised. `dtype`: the dtype that the model computes in.
     """
+    if formats is None:
+        formats = [(Unquantised(), Unquantised())] * len(heads)
 
     def paged(format: KVFormat, num_heads: int, channels: int) -> PagedVectors:
         size = (num_blocks, block_size, num_heads)

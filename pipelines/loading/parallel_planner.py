@@ -4,8 +4,6 @@ No weights are read. The time of a decode step is the longer of memory time and 
 are not counted.
 """
 
-import re
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -13,21 +11,18 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from conf.schema import DeviceConfig, ParallelConfig, ParallelMode, RunConfig, Task
+from conf.quantization import QuantConfig
+from conf.schema import DeviceConfig, ModelConfig, ParallelConfig, ParallelMode, Task
 from conf.support.sizes import num_bytes
 from kernels import build
-from kernels.kv_format import FORMATS, STATIC_FORMATS
-from models.layers.attention import Heads
-from pipelines.engine.kv_cache import AUTO_SHARE, BLOCK_SIZE, allocate_kv_cache
+from pipelines.engine.kv_cache import AUTO_SHARE, BLOCK_SIZE
 from pipelines.jobs.report import print_columns
 from pipelines.loading.device import prepare_device
 from pipelines.loading.memory import step_bytes
-from pipelines.loading.model_plan import ModelPlan
-from pipelines.loading.model_source import ModelSource, resolve_model
+from pipelines.loading.model_costs import model_costs
+from pipelines.loading.model_source import resolve_model
 from pipelines.loading.parallel_costs import Cost, ParallelCosts
-from pipelines.loading.planning import plan_model
 from pipelines.loading.topology import Topology, find_topology, read_topology
-from pipelines.ranks.rank_context import layout_of
 
 ROW_TOKENS = 2048  # tokens of a row, prompt and answer, unless model.max_length is smaller
 OVERLAP = 3  # exponent that joins memory and arithmetic time: 1 is their sum, infinity their maximum
@@ -76,14 +71,21 @@ class Candidate:
         return " ".join(f"{name}={number}" for name, number in parts if number > 1) or "single"
 
 
-def planned(run: RunConfig) -> RunConfig | None:
-    """Return the run with the chosen layout. With `parallel.dry_run`, print all layouts and return None.
+def planned(
+    task: Task,
+    model: ModelConfig,
+    quant: QuantConfig,
+    parallel: ParallelConfig,
+    device: DeviceConfig,
+    num_rows: int,
+) -> ParallelConfig | None:
+    """Return the chosen layout for `num_rows` concurrent rows. With `parallel.dry_run`, print all layouts and return None.
 
     Raises UserError if nothing fits, and if the chosen layout cannot be started from here.
     """
-    candidates, topology, workload = plan_layouts(run)
+    candidates, topology, workload = plan_layouts(model, quant, parallel, device, num_rows)
     best = choose(candidates)
-    if run.parallel.dry_run:
+    if parallel.dry_run:
         print(f"{topology}\n{workload.num_rows:,} rows of {workload.row_tokens:,} tokens\n")
         print_columns(table(candidates, best))
         print(f"choice: {best or 'none, because nothing fits'}")
@@ -92,49 +94,50 @@ def planned(run: RunConfig) -> RunConfig | None:
         limit = [each.limit for each in candidates if each.limit != NO_RANKS][-1]
         raise UserError(f"parallel=auto: no division of this model fits here: {limit}: give quant=int4")
     print(f"parallel=auto: {best}")
-    return replace(run, parallel=_parallel(run, best))
+    return _parallel(task, parallel, best)
 
 
-def _parallel(run: RunConfig, best: Candidate) -> ParallelConfig:
+def _parallel(task: Task, parallel: ParallelConfig, best: Candidate) -> ParallelConfig:
     if best.num_ranks == 1:
         return ParallelConfig(ParallelMode.single)
-    if best.replicas > 1 and run.task is not Task.predict:
-        raise UserError(f"parallel=auto chose {best}, which task={run.task.name} cannot run: give parallel=single")
+    if best.replicas > 1 and task is not Task.predict:
+        raise UserError(f"parallel=auto chose {best}, which task={task.name} cannot run: give parallel=single")
     tp, pp = (number if number > 1 else None for number in (best.tp, best.pp))
     mode = ParallelMode.tp_pp if tp and pp else ParallelMode.tp if tp else ParallelMode.pp
     found = ParallelConfig(ParallelMode.ray if best.replicas > 1 else mode, best.replicas, tp, pp)
-    return replace(found, sum=run.parallel.sum, experts=run.parallel.experts) if tp else found
+    return replace(found, sum=parallel.sum, experts=parallel.experts) if tp else found
 
 
-def plan_layouts(run: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
-    """Return all layouts of the run's model, the topology and the workload.
+def plan_layouts(
+    model: ModelConfig, quant: QuantConfig, parallel: ParallelConfig, config: DeviceConfig, num_rows: int
+) -> tuple[list[Candidate], Topology, Workload]:
+    """Return all layouts of the model for `num_rows` concurrent rows, the topology and the workload.
 
     Raises UserError as loading an engine does.
     """
-    source, path = resolve_model(run.model), run.parallel.topology
+    source, path = resolve_model(model), parallel.topology
     if source.artefact is not None:
         raise UserError(
-            f"parallel=auto does not plan for {run.model.path}, which is exported: give the model that it was made of"
+            f"parallel=auto does not plan for {model.path}, which is exported: give the model that it was made of"
         )
-    device = prepare_device(run.device) if path is None else torch.device("cpu")
+    device = prepare_device(config) if path is None else torch.device("cpu")
     topology = None if path is None else read_topology(Path(path).expanduser())
     kind = topology.kind if topology else device.type
-    block_size = run.device.block_size or BLOCK_SIZE[kind]
-    plan, costs = _costs(run, source, block_size, packed=kind == "cpu", compresses=path is None)
-    rows = run.bench.batch_size if run.task is Task.bench else run.predict.batch_size
-    rows *= max(run.decode.n or 1, run.decode.num_beams or 1)
+    block_size = config.block_size or BLOCK_SIZE[kind]
+    packed, compresses = kind == "cpu", path is None
+    plan, costs = model_costs(model, quant, parallel, source, block_size, packed, compresses)
     topology = topology or find_topology(device, plan.dtype)
-    length = min(run.model.max_length or ROW_TOKENS, source.shape.context_length, ROW_TOKENS)
-    num_tokens, vocab_size = run.device.max_batched_tokens, source.shape.vocab_size
-    step = step_bytes(plan.max_layer_values, vocab_size, plan.dtype, num_tokens, rows)
-    workload = Workload(rows, length, block_size, step, plan.dtype.itemsize)
-    planner = _Planner(run.device, costs, topology, workload)
+    length = min(model.max_length or ROW_TOKENS, source.shape.context_length, ROW_TOKENS)
+    num_tokens, vocab_size = config.max_batched_tokens, source.shape.vocab_size
+    step = step_bytes(plan.max_layer_values, vocab_size, plan.dtype, num_tokens, num_rows)
+    workload = Workload(num_rows, length, block_size, step, plan.dtype.itemsize)
+    planner = _Planner(config, costs, topology, workload)
     has_ranks = path is not None or (device.type == "cpu" and build.library() is not None)
     candidates = [
         planner.candidate(tp, pp, replicas)
         if has_ranks or tp * pp == 1
         else Candidate(tp, pp, replicas, limit=NO_RANKS)
-        for tp, pp, replicas in parallel_layouts(topology, rows)
+        for tp, pp, replicas in parallel_layouts(topology, num_rows)
     ]
     return candidates, topology, workload
 
@@ -277,47 +280,3 @@ def _layers(stages: tuple[range, ...]) -> str:
     """Return the layer counts of the stages: `8 8 7`, or `14x8 2x7` for 14 stages of 8 layers and 2 stages of 7."""
     runs = [(len([*group]), size) for size, group in groupby(map(len, stages))]
     return " ".join(f"{number}x{size}" if number > 1 else str(size) for number, size in runs)
-
-
-def _layer_kinds(run: RunConfig, source: ModelSource) -> tuple[Hashable, ...]:
-    """Return a key per layer. Layers with equal keys have equal names, shapes and dtypes."""
-    kinds: tuple[Hashable, ...] = source.shape.layer_kinds
-    if run.quant.overrides:  # overrides may name a single layer
-        return tuple(range(len(kinds)))
-    if not (source.has_weights and source.is_quantized):
-        return kinds
-    held: list[set[Hashable]] = [set() for _ in kinds]
-    for file in source.checkpoint.open_weights({}):
-        for name, shape in file.shapes.items():
-            number = re.search(r"\.(\d+)(\..*)", name)
-            if number and int(number[1]) < len(held):
-                held[int(number[1])].add((number[2], shape, file.dtypes[name]))
-    return tuple(zip(kinds, map(frozenset, held), strict=True))
-
-
-def _costs(
-    run: RunConfig, source: ModelSource, block_size: int, packed: bool, compresses: bool = False
-) -> tuple[ModelPlan, ParallelCosts]:
-    """Return the plan of the model's first layers, which include one of each kind, and the costs of the whole model.
-
-    `packed`: as for `plan_model`. `compresses`: as for `ParallelCosts`.
-    """
-    if run.quant.needs_calibration and not source.is_quantized:
-        raise UserError(
-            "parallel=auto plans no model that is going to be calibrated: quantise it by task=quantize first"
-        )
-    kinds = _layer_kinds(run, source)
-    num_layers = 1 + max(map(kinds.index, kinds))
-    first = replace(source, shape=replace(source.shape, num_hidden_layers=num_layers))
-    plan = plan_model(run.model, run.quant, first, torch.device("cpu"), packed)
-
-    def block_bytes(heads: Heads) -> int:
-        if plan.static_cache is None:
-            keys, values = FORMATS[run.quant.kv_cache.name]
-        else:
-            keys = values = STATIC_FORMATS[plan.static_cache.name](torch.ones(heads.num_key_value_heads))
-        cache = allocate_kv_cache([heads], 1, block_size, [(keys, values)], plan.dtype, torch.device("meta"))
-        return sum(tensor.nbytes for tensor in cache.tensors)
-
-    own = layout_of(0, 1, 1, run.parallel)
-    return plan, ParallelCosts(plan.model, kinds, plan.dtype, block_bytes, own.adds, own.whole_experts, compresses)

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -49,10 +50,12 @@ def _launch_with_torch(run: RunConfig, output_dir: Path, dump: Dump) -> None:
     if run.parallel.mode is ParallelMode.auto:
         from pipelines.loading.parallel_planner import planned
 
-        chosen = planned(run)
+        num_rows = run.bench.batch_size if run.task is Task.bench else run.predict.batch_size
+        num_rows *= max(run.decode.n or 1, run.decode.num_beams or 1)
+        chosen = planned(run.task, run.model, run.quant, run.parallel, run.device, num_rows)
         if chosen is None:
             return
-        run = chosen
+        run = replace(run, parallel=chosen)
     try:
         with explained_out_of_memory():
             function(run, output_dir, dump)

@@ -115,7 +115,7 @@ def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, 
         ["task=bench", f"model.path={model}", "device=cpu", "parallel=auto", "model.max_length=160"]
         + [f"bench.batch_size={num_rows}", *overrides]
     )
-    candidates, topology, _ = plan_layouts(run)
+    candidates, topology, _ = plan_layouts(run.model, run.quant, run.parallel, run.device, run.bench.batch_size)
     names = {(1, 1): "single", (2, 1): "tp2", (1, 2): "pp2"}
     return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}, topology
 

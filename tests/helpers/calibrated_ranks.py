@@ -9,7 +9,6 @@ from torch import Tensor
 
 from conf.quantization import CalibrateConfig, QuantConfig
 from conf.schema import RunConfig
-from kernels.kv_format import Unquantised
 from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
@@ -64,8 +63,7 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
         layout = file_layout(whole.model, run.quant, run.quantize.format)
         plan = shard_plan(plan, context.parallel_layout, context.group, context.neighbours)
         load_planned(plan)
-        formats = [(Unquantised(), Unquantised())]
-        cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, formats, plan.dtype, CPU)
+        cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, None, plan.dtype, CPU)
         parted = () if tp * pp == 1 else (whole.model, plan.shards, context.group)
         share = Share(run.quant, layout, plan.model, batches, cache, *parted)
         made = Quantized(share.rest())

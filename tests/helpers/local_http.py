@@ -22,8 +22,7 @@ from pipelines.replicas.engine_process.frames import Submit
 from pipelines.server.api.answer_shapes import AnswerShape, ChatAnswer, CompletionAnswer, MessageAnswer, ResponseAnswer
 from pipelines.server.api.answers import DONE, Event
 from pipelines.server.api.conversation import Chat
-from pipelines.server.api.generation import Generation, RequestContext
-from pipelines.server.api.named import Named
+from pipelines.server.api.generation import Generation, Named, RequestContext
 from pipelines.server.api.parsing import check_request
 from pipelines.server.api.requests import Body
 from pipelines.server.api.writers import Writer

@@ -26,7 +26,7 @@ from conf.schema import RunConfig, Task
 from conf.tasks import PredictConfig
 from pipelines.engine import Engine
 from pipelines.loading.load_engine import load_engine
-from pipelines.loading.quantize import model as quantize_model
+from pipelines.loading.quantize import float_engine
 from pipelines.tasks.quantize import run_quantize
 from tests.helpers.builders import run_config
 
@@ -105,8 +105,8 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
         made.append(quantize_assemble(*arguments, **options))
         return made[-1]
 
-    quantize_assemble = quantize_model.assemble
-    with patch.object(quantize_model, "assemble", assemble), patch("pipelines.loading.quantize.report.draw"):
+    quantize_assemble = float_engine.assemble
+    with patch.object(float_engine, "assemble", assemble), patch("pipelines.loading.quantize.report.draw"):
         run_quantize(run, output_dir, dump)
     return made[0]  # others may have been made meanwhile
 

@@ -1,39 +1,32 @@
-"""Estimate the duration of a quantisation: measure one layer of each kind, with random weights."""
+"""Estimate the duration of a quantisation: measure one layer of each kind (`first_layers.py`)."""
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
 
-from conf.decoding import DecodeConfig
 from conf.quantization import QuantConfig
-from conf.schema import DeviceConfig, DType
 from pipelines.engine import Engine
 from pipelines.engine.operations import finite_logits
-from pipelines.loading.assembly import assemble
 from pipelines.loading.fingerprint import sha256_of
 from pipelines.loading.model_plan import ModelPlan
-from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibration_data import CalibrationData
+from pipelines.loading.quantize.first_layers import first_layers
 from pipelines.loading.quantize.job import QuantizeJob
-from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
+from pipelines.loading.quantize.layers import whole_share
 from pipelines.loading.quantize.report import measured_texts
-from pipelines.loading.quantize.share import Choose, Place, Share
+from pipelines.loading.quantize.share import Choose, Place
 from pipelines.loading.request_settings import RequestSettings
 from quantization.calibration import NUM_SAMPLES
 from quantization.file_layout import FileLayout
 from quantization.part_files import REST, PartFiles
-from quantization.quantizer import QuantizedLayer, parts_of
-from quantization.scheme import LinearScheme
 
 START_S = 3.0  # imports, and tokenizing the texts
 REPORT_S = 2.0  # its picture
-HEAD_OUTPUTS = 8192  # outputs of the measured head: the time of a larger head is proportional
 READ_BYTES = 2**26  # measured bytes of the checkpoint, from which the whole is estimated: larger than any cache
 
 
@@ -69,63 +62,27 @@ def expected_seconds(
     It writes temporary files near `folder`. `with_report`: include the time of the report.
     """
     start, model = time.perf_counter(), plan.model
-    parts = parts_of(model, layout.schemes)
-    kinds = _kinds(plan, parts)
-    engine = _first_layers(job.device, plan, settings, max(kinds) + 1)
+    first = first_layers(job.device, plan, settings, layout)
+    engine = first.engine
     samples = _folded(data.samples, engine)
     text = _folded(measured_texts(data.held_out, engine.capabilities.needs_whole_prompt), engine)[0]
     with TemporaryDirectory(dir=next(place for place in (folder, *folder.parents) if place.is_dir())) as scratch:
         files = PartFiles(Path(scratch))
         keep_rest = _seconds_to_keep_rest(engine, files)
         before = _predict(engine, text)
-        costs = _measure(job.quant, engine, files, replace(layout, schemes=_schemes(parts, kinds)), samples)
+        costs = _measure(job.quant, engine, files, first.layout, samples)
         after = _predict(engine, text)
     num_tokens, head_share = sum(map(len, data.samples)), model.config.vocab_size / engine.vocab_size
-    layers = [costs[kind] for kind in kinds]
+    layers = [costs[kind] for kind in first.kinds]
     seconds = START_S + _seconds_to_read(plan) + keep_rest * head_share
     seconds += sum(cost.fixed + num_tokens * cost.per_token for cost in layers)
-    if len(parts) > len(layers):
+    if first.has_head:
         seconds += num_tokens * costs[-1].per_token + head_share * costs[-1].fixed
     if with_report:
         num_texts, depth = len(data.held_out), len(layers) / engine.executor.model.config.num_hidden_layers
         predictions = (depth * cost.layers + head_share * cost.head for cost in (before, after))
         seconds += REPORT_S + num_texts * sum(predictions)
     return seconds + time.perf_counter() - start
-
-
-def _kinds(plan: ModelPlan, parts: list[QuantizedLayer]) -> list[int]:
-    """Return for each decoder layer the index of the first layer whose parameters have the same names and shapes."""
-    shapes = [(name, parameter.shape) for name, parameter in plan.model.named_parameters()]
-    own = [
-        [(name.removeprefix(part.prefix), shape) for name, shape in shapes if name.startswith(part.prefix)]
-        for part in parts[: plan.model.config.num_hidden_layers]
-    ]
-    return list(map(own.index, own))
-
-
-def _schemes(parts: list[QuantizedLayer], kinds: list[int]) -> dict[str, LinearScheme]:
-    """Return the schemes of the measured layers, each as in the last layer of its kind, and the head's schemes."""
-    last = {kind: parts[index] for index, kind in enumerate(kinds)}
-    schemes = {name: scheme for head in parts[len(kinds) :] for name, scheme in head.schemes.items()}
-    for part, kind in zip(parts[: max(kinds) + 1], kinds, strict=False):
-        like = last[kind]
-        schemes |= {part.prefix + name.removeprefix(like.prefix): scheme for name, scheme in like.schemes.items()}
-    return schemes
-
-
-def _first_layers(device: DeviceConfig, plan: ModelPlan, settings: RequestSettings, num_layers: int) -> Engine:
-    """Return an engine of the model's first layers and of a part of its vocabulary, with random weights."""
-    shape = plan.model.config
-    # A model that sees the whole prompt searches it for special ids, so it needs the whole vocabulary.
-    vocab_size = shape.vocab_size if shape.capabilities.needs_whole_prompt else min(shape.vocab_size, HEAD_OUTPUTS)
-    source = replace(plan.source, shape=replace(shape, vocab_size=vocab_size), has_weights=False)
-    options = replace(plan.options, dtype=DType[str(plan.dtype).removeprefix("torch.")])
-    small = plan_model(options, plan.quant, source, plan.device, packed=False)
-    parent, _, name = small.model.layout.layers.rpartition(".")
-    setattr(small.model.get_submodule(parent), name, nn.ModuleList(small.model.layers[:num_layers]))
-    small.model.config = replace(small.model.config, num_hidden_layers=num_layers)
-    small.model.own_layers = range(num_layers)
-    return assemble(small, device, DecodeConfig(), settings, 1)
 
 
 def _folded(texts: list[list[int]], engine: Engine) -> list[list[int]]:
@@ -144,8 +101,7 @@ def _measure(
     quant: QuantConfig, engine: Engine, files: PartFiles, layout: FileLayout, samples: list[list[int]]
 ) -> list[PartCost]:
     costs, num_tokens = [], sum(map(len, samples))
-    batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
-    share = Share(quant, layout, engine.executor.model, batches, cache)
+    share = whole_share(quant, layout, engine, samples)
     for part in share.parts:
         start, growing = time.perf_counter(), -share.calibrator.batch_seconds
         chosen = share.run(Choose(part.index))

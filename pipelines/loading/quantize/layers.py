@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from conf.errors import UserError
+from conf.quantization import QuantConfig
 from models.batch import Batch, KVCache
 from pipelines.engine import Engine
 from pipelines.engine.batch import prompt_batch
 from pipelines.jobs.report import ProgressSink
 from pipelines.loading.quantize.share import Choose, PassOver, Place, Share
 from quantization.calibration import PROBE_TOKENS
+from quantization.file_layout import FileLayout
 from quantization.part_files import PartFiles
 from quantization.quantizer import LinearReport
 
@@ -32,6 +34,12 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
         reports += kept.reports
         progress.quantized(i + 1, len(share.parts))
     return reports
+
+
+def whole_share(quant: QuantConfig, layout: FileLayout, engine: Engine, samples: list[list[int]]) -> Share:
+    """Return the share of a process that has the whole float model, the engine's."""
+    batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
+    return Share(quant, layout, engine.executor.model, batches, cache)
 
 
 def calibration_cache(engine: Engine) -> KVCache:

@@ -1,24 +1,20 @@
 """Make the folder of a quantised model: calibrate layer by layer, and measure the loss of quality for a report."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from conf.decoding import DecodeConfig
 from pipelines.engine import Engine
 from pipelines.jobs import report
 from pipelines.jobs.output_folder import complete_folder
-from pipelines.loading.assembly import assemble
 from pipelines.loading.model_source import ModelSource
-from pipelines.loading.planning import plan_model
+from pipelines.loading.quantize.float_engine import float_engine
 from pipelines.loading.quantize.job import QuantizeJob
-from pipelines.loading.quantize.layers import calibration_batches, calibration_cache, quantize_layers
+from pipelines.loading.quantize.layers import quantize_layers
 from pipelines.loading.quantize.preflight import Preflight, preflight
 from pipelines.loading.quantize.report import Predictions, write_report
 from pipelines.loading.quantize.share import Share
-from pipelines.loading.request_settings import RequestSettings, read_request_settings
+from pipelines.loading.request_settings import read_request_settings
 from quantization.file_layout import sparsity_config
 from quantization.part_files import PartFiles
 from quantization.quantizer import num_zeros
@@ -48,34 +44,10 @@ def make_model(
     log.warning("calibrating %s on %s: %s; it is kept in %s", what, samples, ready.duration, target)
     with (
         progress.calibrating(),
-        _float_engine(job, settings, ready, progress) as (engine, share),
+        float_engine(job, settings, ready.plan, ready.layout, ready.data.samples, progress) as (engine, share),
         complete_folder(target, overwrite, "quantize", resumable=True) as folder,
     ):
         return _make(job, engine, share, ready, folder, progress, with_report)
-
-
-@contextmanager
-def _float_engine(
-    job: QuantizeJob, settings: RequestSettings, ready: Preflight, progress: report.ProgressSink
-) -> Iterator[tuple[Engine, Share]]:
-    """Load the float model on the job's ranks. Yield its engine and this process's share."""
-    samples, whole = ready.data.samples, ready.plan
-    if not job.parallel.mode.divides:
-        engine = assemble(whole, job.device, DecodeConfig(), settings, 1, progress.loaded)
-        batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
-        yield engine, Share(job.quant, ready.layout, engine.executor.model, batches, cache)
-        return
-    from pipelines.loading.quantize.ranks import DriverShare  # here, because a run without ranks does not need it
-    from pipelines.loading.start_driver import start_driver
-
-    driver = start_driver(whole, job.parallel, job.device)
-    try:
-        plan = driver.part(plan_model(whole.options, whole.quant, whole.source, whole.device, packed=False))
-        engine = assemble(plan, job.device, DecodeConfig(), settings, 1, progress.loaded, driver=driver)
-        batches, cache = calibration_batches(engine, samples), calibration_cache(engine)
-        yield engine, DriverShare(job.quant, job.format, ready.layout, plan, whole, batches, cache, driver.workers)
-    finally:
-        driver.close()
 
 
 def _make(

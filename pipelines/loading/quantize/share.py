@@ -15,7 +15,6 @@ from torch import Tensor
 
 from conf.quantization import QuantConfig
 from kernels.collectives import Alone, Group
-from kernels.kv_format import KVFormat, Unquantised
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
 from models.joined import given_by_first, joined_by_first
@@ -181,8 +180,7 @@ class Share:
 def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:
     keys, device = cache.layers[0][0], probe.numbers.device
     num_blocks, block_size = int(probe.block_tables.max()) + 1, keys.tensors[0].shape[1]
-    formats: list[tuple[KVFormat, KVFormat]] = [(Unquantised(), Unquantised())]
-    return allocate_kv_cache(whole.attention_heads[:1], num_blocks, block_size, formats, keys.dtype, device)
+    return allocate_kv_cache(whole.attention_heads[:1], num_blocks, block_size, None, keys.dtype, device)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,10 @@ from pipelines.engine.kv_cache import allocate_kv_cache
 from pipelines.loading import parallel_costs, parallel_planner
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.memory import weight_bytes
+from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from pipelines.loading.parallel_costs import ParallelCosts
-from pipelines.loading.parallel_planner import Candidate, choose, parallel_layouts
+from pipelines.loading.parallel_planner import Candidate, Workload, choose, parallel_layouts, plan_layouts
 from pipelines.loading.planning import plan_model
 from pipelines.loading.topology import Link, Topology, find_topology, read_topology
 from pipelines.ranks.rank_context import layout_of
@@ -80,8 +81,12 @@ def dry_run(
     )
 
 
+def layouts_of(config: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
+    return plan_layouts(config.model, config.quant, config.parallel, config.device, config.predict.batch_size)
+
+
 def candidates_of(config: RunConfig) -> dict[tuple[int, int, int], Candidate]:
-    found, _, _ = parallel_planner.plan_layouts(config)
+    found, _, _ = layouts_of(config)
     return {(each.tp, each.pp, each.replicas): each for each in found}
 
 
@@ -127,7 +132,7 @@ def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
     """The command may take 3 s, of which half are imports; 0.2 s are usual. Processor time, so that other work does not count."""
     config = dry_run(write_config(tmp_path / name, CONFIGS[name]), "2x8_gpus", quant=INT8)
     begin = process_time()
-    parallel_planner.plan_layouts(config)
+    layouts_of(config)
     assert process_time() - begin < 1.5
 
 
@@ -157,12 +162,8 @@ def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
     sparse = 3 * e * 2048 // 16 * (256 + 1)
     router = 256 * e + 256
     values = 61 * (attention + norms) + 3 * dense + 58 * sparse + 2 * v // 16 * e + e
-    model = parallel_planner._costs(  # noqa: SLF001
-        dry_run(write_config(tmp_path / "deepseek", DEEPSEEK_V3), "8_gpus"),
-        resolve_model(ModelConfig(path=str(tmp_path / "deepseek"), weights=Weights.random)),
-        64,
-        packed=False,
-    )[1]
+    config = dry_run(write_config(tmp_path / "deepseek", DEEPSEEK_V3), "8_gpus")
+    _, model = model_costs(config.model, config.quant, config.parallel, resolve_model(config.model), 64, packed=False)
     assert model.rank(range(61), 16, 0).weight_bytes == 2 * values + 58 * 4 * router
     assert model.rank(range(61), 16, 15).cache_bytes == 61 * 64 * (latent + rope) * 2
 
@@ -172,7 +173,7 @@ def test_undivided_every_family_has_the_bytes_of_its_model(name: str) -> None:
     config = RunConfig(model=ModelConfig(path=str(GOLDENS / name), weights=Weights.random))
     source = resolve_model(config.model)
     model = plan_model(config.model, config.quant, source, torch.device("cpu"), packed=False).model
-    plan, costs = parallel_planner._costs(config, source, 16, packed=False)  # noqa: SLF001
+    plan, costs = model_costs(config.model, config.quant, config.parallel, source, 16, packed=False)
     cost = costs.rank(range(model.config.num_hidden_layers), 1, 0)
     assert cost.weight_bytes == weight_bytes(model, plan.dtype)
     assert cost.read_bytes + cost.expert_bytes <= cost.weight_bytes
@@ -233,7 +234,7 @@ def check_ranks(
     parallel = ParallelConfig(ParallelMode.auto, **given)
     config = RunConfig(model=ModelConfig(path=str(folder), weights=Weights.random), quant=quant, parallel=parallel)
     source = resolve_model(config.model)
-    plan, costs = parallel_planner._costs(config, source, 16, packed)  # noqa: SLF001
+    plan, costs = model_costs(config.model, quant, parallel, source, 16, packed)
     if tp > plan.model.attention_heads[0].num_attention_heads:
         with pytest.raises(UserError, match="query heads"):
             costs.rank(range(1), tp, 0)
@@ -420,8 +421,9 @@ def test_what_four_ranks_exchange_of_mixtral(
 ) -> None:
     """Of a token two experts' rows: the channels of each before its last product, what each gives, or both."""
     run = dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "8_gpus")
-    run = replace(run, parallel=replace(run.parallel, sum=sum, experts=experts))
-    cost = parallel_planner._costs(run, resolve_model(run.model), 64, packed=False)[1].rank(range(56), 4, 0)  # noqa: SLF001
+    parallel = replace(run.parallel, sum=sum, experts=experts)
+    _, costs = model_costs(run.model, run.quant, parallel, resolve_model(run.model), 64, packed=False)
+    cost = costs.rank(range(56), 4, 0)
     assert cost.gathered == 56 * of_layer + 6144 + 32768
     assert cost.num_gathers == 56 * num_gathers + 2
 
@@ -543,8 +545,8 @@ def test_what_is_chosen_is_what_runs() -> None:
     given = {"sum": Sum.reduce, "experts": ExpertPlacement.whole}
 
     def chosen(task: Task, **parallel_layout: int) -> ParallelConfig:
-        run = RunConfig(task=task, parallel=ParallelConfig(ParallelMode.auto, **given))
-        return parallel_planner._parallel(run, Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | parallel_layout))  # noqa: SLF001
+        best = Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | parallel_layout)
+        return parallel_planner._parallel(task, ParallelConfig(ParallelMode.auto, **given), best)  # noqa: SLF001
 
     assert chosen(Task.bench) == ParallelConfig(ParallelMode.single)
     assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2, **given)

@@ -22,9 +22,10 @@ from kernels import build
 from pipelines.engine import Engine
 from pipelines.engine.operations import finite_logits
 from pipelines.engine.request import SequenceGroup
-from pipelines.loading import driver, parallel_planner
+from pipelines.loading import start_driver
 from pipelines.loading.driver import DriverExecutor
 from pipelines.loading.load_engine import load_engine
+from pipelines.loading.model_costs import model_costs
 from pipelines.loading.model_source import resolve_model
 from pipelines.ranks.launch import Rank, joined
 from pipelines.ranks.messages import Channel
@@ -163,7 +164,7 @@ def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tied: bool, tm
     """Of parts of whole steps of 16 outputs, which need no padding."""
     write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96, head_dim=16, tie_word_embeddings=tied)
     run = parallel(run_config(tmp_path), tp, pp)
-    _, costs = parallel_planner._costs(run, resolve_model(run.model), 16, packed=True)  # noqa: SLF001
+    _, costs = model_costs(run.model, run.quant, run.parallel, resolve_model(run.model), 16, packed=True)
     planned = sum(costs.rank(layers, tp, rank).weight_bytes for layers in costs.stages(pp) for rank in range(tp))
     divided = load_engine(run, 3)
     assert divided.executor.weight_bytes == planned
@@ -194,7 +195,7 @@ def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Eng
 
 def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a rank is started: of too many a machine has not the memory."""
-    monkeypatch.setattr(driver, "spawn", lambda size: pytest.fail(f"{size} ranks"))
+    monkeypatch.setattr(start_driver, "spawn", lambda size: pytest.fail(f"{size} ranks"))
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
         load_engine(parallel(model, 5), 3)
     with pytest.raises(UserError, match="pp=400 is more than the model's 3 layers: give at most 3"):
@@ -238,4 +239,4 @@ def test_ranks_that_are_bound_keep_their_processors() -> None:
     with socket.socket() as stream:
         for cpus, found in (({2, 3}, [[0, 1], [2, 3]]), ({1, 2}, [None, None])):
             rank = Rank(1, 1, Channel(stream), cpus=frozenset(cpus))
-            assert driver._cores(context, [rank], {0, 1}) == found
+            assert start_driver._cores(context, [rank], {0, 1}) == found

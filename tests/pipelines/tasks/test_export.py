@@ -360,7 +360,7 @@ def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
     with pytest.raises(
         UserError, match="parallel=auto does not plan for .*, which is exported: give the model that it was"
     ):
-        plan_layouts(replace(run, parallel=ParallelConfig(ParallelMode.auto)))
+        plan_layouts(run.model, run.quant, ParallelConfig(ParallelMode.auto), run.device, 1)
     with pytest.raises(UserError, match="device=cuda does not run .*, which is packed for a CPU: give device=cpu"):
         plan_model(run.model, run.quant, source, torch.device("cuda"), packed=True)
 
