@@ -6,7 +6,7 @@ T tokens of a batch, E hidden channels, I input channels of a linear layer, G ke
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -24,23 +24,32 @@ from models.layers.tensor_parallel import RowParallelReduce
 from models.linear_layers import packed_method
 from quantization.activations import ActivationRange, best_static_scale
 from quantization.codes import CodeKind
-from quantization.gptq import Hessian
+from quantization.hessian import Hessian
 
 PROBE_TOKENS = 16  # enough, because a fold that changes a layer's output changes it for every token
 NUM_SAMPLES = 512  # activation rows for scale searches and reports
 
 
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics that are kept in addition to a sample of the rows. Each is a pass over all rows."""
+
+    hessian: bool = False
+    ranges: bool = True
+    norms: bool = True
+
+
 class ActivationStats:
     """Statistics of the input of one or more linear layers that share it, after all folded scales and shifts."""
 
-    def __init__(self, linears: list[str], norm: str | None, x: Tensor, with_hessian: bool) -> None:
+    def __init__(self, linears: list[str], norm: str | None, x: Tensor, kept: Statistics) -> None:
         self.linears = linears
         """Their names."""
         self.norm = norm
         """The norm whose output is this input, or None."""
-        self.hessian = Hessian(x.shape[1], x.device) if with_hessian else None
-        self._range = ActivationRange(x.shape[1], x.device)
-        self._squares = torch.zeros(x.shape[1], device=x.device)
+        self.hessian = Hessian(x.shape[1], x.device) if kept.hessian else None
+        self._range = ActivationRange(x.shape[1], x.device) if kept.ranges else None
+        self._squares = torch.zeros(x.shape[1], device=x.device) if kept.norms else None
         self._samples: list[Tensor] = []  # [some T, I] each
         self._shift: Tensor = torch.zeros(x.shape[1], device=x.device)
         self._scales: Tensor = torch.ones(x.shape[1], device=x.device)
@@ -48,8 +57,10 @@ class ActivationStats:
 
     def add(self, x: Tensor, num_samples: int) -> None:
         """Update the statistics with x [T, I], and keep about `num_samples` of its rows."""
-        self._range.add(x)
-        self._squares += torch.linalg.vector_norm(x, dim=0, dtype=torch.float32).square()
+        if self._range:
+            self._range.add(x)
+        if self._squares is not None:
+            self._squares += torch.linalg.vector_norm(x, dim=0, dtype=torch.float32).square()
         self._samples.append(x[:: max(1, -(-len(x) // num_samples))].clone())
         if self.hessian:
             self.hessian.add(x)
@@ -57,6 +68,7 @@ class ActivationStats:
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Return the minimum and the maximum of each channel, [I] float32 each."""
+        assert self._range
         low, high = self._range.bounds()
         return (low - self._shift) / self._scales, (high - self._shift) / self._scales
 
@@ -69,6 +81,7 @@ class ActivationStats:
     @property
     def norms(self) -> Tensor:
         """Return the L2 norm of each channel, [I] float32, without any folds."""
+        assert self._squares is not None
         return self._squares.sqrt()
 
     @property
@@ -169,14 +182,16 @@ class SequentialCalibrator:
             self._model.after.send(_total(state.stream))
         self._states.clear()
 
-    def observe(self, linears: Sequence[str] = (), with_hessian: bool = False) -> list[ActivationStats]:
+    def observe(self, linears: Sequence[str] = (), kept: Statistics = Statistics()) -> list[ActivationStats]:
         """Return the input statistics of the next layer's linear layers. `linears` are their names within the layer.
 
         Linear layers with the same input share one group. Linear layers that no token reaches are in no group.
         """
         if self._sequential and not linears:
             return []
-        observer = _InputObserver(self._samples_per_batch, with_hessian, self._collects)
+        is_alone = self._unsharded[0] is self._model  # ranks wait for each other's part of the layer's output
+        stops = self._sequential and is_alone
+        observer = _InputObserver(self._samples_per_batch, kept, self._collects, linears if stops else ())
         layer, norms = self._model.layers[self._next], self._model.layout.norms
         with self._fast_methods(), observer.hooked(layer, linears, norms):
             self._run_batches(keeps_outputs=not self._sequential, after_batch=observer.forget)
@@ -206,11 +221,12 @@ class SequentialCalibrator:
         caches, start = self._cache.layers[0], perf_counter()
         self._absmax.clear()
         for state in self._states[1:]:
-            stream = self._run_layer(state, self._model, self._cache)
-            if keeps_outputs:
-                state.stream = stream
-                if self._with_cache:
-                    self._absmax.append(torch.stack([_absmax(cache, state.batch.slots) for cache in caches]))
+            with suppress(_AllObserved):
+                stream = self._run_layer(state, self._model, self._cache)
+                if keeps_outputs:
+                    state.stream = stream
+                    if self._with_cache:
+                        self._absmax.append(torch.stack([_absmax(cache, state.batch.slots) for cache in caches]))
             after_batch()
         self.batch_seconds += perf_counter() - start
 
@@ -231,12 +247,12 @@ class SequentialCalibrator:
                 layer.method = method
 
     @torch.inference_mode()
-    def observe_head(self, linears: list[str], with_hessian: bool) -> ActivationStats:
+    def observe_head(self, linears: list[str], kept: Statistics) -> ActivationStats:
         """Return the statistics of the head's inputs, after the last layer."""
         group, start = None, perf_counter()
         for state in self._states[1:]:
             x = self._model.finish(state.stream)  # [T, E]
-            group = group or ActivationStats(linears, None, x, with_hessian)
+            group = group or ActivationStats(linears, None, x, kept)
             group.add(x, self._samples_per_batch)
         assert group is not None
         self.batch_seconds += perf_counter() - start
@@ -266,14 +282,22 @@ def _absmax(cache: PagedVectors, slots: Tensor) -> Tensor:
     return vectors.abs().amax((0, 2)).float() if vectors.shape[2] else vectors.new_zeros(vectors.shape[1]).float()
 
 
-class _InputObserver:
-    """Hooks that group linear layers by their input tensor. The name of a group is the name of its first layer."""
+class _AllObserved(Exception):
+    """Ends a layer's computation: its output is not needed."""
 
-    def __init__(self, samples_per_batch: int, with_hessian: bool, collects: bool) -> None:
+
+class _InputObserver:
+    """Hooks that group linear layers by their input tensor. The name of a group is the name of its first layer.
+
+    They raise _AllObserved when they have seen the inputs of all layers `last`, unless it is empty.
+    """
+
+    def __init__(self, samples_per_batch: int, kept: Statistics, collects: bool, last: Sequence[str]) -> None:
         self.groups: dict[str, ActivationStats] = {}
         self._collects = collects
         self._num_samples = samples_per_batch
-        self._with_hessian = with_hessian
+        self._kept = kept
+        self._last, self._missing = set(last), set(last)
         # By id of the tensor: the group's first layer, or the norm that made it. The tensors are kept alive so that ids
         # stay unique.
         self._first_layers: dict[int, tuple[str, Tensor]] = {}
@@ -294,6 +318,7 @@ class _InputObserver:
     def forget(self) -> None:
         self._first_layers.clear()
         self._norms.clear()
+        self._missing = set(self._last)
 
     def output_of(self, name: str) -> Callable[..., None]:
         def remember(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -315,11 +340,14 @@ class _InputObserver:
                     return
                 if name not in self.groups:
                     norm, _ = self._norms.get(id(x), (None, x))
-                    self.groups[name] = ActivationStats([], norm, gathered, self._with_hessian)
+                    self.groups[name] = ActivationStats([], norm, gathered, self._kept)
                 self.groups[name].linears += [name] * (name not in self.groups[name].linears)
                 self.groups[name].add(gathered, self._num_samples)
             if self._collects:
                 group = self.groups[self._first_layers[id(x)][0]]
                 group.linears += [name] * (name not in group.linears)
+            self._missing.discard(name)
+            if self._last and not self._missing:
+                raise _AllObserved
 
         return observe

@@ -18,7 +18,7 @@ from models.causal_lm import CausalLM
 from models.linear_layers import linear_layer, linear_specs
 from quantization.activations import quantize_per_token, quantize_static
 from quantization.awq import search_clip
-from quantization.calibration import ActivationStats, SequentialCalibrator
+from quantization.calibration import ActivationStats, SequentialCalibrator, Statistics
 from quantization.gptq import gptq
 from quantization.layouts.base import StoredWeight
 from quantization.plan import float_weight
@@ -118,7 +118,8 @@ class Quantizer:
 
     def observe_unpruned(self, part: QuantizedLayer) -> list[ActivationStats]:
         """Return the input statistics of the layers to prune, as `SequentialCalibrator.observe` does."""
-        return self._calibrator.observe([name.removeprefix(part.prefix) for name in part.pruned])
+        names = [name.removeprefix(part.prefix) for name in part.pruned]
+        return self._calibrator.observe(names, Statistics(ranges=False))
 
     def prune(self, part: QuantizedLayer, groups: list[ActivationStats]) -> dict[str, LinearReport]:
         """Prune the part's layers after `observe_unpruned`. Returns reports by full name.
@@ -130,11 +131,13 @@ class Quantizer:
 
     def observe(self, part: QuantizedLayer) -> list[ActivationStats]:
         """Return the input statistics of the part's linear layers, as `SequentialCalibrator.observe` does."""
-        with_hessian = self._config.method is QuantMethod.gptq
+        method, activations = self._config.method, {scheme.activations for scheme in part.schemes.values()}
+        has_ranges = method is QuantMethod.smoothquant or self._config.shift or Activations.static in activations
+        kept = Statistics(method is QuantMethod.gptq, has_ranges, norms=False)
         names = [name.removeprefix(part.prefix) for name in part.schemes]
         if part.index == len(self._model.layers):
-            return [self._calibrator.observe_head(names, with_hessian)]
-        return self._calibrator.observe(names, with_hessian)
+            return [self._calibrator.observe_head(names, kept)]
+        return self._calibrator.observe(names, kept)
 
     def quantize(
         self, part: QuantizedLayer, groups: list[ActivationStats], pruned: Mapping[str, LinearReport]
@@ -203,16 +206,10 @@ class Quantizer:
         if self._config.method is QuantMethod.gptq:
             assert group.hessian is not None
             config = self._config.gptq
-            chosen, damping = gptq(
-                weight,
-                group.hessian.mean(),
-                scheme.weights,
-                config.damping,
-                config.act_order,
-                config.static_groups,
-                weight != 0 if is_pruned else None,
-            )
-            return chosen, f"damping raised to {damping:g}" if damping > config.damping else ""
+            factor = group.hessian.inverse_factor(config.damping, config.act_order)
+            kept = weight != 0 if is_pruned else None
+            chosen = gptq(weight, factor, scheme.weights, config.static_groups, kept)
+            return chosen, f"damping raised to {factor.damping:g}" if factor.damping > config.damping else ""
         if self._config.auto_clip:
             weight = search_clip(weight, group.sample, scheme.weights)
         return quantize(weight, scheme.weights), ""

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernels.gelu  # noqa: F401 - its operators are asked for by name
+import kernels.accumulate_product  # noqa: F401 - these operators are asked for by name
+import kernels.gelu  # noqa: F401
+import kernels.round_channels  # noqa: F401
 import kernels.soft_cap  # noqa: F401
 import kernels.take_channels  # noqa: F401
 from kernels import build
@@ -86,6 +88,7 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
         opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None)
         opcheck(ops.add_rms_norm_quantize, rows, x, weight, 1e-5, torch.int8, None, torch.ones(1))
         opcheck(ops.all_finite, rows)
+    opcheck(ops.accumulate_product, torch.zeros(33, 66), x, wide, False, False)
     opcheck(ops.swiglu, *wide.chunk(2, dim=-1))
     opcheck(ops.swiglu_quantize, *wide.chunk(2, dim=-1), torch.int8, None)
     table = AdapterTable(randn(2, 3, 33, dtype=dtype), randn(2, 3, 66, dtype=dtype), torch.tensor([3, 1]), randn(2))
@@ -94,6 +97,10 @@ def test_rows(opcheck: Check, dtype: torch.dtype) -> None:
     opcheck(ops.rope, heads, *angles)
     opcheck(ops.rope, heads, *angles, interleaved=True)
     opcheck(ops.rope_angles, torch.arange(num_rows), torch.rand(17), 1.25, dtype)
+    block, scales, codes = randn(7, 9), torch.rand(5, 9) + 0.1, torch.zeros(5, 9, dtype=torch.int8)
+    opcheck(
+        ops.round_channels, block, torch.eye(7), scales, codes.clone(), scales > 0.5, codes, scales.clone(), -8.0, 7.0
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ from kernels import build
 from models.linear_layers import linear_layer
 from pipelines.engine import Engine
 from pipelines.loading.quantize.layers import calibration_batches, calibration_cache
-from quantization.calibration import SequentialCalibrator
+from quantization.calibration import SequentialCalibrator, Statistics
 from quantization.plan import float_weight, plan
 from quantization.smoothing import Smoother
 from tests.helpers.builders import run_config, unpacked_engine
@@ -43,7 +43,7 @@ def test_layers_in_turn_are_the_model(family: str) -> None:
     engine, calibrator, whole = calibrator_of(family)
     for _ in engine.executor.model.layers:
         calibrator.advance()
-    head = calibrator.observe_head(["lm_head"], with_hessian=True)
+    head = calibrator.observe_head(["lm_head"], Statistics(hessian=True))
     assert head.sample.equal(whole)
     assert head.absmax.equal(whole.abs().amax(0))
     assert head.hessian is not None
@@ -62,7 +62,7 @@ def test_a_pass_that_observes_goes_on(family: str) -> None:
         assert observed is not None
         assert stepped is not None
         assert all(one.equal(other) for one, other in zip(observed, stepped, strict=True))
-    assert calibrator.observe_head(["lm_head"], with_hessian=False).sample.equal(whole)
+    assert calibrator.observe_head(["lm_head"], Statistics()).sample.equal(whole)
 
 
 SHARING = {
@@ -84,7 +84,7 @@ def linears_of(engine: Engine) -> tuple[list[str], str]:
 def test_layers_that_share_an_input_are_a_group_of_their_norm(family: str) -> None:
     engine, calibrator, _ = calibrator_of(family)
     own, _ = linears_of(engine)
-    groups = calibrator.observe(own, with_hessian=False)
+    groups = calibrator.observe(own)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
     assert [set(group.linears) for group in groups if group.norm is not None] == SHARING[family]
 
@@ -100,14 +100,14 @@ def test_layers_are_observed_in_fast_products(family: str, dtype: DType) -> None
     with pytest.MonkeyPatch.context() as patch:
         for method in set(map(type, methods)):  # the layers' own products may not be used
             patch.setattr(method, "apply", None)
-        groups = calibrator.observe(own, with_hessian=False)
+        groups = calibrator.observe(own)
     assert sorted(name for group in groups for name in group.linears) == sorted(own)
     assert [linear_layer(engine.executor.model, prefix + name).method for name in own] == methods
     calibrator.advance()
     for _ in engine.executor.model.layers[1:]:
         calibrator.observe()
         calibrator.advance()
-    sample = calibrator.observe_head(["lm_head"], with_hessian=False).sample
+    sample = calibrator.observe_head(["lm_head"], Statistics()).sample
     # a dozen roundings of one unit in the last place in each of two layers
     assert (sample - whole.float()).norm() < 24 * torch.finfo(whole.dtype).eps * whole.float().norm()
 
@@ -120,7 +120,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
     own, prefix = linears_of(engine)
     weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in own}
     schemes = plan(engine.executor.model, QUANT)
-    groups = calibrator.observe(own, with_hessian=False)
+    groups = calibrator.observe(own)
     before = {name: weight.clone() for name, weight in weights.items()}
     smoother = Smoother(
         engine.executor.model.layers[0], engine.executor.model.layout, weights, QUANT, calibrator.output
@@ -136,7 +136,7 @@ def test_folds_leave_the_float_model_as_it_was(family: str) -> None:
         assert not normed & notes.keys()
     for _ in engine.executor.model.layers:
         calibrator.advance()
-    after = calibrator.observe_head(["lm_head"], with_hessian=False).sample
+    after = calibrator.observe_head(["lm_head"], Statistics()).sample
     assert (after - whole).norm() < 1e-4 * whole.norm()  # float32, a handful of roundings in one layer
 
 
@@ -144,12 +144,12 @@ def test_what_is_folded_in_is_counted_in() -> None:
     engine, calibrator, _ = calibrator_of("llama3")
     own, prefix = linears_of(engine)
     weights = {name: float_weight(linear_layer(engine.executor.model, prefix + name)).float() for name in own}
-    groups = calibrator.observe(own, with_hessian=False)
+    groups = calibrator.observe(own)
     schemes = plan(engine.executor.model, QUANT)
     smoother = Smoother(
         engine.executor.model.layers[0], engine.executor.model.layout, weights, QUANT, calibrator.output
     )
     smoother.smooth(groups, {name: schemes[prefix + name].weights for name in own})
-    for told, seen in zip(groups, calibrator.observe(own, with_hessian=False), strict=True):
+    for told, seen in zip(groups, calibrator.observe(own), strict=True):
         torch.testing.assert_close(told.absmax, seen.absmax)  # static scales are those of what will run
         torch.testing.assert_close(told.sample, seen.sample)

@@ -16,7 +16,6 @@ from conf.quantization import Activations
 from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from quantization.codes import CodeKind
-from quantization.gptq import Hessian, gptq
 from quantization.layouts import read_quantization
 from quantization.layouts.base import StoredWeight
 from quantization.layouts.compressed_tensors import CompressedWeight, write_config
@@ -24,6 +23,7 @@ from quantization.layouts.packing import pack, unpack
 from quantization.scheme import LinearScheme
 from quantization.weight_format import WeightFormat, quantize
 from tests.helpers.cases import each
+from tests.helpers.gptq import hessian_of, rounded_by_gptq
 
 SCHEMES = {
     "int8": LinearScheme(WeightFormat(8)),
@@ -117,12 +117,9 @@ def test_a_round_trip_keeps_every_code_and_scale(name: str) -> None:
 
 def test_act_order_survives_a_round_trip() -> None:
     scheme = LinearScheme(WeightFormat(4, group_size=32))
-    hessian = Hessian(SHAPE[1])
-    hessian.add(
-        torch.randn(300, SHAPE[1], generator=torch.Generator().manual_seed(2)) * torch.linspace(0.1, 3, SHAPE[1])
-    )
+    x = torch.randn(300, SHAPE[1], generator=torch.Generator().manual_seed(2)) * torch.linspace(0.1, 3, SHAPE[1])
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
-    own, _ = gptq(weight, hessian.mean(), scheme.weights, static_groups=False)
+    own = rounded_by_gptq(weight, hessian_of(x), scheme.weights, static_groups=False)
     assert own.permutation is not None
     tensors = layout(scheme).write(StoredWeight(own))
     back = layout(scheme, shapes(tensors)).read(tensors).weight

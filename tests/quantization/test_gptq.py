@@ -8,9 +8,10 @@ from torch import Tensor
 from conf.errors import UserError
 from quantization.activations import sum_of_squares
 from quantization.codes import CodeKind
-from quantization.gptq import Hessian, gptq
+from quantization.hessian import Hessian, inverse_factor
 from quantization.weight_format import QuantizedWeight, WeightFormat, choose_scales, quantize
 from tests.helpers.cases import each
+from tests.helpers.gptq import hessian_of, rounded_by_gptq
 from tests.helpers.random_tensors import random
 
 CHANNEL = WeightFormat(bits=4)
@@ -23,12 +24,6 @@ def correlated(num_tokens: int, num_inputs: int, seed: int = 1) -> Tensor:
     """Activations of few causes and some noise, whose channels differ in size, as in a language model."""
     causes = random(num_tokens, num_inputs // 4, seed=seed) @ random(num_inputs // 4, num_inputs, seed=seed + 1)
     return (causes + 0.3 * random(num_tokens, num_inputs, seed=seed + 2)) * random(num_inputs, seed=seed + 3).exp()
-
-
-def hessian_of(x: Tensor) -> Tensor:
-    hessian = Hessian(x.shape[1])
-    hessian.add(x)
-    return hessian.mean()
 
 
 def output_error(x: Tensor, weight: Tensor, done: QuantizedWeight) -> float:
@@ -74,8 +69,8 @@ def test_static_scales_give_the_codes_of_the_paper(format: WeightFormat, highest
     scales = rounded.scales[:, group].double()
     zeros = torch.zeros(9, 144) if rounded.zero_points is None else rounded.zero_points[:, group]
     expected = paper(weight[:, order], hessian[order][:, order], lambda i, rest: (scales[:, i], zeros[:, i]), highest)
-    done, damping = gptq(weight, hessian, format, act_order=act_order)
-    assert damping == 0.01
+    done = rounded_by_gptq(weight, hessian, format, act_order=act_order)
+    assert inverse_factor(hessian, 0.01, act_order).damping == 0.01
     assert done.permutation is None
     assert torch.equal(done.scales, rounded.scales)
     assert torch.equal(done.codes[:, order].double(), expected)
@@ -98,11 +93,11 @@ def test_pruned_weights_stay_0_and_the_others_make_up_for_errors(
     expected = paper(
         weight[:, order], ordered, lambda i, rest: (scales[:, i], zeros[:, i]), highest, kept=kept[:, order]
     )
-    done, _ = gptq(weight, hessian, format, act_order=act_order, kept=kept)
+    done = rounded_by_gptq(weight, hessian, format, act_order=act_order, kept=kept)
     assert torch.equal(done.codes[:, order].double(), expected)
     assert (done.dequantize()[~kept] == 0).all()
     assert output_error(x, weight, done) < output_error(x, weight, rounded)
-    on_the_way, _ = gptq(weight, hessian, format, act_order=act_order, static_groups=False, kept=kept)
+    on_the_way = rounded_by_gptq(weight, hessian, format, act_order=act_order, static_groups=False, kept=kept)
     assert (on_the_way.dequantize()[~kept] == 0).all()
     assert output_error(x, weight, on_the_way) < output_error(x, weight, rounded)
 
@@ -122,7 +117,9 @@ def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_ord
         return chosen[-1], torch.zeros(5)
 
     expected = paper(weight[:, order], hessian[order][:, order], scale_at, 7)
-    done, _ = gptq(weight, hessian, WeightFormat(bits=4, group_size=size), act_order=act_order, static_groups=False)
+    done = rounded_by_gptq(
+        weight, hessian, WeightFormat(bits=4, group_size=size), act_order=act_order, static_groups=False
+    )
     order, within = order.unflatten(0, (-1, size)).sort(1)  # a file keeps no order within a group
     assert torch.equal(
         done.codes.double(), expected.unflatten(1, (-1, size)).gather(2, within.expand(5, -1, -1)).flatten(1)
@@ -141,7 +138,7 @@ def test_scales_chosen_on_the_way_give_the_codes_of_the_paper(size: int, act_ord
 @each("format", FORMATS)
 def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_order: bool, static_groups: bool) -> None:
     x, weight = correlated(500, 96), random(13, 96)
-    done, _ = gptq(weight, hessian_of(x), format, act_order=act_order, static_groups=static_groups)
+    done = rounded_by_gptq(weight, hessian_of(x), format, act_order=act_order, static_groups=static_groups)
     held_out = correlated(500, 96)[250:]
     assert output_error(x, weight, done) < 0.7 * output_error(x, weight, quantize(weight, format))
     assert output_error(held_out, weight, done) < 0.7 * output_error(held_out, weight, quantize(weight, format))
@@ -151,14 +148,14 @@ def test_the_output_error_is_below_that_of_rounding(format: WeightFormat, act_or
 @each("format", FORMATS)
 def test_a_weight_on_the_grid_comes_back(format: WeightFormat, act_order: bool) -> None:
     on_grid = quantize(random(6, 96), format)
-    done, _ = gptq(on_grid.dequantize(), hessian_of(correlated(300, 96)), format, act_order=act_order)
+    done = rounded_by_gptq(on_grid.dequantize(), hessian_of(correlated(300, 96)), format, act_order=act_order)
     # a scale that is found again may differ in its last bit
     torch.testing.assert_close(done.dequantize(), on_grid.dequantize(), rtol=1e-6, atol=1e-6)
 
 
 def test_permuted_codes_meet_permuted_inputs() -> None:
     x, weight = correlated(200, 64), random(3, 64)
-    done, _ = gptq(weight, hessian_of(x), GROUPS, static_groups=False)
+    done = rounded_by_gptq(weight, hessian_of(x), GROUPS, static_groups=False)
     assert done.permutation is not None
     permuted = QuantizedWeight(done.codes, done.scales).dequantize()
     # the same products summed in another order
@@ -167,7 +164,10 @@ def test_permuted_codes_meet_permuted_inputs() -> None:
 
 def test_a_hessian_of_low_rank_is_damped_until_it_can_be_inverted() -> None:
     x, weight = correlated(7, 64) * 1e3, random(3, 64)
-    done, damping = gptq(weight, hessian_of(x), GROUPS, damping=1e-9)
+    done, damping = (
+        rounded_by_gptq(weight, hessian_of(x), GROUPS, damping=1e-9),
+        inverse_factor(hessian_of(x), 1e-9, True).damping,
+    )
     assert damping > 1e-9
     assert damping == pytest.approx(
         1e-9 * 10 ** round(torch.tensor(damping / 1e-9).log10().item()), rel=1e-6
@@ -179,9 +179,10 @@ def test_a_hessian_of_low_rank_is_damped_until_it_can_be_inverted() -> None:
 @each("scale", [1e-15, 1e15])
 def test_tiny_and_huge_activations(scale: float) -> None:
     x, weight = correlated(200, 64), random(3, 64)
-    plain, _ = gptq(weight, hessian_of(x), GROUPS)
-    scaled, damping = gptq(weight, hessian_of(x) * scale**2, GROUPS)
-    assert damping == 0.01
+    plain = rounded_by_gptq(weight, hessian_of(x), GROUPS)
+    hessian = hessian_of(x) * scale**2
+    scaled = rounded_by_gptq(weight, hessian, GROUPS)
+    assert inverse_factor(hessian, 0.01, True).damping == 0.01
     # what does not change is the solution; roundings of the scaled Hessian may turn single codes
     assert (plain.codes != scaled.codes).float().mean() < 0.02
 
@@ -190,9 +191,9 @@ def test_channels_without_activations_are_rounded_to_nearest() -> None:
     x, weight = correlated(200, 64), random(3, 64)
     x[:, ::2] = 0
     for act_order in (False, True):
-        done, _ = gptq(weight, hessian_of(x), GROUPS, act_order=act_order)
+        done = rounded_by_gptq(weight, hessian_of(x), GROUPS, act_order=act_order)
         assert torch.equal(done.codes[:, ::2], quantize(weight, GROUPS).codes[:, ::2])
-    nothing, _ = gptq(weight, torch.zeros(64, 64), GROUPS)
+    nothing = rounded_by_gptq(weight, torch.zeros(64, 64), GROUPS)
     assert torch.equal(nothing.codes, quantize(weight, GROUPS).codes)
 
 
@@ -201,16 +202,16 @@ def test_zero_rows_and_single_rows(static_groups: bool) -> None:
     hessian = hessian_of(correlated(200, 64))
     weight = random(3, 64)
     weight[1] = 0
-    done, _ = gptq(weight, hessian, ASYMMETRIC, static_groups=static_groups)
+    done = rounded_by_gptq(weight, hessian, ASYMMETRIC, static_groups=static_groups)
     assert torch.equal(done.dequantize()[1], torch.zeros(64))
-    alone, _ = gptq(weight[:1], hessian, ASYMMETRIC, static_groups=static_groups)
+    alone = rounded_by_gptq(weight[:1], hessian, ASYMMETRIC, static_groups=static_groups)
     assert torch.equal(alone.codes, done.codes[:1])  # rows do not depend on each other
 
 
 def test_the_same_input_gives_the_same_bits() -> None:
     weight, hessian = random(9, 160), hessian_of(correlated(300, 160))
     before = weight.clone(), hessian.clone()
-    once, again = (gptq(weight, hessian, GROUPS, static_groups=False)[0] for _ in range(2))
+    once, again = (rounded_by_gptq(weight, hessian, GROUPS, static_groups=False) for _ in range(2))
     assert torch.equal(once.codes, again.codes)
     assert torch.equal(once.scales, again.scales)
     assert torch.equal(weight, before[0])  # and neither is changed
@@ -223,7 +224,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     groups, found, before = WeightFormat(bits=4, group_size=32), [], torch.get_num_threads()
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        chosen, _ = gptq(weight, hessian_of(x), groups)
+        chosen = rounded_by_gptq(weight, hessian_of(x), groups)
         found.append((chosen.codes, torch.stack([sum_of_squares(x[i:]) for i in range(8)])))
     torch.set_num_threads(before)
     assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
@@ -249,6 +250,6 @@ def test_a_hessian_of_nothing_or_of_no_numbers_is_refused(chunk: Tensor, message
 
 def test_bad_damping_and_bad_groups_are_refused() -> None:
     with pytest.raises(UserError, match=re.escape("damping=0.0 is not allowed: give a positive number")):
-        gptq(random(3, 64), torch.eye(64), GROUPS, damping=0.0)
+        rounded_by_gptq(random(3, 64), torch.eye(64), GROUPS, damping=0.0)
     with pytest.raises(UserError, match="groups of 16 do not divide the 60 input channels"):
-        gptq(random(3, 60), torch.eye(60), GROUPS)
+        rounded_by_gptq(random(3, 60), torch.eye(60), GROUPS)

@@ -14,7 +14,6 @@ from models.config import ConfigReader
 from models.linear_layers import LinearSpec
 from pipelines.loading.load_engine import load_engine
 from quantization.codes import CodeKind
-from quantization.gptq import Hessian, gptq
 from quantization.layouts import awq, read_quantization
 from quantization.layouts import gptq as gptq_layout
 from quantization.layouts.awq import AwqWeight
@@ -24,6 +23,7 @@ from quantization.scheme import Activations, LinearScheme
 from quantization.weight_format import QuantizedWeight, WeightFormat, quantize
 from tests.helpers.builders import engine_of, run_config
 from tests.helpers.cases import each
+from tests.helpers.gptq import hessian_of, rounded_by_gptq
 from tests.helpers.packed_layouts import (
     AWQ,
     AWQ_ORDER,
@@ -178,9 +178,8 @@ def test_gptq_is_written_as_defined_and_read_again(name: str) -> None:
 
 def test_act_order_survives_a_round_trip() -> None:
     format = FORMATS["int4 asymmetric"]
-    hessian = Hessian(96)
-    hessian.add(random(300, 96, seed=2) * torch.linspace(0.1, 3, 96))
-    own, _ = gptq(random(48, 96), hessian.mean(), format, static_groups=False)
+    hessian = hessian_of(random(300, 96, seed=2) * torch.linspace(0.1, 3, 96))
+    own = rounded_by_gptq(random(48, 96), hessian, format, static_groups=False)
     assert own.permutation is not None
     config = gptq_layout.write_config({NAME: LinearScheme(format)}, [], act_order=True)
     tensors = GptqWeight((48, 96), format, is_v1=False).write(StoredWeight(own))

@@ -16,7 +16,7 @@ from pipelines.loading.fingerprint import calibration_fingerprint, file_fingerpr
 from pipelines.loading.model_source import ModelSource
 from quantization.smoothing_record import FOLDS
 
-VERSION = 3  # version of the results: increase it with every change of codes, scales or observed statistics
+VERSION = 4  # version of the results: increase it with every change of codes, scales or observed statistics
 
 
 def float_model(model: ModelConfig) -> ModelConfig:
