@@ -2,12 +2,17 @@
 
 import functools
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from kernels import build
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def set_threads(num_threads: int | None) -> None:
@@ -61,3 +66,19 @@ def threads(num_threads: int | None) -> Iterator[None]:
     finally:
         set_threads(before)
         torch.set_num_threads(before_of_torch)
+
+
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return function(item) for each item, computed by as many Python threads as the C++ kernels have.
+
+    torch's operators use one thread in each, so their bits do not depend on the number of threads. The function computes
+    no gradients.
+    """
+    library = build.library()
+    num_threads = torch.get_num_threads() if library is None else library.get_threads()
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(torch.no_grad()(function), items))
+    finally:
+        torch.set_num_threads(before)  # MKL's number is the process's

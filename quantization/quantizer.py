@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.quantization import Activations, QuantConfig, QuantMethod
+from kernels.threads import threads
 from models.adapters import Fold
 from models.causal_lm import CausalLM
 from models.linear_layers import linear_layer, linear_specs
@@ -139,6 +140,7 @@ class Quantizer:
             return [self._calibrator.observe_head(names, kept)]
         return self._calibrator.observe(names, kept)
 
+    @threads(None)  # threads of torch wait for each other in each of many short operators
     def quantize(
         self, part: QuantizedLayer, groups: list[ActivationStats], pruned: Mapping[str, LinearReport]
     ) -> tuple[dict[str, StoredWeight], list[LinearReport], dict[str, Fold] | None]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton", "hyd
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: proc(5)
 STATUS = Path("/proc/self/status")
 LINE_EVERY_S = 5.0  # interval of progress lines without a terminal
+RECENT_LAYERS = 3  # whose mean time is that of the remaining layers; layers that a resumed run only reads are faster
 
 
 def _process_age_s() -> float | None:
@@ -191,12 +193,17 @@ class _Lines(NoProgress):
 
     def __init__(self) -> None:
         self._note = "begins"
+        self._ends: deque[float] = deque(maxlen=RECENT_LAYERS + 1)  # of layers
 
     def loaded(self, done: int, total: int) -> None:
         self._note = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB loaded"
 
     def quantized(self, num_layers: int, total_layers: int) -> None:
+        self._ends.append(time.perf_counter())
         self._note = f"{num_layers} of {total_layers} layers done"
+        if num_layers < total_layers and len(self._ends) > 1:
+            seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            self._note += f", about {(total_layers - num_layers) * seconds:,.0f} s for the rest"
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

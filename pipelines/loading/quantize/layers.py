@@ -21,6 +21,7 @@ def quantize_layers(share: Share, files: PartFiles, progress: ProgressSink) -> l
     `share`: the process's share, or rank 0's. Raises UserError if a part cannot be quantised.
     """
     reports: list[LinearReport] = []
+    progress.quantized(0, len(share.parts))
     for i, part in enumerate(share.parts):
         if files.has(part):
             kept = files.read(part)

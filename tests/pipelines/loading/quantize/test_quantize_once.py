@@ -192,8 +192,10 @@ def test_without_a_terminal_lines_tell_how_far_a_calibration_is(monkeypatch: pyt
             assert lines.comes(r"^calibrating: 5 of 20 MB loaded, \d+ s$")
             progress.quantized(3, 32)
             assert lines.comes(r"^calibrating: 3 of 32 layers done, \d+ s$", times=2)  # also while nothing is done
+            progress.quantized(4, 32)
+            assert lines.comes(r"^calibrating: 4 of 32 layers done, about \d+ s for the rest, \d+ s$")
         told = lines.getvalue()
-        progress.quantized(4, 32)
+        progress.quantized(5, 32)
     assert lines.getvalue() == told
     assert not [thread for thread in threading.enumerate() if thread.name == "calibrating"]
 
