@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipelines.python.factory import pipeline
     from pipelines.python.llm import LLM
     from pipelines.python.pooled_pipeline import EmbeddingPipeline, ScorePipeline
     from pipelines.python.sampling_params import SamplingParams, StructuredOutputsParams
     from pipelines.python.streamers import StreamerTimeout, TextIteratorStreamer, TextStreamer
-    from pipelines.python.text_pipeline import TextGenerationPipeline, pipeline
+    from pipelines.python.text_pipeline import TextGenerationPipeline
 
 __all__ = [
     "LLM",
@@ -36,7 +37,7 @@ _MODULES = {
     "TextGenerationPipeline": "pipelines.python.text_pipeline",
     "TextIteratorStreamer": "pipelines.python.streamers",
     "TextStreamer": "pipelines.python.streamers",
-    "pipeline": "pipelines.python.text_pipeline",
+    "pipeline": "pipelines.python.factory",
 }
 
 

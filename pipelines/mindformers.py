@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pipelines.python.text_pipeline as ours
 from conf.errors import UserError, list_known_names
 from models.formats import open_tokenizer
+from pipelines.python import factory
 from pipelines.python.pooled_pipeline import PooledPipeline
 from pipelines.python.streamers import TextIteratorStreamer, TextStreamer
 from pipelines.python.text_pipeline import TextGenerationPipeline
@@ -201,12 +201,12 @@ def pipeline(
         model = AutoModel.from_pretrained(model, **own)
     given = [*_context, *arguments.pop("overrides", ())]
     if not isinstance(model, Description):
-        return ours.pipeline(task, model, tokenizer=_opened(tokenizer, None), overrides=given, **arguments)
+        return factory.pipeline(task, model, tokenizer=_opened(tokenizer, None), overrides=given, **arguments)
     from conf.compose import options  # here, so that an engine can be built where Hydra is not installed
 
     if model.checkpoint and model.name not in options("model") and not Path(model.name).exists():
         raise UserError(f"model {model.name} does not exist: {list_known_names(options('model'), model.name)}")
-    return ours.pipeline(
+    return factory.pipeline(
         task,
         model.checkpoint or model.name,
         dtype=arguments.pop("dtype", model.dtype),

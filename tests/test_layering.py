@@ -107,6 +107,7 @@ TALKING = (
     "pipelines.loading.worker",
     "pipelines.replicas",
 )
+MOST_IMPORTS = 15  # of our own modules in a file
 TOPS = ("conf", "kernels", "models", "quantization", "pipelines")
 FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY / top).rglob("*.py"))} | {
     "run": REPOSITORY / "run.py"
@@ -126,6 +127,19 @@ def imports(name: str) -> set[str]:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (inside & FILES.keys()) or {node.module}
     return found
+
+
+def own_imports(name: str) -> set[str]:
+    """Modules of ours that `name` imports directly, also inside functions; a package and a submodule of it count apart."""
+    found = set()
+    for node in statements(FILES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            for full in (f"{node.module}.{alias.name}" for alias in node.names):
+                found.add(full if full in FILES else node.module)
+    return (found & FILES.keys()) - {name}
 
 
 def floor(name: str) -> int:
@@ -223,6 +237,12 @@ def only_the_engine_reaches_its_scheduler_and_blocks() -> Iterator[str]:
             yield from (f"{name} has {found}" for found in re.findall(r"\.(?:scheduler|block_manager)\b", code))
 
 
+def no_file_imports_more_than_a_reader_can_hold() -> Iterator[str]:
+    for name in FILES:
+        if (count := len(own_imports(name))) > MOST_IMPORTS:
+            yield f"{name} imports {count} modules of ours"
+
+
 RULES: list[Callable[[], Iterator[str]]] = [
     imports_go_down,
     no_cycles,
@@ -235,6 +255,7 @@ RULES: list[Callable[[], Iterator[str]]] = [
     every_package_is_installed,
     no_test_module_imports_another,
     only_the_engine_reaches_its_scheduler_and_blocks,
+    no_file_imports_more_than_a_reader_can_hold,
 ]
 
 

@@ -1,35 +1,29 @@
 """export.json: the properties of an exported model that the engine needs in addition to its graph and weights.
 
-The file is untrusted input. For a sharded model it holds the parallel layout, and each rank's own export.json is in a
-subfolder.
+The file is untrusted input; `describe.py` writes it. For a sharded model it holds the parallel layout, and each rank's
+own export.json is in a subfolder.
 
 N blocks of B slots, G key/value heads.
 """
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import UserError, shortened
 from kernels import build
 from kernels.kv_format import PARTS, PagedVectors, allocate
-from models.adapters import adaptable_layers
-from models.batch import KVCache
 from models.capabilities import ModelCapabilities
-from models.causal_lm import CausalLM, ModelShape
+from models.causal_lm import ModelShape
 from models.config import ConfigReader
 from models.exported.functions import schemas
-from models.exported.shard import ExportedShard, describe_part, read_part
+from models.exported.shard import ExportedShard, read_part
 from models.layers.attention import Heads
-from models.layers.linear import tied_weight
-from models.layers.missing import MissingLayer
-from models.layers.moe import Experts
 from models.sharding import ParallelLayout
 from models.weights import DTYPES
 
@@ -130,73 +124,8 @@ def part_folder(folder: Path, parallel_layout: ParallelLayout) -> Path:
     return folder if parallel_layout.tp * parallel_layout.pp == 1 else folder / f"rank_{parallel_layout.rank}"
 
 
-def describe_division(folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Return the content of export.json for a folder with the parts of all ranks."""
-    files = [part_folder(Path(), ParallelLayout(tp, pp, rank % tp, rank // tp)) / EXPORT for rank in range(tp * pp)]
-    return {"tp": tp, "pp": pp, "sha256": {str(file): _sha256(folder / file) for file in files}}
-
-
-def describe(
-    model: CausalLM,
-    cache: KVCache,
-    weights: Sequence[Mapping[str, Tensor]],  # of the graph without adapters, and of the graph with adapters
-    quant: dict[str, Any],
-    eos: frozenset[int],
-    hidden_size: int,
-    sha256: dict[str, str],  # of the graph files, by file name
-    parallel_layout: ParallelLayout,
-) -> dict[str, Any]:
-    """Return the content of export.json for a traced model, or for a rank's part."""
-    shape, (base_weights, adapted_weights) = model.config, weights
-    capabilities = shape.capabilities
-    model_addresses = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
-    scales = {weight.data_ptr(): name for name, weight in base_weights.items()}
-    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
-    mixture_entries = [
-        asdict(Mixture(_num_bytes(experts), len(experts), experts.num_experts_per_tok)) for experts in mixtures
-    ]
-    has_embedding = not isinstance(model.embedding, MissingLayer)
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    unread = sum(weight.nbytes for weight in embeddings if weight is not tied_weight(model.head))
-    return {
-        "hidden_size": hidden_size,
-        "embedding_dim": model.embedding.embedding_dim if has_embedding else hidden_size,
-        "vocab_size": shape.vocab_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        "context_length": shape.context_length,
-        "needs_whole_prompt": capabilities.needs_whole_prompt,
-        "keys_depend_on_length": capabilities.keys_depend_on_length,
-        "key_border": capabilities.long_rope_threshold,
-        "has_windows": capabilities.has_windows,
-        "prefix_stops_scaling": capabilities.prefix_stops_scaling,
-        "dtype": str(cache.dtype).removeprefix("torch."),
-        "eos_token_ids": sorted(eos),
-        "instruction_set": _instruction_set(),
-        "operators": schemas(),
-        "cache": [_cache_format(vectors, scales) for vectors in itertools.chain(*cache.layers)],
-        "step_bytes": _num_bytes(model) - unread - sum(map(_num_bytes, mixtures)),
-        "mixtures": mixture_entries,
-        "quant": quant,
-        "weights": list(base_weights),
-        "constants": [name for name, weight in base_weights.items() if weight.data_ptr() not in model_addresses],
-        "adapted_weights": list(adapted_weights),
-        "linears": {name: layer.whole_shape for name, layer in adaptable_layers(model).items()},
-        "head": model.layout.head,
-        "sha256": sha256,
-        "prompt_marks": [[*ids] for ids in model.prompt_marks],
-    } | ({"part": describe_part(model, parallel_layout)} if parallel_layout.tp * parallel_layout.pp > 1 else {})
-
-
-def _cache_format(vectors: PagedVectors, scales: dict[int, str]) -> dict[str, Any]:
-    """Describe a layer's keys or values for export.json. `scales`: weight names by data pointer."""
-    _, format, static, channels, _ = PARTS.flatten(vectors)
-    name = None if static is None else scales[static.data_ptr()]
-    return {"num_heads": vectors.tensors[0].shape[2], "channels": channels, "format": format, "scales": name}
-
-
 def _check_machine(reader: ConfigReader, folder: Path) -> None:
-    exported_for, here = reader.require("instruction_set", str), _instruction_set()
+    exported_for, here = reader.require("instruction_set", str), instruction_set()
     if exported_for != here:
         raise UserError(f"{folder} was exported for {exported_for!r}, and this machine has {here}: {REMEDY} here")
     current, exported = schemas(), reader.require("operators", dict)  # an older graph does not list newer operators
@@ -235,7 +164,7 @@ def read_description(folder: Path, rank: int = 0) -> Description:
     parallel_layout = ParallelLayout(tp, pp, rank % tp, rank // tp)
     rank_folder = part_folder(folder, parallel_layout)
     try:
-        if _sha256(rank_folder / EXPORT) != sha256.get(str((rank_folder / EXPORT).relative_to(folder))):
+        if sha256_of(rank_folder / EXPORT) != sha256.get(str((rank_folder / EXPORT).relative_to(folder))):
             raise UserError(f"{rank_folder / EXPORT} is damaged (its sha256 is not the one in {EXPORT}): {REMEDY}")
     except OSError as error:
         raise UserError(f"{rank_folder / EXPORT} is damaged ({error.strerror}): {REMEDY}") from error
@@ -245,8 +174,9 @@ def read_description(folder: Path, rank: int = 0) -> Description:
     return description
 
 
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def sha256_of(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _read(folder: Path, reader: ConfigReader) -> Description:
@@ -317,9 +247,6 @@ def _vectors(cache_format: CacheFormat, dtype: torch.dtype, weights: dict[str, T
     return allocate(format, (0, 1, cache_format.num_heads), cache_format.channels, dtype, torch.device("meta"))
 
 
-def _instruction_set() -> str:
+def instruction_set() -> str:
+    """Return the instruction set of the kernels; none if they are off."""
     return build.instruction_set() if build.library() is not None else "none"
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.collectives import Group, nodes
+from kernels.collectives import nodes
 from kernels.gelu import gelu, gelu_tanh
 from kernels.kv_store import kv_store, rope_and_store
 from kernels.layer_norm import layer_norm, layer_norm_quantize
@@ -108,11 +108,6 @@ def function_of(target: str) -> Callable[..., Any] | None:
         function: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload)
         return function
     return SIZES.get(target)
-
-
-def collectives_of(group: Group) -> dict[str, Callable[..., Any]]:
-    """Return the collective operations of a rank in its group, by the targets of their nodes."""
-    return {f"torch.ops.quintet.{name}.default": function for name, function in nodes.node_functions(group).items()}
 
 
 def schemas() -> dict[str, str]:

@@ -21,7 +21,6 @@ from models.causal_lm import CausalLM
 from models.exported.description import ADAPTED_GRAPH, GRAPH, REMEDY, WEIGHTS, Description
 from models.exported.graph import ADAPTED_INPUTS, INPUTS, STREAM, DamagedGraphError, Graph
 from models.exported.reader import build_graph, read_graph
-from models.exported.shard import ExportedShard
 from models.heads import NoHead
 from models.layers.attention import Heads
 from models.layers.lora_target import LoRATarget
@@ -78,16 +77,18 @@ class ExportedLM(CausalLM):
         self.kv_formats: list[tuple[KVFormat, KVFormat]] = []
         """The cache formats of each layer's keys and values, set by `load`."""
         self._linears = {name: LoRATarget(shape) for name, shape in description.linears.items()}
-        part, names = description.part, [*self._linears]
+        names = [*self._linears]
         try:
             for name in names if has_head else filter(description.head.__ne__, names):
                 register(self, name, self._linears[name])
-            if part is not None:
-                self._apply_shard(part, neighbours)
+            self._apply_shard(neighbours)
         except (KeyError, ValueError, AttributeError) as error:
             self._raise_damaged(error)
 
-    def _apply_shard(self, part: ExportedShard, neighbours: Neighbours) -> None:
+    def _apply_shard(self, neighbours: Neighbours) -> None:
+        part = self.description.part
+        if part is None:
+            return
         self.own_layers = part.own_layers
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import shortened
-from kernels.collectives import Group
+from kernels.collectives import Group, nodes
 from kernels.kv_format import PARTS, PagedVectors
 from kernels.linear.float_weight import FloatWeight
 from kernels.linear.int_weight import CODES
@@ -27,7 +27,7 @@ from kernels.linear.packed import WeightGroup
 from kernels.lora import AdapterTable, lora_add
 from kernels.operator import Parts, Schema
 from kernels.quantize_rows import Activations
-from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, collectives_of, function_of
+from models.exported.functions import INDEX_PRODUCERS, ONLY_CHECKS, function_of
 from models.exported.graph import Argument, Call, DamagedGraphError, Graph
 from models.layers.lora_target import LoRATarget
 
@@ -172,7 +172,7 @@ class _Builder:
         quantized: Callable[[Tensor, int], Activations] | None,
     ) -> None:
         self._quantized, self._num_quantized = quantized, 0
-        self._collectives = {} if group is None else collectives_of(group)
+        self._collectives = {} if group is None else _collectives_of(group)
         self._graph, self._fields, self._layer_vectors, self._embed, self._adapted = (
             graph,
             fields,
@@ -437,3 +437,8 @@ def _check_weights(argument: Any) -> None:
     for weight in weights if isinstance(weights, list) else [weights]:
         if isinstance(weight, FloatWeight):
             weight.check()
+
+
+def _collectives_of(group: Group) -> dict[str, Callable[..., Any]]:
+    """Return the collective operations of a rank in its group, by the targets of their nodes."""
+    return {f"torch.ops.quintet.{name}.default": function for name, function in nodes.node_functions(group).items()}

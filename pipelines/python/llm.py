@@ -9,17 +9,14 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from conf.errors import UserError, shortened
-from conf.schema import RunConfig
-from models.tokenizers import Tokenizer
 from pipelines.engine import Engine, Output, Request
-from pipelines.engine.request import TokenLogprobs
 from pipelines.jobs import report
 from pipelines.jobs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pipelines.jobs.prompts import PromptRow, parse_row
@@ -27,86 +24,15 @@ from pipelines.jobs.rows import RowRequest
 from pipelines.jobs.text_generator import TextGenerator
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.memory import explained_out_of_memory
-from pipelines.loading.model_source import resolve_model
 from pipelines.python.composing import compose_run
 from pipelines.python.pooled_pipeline import EmbeddingPipeline
 from pipelines.python.sampling_params import SamplingParams
-from pipelines.python.vllm_arguments import run_settings
+from pipelines.python.vllm_arguments import check_quantization, run_settings
+from pipelines.python.vllm_outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, request_output
 
 INPUTS = ("prompt", "prompt_token_ids", "messages")
 
 Prompt = str | list[int] | dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """A token's natural log probability, its rank (1 is the most likely) and its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None
-
-
-Logprobs = list[dict[int, Logprob]]
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One continuation of a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None
-    """Sum over the chosen tokens; None without `logprobs`."""
-    logprobs: Logprobs | None
-    finish_reason: str
-    stop_reason: str | int | None
-    """The stop string or the id of the stop token; None for the model's own eos."""
-    lora_request: str | None = None
-
-    def finished(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its continuations."""
-
-    request_id: str
-    prompt: str | None
-    """The model's input as text; None if token ids were given."""
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """None for the first token, which has no prediction."""
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    finished: bool = True
-    lora_request: str | None = None
-    metrics: None = None
-    encoder_prompt: None = None
-    encoder_prompt_token_ids: None = None
-    kv_transfer_params: None = None
-    """This field and the three fields before it are always None: the engine does not have these features."""
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    embedding: list[float]
-
-    @property
-    def hidden_size(self) -> int:
-        return len(self.embedding)
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """A prompt's vector."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    finished: bool = True
 
 
 OWN_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -160,7 +86,7 @@ class LLM:
         if run.predict.max_prompt_tokens is not None:
             raise UserError("predict.truncate is not used by LLM: give SamplingParams(truncate_prompt_tokens=N)")
         if quantization is not None:
-            _check_quantization(quantization, run)
+            check_quantization(quantization, run.model)
         num_sequences = DEFAULT_SEQUENCES if max_num_seqs is None else max_num_seqs
         self._embedder = EmbeddingPipeline(run, batch_size=num_sequences) if runner == "pooling" else None
         self.engine: Engine = self._embedder.engine if self._embedder else load_engine(run, num_sequences)
@@ -252,8 +178,11 @@ class LLM:
         ):
             asked = [self._ask(row, each, generator) for row, each in zip(rows, params, strict=True)]
             outputs = self._run([each.request for each in asked], sink)
-        rows_of = zip(asked, outputs, params, strict=True)
-        return [self._output(each, output, own.detokenize, generator.adapter) for each, output, own in rows_of]
+        eos_token_ids, adapter = self.engine.config.eos_token_ids, generator.adapter
+        return [
+            request_output(each, output, self.engine.tokenizer if own.detokenize else None, eos_token_ids, adapter)
+            for each, output, own in zip(asked, outputs, params, strict=True)
+        ]
 
     def _params_of(
         self, rows: list[PromptRow], given: SamplingParams | Sequence[SamplingParams] | None
@@ -291,29 +220,6 @@ class LLM:
                 progress.generated(len(outputs), len(requests), speed)
         return [outputs[request.id] for request in requests]
 
-    def _output(self, asked: RowRequest, output: Output, with_texts: bool, adapter: str | None) -> RequestOutput:
-        completions = []
-        tokenizer = self.engine.tokenizer if with_texts else None
-        for index, each in enumerate(output.completions):
-            steps = each.logprobs
-            total = None if steps is None else sum(s.logprobs[id] for s, id in zip(steps, each.token_ids, strict=True))
-            reason = None if each.stop_reason in self.engine.config.eos_token_ids else each.stop_reason
-            logprobs = None if steps is None else [_named(step, tokenizer) for step in steps]
-            rest = total, logprobs, each.finish_reason.value, reason, adapter
-            text = (each.text or "") if with_texts else ""
-            completions.append(CompletionOutput(index, text, each.token_ids, *rest))
-        of_prompt = output.prompt_logprobs
-        named = None if of_prompt is None else [None, *(_named(step, tokenizer) for step in of_prompt)]
-        identity = str(output.request_id), asked.prompt.text, asked.request.prompt_token_ids
-        return RequestOutput(*identity, named, completions, output.num_cached_tokens, lora_request=adapter)
-
-
-def _named(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    return {
-        id: Logprob(value, step.ranks[id], None if tokenizer is None else tokenizer.decode([id], False))
-        for id, value in step.logprobs.items()
-    }
-
 
 def _rows(prompts: Prompt | Sequence[Prompt]) -> list[PromptRow]:
     one = isinstance(prompts, str | dict) or (bool(prompts) and isinstance(prompts[0], int))
@@ -343,14 +249,3 @@ def _executor(runner: str, task: str) -> str:
     if len(named) > 1:
         raise UserError(f"task={task} contradicts runner={runner}: leave one of them out")
     return named.pop() if named else "auto"
-
-
-def _check_quantization(name: str, run: RunConfig) -> None:
-    checkpoint = resolve_model(run.model).checkpoint
-    config = checkpoint.config.raw("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if checkpoint.path.suffix == ".gguf":
-        method = "gguf"
-    if name.lower().removesuffix("_marlin").replace("_", "-") != str(method).replace("_", "-"):
-        has = f"has {method}" if method else "is not quantised: give overrides=['quant=int4'] to quantise it"
-        raise UserError(f"quantization={name!r} contradicts the checkpoint {run.model.path}, which {has}")

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 from conf.decoding import NEUTRAL, DecodeConfig
 from conf.errors import UserError, list_known_names
@@ -20,9 +20,6 @@ from pipelines.jobs.text_generator import TextGenerator, whole_texts
 from pipelines.loading.load_engine import load_engine
 from pipelines.loading.memory import explained_out_of_memory
 from pipelines.loading.model_source import OpenModel
-from pipelines.python.composing import compose_run
-from pipelines.python.held import compose_held, is_held
-from pipelines.python.pooled_pipeline import EmbeddingPipeline, PooledPipeline, ScorePipeline
 from pipelines.python.streamers import Streamer
 
 log = logging.getLogger(__name__)
@@ -37,51 +34,6 @@ class Prepared(NamedTuple):
 
 
 SAMPLING_TEMPERATURE = 1.0  # for do_sample=True with a greedy config
-
-
-@overload
-def pipeline(task: Literal["text_generation"], *options: Any, **arguments: Any) -> "TextGenerationPipeline": ...
-
-
-@overload
-def pipeline(task: Literal["embedding", "score"], *options: Any, **arguments: Any) -> "PooledPipeline": ...
-
-
-@overload
-def pipeline(task: str, *options: Any, **arguments: Any) -> "TextGenerationPipeline | PooledPipeline": ...
-
-
-def pipeline(
-    task: str,
-    model: Any = "tiny",
-    quant: str = "none",
-    decode: str = "greedy",
-    device: str = "auto",
-    parallel: str = "single",
-    dtype: Any = None,
-    tokenizer: Any = None,
-    overrides: list[str] | None = None,
-    **arguments: Any,
-) -> "TextGenerationPipeline | PooledPipeline":
-    """Return a pipeline for the named config options.
-
-    >>> pipe = pipeline("text_generation", model="tiny", decode="greedy", device="cpu")
-    >>> pipe("Once upon a time", max_new_tokens=20)
-
-    `model`: an option of conf/model, a folder, a GGUF file, a hub id or a PreTrainedModel of transformers, whose
-    weights are copied in memory. `dtype`: a name or torch's dtype ("bfloat16", torch.bfloat16); None: as stored.
-    `tokenizer`: a folder, a GGUF file, a hub id, a tokenizer of transformers or of another pipeline; None: the model's
-    own. `overrides`: as on the command line. `arguments`: defaults for every call. Raises UserError, a ValueError, for
-    an unknown task, option or argument, and if the model cannot be loaded.
-    """
-    if task not in TASKS:
-        raise UserError(f"task {task!r} does not exist: there are {', '.join(TASKS)}")
-    pipeline_class = TASKS[task]
-    choices = {"quant": quant, "decode": decode, "device": device, "parallel": parallel, "task": pipeline_class.task}
-    if is_held(model) or is_held(tokenizer):
-        run, open_model = compose_held(model, choices, dtype, tokenizer, overrides or [])
-        return pipeline_class(run, open_model, **arguments)
-    return pipeline_class(compose_run(model, choices, dtype, tokenizer, overrides or []), **arguments)
 
 
 class TextGenerationPipeline:
@@ -308,11 +260,6 @@ def _result(row: Row, request: Request, full_text: bool) -> Result:
     return result
 
 
-TASKS: dict[str, type[TextGenerationPipeline] | type[PooledPipeline]] = {
-    "text_generation": TextGenerationPipeline,
-    "embedding": EmbeddingPipeline,
-    "score": ScorePipeline,
-}
 DECODE_ARGUMENTS = tuple(field.name for field in fields(DecodeConfig))
 OTHER_ARGUMENTS = (
     "do_sample",

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from conf.errors import UserError, list_known_names
+from conf.schema import ModelConfig
+from pipelines.loading.model_source import resolve_model
 
 log = logging.getLogger(__name__)
 
@@ -330,3 +332,15 @@ def _drafts(config: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         overrides.append(f"decode.speculation.{keys[name]}={value}")
     drafts = DRAFTING[method] == "model"
     return overrides, {"decode.speculation.model_path": str(path)} if drafts and path else {}
+
+
+def check_quantization(name: str, model: ModelConfig) -> None:
+    """Raise UserError if `quantization`, a name of vLLM, is not the method of the model's checkpoint."""
+    checkpoint = resolve_model(model).checkpoint
+    config = checkpoint.config.raw("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if checkpoint.path.suffix == ".gguf":
+        method = "gguf"
+    if name.lower().removesuffix("_marlin").replace("_", "-") != str(method).replace("_", "-"):
+        has = f"has {method}" if method else "is not quantised: give overrides=['quant=int4'] to quantise it"
+        raise UserError(f"quantization={name!r} contradicts the checkpoint {model.path}, which {has}")

@@ -11,14 +11,14 @@ from conf.errors import UserError, shortened
 from models.adapters import adaptable_layers
 from models.batch import KVCache
 from models.causal_lm import CausalLM
-from models.exported.description import ADAPTED_GRAPH, EXPORT, GRAPH, WEIGHTS, describe, describe_division, part_folder
+from models.exported.describe import describe, describe_division
+from models.exported.description import ADAPTED_GRAPH, EXPORT, GRAPH, WEIGHTS, part_folder, sha256_of
 from models.exported.trace import Traced, trace
 from models.formats.huggingface_writer import write_companions
 from models.formats.safetensors_writer import save_tensors
 from models.layers.lora_target import LoRATarget
 from models.tokenizers import load_tokenizer
 from models.tokenizers.runner_form import RUNNER_TOKENIZER
-from pipelines.loading.fingerprint import sha256_of
 from pipelines.loading.model_plan import ModelPlan
 from pipelines.tasks.export_parts import AS_IT_IS, NOT_TAKEN, ShardExport
 from quantization.smoothing_record import copy_folds

@@ -380,7 +380,7 @@ def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
 
 
 def test_other_instructions_and_operators(tmp_path: Path, artefact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(description, "_instruction_set", lambda: "sve")
+    monkeypatch.setattr(description, "instruction_set", lambda: "sve")
     with pytest.raises(UserError, match="was exported for .*, and this machine has sve: export the model anew"):
         load_engine(run_config(artefact), 1)
     monkeypatch.undo()

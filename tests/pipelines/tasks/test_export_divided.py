@@ -18,7 +18,8 @@ from conf.schema import ModelConfig, ParallelConfig, RunConfig, Sum, Task
 from conf.tasks import ConvertConfig, ExportConfig
 from kernels import build
 from kernels.collectives import nodes
-from models.exported.description import EXPORT, describe_division
+from models.exported.describe import describe_division
+from models.exported.description import EXPORT
 from models.exported.trace import Traced, trace
 from models.formats.manifest import verify_manifest
 from models.sharding import ParallelLayout
