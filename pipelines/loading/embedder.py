@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from conf.errors import UserError, list_known_names
-from conf.pooling import PoolingMode
-from conf.schema import RunConfig
+from conf.pooling import EmbedConfig, PoolingMode
+from conf.tasks import PredictConfig
 from models.formats.sentence_transformers import EmbeddingFiles, appends_eos, read_embedding_files
 from models.heads import HeadKind
 from models.tokenizers import Tokenizer
@@ -27,16 +27,16 @@ class Embedder(Pooler):
 
     head = HeadKind.none
 
-    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
-        super().__init__(run, source, engine)
-        config, files = run.embed, read_embedding_files(source.checkpoint.path)
+    def __init__(self, config: EmbedConfig, predict: PredictConfig, source: ModelSource, engine: Engine) -> None:
+        super().__init__(config, predict, source, engine)
+        files = read_embedding_files(source.checkpoint.path)
         mode = config.pooling.name if config.pooling is not PoolingMode.auto else files.pooling or "last"
         self._pooling = Pooling[mode]
         self._normalizes = files.normalizes if config.normalize is None else config.normalize
         self._instruction = _instruction(config.instruction, files)
-        settings, tokenizer = run.predict, engine.tokenizer
-        self._encoder = PromptEncoder(tokenizer, settings.add_special_tokens, settings.chat_template, False)
-        is_plain = settings.add_special_tokens and settings.chat_template in ("auto", "none")
+        tokenizer = engine.tokenizer
+        self._encoder = PromptEncoder(tokenizer, predict.add_special_tokens, predict.chat_template, False)
+        is_plain = predict.add_special_tokens and predict.chat_template in ("auto", "none")
         self._eos = _missing_eos(tokenizer) if tokenizer and is_plain else None
         self._max_tokens = files.max_tokens and min(files.max_tokens, engine.config.context.num_tokens)
 

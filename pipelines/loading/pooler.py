@@ -7,7 +7,9 @@ from torch import Tensor
 
 from conf.decoding import DecodeConfig
 from conf.errors import UserError
+from conf.pooling import EmbedConfig, ScoreConfig
 from conf.schema import RunConfig
+from conf.tasks import PredictConfig
 from models.heads import HeadKind
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
@@ -26,10 +28,14 @@ class Pooler(ABC):
     head: ClassVar[HeadKind | None]
     """The head that the model needs, as for `resolve_model`."""
 
-    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
-        """Raises UserError for settings that contradict the checkpoint."""
+    def __init__(
+        self, config: EmbedConfig | ScoreConfig, predict: PredictConfig, source: ModelSource, engine: Engine
+    ) -> None:
+        """`config`: the section of the task. `predict`: how rows run. Raises UserError for settings that contradict the
+        checkpoint.
+        """
         self.engine = engine
-        self._prefix, self._adapter = run.predict.prefix, run.predict.adapter
+        self._prefix, self._adapter = predict.prefix, predict.adapter
         engine.requests.prefix(self._prefix)
 
     @property
@@ -82,4 +88,4 @@ def open_pooler(
     """
     check_pooled(run.decode)
     source, engine = open_engine(run, run.predict.batch_size, progress, make.head, open_model)
-    return source, make(run, source, engine)
+    return source, make(getattr(run, run.task.name), run.predict, source, engine)

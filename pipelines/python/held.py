@@ -45,7 +45,7 @@ def compose_held(
     else:
         run = compose_run(model, choices, dtype, path, overrides)
     _refuse_files(run, model)
-    return run, partial(_open, run, model, tokenizer)
+    return run, partial(_open, run.model, model, tokenizer)
 
 
 def _is_of_transformers(given: Any, name: str) -> bool:
@@ -74,12 +74,12 @@ def _refuse_files(run: RunConfig, model: Any) -> None:
             raise UserError(f"{setting} is of a model's files, and {type(model).__name__} is in memory: {saved}")
 
 
-def _open(run: RunConfig, model: Any, tokenizer: Any, head: HeadKind | None) -> ModelSource:
+def _open(config: ModelConfig, model: Any, tokenizer: Any, head: HeadKind | None) -> ModelSource:
     if is_held(model):
-        checkpoint = open_in_memory(model, partial(_own_tokenizer, run.model))
-        source = source_of(run.model, checkpoint, head)
+        checkpoint = open_in_memory(model, partial(_own_tokenizer, config))
+        source = source_of(config, checkpoint, head)
     else:
-        source = resolve_model(run.model, head)
+        source = resolve_model(config, head)
     if not is_held(tokenizer):
         return source
     if not isinstance(tokenizer, Tokenizer):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from conf.decoding import DecodeConfig
 from conf.errors import UserError, list_known_names
 from conf.pooling import PoolingMode
 from conf.schema import RunConfig
@@ -69,9 +70,9 @@ class PooledPipeline:
             most = f"the {self.engine.config.max_num_requests} that this pipeline was made for"
             raise UserError(f"batch_size={run.predict.batch_size} is more than {most}: give fewer, or make it for more")
         with self._turn, explained_out_of_memory():
-            pooler = self.pooler(run, self._source, self.engine)
+            pooler = self.pooler(getattr(run, run.task.name), run.predict, self._source, self.engine)
             found: dict[int, NDArray[np.float32]] = {}
-            with closing(self.engine.generate(_requests(pooler, run, rows), run.predict.batch_size)) as outputs:
+            with closing(self.engine.generate(_requests(pooler, run.decode, rows), run.predict.batch_size)) as outputs:
                 for output in outputs:
                     if output.error:
                         raise output.error
@@ -113,9 +114,9 @@ class ScorePipeline(PooledPipeline):
     task, pooler = "score", Scorer
 
 
-def _requests(pooler: Pooler, run: RunConfig, rows: Any) -> Iterator[Request]:
+def _requests(pooler: Pooler, decode: DecodeConfig, rows: Any) -> Iterator[Request]:
     for row in rows_from_python(rows):
         try:
-            yield pooler.request(row, run.decode).request
+            yield pooler.request(row, decode).request
         except UserError as error:
             raise UserError(f"row {row.index}: {error}") from error

@@ -124,7 +124,7 @@ class _Server:
     ) -> None:
         self._config = run.serve
         self._engine = EngineClient(run) if run.serve.replicas == 1 else replicas_of(run)
-        self._service = Service(run, self._engine, request_log)
+        self._service = Service(run.model, run.serve, self._engine, request_log)
         self._jobs = jobs
         app = create_app(self._service, chat, keys, jobs)
         self._http = _Uvicorn(

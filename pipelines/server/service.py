@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from conf.errors import UserError, list_known_names
-from conf.schema import RunConfig
+from conf.schema import ModelConfig
+from conf.serving import ServeConfig
 from pipelines.replicas.engine_process.client import RemoteEngine
 from pipelines.server.admission import Admission
 from pipelines.server.api.answers import Event
@@ -50,21 +51,23 @@ Result: TypeAlias = dict[str, Any] | Stream
 class Service:
     """The server without its routes."""
 
-    def __init__(self, run: RunConfig, engine: RemoteEngine, request_log: RequestLog | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, config: ServeConfig, engine: RemoteEngine, request_log: RequestLog | None = None
+    ) -> None:
         """Raises UserError if an adapter or a soft prefix has the model's own name."""
-        self.config = run.serve
+        self.config = config
         self.engine = engine
-        self.model_name = run.serve.model_name or Path(os.path.abspath(run.model.path)).name
-        for key, paths in (("adapters", run.model.adapters), ("prefixes", run.model.prefixes)):
+        self.model_name = config.model_name or Path(os.path.abspath(model.path)).name
+        for key, paths in (("adapters", model.adapters), ("prefixes", model.prefixes)):
             if self.model_name in (paths or {}):
                 what = f"model.{key}={self.model_name} is not allowed"
                 raise UserError(f"{what}: it is the model's own name, give serve.model_name=NAME")
-        self.model_names = [self.model_name, *sorted(run.model.adapters or {}), *sorted(run.model.prefixes or {})]
+        self.model_names = [self.model_name, *sorted(model.adapters or {}), *sorted(model.prefixes or {})]
         """The names that requests may give as `model`. The model's own name is first."""
-        self._model = run.model
+        self._model = model
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_name)
-        self.admission = Admission(engine, run.serve, self.metrics.rejected)
+        self.admission = Admission(engine, config, self.metrics.rejected)
         self.is_draining = False
         self.stopping = asyncio.Event()
         """Set when the remaining requests must end."""

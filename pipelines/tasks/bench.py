@@ -49,7 +49,7 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     Raises UserError, before any file is written, for a batch that the model does not accept.
     """
     bench = run.bench
-    decode = decode_config(run)
+    decode = decode_config(run.decode, bench.new_tokens)
     if bench.data is not None:
         find_file("bench.data", bench.data, ROWS, MISSING)  # fails before anything is loaded
     with report.progress_bar() as progress:
@@ -80,27 +80,26 @@ def run_bench(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     _print(metrics, bench, output_dir)
 
 
-def decode_config(run: RunConfig) -> DecodeConfig:
-    """Return the decode settings with exact lengths.
+def decode_config(decode: DecodeConfig, size: int) -> DecodeConfig:
+    """Return the decode settings of answers of `size` tokens.
 
     Raises UserError for lengths and stops, which a bench sets itself.
     """
     for name in ("max_new_tokens", "min_new_tokens", "max_length", "stop", "stop_token_ids"):
-        if value := getattr(run.decode, name):
+        if value := getattr(decode, name):
             raise UserError(
                 f"decode.{name}={value} is not used by task=bench: leave it out, bench.new_tokens is the length"
             )
-    if run.decode.n > 1:
+    if decode.n > 1:
         raise UserError(
-            f"decode.n={run.decode.n} is not used by task=bench: leave it out, bench.batch_size is the number of rows"
+            f"decode.n={decode.n} is not used by task=bench: leave it out, bench.batch_size is the number of rows"
         )
-    size = run.bench.new_tokens
-    speculation, speculate = run.decode.speculation, run.decode.speculate
+    speculation, speculate = decode.speculation, decode.speculate
     alone = replace(speculation, shared=False)
     if len(alone.unused(speculate)) == len(speculation.unused(speculate)):  # an unused setting causes a warning
         speculation = alone
     return replace(
-        run.decode,
+        decode,
         max_new_tokens=size,
         min_new_tokens=size,
         ignore_eos=True,

@@ -123,7 +123,7 @@ def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
         raise UserError(f"decode.n={run.decode.n} is not used by task=chat, whose answers are single: leave it at 1")
     if run.decode.max_new_tokens is None:  # an answer ends by itself
         run = replace(run, decode=replace(run.decode, max_new_tokens="auto"))
-    endpoint = _endpoint(run, run.chat.url) if run.chat.url else None
+    endpoint = Endpoint(run.chat.url, run.chat.model, run.decode) if run.chat.url else None
     if endpoint is not None:
         print(escape_line(f"{run.chat.url}: {endpoint.model}; the run's own model is not loaded"), file=sys.stderr)
     if run.chat.web:
@@ -133,10 +133,6 @@ def run_chat(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     speaker: Speaker = endpoint or LocalModel(run)
     report.write_run(output_dir, dump(run, output_dir), {})
     talk(Conversation(speaker, run.chat.system))
-
-
-def _endpoint(run: RunConfig, url: str, is_own: bool = False) -> Endpoint:
-    return Endpoint(url, run.chat.model, run.decode, is_own)
 
 
 def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> None:
@@ -149,7 +145,7 @@ def _show_page(run: RunConfig, endpoint: Endpoint | None, output_dir: Path) -> N
 
     config = ServeConfig(port=0, chat_template=run.chat.chat_template)
     with local_server(replace(run, task=Task.serve, chat=ChatConfig(), serve=config), output_dir) as url:
-        show_page(_endpoint(run, url, is_own=True), run.chat)
+        show_page(Endpoint(url, run.chat.model, run.decode, is_own=True), run.chat)
 
 
 def talk(conversation: Conversation) -> None:

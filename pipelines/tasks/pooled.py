@@ -28,10 +28,9 @@ class PooledRows(EngineRows):
 
     pooler: ClassVar[type[Pooler]]
 
-    def __init__(self, run: RunConfig, pooler: Pooler, loaded: Loaded) -> None:
+    def __init__(self, pooler: Pooler, loaded: Loaded) -> None:
         super().__init__(pooler.engine, loaded)
         self._pooler = pooler
-        self._decode = run.decode
 
     @classmethod
     def load(
@@ -41,10 +40,10 @@ class PooledRows(EngineRows):
         parts = fingerprint(run, source, pooler.engine)
         parts |= {f"{run.task.name}.{name}": value for name, value in pooler.settings.items()}
         loaded = Loaded(run.decode, parts, pooler.engine.executor.weight_bytes, pooler.num_values)
-        return cls(run, pooler, loaded)
+        return cls(pooler, loaded)
 
     def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
-        return self._pooler.request(row, self._decode)
+        return self._pooler.request(row, self.loaded.decode)
 
     def record(self, row: PromptRow, row_request: RowRequest, output: Output) -> Record:
         result = {"index": row.index, "id": row.id, "num_prompt_tokens": output.num_prompt_tokens, "error": None}

@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.pooling import ScoreConfig
 from conf.schema import RunConfig
+from conf.tasks import PredictConfig
 from models.tokenizers import Tokenizer
 from pipelines.engine import Engine, Output
 from pipelines.engine.request import Pooling
@@ -40,15 +42,15 @@ class Scorer(Pooler):
 
     head = None
 
-    def __init__(self, run: RunConfig, source: ModelSource, engine: Engine) -> None:
-        super().__init__(run, source, engine)
+    def __init__(self, config: ScoreConfig, predict: PredictConfig, source: ModelSource, engine: Engine) -> None:
+        super().__init__(config, predict, source, engine)
         self._num_labels = source.architecture.num_labels
         self._pad = source.checkpoint.config.raw("pad_token_id")
-        self._instruction, settings = run.score.instruction, run.predict
-        if self._num_labels is not None and self._instruction != type(run.score)().instruction:
+        self._instruction = config.instruction
+        if self._num_labels is not None and self._instruction != ScoreConfig().instruction:
             raise UserError("score.instruction is a reranker's, and this model has a head of labels: leave it out")
         self._encoder = PromptEncoder(
-            engine.tokenizer, settings.add_special_tokens, settings.chat_template, self._num_labels is None
+            engine.tokenizer, predict.add_special_tokens, predict.chat_template, self._num_labels is None
         )
         self._answers = [] if self._num_labels is not None else _answer_ids(engine.tokenizer)
 

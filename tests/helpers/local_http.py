@@ -60,7 +60,7 @@ def service_of(
     model = ModelConfig(path="models/tiny", adapters=adapters, prefixes=prefixes)
     run = RunConfig(Task.serve, model, serve=ServeConfig(**config))
     run.serve.model_name = run.serve.model_name or "tiny"
-    return Service(run, engine)
+    return Service(run.model, run.serve, engine)
 
 
 class Asked(Body):

@@ -69,7 +69,7 @@ def load_served(run: RunConfig, channel: Channel) -> Served:
     embedder, decode = None, run.decode
     if embeds:
         check_pooled(decode)
-        embedder = Embedder(run, source, engine)
+        embedder = Embedder(run.embed, run.predict, source, engine)
     else:
         decode = engine.requests.resolve(_sampled(decode, engine.config.decode_defaults))
         engine.requests.check(decode)

@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from conf.errors import UserError
-from conf.schema import ModelConfig, RunConfig, Task
+from conf.schema import ModelConfig
+from conf.serving import ServeConfig
 from models.tokenizers import Tokenizer
 from pipelines.replicas.engine_process.frames import Submit
 from pipelines.server.service import Service
@@ -178,7 +179,7 @@ def test_a_models_name_is_that_of_its_adapter_or_prefix(path: str, body: dict[st
 def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY / "models" / "tiny")
     for path in (".", "../tiny/", str(REPOSITORY / "models" / "tiny")):
-        assert Service(RunConfig(Task.serve, ModelConfig(path=path)), FakeEngine()).model_name == "tiny"
+        assert Service(ModelConfig(path=path), ServeConfig(), FakeEngine()).model_name == "tiny"
 
 
 def test_adapters_and_prefixes_are_models() -> None:

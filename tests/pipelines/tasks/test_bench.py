@@ -43,7 +43,7 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     engine.executor.execute = observed  # type: ignore[method-assign]
     run_of = job(tmp_path, prompt_tokens=20, new_tokens=5, batch_size=3)
     prompts = next(bench.prompt_batches(run_of.bench, engine))
-    result = bench.measure(engine, prompts, bench.decode_config(run_of))
+    result = bench.measure(engine, prompts, bench.decode_config(run_of.decode, run_of.bench.new_tokens))
     assert sum(tokens for tokens, _ in sizes) == 3 * (20 + 5 - 1)
     assert sum(rows for _, rows in sizes) == 3 * 5
     assert len(result.first_token_s) == 3
@@ -51,7 +51,7 @@ def test_lengths_are_exact_and_every_step_of_decode_is_timed(tmp_path: Path) -> 
     assert max(result.first_token_s) + sum(result.step_s) == pytest.approx(result.total_s)
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
     sizes.clear()
-    bench.measure(engine, prompts, bench.decode_config(run_of))
+    bench.measure(engine, prompts, bench.decode_config(run_of.decode, run_of.bench.new_tokens))
     assert sum(tokens for tokens, _ in sizes) == 3 * (20 + 5 - 1)  # though the cache could know the prompts by now
 
 
@@ -160,7 +160,9 @@ def test_every_way_to_choose_tokens_has_exact_lengths(tmp_path: Path, decode: De
     write_llama(tmp_path, eos_token_id=list(range(96)))
     run = job(tmp_path, decode, prompt_tokens=9, new_tokens=6, batch_size=2)
     engine = engine_of(tmp_path, batch_size=2)
-    result = bench.measure(engine, next(bench.prompt_batches(run.bench, engine)), bench.decode_config(run))
+    result = bench.measure(
+        engine, next(bench.prompt_batches(run.bench, engine)), bench.decode_config(run.decode, run.bench.new_tokens)
+    )
     assert len(result.first_token_s) == 2
     # A contrastive candidate is a token only once the step after it has chosen it.
     assert len(result.step_s) == 5

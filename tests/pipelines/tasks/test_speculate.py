@@ -193,7 +193,7 @@ def test_a_bench_counts_tokens_and_not_steps(tmp_path: Path, capsys: pytest.Capt
     assert 0 < found["num_accepted_tokens"] < found["num_drafted_tokens"] < 2 * 60 * 7
     assert re.search(f"^drafts +{found['num_accepted_tokens']} of ", capsys.readouterr().out, re.MULTILINE)
     engine = load_engine(run, 1)
-    result = measure(engine, next(prompt_batches(bench, engine)), decode_config(run))
+    result = measure(engine, next(prompt_batches(bench, engine)), decode_config(run.decode, run.bench.new_tokens))
     assert len(result.token_s) == len(result.step_s) < 59
     tokens = [step / token for step, token in zip(result.step_s, result.token_s, strict=True)]
     assert sum(tokens) == pytest.approx(59)
