@@ -1,4 +1,4 @@
-"""A worker rank's shard of the model, with what rank 0's operations make of it: KV cache, executor, adapters, quantisation."""
+"""A worker rank's shard of the model, its KV cache, executor, adapters and quantisation, on which rank 0's operations run."""
 
 from typing import Any, get_args
 

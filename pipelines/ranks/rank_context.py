@@ -106,7 +106,7 @@ def torch_context(
 def driver_context(
     ranks: list[Rank], starts: list[Header], parallel: ParallelConfig, library: build.Library | None, spins: bool
 ) -> RankContext:
-    """Send each worker its first message, extended by the way to the groups, and return rank 0's context.
+    """Send each worker its first message, with the address of the groups, and return rank 0's context.
 
     `starts`: the messages, in the order of `ranks`. `spins`: as for SharedMemory.
     """
@@ -146,7 +146,10 @@ def _begin_in_groups(ranks: list[Rank], starts: list[Header], parallel: Parallel
 def worker_context(
     start: Header, parallel: ParallelConfig, channel: Channel, library: build.Library | None
 ) -> RankContext:
-    """Return the context of the worker that received `start` from `driver_context`, of which it receives the rest."""
+    """Return the context of a worker. `start`: the message that `driver_context` sent to it.
+
+    With shared memory, receives the file descriptor from `channel`.
+    """
     parallel_layout = layout_of(start["rank"], start["tp"], start["pp"], parallel)
     if "store" in start:
         host, port = start["store"]

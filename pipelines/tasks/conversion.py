@@ -1,4 +1,4 @@
-"""The tensors that `task=convert` writes: those of the source's files, with an adapter merged into them, and cast."""
+"""The tensors that `task=convert` writes: the source's tensors, after an adapter is merged and the dtype is cast."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from pipelines.loading.planning import plan_model
 
 @dataclass(frozen=True)
 class Conversion:
-    """A source and the tensors that are written of it. Tensors are computed when they are read."""
+    """A source, and the tensors that are written. A tensor is computed when it is read."""
 
     checkpoint: Checkpoint
     """It opens `files` as its weights."""
@@ -38,7 +38,7 @@ class Conversion:
 
 
 def open_conversion(options: ModelConfig, config: ConvertConfig, source: ModelSource) -> Conversion:
-    """Return what is written of the source, which was opened with `options`.
+    """Return the conversion of a source that was opened with `options`.
 
     Raises UserError for a source that cannot be converted, and for settings that need a float model.
     """

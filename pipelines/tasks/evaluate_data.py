@@ -1,4 +1,4 @@
-"""The texts and the questions of `task=evaluate`: read from their files, as token ids, and asked.
+"""The texts and the questions of `task=evaluate`: read them, encode the texts, and ask the questions.
 
 Answers are greedy. After white space is stripped, an answer is right if it begins with exactly the expected lines. Text
 on further lines is allowed, but not more text on the last expected line.

@@ -1,4 +1,4 @@
-"""A small model to measure instead of the model: its first layers, one of each kind at least, with random weights."""
+"""A small model that is measured in place of the whole model: its first layers, with each kind of layer, and random weights."""
 
 from dataclasses import dataclass, replace
 
