@@ -56,7 +56,7 @@ def test_vectors_come_in_the_order_of_the_rows(pipe: EmbeddingPipeline) -> None:
 )
 def test_the_length_of_any_vector_is_found(pipe: EmbeddingPipeline, pooled: list[float], expected: list[float]) -> None:
     """In float32 the square of 1e30 is infinite; below 1e-12 torch's normalize leaves vectors short."""
-    pooler = pipe.pooler(pipe.run, pipe._source, pipe.engine)
+    pooler = pipe.pooler(pipe.run.embed, pipe.run.predict, pipe._source, pipe.engine)
     vector = pooler.values(Output(0, [], 1, 0, pooled=torch.tensor(pooled)))
     assert torch.equal(vector, torch.tensor(expected))
 
