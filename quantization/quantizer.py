@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
 from torch import Tensor
 
 from conf.errors import UserError
@@ -17,19 +16,15 @@ from kernels.threads import threads
 from models.adapters import Fold
 from models.causal_lm import CausalLM
 from models.linear_layers import linear_layer, linear_specs
-from quantization.activations import quantize_per_token, quantize_static
-from quantization.awq import search_clip
 from quantization.calibration import ActivationStats, SequentialCalibrator, Statistics
-from quantization.gptq import gptq
+from quantization.layer_codes import choose_codes, input_scale, output_error, relative_error, rounded_error, sampled
 from quantization.layouts.base import StoredWeight
 from quantization.plan import float_weight
 from quantization.pruning import pruned_entries
 from quantization.scheme import LinearScheme
 from quantization.smoothing import Smoother, Weights
-from quantization.weight_format import QuantizedWeight, choose_scales, encode, quantize
 
 FLOAT = "float"  # the scheme of a layer that is not quantised
-REPORTED = 128  # tokens, and outputs of a layer, on which reported errors are measured
 
 
 @dataclass(frozen=True)
@@ -157,15 +152,15 @@ class Quantizer:
         weights = {name: float_weight(linear_layer(self._model, full_names[name])).float() for name in schemes}
         inputs = {name: group for group in groups for name in group.linears}
         with _error_prefix(part.prefix):
-            rounded_errors = {name: _rounded_error(weights[name], schemes[name], inputs[name]) for name in inputs}
+            rounded_errors = {name: rounded_error(weights[name], schemes[name], inputs[name]) for name in inputs}
             notes, folds = self._smooth(part, weights, groups, schemes)
         stored, reports = {}, []
         for name, scheme in schemes.items():
             group = inputs.get(name)
             with _error_prefix(full_names[name]):
-                chosen, note = self._choose(weights[name], group, scheme, full_names[name] in pruned)
-            stored[full_names[name]] = StoredWeight(chosen, _input_scale(group, groups, scheme))
-            error = _error(weights[name], _sampled_weight(chosen), scheme, group) if group else None
+                chosen, note = choose_codes(self._config, weights[name], group, scheme, full_names[name] in pruned)
+            stored[full_names[name]] = StoredWeight(chosen, input_scale(group, groups, scheme))
+            error = output_error(weights[name], chosen, scheme, group) if group else None
             report = pruned.get(full_names[name], LinearReport(full_names[name], FLOAT, None, None))
             note = "; ".join(filter(None, (report.note, notes.get(name), note)))
             rounded = rounded_errors.get(name)
@@ -181,11 +176,11 @@ class Quantizer:
             weight.masked_fill_(pruned_entries(weight, None, config), 0)
             note = "no calibration token came here: pruned by magnitude"
             return LinearReport(name, FLOAT, None, None, note, _share_of_zeros(weight))
-        x = _sampled(group.sample)
-        outputs = x @ _sampled(weight).float().T
+        x = sampled(group.sample)
+        outputs = x @ sampled(weight).float().T
         with _error_prefix(name):
             weight.masked_fill_(pruned_entries(weight, group.norms, config), 0)
-        error = _relative_error(x @ _sampled(weight).float().T, outputs)
+        error = relative_error(x @ sampled(weight).float().T, outputs)
         return LinearReport(name, FLOAT, None, None, "", _share_of_zeros(weight), error)
 
     def _smooth(
@@ -199,76 +194,9 @@ class Quantizer:
         smoother = Smoother(layer, layout, weights, self._config, self._calibrator.output)
         return smoother.smooth(groups, {name: scheme.weights for name, scheme in schemes.items()})
 
-    def _choose(
-        self, weight: Tensor, group: ActivationStats | None, scheme: LinearScheme, is_pruned: bool
-    ) -> tuple[QuantizedWeight, str]:
-        """Return the codes of weight [O, I], and a note. The zeros of a pruned weight stay."""
-        if group is None:
-            return quantize(weight, scheme.weights), "no calibration token came here: rounded to nearest"
-        if self._config.method is QuantMethod.gptq:
-            assert group.hessian is not None
-            config = self._config.gptq
-            factor = group.hessian.inverse_factor(config.damping, config.act_order)
-            kept = weight != 0 if is_pruned else None
-            chosen = gptq(weight, factor, scheme.weights, config.static_groups, kept)
-            return chosen, f"damping raised to {factor.damping:g}" if factor.damping > config.damping else ""
-        if self._config.auto_clip:
-            weight = search_clip(weight, group.sample, scheme.weights)
-        return quantize(weight, scheme.weights), ""
-
-
-def _input_scale(group: ActivationStats | None, groups: list[ActivationStats], scheme: LinearScheme) -> Tensor | None:
-    """Return the static scale of a layer's input. If no token reached the layer, it is the largest scale of its part."""
-    if scheme.activations is not Activations.static:
-        return None
-    reaching = [group] if group else groups
-    return (
-        torch.stack([group.static_scale(scheme.weights.kind) for group in reaching]).amax()
-        if reaching
-        else torch.ones(())
-    )
-
 
 def _share_of_zeros(weight: Tensor) -> float:
     return 1 - int(weight.count_nonzero()) / weight.numel()
-
-
-def _sampled(tensor: Tensor) -> Tensor:
-    return tensor[:: max(1, -(-len(tensor) // REPORTED))]
-
-
-def _sampled_weight(weight: QuantizedWeight) -> QuantizedWeight:
-    scales = weight.scales if len(weight.scales) == 1 else _sampled(weight.scales)
-    zero_points = None if weight.zero_points is None else _sampled(weight.zero_points)
-    return QuantizedWeight(_sampled(weight.codes), scales, zero_points, weight.permutation)
-
-
-def _rounded_error(weight: Tensor, scheme: LinearScheme, group: ActivationStats) -> float:
-    rows, format = _sampled(weight), scheme.weights
-    scales, zero_points = choose_scales(weight if format.per_tensor else rows, format)
-    return _error(
-        weight, QuantizedWeight(encode(rows, scales, zero_points, format), scales, zero_points), scheme, group
-    )
-
-
-def _error(weight: Tensor, sampled: QuantizedWeight, scheme: LinearScheme, group: ActivationStats) -> float:
-    """Return the relative error of x W^T from quantised weights and activations, on a sample of tokens and outputs.
-
-    weight: [O, I]. sampled: its quantised sampled outputs.
-    """
-    x, kind = _sampled(group.sample), scheme.weights.kind
-    outputs = x @ _sampled(weight).T
-    if scheme.activations is Activations.static:
-        scale = group.static_scale(kind)
-        x = quantize_static(x, scale, kind).float() * scale
-    elif scheme.activations is Activations.dynamic:
-        codes, scales = quantize_per_token(x, kind)
-        x = codes.float() * scales
-    return _relative_error(x @ sampled.dequantize().T, outputs)
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @contextmanager
