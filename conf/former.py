@@ -76,7 +76,7 @@ PADDLENLP = (
     Former(
         "speculate_max_candidate_len", "decode.speculation.acceptance=top_p_window decode.speculation.max_candidates=5"
     ),
-    Former("mp_degree", "parallel=tp parallel.tp=2", "files of any division are read"),
+    Former("mp_degree", "parallel=tp parallel.tp=2", "files of any parallel layout are read"),
     Former("paddle.distributed.launch", "parallel=tp", "run.py starts the ranks; torchrun and srun may, too"),
     Former("run_generation.py", "task=predict"),
     Former("predictor.py", "task=predict"),
@@ -96,8 +96,8 @@ MINDFORMERS = (
     Former("model_parallel", "parallel=tp parallel.tp=2"),
     Former("pipeline_stage", "parallel=pp parallel.pp=2"),
     Former("data_parallel", "parallel=ray parallel.replicas=2"),
-    Former("auto_trans_ckpt", "", "files of any division are read by any number of ranks"),
-    Former("src_strategy_path_or_dir", "", "files of any division are read by any number of ranks"),
+    Former("auto_trans_ckpt", "", "files of any parallel layout are read by any number of ranks"),
+    Former("src_strategy_path_or_dir", "", "files of any parallel layout are read by any number of ranks"),
     Former("run_mindformer.py", "task=predict"),
     Former("msrun_launcher.sh", "parallel=tp", "run.py starts the ranks; torchrun and srun may, too"),
     Former("--device_id", "device=cuda", "CUDA_VISIBLE_DEVICES says which"),

@@ -45,7 +45,7 @@ class Activations(Enum):
     auto = "auto"  # dynamic for products of many rows, else none; for int8 and int4 weights; set per run
 
     @property
-    def of_model(self) -> "Activations":
+    def in_files(self) -> "Activations":
         """Return the value in a model's files, which never store auto."""
         return Activations.none if self is Activations.auto else self
 

@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 def refuse_foreign(path: Path) -> None:
     """Raise UserError unless `path` belongs to the user or root, and no other user can write to it."""
-    _refuse(path, "remove it, and it is made anew", is_above=False)
+    _refuse(path, "remove it, and it is made again", is_above=False)
 
 
 def is_private(group: int) -> bool:

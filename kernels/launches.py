@@ -102,7 +102,7 @@ def read(gpu: str) -> dict[Shape, Launch]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path} is damaged ({reason}): delete it, or write it anew with tests/bench/tune_gpu.py"
+            f"{path} is damaged ({reason}): delete it, or write it again with tests/bench/tune_gpu.py"
         ) from error
 
 

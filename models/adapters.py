@@ -174,7 +174,7 @@ class AdapterTables:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRATarget)}
         self._num_slots, self._dtype, self._device = num_slots, dtype, device
 
-    def make_room(self, adapter: Adapter) -> bool:
+    def enlarge_tables(self, adapter: Adapter) -> bool:
         """Enlarge each layer's table to the adapter's rank. Return whether a table was replaced.
 
         Steps that were recorded with the old table do not use the new one.
@@ -199,7 +199,7 @@ class AdapterTables:
     def put(self, slot: int, adapter: Adapter) -> None:
         """Write an adapter into a slot.
 
-        Call `make_room` first. Layers that the adapter does not change get an empty slot.
+        Call `enlarge_tables` first. Layers that the adapter does not change get an empty slot.
         """
         for name, layer in self._layers.items():
             if layer.adapters is None:

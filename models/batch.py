@@ -94,7 +94,7 @@ class Batch:
         self.numbers, self.shape, self._only_outputs_attend = numbers, shape, only_outputs_attend
         self._output_slots: Tensor | None = None
 
-    def of_output_rows(self) -> "Batch":
+    def select_output_rows(self) -> "Batch":
         """Return the batch for the model's last layer, in which only output rows attend."""
         if self.shape.num_outputs == self.shape.num_tokens:
             return self

@@ -22,7 +22,7 @@ from models.layers.missing import MissingLayer
 from models.layers.module import Module
 from models.layers.moe import Experts
 from models.layers.norm import ResidualStream
-from models.layers.tensor_parallel import Pieces
+from models.layers.tensor_parallel import ShardedChannels
 from models.layout import ModelLayout
 
 Stream: TypeAlias = Tensor | ResidualStream
@@ -55,7 +55,7 @@ class ModelShape(ABC):
         """
         return (False,) * self.num_hidden_layers
 
-    def predicting_ahead(self) -> "ModelShape | None":
+    def with_mtp_layer(self) -> "ModelShape | None":
         """Return the config of the model with the multi-token prediction layer.
 
         None: the checkpoint has no such layer.
@@ -77,19 +77,19 @@ class CausalLM(Module, ABC):
     """Suffixes of the parameters that stay float32 in a model of another dtype."""
     missing_layer_reason = "which this model does not have: the adapter belongs to another model"
     """The end of the error for an adapter of a layer that the model does not have."""
-    vocabulary: Pieces | None = None
+    vocabulary: ShardedChannels | None = None
     """The ranks' parts of the vocabulary. None: the head is not sharded."""
     before: Link | None = None
     """The link to the previous pipeline stage. None in the first stage."""
     after: Link | None = None
     """The link to the next pipeline stage. None in the last stage."""
-    own_layers: range
+    local_layers: range
     """The numbers of this stage's layers. All other layers are `MissingLayer`."""
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.config = config
-        self.own_layers = range(config.num_hidden_layers)
+        self.local_layers = range(config.num_hidden_layers)
 
     @property
     def prompt_marks(self) -> Sequence[Sequence[int]]:
@@ -190,7 +190,7 @@ class CausalLM(Module, ABC):
         inputs, last = self.layer_inputs(batch, cache.dtype), self.config.num_hidden_layers - 1
         layers = self.layers[numbers.start : numbers.stop]
         for number, layer, layer_cache in zip(numbers, layers, cache.layers, strict=True):
-            layer_batch = batch.of_output_rows() if number == last else batch
+            layer_batch = batch.select_output_rows() if number == last else batch
             stream = layer(stream, *inputs, layer_batch, layer_cache)
         return stream
 
@@ -214,7 +214,7 @@ class CausalLM(Module, ABC):
             stream = self.received_stream(
                 self.before.receive(batch.shape.num_tokens, cache.dtype, batch.numbers.device)
             )
-        stream = self.run_layers(stream, batch, cache, self.own_layers)
+        stream = self.run_layers(stream, batch, cache, self.local_layers)
         if self.after is None:
             return self.finish(stream)
         x = stream.total() if isinstance(stream, ResidualStream) else stream
@@ -242,7 +242,7 @@ class CausalLM(Module, ABC):
         if self.after is not None:
             return hidden.new_empty(len(hidden), 0)
         logits: Tensor = self.head(hidden, batch)
-        return logits if self.vocabulary is None else self.vocabulary.joined_by_first(logits)
+        return logits if self.vocabulary is None else self.vocabulary.gather_first(logits)
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -26,7 +26,13 @@ from models.layers.linear import Linear, tied_weight
 from models.layers.missing import MissingLayer
 from models.layers.moe import Experts
 from models.layers.named_parts import register
-from models.layers.tensor_parallel import ExpertParallel, Pieces, RowParallelGather, RowParallelReduce, VocabParallel
+from models.layers.tensor_parallel import (
+    ExpertParallel,
+    RowParallelGather,
+    RowParallelReduce,
+    ShardedChannels,
+    VocabParallel,
+)
 from models.layout import Unit
 from models.sharding import (
     HeadShard,
@@ -69,7 +75,7 @@ def shard_model(
     if parallel_layout.tp == 1:
         return {}
     shards: dict[str, Shard] = {}
-    for number in model.own_layers:
+    for number in model.local_layers:
         sharded_layer = _ShardedLayer(model, model.layers[number], parallel_layout, group)
         shards |= {
             f"{model.layout.layers}.{number}.{name_in_layer}": shard
@@ -98,7 +104,7 @@ def stage_layers(model: CausalLM, pp: int, dtype: torch.dtype) -> list[range]:
     return stages(layers, first, last + (sizes[model.layout.embedding] if _is_tied(model) else 0), pp)
 
 
-def check_division(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
+def check_layout(model: CausalLM, parallel_layout: ParallelLayout, dtype: torch.dtype) -> None:
     """Raise UserError for more ranks than heads or whole experts, and for more stages than layers."""
     if parallel_layout.whole_experts:
         check_experts(model, parallel_layout.tp)
@@ -123,14 +129,14 @@ def check_experts(model: CausalLM, tp: int) -> None:
 
 
 def _warn_of_gathering(model: CausalLM) -> None:
-    pieces = [module.pieces for module in model.modules() if isinstance(module, Linear) and module.pieces is not None]
-    joined = sum(isinstance(piece, RowParallelGather) for piece in pieces)
-    if joined:
+    forms = [module.row_parallel for module in model.modules() if isinstance(module, Linear)]
+    num_gathering = sum(isinstance(form, RowParallelGather) for form in forms)
+    if num_gathering:
         log.warning(
             "parallel.sum=reduce: %d of %d layers gather their inputs, because the groups, blocks or order of the inputs, "
             "or the scales of their activations, cannot be sharded",
-            joined,
-            len(pieces),
+            num_gathering,
+            sum(form is not None for form in forms),
         )
 
 
@@ -169,7 +175,7 @@ def _keep_stage(model: CausalLM, layers: range) -> None:
         ]  # NoHead defines the width of the outputs
     for name in absent:
         register(model, name, MissingLayer())
-    model.own_layers = layers
+    model.local_layers = layers
 
 
 class _ShardedLayer:
@@ -210,12 +216,12 @@ class _ShardedLayer:
                 self._parallel_layout.adds
                 and (shards := layer.shard_inputs(input_ranges, self._parallel_layout.tp_rank)) is not None
             ):
-                layer.pieces = RowParallelReduce(self._group)
+                layer.row_parallel = RowParallelReduce(self._group)
                 self.shards |= {f"{name}.{tensor}": shard for tensor, shard in shards.items()}
                 return
             widths = tuple(len(shard_channels(outputs, tp, rank)) for rank in range(tp))
-            layer.pieces = RowParallelGather(
-                Pieces(self._group, tuple(map(len, input_ranges))), Pieces(self._group, widths)
+            layer.row_parallel = RowParallelGather(
+                ShardedChannels(self._group, tuple(map(len, input_ranges))), ShardedChannels(self._group, widths)
             )
         output_ranges = shard_outputs(units, outputs, self._num_heads, tp, self._parallel_layout.tp_rank)
         self.shards |= {f"{name}.{tensor}": shard for tensor, shard in layer.shard(output_ranges).items()}
@@ -258,7 +264,7 @@ def _shard_vocabulary(model: CausalLM, parallel_layout: ParallelLayout, group: G
         shards[f"{layout.head}.weight"] = _shard_rows(head, rank_vocabulary)
     else:
         return shards
-    model.vocabulary = Pieces(group, tuple(map(len, vocabulary_ranges)))
+    model.vocabulary = ShardedChannels(group, tuple(map(len, vocabulary_ranges)))
     return shards
 
 

@@ -150,7 +150,7 @@ class SequentialCalibrator:
         self._collects = collects
         self._unsharded = unsharded or (model, cache)
         self._batches = [probe, *batches]
-        self._next = model.own_layers.start
+        self._next = model.local_layers.start
         self._states: list[_BatchState] = []
         """First the probe's, then one per batch."""
         self._samples_per_batch = -(-NUM_SAMPLES // len(batches))
@@ -332,10 +332,10 @@ class _InputObserver:
             x, _ = inputs
             if id(x) not in self._first_layers:
                 self._first_layers[id(x)] = name, x
-                pieces = module.pieces
+                row_parallel = module.row_parallel
                 # RowParallelReduce is never calibrated, because its sums depend on the number of ranks.
-                assert not isinstance(pieces, RowParallelReduce)
-                gathered = x if pieces is None else pieces.observed(x)
+                assert not isinstance(row_parallel, RowParallelReduce)
+                gathered = x if row_parallel is None else row_parallel.observe_inputs(x)
                 if not self._collects:
                     return
                 if name not in self.groups:

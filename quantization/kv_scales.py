@@ -70,7 +70,7 @@ def static_kv_formats(model: CausalLM, format: KVCacheFormat) -> list[tuple[KVFo
 def attention_names(model: CausalLM) -> list[str]:
     """Return the names of the attention modules, in the order of the model's own layers."""
     layout = model.layout
-    return [f"{layout.layers}.{i}.{layout.attention}" for i in model.own_layers]
+    return [f"{layout.layers}.{i}.{layout.attention}" for i in model.local_layers]
 
 
 def _scales(model: CausalLM) -> dict[str, Heads]:

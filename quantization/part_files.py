@@ -74,7 +74,7 @@ class PartFiles:
                     tensors, [LinearReport(**report) for report in json.loads(file.metadata()["reports"])]
                 )
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
+            raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin again") from error
 
     def complete(self, source: Checkpoint, is_tied: bool, config: dict[str, Any], dtype: torch.dtype) -> None:
         """Write the index, the config, the tokenizer's files and the manifest.
@@ -99,7 +99,7 @@ class PartFiles:
                 with safe_open(path, framework="pt") as file:
                     weight_map |= dict.fromkeys(file.keys(), path.name)
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin anew") from error
+                raise UserError(f"{path} is damaged ({error}): remove {self.folder} to begin again") from error
             size += path.stat().st_size
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

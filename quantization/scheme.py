@@ -50,7 +50,7 @@ def scheme_of(config: QuantConfig) -> LinearScheme:
         **{scheme: of_blocks(scheme.name.upper()) for scheme in BLOCKS},
         **{scheme: of_blocks(most.name.upper()) for scheme, most in MIXTURES.items()},
     }
-    return LinearScheme(formats[config.scheme], config.activations.of_model)
+    return LinearScheme(formats[config.scheme], config.activations.in_files)
 
 
 def fitted_blocks(scheme: LinearScheme, num_inputs: int) -> LinearScheme | None:

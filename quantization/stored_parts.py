@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from models.causal_lm import CausalLM
-from models.formats.sliced import part_of
+from models.formats.sliced import slice_shard
 from models.linear_layers import LinearSpec, linear_layer
 from models.sharding import Shard
 from models.weights import place_tensor
@@ -78,8 +78,8 @@ def place_part(
             place_quantized(layer, scheme, layout.read(layer_tensors))
         else:
             shared = ShardedLayout(layout, layer.outputs)
-            layer_tensors |= {n: part_of(layer_tensors[n], shard) for n, shard in shared.shards().items()}
+            layer_tensors |= {n: slice_shard(layer_tensors[n], shard) for n, shard in shared.shards().items()}
             place_quantized(layer, scheme, shared.read(layer_tensors))
     for name, tensor in remaining.items():
-        shard = part_of(tensor, shards[name]) if name in shards else tensor
+        shard = slice_shard(tensor, shards[name]) if name in shards else tensor
         place_tensor(model, name, shard.to(device, copy=True))

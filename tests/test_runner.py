@@ -1,4 +1,4 @@
-"""The runner without Python beside the engine: the same tokens of the same artefact; bad files and settings are one line."""
+"""The runner without Python beside the engine: the same tokens from the same export; bad files and settings are one line."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def artefact(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.of(family_model("llama3", tmp_path_factory.mktemp("llama") / "model", INT8))
 
 
@@ -116,22 +116,22 @@ def test_channels_in_another_order(program: Path, exports: Exports, tmp_path: Pa
     check_tokens(program, exports.of(run_config(tmp_path / "made")))
 
 
-def test_it_needs_no_python(artefact: Path, program: Path) -> None:
+def test_it_needs_no_python(export_folder: Path, program: Path) -> None:
     libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     assert "libquintet" in libraries or "kernels" in libraries
     assert "python" not in libraries
     assert "torch" not in libraries
     ran = subprocess.run(
-        [program, artefact, "decode.max_new_tokens=3", "3", "4"], env={}, capture_output=True, text=True
+        [program, export_folder, "decode.max_new_tokens=3", "3", "4"], env={}, capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_ids_come_as_they_are_computed(artefact: Path, program: Path) -> None:
+def test_ids_come_as_they_are_computed(export_folder: Path, program: Path) -> None:
     """A pipe of packets keeps each write apart. The next prompt may come after the answer to the one before it."""
     output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
     words = ["decode.max_new_tokens=12", "decode.ignore_eos=true"]
-    with subprocess.Popen([program, artefact, *words], stdin=subprocess.PIPE, stdout=end) as running:
+    with subprocess.Popen([program, export_folder, *words], stdin=subprocess.PIPE, stdout=end) as running:
         os.close(end)
         assert running.stdin
         for _ in range(2):
@@ -149,10 +149,10 @@ def test_ids_come_as_they_are_computed(artefact: Path, program: Path) -> None:
     assert running.returncode == 0
 
 
-def test_the_end_of_a_text(artefact: Path, program: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_text(export_folder: Path, program: Path, tmp_path: Path) -> None:
     words = ("decode.max_new_tokens=24", "3", "4", "5")
-    tokens = call(program, artefact, *words).stdout.split()
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    tokens = call(program, export_folder, *words).stdout.split()
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     content = json.loads((folder / EXPORT).read_text())
     (folder / EXPORT).write_text(json.dumps({**content, "eos_token_ids": [int(tokens[6])]}))
     assert call(program, folder, *words).stdout.split() == tokens[: tokens.index(tokens[6]) + 1]
@@ -179,26 +179,26 @@ def test_the_end_of_a_text(artefact: Path, program: Path, tmp_path: Path) -> Non
         (["3"] * 2048, "the prompt has 2048 tokens, which leaves no room for new tokens: the model's context length is 2048"),
     ],
 )  # fmt: skip
-def test_bad_settings_are_one_line(words: list[str], line: str, artefact: Path, program: Path) -> None:
-    ran = call(program, artefact, *words)
+def test_bad_settings_are_one_line(words: list[str], line: str, export_folder: Path, program: Path) -> None:
+    ran = call(program, export_folder, *words)
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"quintet-runner: {line}\n")
 
 
-def test_settings_that_are_not_used(artefact: Path, program: Path) -> None:
-    ran = call(program, artefact, "decode.max_new_tokens=1", "decode.top_k=4", "3")
+def test_settings_that_are_not_used(export_folder: Path, program: Path) -> None:
+    ran = call(program, export_folder, "decode.max_new_tokens=1", "decode.top_k=4", "3")
     line = "decode.top_k, decode.top_p and decode.min_p are not used with decode.temperature=0"
     assert (ran.returncode, ran.stderr) == (0, f"quintet-runner: {line}\n")
 
 
-def test_output_that_cannot_be_written(artefact: Path, program: Path) -> None:
+def test_output_that_cannot_be_written(export_folder: Path, program: Path) -> None:
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([program, artefact, "3"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        ran = subprocess.run([program, export_folder, "3"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the tokens cannot be written\n")
 
 
-def test_what_is_no_file(artefact: Path, program: Path, tmp_path: Path) -> None:
+def test_what_is_no_file(export_folder: Path, program: Path, tmp_path: Path) -> None:
     """A pipe, for which the runner does not wait, and a folder."""
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     for replacement in (os.mkfifo, os.mkdir):
         (folder / GRAPH).unlink()
         replacement(folder / GRAPH)
@@ -207,8 +207,8 @@ def test_what_is_no_file(artefact: Path, program: Path, tmp_path: Path) -> None:
         assert ran.stderr.endswith("graph.pt2 is not a file\n")
 
 
-def test_a_weight_that_is_there_twice(artefact: Path, program: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+def test_a_weight_that_is_there_twice(export_folder: Path, program: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     content = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, last = content[8 : 8 + size].rstrip(), [*json.loads(content[8 : 8 + size]).items()][-1]
@@ -219,14 +219,14 @@ def test_a_weight_that_is_there_twice(artefact: Path, program: Path, tmp_path: P
 
 
 @each("number", ["inf", "-nan", "1e999", "-", "01x", "tru"])
-def test_numbers_that_json_does_not_have(number: str, artefact: Path, program: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy", dirs_exist_ok=True))
+def test_numbers_that_json_does_not_have(number: str, export_folder: Path, program: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy", dirs_exist_ok=True))
     (folder / EXPORT).write_text(f'{{"a": {number}, {(folder / EXPORT).read_text()[1:]}')
     assert call(program, folder, "3").stderr.endswith("cannot be run: it is not JSON\n")
 
 
-def test_a_prompt_without_tokens(artefact: Path, program: Path) -> None:
-    ran = call(program, artefact, "decode.max_new_tokens=1", given="3\n\n")
+def test_a_prompt_without_tokens(export_folder: Path, program: Path) -> None:
+    ran = call(program, export_folder, "decode.max_new_tokens=1", given="3\n\n")
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the prompt has no tokens\n")
 
 
@@ -393,11 +393,11 @@ def test_what_the_runner_does_not_compute(program: Path, exports: Exports, tmp_p
     assert "the runner does not support a cache of fp8" in call(program, fp8, "3").stderr
 
 
-def test_what_is_not_for_the_runner(artefact: Path, program: Path, tmp_path: Path) -> None:
+def test_what_is_not_for_the_runner(export_folder: Path, program: Path, tmp_path: Path) -> None:
     ran = call(program, tmp_path / "none", "3")
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "export.json cannot be read (No such file or directory)" in ran.stderr
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     content = json.loads((folder / EXPORT).read_text())
     (folder / EXPORT).write_text(json.dumps({**content, "instruction_set": "sve"}))
     assert "it was exported for sve, and this runner was built for " in call(program, folder, "3").stderr
@@ -502,10 +502,10 @@ def computed_weight(document: dict[str, Any]) -> None:
     ],
 )
 def test_hostile_graphs(
-    harm: Callable[[dict[str, Any]], None], line: str, artefact: Path, program: Path, tmp_path: Path
+    harm: Callable[[dict[str, Any]], None], line: str, export_folder: Path, program: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy", dirs_exist_ok=True))
-    document = read_document(artefact)
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy", dirs_exist_ok=True))
+    document = read_document(export_folder)
     harm(document)
     write_document(folder, document)
     ran = call(program, folder, "3", "4", "5")
@@ -543,11 +543,11 @@ def damage(folder: Path, chooser: random.Random) -> None:
         file.write_bytes(content if kind == "byte" else content[:place])
 
 
-def test_two_hundred_damaged_archives(artefact: Path, program: Path, tmp_path: Path) -> None:
+def test_two_hundred_damaged_archives(export_folder: Path, program: Path, tmp_path: Path) -> None:
     """What a damaged archive gives is tokens or a line, and never a crash."""
     num_refused = 0
     for seed in range(200):
-        folder = Path(shutil.copytree(artefact, tmp_path / str(seed)))
+        folder = Path(shutil.copytree(export_folder, tmp_path / str(seed)))
         damage(folder, random.Random(seed))
         ran = call(program, folder, "device.threads=1", "decode.max_new_tokens=2", "3", "4", "5")
         assert ran.returncode in (0, 1), f"{seed}: {ran.returncode} {ran.stderr}"

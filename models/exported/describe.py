@@ -24,7 +24,7 @@ from models.layers.moe import Experts
 from models.sharding import ParallelLayout
 
 
-def describe_division(folder: Path, tp: int, pp: int) -> dict[str, Any]:
+def describe_layout(folder: Path, tp: int, pp: int) -> dict[str, Any]:
     """Return the content of export.json for a folder with the parts of all ranks."""
     files = [part_folder(Path(), ParallelLayout(tp, pp, rank % tp, rank // tp)) / EXPORT for rank in range(tp * pp)]
     return {"tp": tp, "pp": pp, "sha256": {str(file): sha256_of(folder / file) for file in files}}

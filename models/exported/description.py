@@ -28,7 +28,7 @@ from models.sharding import ParallelLayout
 from models.weights import DTYPES
 
 EXPORT, GRAPH, ADAPTED_GRAPH, WEIGHTS = "export.json", "graph.pt2", "adapted.pt2", "weights.safetensors"
-REMEDY = "export the model anew by task=export"
+REMEDY = "export the model again by task=export"
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _read(folder: Path, reader: ConfigReader) -> Description:
             raise ValueError("eos_token_ids or prompt_marks are not integers")
         part = reader.raw("part")
         part = None if part is None else read_part(part, shape.num_hidden_layers, linears)
-        num_layers = shape.num_hidden_layers if part is None else len(part.own_layers)
+        num_layers = shape.num_hidden_layers if part is None else len(part.local_layers)
         names = *weights, *constants, *adapted, *sha256.values()
         if len(cache_formats) != 2 * num_layers or any(type(name) is not str for name in names):
             raise ValueError("it lacks keys or values of a layer, or a weight has no name")

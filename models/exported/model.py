@@ -53,7 +53,7 @@ class ExportedLM(CausalLM):
     )
     graph: Graph
     """The graph of steps without adapters."""
-    quantized: Callable[[Tensor, int], Activations] | None = None
+    quantize_rows: Callable[[Tensor, int], Activations] | None = None
     """Quantises the rows that integer weights multiply, as in `build_graph`. Set it before a graph is read."""
 
     def __init__(
@@ -89,7 +89,7 @@ class ExportedLM(CausalLM):
         part = self.description.part
         if part is None:
             return
-        self.own_layers = part.own_layers
+        self.local_layers = part.local_layers
         self.before, self.after = (None if pair is None else Link(pair, part.width) for pair in neighbours)
         for name, outputs in part.outputs.items():
             self._linears[name].keep(outputs)
@@ -131,7 +131,7 @@ class ExportedLM(CausalLM):
             layer_vectors = self.description.vectors(self._weights)
             graph = read_graph(self.folder / file, self.description.sha256[file])
             return build_graph(
-                graph, fields, layer_vectors, weights, self._embedding, adapted, self._group, self.quantized
+                graph, fields, layer_vectors, weights, self._embedding, adapted, self._group, self.quantize_rows
             )
         except DamagedGraphError as error:
             raise UserError(f"{self.folder / file} is damaged ({error}): {REMEDY}") from error

@@ -140,21 +140,21 @@ def build_graph(
     embed: Callable[..., Tensor],
     adapted: Sequence[LoRATarget] = (),
     group: Group | None = None,
-    quantized: Callable[[Tensor, int], Activations] | None = None,
+    quantize_rows: Callable[[Tensor, int], Activations] | None = None,
 ) -> Graph:
     """Return the calls of a graph, including its weights.
 
     The graph's inputs are, in this order, the `fields` of a batch, the cache tensors of `layer_vectors` (keys and values
     of each layer, alternating), `weights`, and the adapter tables of the layers `adapted`. `embed(function,
     **arguments)` is called for the token embedding. `group`: the group of the rank; None: the model is not sharded.
-    `quantized(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
+    `quantize_rows(x, count)` quantises float rows x for products with `count` integer weights; None: the product takes
     floats.
 
     Raises DamagedGraphError for functions and arguments that are not listed, and for weights that a kernel would read
     out of bounds.
     """
     try:
-        return _Builder(graph, fields, layer_vectors, weights, embed, adapted, group, quantized).build()
+        return _Builder(graph, fields, layer_vectors, weights, embed, adapted, group, quantize_rows).build()
     except FORMAT_ERRORS as error:
         raise DamagedGraphError(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}") from error
 
@@ -169,9 +169,9 @@ class _Builder:
         embed: Callable[..., Tensor],
         adapted: Sequence[LoRATarget],
         group: Group | None,
-        quantized: Callable[[Tensor, int], Activations] | None,
+        quantize_rows: Callable[[Tensor, int], Activations] | None,
     ) -> None:
-        self._quantized, self._num_quantized = quantized, 0
+        self._quantize_rows, self._num_quantized = quantize_rows, 0
         self._collectives = {} if group is None else _collectives_of(group)
         self._graph, self._fields, self._layer_vectors, self._embed, self._adapted = (
             graph,
@@ -210,8 +210,8 @@ class _Builder:
         arguments, keywords, producer = list[Argument](), dict[str, Argument](), name
         if schema is not None:
             arguments = self._operator_arguments(schema, values)
-            if self._quantized is not None and (count := _num_integer_weights(name, values)):
-                arguments[0] = _quantized_rows(self._quantized, arguments[0], count)
+            if self._quantize_rows is not None and (count := _num_integer_weights(name, values)):
+                arguments[0] = _quantized_input(self._quantize_rows, arguments[0], count)
                 self._num_quantized += 1
             function = _lora_add if name == "lora_add" else function
         elif name == "index" and [getattr(index, "producer", "") for index in values["indices"]] == ["output_rows"]:
@@ -409,8 +409,8 @@ def _num_integer_weights(name: str, values: Mapping[str, Any]) -> int:
     return len(values["weights_memories"]) if name == "grouped_matmul" else 1
 
 
-def _quantized_rows(quantized: Callable[[Tensor, int], Activations], x: Argument, num_weights: int) -> Argument:
-    return lambda values, cache: quantized(x(values, cache), num_weights)
+def _quantized_input(quantize_rows: Callable[[Tensor, int], Activations], x: Argument, num_weights: int) -> Argument:
+    return lambda values, cache: quantize_rows(x(values, cache), num_weights)
 
 
 def _size(value: Any, axis: int) -> Argument:

@@ -17,7 +17,7 @@ LAYOUT_FIELDS = ("tp", "pp", "tp_rank", "stage")
 @dataclass(frozen=True)
 class ExportedShard:
     parallel_layout: ParallelLayout
-    own_layers: range
+    local_layers: range
     width: int
     """The channels [E] that a stage sends to the next stage. 0: there is only one stage."""
     keys: list[tuple[int, int]]
@@ -40,7 +40,7 @@ def describe_part(model: CausalLM, parallel_layout: ParallelLayout) -> dict[str,
     link = model.before or model.after
     return {
         "division": {name: getattr(parallel_layout, name) for name in LAYOUT_FIELDS},
-        "own_layers": [model.own_layers.start, model.own_layers.stop],
+        "own_layers": [model.local_layers.start, model.local_layers.stop],
         "width": 0 if link is None else link.width,
         "keys": [[heads.first_key, heads.whole_keys] for heads in model.attention_heads],
         "outputs": {

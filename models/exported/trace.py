@@ -78,7 +78,7 @@ class FieldsBatch(Batch):
         self._fields = fields
         vars(self).update(fields)
 
-    def of_output_rows(self) -> Batch:
+    def select_output_rows(self) -> Batch:
         return FieldsBatch(self._fields, only_outputs_attend=True)
 
     def adapter_slots_of(self, num_rows: int) -> Tensor | None:

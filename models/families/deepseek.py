@@ -128,7 +128,7 @@ class NextTokenLayer(DecoderLayer):
         hidden: the hidden states [T, E] of the tokens before them.
         """
         both = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)  # [T, 2 * E]
-        stream = self(ResidualStream(self.eh_proj(both, batch)), angles, batch.of_output_rows(), cache)
+        stream = self(ResidualStream(self.eh_proj(both, batch)), angles, batch.select_output_rows(), cache)
         normed: Tensor = self.shared_head["norm"](*stream)[0]
         return normed
 
@@ -160,7 +160,7 @@ class Deepseek(PreNormLM):
         return tuple(prefixes)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        return super().forward(batch, KVCache(cache.layers[: len(self.own_layers)]))
+        return super().forward(batch, KVCache(cache.layers[: len(self.local_layers)]))
 
     def predict_ahead(self, hidden: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         layer = self.layers[-1]

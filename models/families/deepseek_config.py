@@ -41,7 +41,7 @@ class DeepseekConfig(PreNormShape):
             keys_depend_on_length=self.rotary.type == "dynamic", predicts_ahead=self.predicts_ahead
         )
 
-    def predicting_ahead(self) -> "DeepseekConfig | None":
+    def with_mtp_layer(self) -> "DeepseekConfig | None":
         return replace(self, predicts_ahead=True) if self.num_nextn_predict_layers else None
 
     @property

@@ -20,7 +20,7 @@ from models.linear_layers import other_parameters
 from models.weights import assign, parameter_dtype
 
 IDENTITY = "identity"
-REMEDY = "remove it, and it is made anew"
+REMEDY = "remove it, and it is made again"
 
 
 class NotUsable(Exception):

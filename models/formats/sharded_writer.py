@@ -16,7 +16,7 @@ from models.causal_lm import CausalLM
 from models.formats.base import WeightFile
 from models.formats.safetensors_writer import Entry, SafetensorsWriter, content_of, entries_of, read_in_order
 from models.formats.sharded import LAYOUT, VERSION, rank_file
-from models.formats.sliced import part_of
+from models.formats.sliced import slice_shard
 from models.parallel import shard_model
 from models.sharding import ParallelLayout, Shard
 from models.weights import expected_shapes
@@ -101,7 +101,7 @@ def _write(
     dtype, axis = str(tensor.dtype).removeprefix("torch."), owners[0][1].axis if owners[0][1] else None
     entry = tensors.setdefault(name, {"shape": [*tensor.shape], "dtype": dtype, "axis": axis, "pieces": []})
     for writer, shard in owners:
-        writer.write(content := content_of(tensor if shard is None else part_of(tensor, shard)))
+        writer.write(content := content_of(tensor if shard is None else slice_shard(tensor, shard)))
         ranges = None if shard is None else [[indices.start, indices.stop] for indices in shard.ranges]
         piece = next((piece for piece in entry["pieces"] if piece["ranges"] == ranges), None)
         if piece is None:

@@ -32,11 +32,11 @@ class SlicedFile:
                 continue
             for _, tensor in self._file.read([name]):
                 # A copy of the part, so that the whole tensor can be freed.
-                yield name, tensor if shard is None else part_of(tensor, shard).clone()
+                yield name, tensor if shard is None else slice_shard(tensor, shard).clone()
                 del tensor  # frees it before the next one is read
 
 
-def part_of(tensor: Tensor, shard: Shard) -> Tensor:
+def slice_shard(tensor: Tensor, shard: Shard) -> Tensor:
     """Return a shard; it is a view if the shard is one range."""
     parts = [tensor.narrow(shard.axis, indices.start, len(indices)) for indices in shard.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, shard.axis)

@@ -18,4 +18,4 @@ class Embedding(nn.Embedding, Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the vectors [T, E] of tokens, int64 [T]."""
-        return super().forward(token_ids) if self.words is None else self.words.embedded(token_ids, self.weight)
+        return super().forward(token_ids) if self.words is None else self.words.embed(token_ids, self.weight)

@@ -30,7 +30,7 @@ class Linear(LoRATarget):
     """[O, I], or [I, O] if it is transposed. The attribute exists while the method is a `DenseMethod`."""
     bias: nn.Parameter | None
     """[O]"""
-    pieces: RowParallelGather | RowParallelReduce | None = None
+    row_parallel: RowParallelGather | RowParallelReduce | None = None
     """The communication before and after the product of a row-parallel layer. None: the layer is not row-parallel."""
 
     def __init__(
@@ -136,12 +136,12 @@ class Linear(LoRATarget):
 
         The rows are the tokens or the output rows of `batch`; None: they belong to no batch.
         """
-        if self.pieces is None:
+        if self.row_parallel is None:
             return self.adapted(self._method.apply(x, self.bias), x, batch)
         assert isinstance(x, Tensor)  # as `shared_activations` says
-        x = self.pieces.given(x)
-        bias = self.bias if self.pieces.adds_bias else None
-        return self.pieces.whole(self.adapted(self._method.apply(x, bias), x, batch))
+        x = self.row_parallel.gather_inputs(x)
+        bias = self.bias if self.row_parallel.adds_bias else None
+        return self.row_parallel.combine_outputs(self.adapted(self._method.apply(x, bias), x, batch))
 
     def adapted(self, y: Tensor, x: Activations, batch: Batch | None) -> Tensor:
         """Add each row's adapter to y in place, and return y. y [R, O] are the layer's outputs for x [R, I]."""
@@ -242,7 +242,7 @@ def shared_activations(num_rows: int, readers: Sequence[Linear]) -> ActivationFo
     Adapters read floats, so a layer with adapters quantises its input itself, to the same codes. So does a row-parallel
     layer, because the scale of a row depends on its whole input.
     """
-    if any(reader.adapters is not None or reader.pieces is not None for reader in readers):
+    if any(reader.adapters is not None or reader.row_parallel is not None for reader in readers):
         return None
     wanted = {reader.method.activations(num_rows) for reader in readers}
     return wanted.pop() if len(wanted) == 1 else None

@@ -70,18 +70,18 @@ class Experts(nn.ModuleList):
         super().__init__(experts)
         self.num_experts_per_tok = num_experts_per_tok
         self._merged: MergedExperts | StackedExperts | None = None
-        self._owned: ExpertParallel | None = None
+        self._expert_parallel: ExpertParallel | None = None
 
-    def keep(self, owned: ExpertParallel) -> None:
+    def keep(self, expert_parallel: ExpertParallel) -> None:
         """Keep this rank's experts, before loading."""
-        self._owned = owned
+        self._expert_parallel = expert_parallel
         for number in range(len(self)):
-            if number not in owned.own:
+            if number not in expert_parallel.local_experts:
                 self[number] = MissingLayer()
 
     @property
-    def _own(self) -> range:
-        return range(len(self)) if self._owned is None else self._owned.own
+    def _local_experts(self) -> range:
+        return range(len(self)) if self._expert_parallel is None else self._expert_parallel.local_experts
 
     def active_share(self, num_tokens: int) -> float:
         """Return the expected share of experts that `num_tokens` tokens read, if all experts are equally likely."""
@@ -92,18 +92,18 @@ class Experts(nn.ModuleList):
 
         On a GPU the weights are stacked.
         """
-        gates, ups, downs = map(list, zip(*(self[number].parts for number in self._own), strict=True))
+        gates, ups, downs = map(list, zip(*(self[number].parts for number in self._local_experts), strict=True))
         methods = [[layer.method for layer in layers] for layers in (gates, ups, downs)]
         has_bias = any(layer.bias is not None for layer in (*gates, *ups, *downs))
         if has_bias or not are_alike(methods[0] + methods[1]) or not are_alike(methods[2]):
             return
-        pieces = downs[0].pieces
+        row_parallel = downs[0].row_parallel
         if all(method.gpu_weight is None for method in chain(*methods)):
             if all(method.input_scale is None for method in chain(*methods)):
-                self._merged = MergedExperts(methods[0], methods[1], methods[2], len(self), pieces)
-        elif can_stack(*methods) and pieces is None and self._owned is None:
+                self._merged = MergedExperts(methods[0], methods[1], methods[2], len(self), row_parallel)
+        elif can_stack(*methods) and row_parallel is None and self._expert_parallel is None:
             self._merged = StackedExperts(*methods)
-            for layer, method in zip((*gates, *ups, *downs), self._merged.pieces, strict=True):
+            for layer, method in zip((*gates, *ups, *downs), self._merged.methods, strict=True):
                 layer.method = method
 
     @property
@@ -115,16 +115,22 @@ class Experts(nn.ModuleList):
         if isinstance(self._merged, StackedExperts):
             return self._merged(x, weights, chosen)
         rows, starts, places = group_rows(x, chosen, len(self))
-        # an exported graph accepts only indices that group_rows makes, and never has owned experts
-        own = starts if self._owned is None else starts[self._own.start : self._own.stop + 1]
-        parts = self._one_by_one(rows, own.tolist()) if self._merged is None else self._merged(rows, own)
-        if self._owned is not None:
-            parts = self._owned.joined(parts, starts)
+        # an exported graph accepts only indices that group_rows makes, and never has sharded experts
+        local_starts = (
+            starts
+            if self._expert_parallel is None
+            else starts[self._local_experts.start : self._local_experts.stop + 1]
+        )
+        parts = (
+            self._one_by_one(rows, local_starts.tolist()) if self._merged is None else self._merged(rows, local_starts)
+        )
+        if self._expert_parallel is not None:
+            parts = self._expert_parallel.collect_rows(parts, starts)
         return combine_rows(parts, weights, places)
 
     def _one_by_one(self, rows: Tensor, starts: list[int]) -> Tensor:
         parts = torch.empty_like(rows)
-        for number, start, end in zip(self._own, starts, starts[1:], strict=False):
+        for number, start, end in zip(self._local_experts, starts, starts[1:], strict=False):
             if start < end:
                 parts[start:end] = self[number](rows[start:end], None)
         return parts
@@ -139,13 +145,13 @@ class MergedExperts:
         ups: list[LinearMethod],
         downs: list[LinearMethod],
         num_experts: int,
-        pieces: RowParallelGather | RowParallelReduce | None = None,
+        row_parallel: RowParallelGather | RowParallelReduce | None = None,
     ) -> None:
         """`num_experts`: of the whole layer, even if the lists hold only a rank's experts.
 
-        `pieces`: of each of `downs`.
+        `row_parallel`: of each of `downs`.
         """
-        self._gate, self._down, self._count, self._pieces = gates[0], downs[0], num_experts, pieces
+        self._gate, self._down, self._count, self._row_parallel = gates[0], downs[0], num_experts, row_parallel
         self._weights = [_group(methods) for methods in (gates, ups, downs)]
 
     def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
@@ -155,19 +161,19 @@ class MergedExperts:
         """
         gates, ups, downs = self._weights
         gated = grouped_matmul(self._gate.quantized(rows, self._count), gates, starts, ups)
-        if self._pieces is not None:
-            gated = self._pieces.given(gated)
+        if self._row_parallel is not None:
+            gated = self._row_parallel.gather_inputs(gated)
         parts = grouped_matmul(self._down.quantized(gated, self._count), downs, starts)
-        return parts if self._pieces is None else self._pieces.whole(parts)
+        return parts if self._row_parallel is None else self._row_parallel.combine_outputs(parts)
 
 
 class StackedExperts:
     """Experts on a GPU. One weight holds all gates and ups, one weight all downs."""
 
     def __init__(self, gates: list[LinearMethod], ups: list[LinearMethod], downs: list[LinearMethod]) -> None:
-        self._gate_up, gate_up_pieces = _stack(gates + ups)
-        self._down, down_pieces = _stack(downs)
-        self.pieces = gate_up_pieces + down_pieces
+        self._gate_up, gate_up_methods = _stack(gates + ups)
+        self._down, down_methods = _stack(downs)
+        self.methods = gate_up_methods + down_methods
         """The methods of gates, ups and downs, in this order. Their weights are views of the stacked weights."""
         self._formats = [(methods[0], _input_scales(methods)) for methods in (gates, downs)]
 

@@ -14,17 +14,17 @@ from models.layers.constant import Constant
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ShardedChannels:
     """A tensor whose channels are sharded over the ranks, in rank order. `widths`: the channels of each rank."""
 
     group: Group
     widths: tuple[int, ...]
 
-    def joined(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return the whole tensor [T, sum(widths)] from this rank's x [T, widths[rank]]."""
         return self.group.gather(x, self.widths)
 
-    def joined_by_first(self, x: Tensor) -> Tensor:
+    def gather_first(self, x: Tensor) -> Tensor:
         """Return the whole tensor on rank 0, and x on all other ranks."""
         whole = self.group.gather_first(x, self.widths)
         return x if whole is None else whole
@@ -34,21 +34,21 @@ class Pieces:
 class RowParallelGather:
     """A row-parallel layer whose weight is sharded along its outputs. It gathers its inputs, and then its outputs."""
 
-    inputs: Pieces
-    outputs: Pieces
+    inputs: ShardedChannels
+    outputs: ShardedChannels
     adds_bias = True
 
-    def given(self, x: Tensor) -> Tensor:
+    def gather_inputs(self, x: Tensor) -> Tensor:
         """Return the whole inputs from this rank's x [T, *]."""
-        return self.inputs.joined(x)
+        return self.inputs.gather(x)
 
-    def observed(self, x: Tensor) -> Tensor:
+    def observe_inputs(self, x: Tensor) -> Tensor:
         """Return the whole inputs on rank 0, and x on all other ranks."""
-        return self.inputs.joined_by_first(x)
+        return self.inputs.gather_first(x)
 
-    def whole(self, y: Tensor) -> Tensor:
+    def combine_outputs(self, y: Tensor) -> Tensor:
         """Return the whole outputs [T, E] from this rank's outputs."""
-        return self.outputs.joined(y)
+        return self.outputs.gather(y)
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class RowParallelReduce:
         """Whether this rank adds the bias. Only rank 0 does."""
         return self.group.rank == 0
 
-    def given(self, x: Tensor) -> Tensor:
+    def gather_inputs(self, x: Tensor) -> Tensor:
         return x
 
-    def whole(self, y: Tensor) -> Tensor:
+    def combine_outputs(self, y: Tensor) -> Tensor:
         """Return the sum of all ranks' y [T, E].
 
         The sum is in float32 and in rank order, so that all ranks get the same bits.
         """
-        every = self.group.gather(y, (y.shape[1],) * self.group.size)
-        first, *others = every.split(y.shape[1], dim=1)
+        all_outputs = self.group.gather(y, (y.shape[1],) * self.group.size)
+        first, *others = all_outputs.split(y.shape[1], dim=1)
         total: Tensor = first.to(torch.promote_types(y.dtype, torch.float32))
         for other in others:
             total = total + other
@@ -83,10 +83,12 @@ class ExpertParallel:
 
     def __init__(self, group: Group, experts: tuple[range, ...]) -> None:
         """`experts`: the range of each rank."""
-        self._group, self.own = group, experts[group.rank]
-        self._first = Constant(torch.tensor([each.start for each in experts[1:]], dtype=torch.int64, device="cpu"))
+        self._group, self.local_experts = group, experts[group.rank]
+        self._first = Constant(
+            torch.tensor([indices.start for indices in experts[1:]], dtype=torch.int64, device="cpu")
+        )
 
-    def joined(self, parts: Tensor, starts: Tensor) -> Tensor:
+    def collect_rows(self, parts: Tensor, starts: Tensor) -> Tensor:
         """Return all rows [R, E]. In `parts` [R, E] each rank has the rows of its own experts.
 
         Rows of expert i begin at starts[i].
@@ -102,11 +104,11 @@ class VocabParallel:
     def __init__(self, group: Group, words: tuple[range, ...]) -> None:
         """`words`: the range of each rank."""
         self._group, self._words = group, words[group.rank]
-        starts = [each.start for each in words[1:]]
+        starts = [indices.start for indices in words[1:]]
         self._borders = Constant(torch.tensor(starts, dtype=torch.int64, device="cpu"))
 
-    def embedded(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Return the vectors [T, E] of tokens, int64 [T]. `weight` holds this rank's vectors."""
         owners = torch.bucketize(token_ids, self._borders.on(token_ids.device), right=True)  # [T]
-        own = (token_ids - self._words.start).clamp(0, len(self._words) - 1)  # any row for tokens of other ranks
-        return self._group.owned_rows(functional.embedding(own, weight), owners)
+        local_ids = (token_ids - self._words.start).clamp(0, len(self._words) - 1)  # any row for tokens of other ranks
+        return self._group.owned_rows(functional.embedding(local_ids, weight), owners)

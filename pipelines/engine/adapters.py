@@ -97,7 +97,7 @@ class Adapters:
     def check(self, id: AdapterId | None) -> None:
         """Raise UserError if the adapter was unloaded or replaced after the request was made."""
         if id is not None and id not in self._adapters:
-            raise UserError(f"adapter {id.name} was unloaded since the request was made: make the request anew")
+            raise UserError(f"adapter {id.name} was unloaded since the request was made: make the request again")
 
     def load(self, name: str, folder: Path, in_use: Container[AdapterId | None]) -> bool:
         """Read an adapter; it replaces an adapter of the same name.
@@ -113,7 +113,7 @@ class Adapters:
         adapter = read_adapter(folder, self._model, self._dtype, self._folds, self._base)
         if name in self._ids:
             self.unload(name, in_use)
-        has_grown = self._tables.make_room(adapter)
+        has_grown = self._tables.enlarge_tables(adapter)
         self._ids[name] = id = AdapterId(name, adapter.digest)
         self._adapters[id] = adapter
         self._on_change(LoadAdapter(name, str(folder.absolute()), adapter.digest))

@@ -106,7 +106,7 @@ class Executor:
         return {
             f"layers.{number}.{name}.{part}": (tensor, heads)
             for number, layer, heads in zip(
-                self.model.own_layers, self.cache.layers, self.model.attention_heads, strict=False
+                self.model.local_layers, self.cache.layers, self.model.attention_heads, strict=False
             )
             for name, vectors in zip(("keys", "values"), layer, strict=True)
             for part, tensor in enumerate(vectors.tensors)
@@ -166,6 +166,6 @@ class Executor:
         with threads(None):
             return self.model(self.on_device(batch), self.cache)
 
-    def own_layers(self, all_layers: Tensor) -> Tensor:
+    def slice_local_layers(self, all_layers: Tensor) -> Tensor:
         """Return the slice [L', *] of `all_layers` [L, *] that belongs to this pipeline stage."""
-        return all_layers[self.model.own_layers.start : self.model.own_layers.stop]
+        return all_layers[self.model.local_layers.start : self.model.local_layers.stop]

@@ -134,7 +134,7 @@ class Store(Operation[None]):
 
     def compute(self, executor: Executor) -> None:
         slots = torch.tensor(self.slots, device=executor.device)
-        stage_values = executor.own_layers(self.keys_and_values)
+        stage_values = executor.slice_local_layers(self.keys_and_values)
         for layer, heads, both in zip(executor.cache.layers, executor.model.attention_heads, stage_values, strict=True):
             keys, values = heads.own_keys(both, axis=2)
             kv_store(keys, values, *layer, slots)

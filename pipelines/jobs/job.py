@@ -17,7 +17,7 @@ from typing import Any
 from conf.errors import UserError
 from pipelines.jobs import report
 from pipelines.jobs.interrupt import Interrupted, Interruption, RankLost, interruption
-from pipelines.jobs.journal import ANEW, Journal
+from pipelines.jobs.journal import BEGIN_AGAIN, Journal
 from pipelines.jobs.prompts import PromptRow, Prompts
 from pipelines.jobs.rows import ANSWER, Record, Row, RowExecutor
 
@@ -137,7 +137,7 @@ class RowJob(ABC):
                 waiting.append(row)
         if num_read < self.journal.end:
             have = f"{self.journal.folder} has a row {self.journal.end - 1} that is done"
-            raise UserError(f"the input has {num_read} rows, but {have}: give the same input, or {ANEW}")
+            raise UserError(f"the input has {num_read} rows, but {have}: give the same input, or {BEGIN_AGAIN}")
         yield from waiting
 
     def _finish(self, record: Record) -> None:

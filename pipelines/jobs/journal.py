@@ -25,7 +25,7 @@ NAME = "journal.jsonl"
 UNNAMED = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{6}")  # a run folder's default name
 SYNC_S = 1.0  # maximum work, in seconds, that a power failure may cost
 MAX_RUNNING = 2**20  # rows at once: an index above the number of finished rows plus this is invalid
-ANEW = "begin anew with predict.resume=none"
+BEGIN_AGAIN = "begin again with predict.resume=none"
 
 SEED = "seed"  # key in the first line, next to the fingerprint
 
@@ -69,7 +69,7 @@ class Journal:
         done = index < self.end and self._offsets[index] > 0
         if done and self._digests[index] != int(digest, 16):
             raise UserError(
-                f"row {index} differs from the row that {self.folder} contains: give the same input, or {ANEW}"
+                f"row {index} differs from the row that {self.folder} contains: give the same input, or {BEGIN_AGAIN}"
             )
         return done
 
@@ -113,7 +113,7 @@ class Journal:
         os.close(self._fd)  # also releases the lock
 
     def begin(self) -> None:
-        """Start anew: empty the file and write the fingerprint, with a random seed if it has none."""
+        """Start again: empty the file and write the fingerprint, with a random seed if it has none."""
         os.ftruncate(self._fd, 0)
         self._size = 0
         self.seed = secrets.randbits(32) if self.seed is None else self.seed
@@ -131,7 +131,7 @@ class Journal:
             for number, line in enumerate(file, 2):
                 record = _parse(line, self.num_rows + MAX_RUNNING)
                 if record is None and file.read(1):
-                    raise UserError(f"line {number} of {self.path} is broken: delete that file, or {ANEW}")
+                    raise UserError(f"line {number} of {self.path} is broken: delete that file, or {BEGIN_AGAIN}")
                 if record is None:
                     break
                 if self._note(record, self._size):
@@ -214,7 +214,7 @@ def _continued(folder: Path, fingerprint: Fingerprint) -> Journal:
     if changes := _changes(_as_given(header, fingerprint), fingerprint):
         journal.close()
         raise UserError(
-            f"{folder} cannot be resumed, because these values changed: {', '.join(changes)}. Restore the old values, or {ANEW}"
+            f"{folder} cannot be resumed, because these values changed: {', '.join(changes)}. Restore the old values, or {BEGIN_AGAIN}"
         )
     journal.seed = _seed_of(header)
     return journal
@@ -286,7 +286,7 @@ def _header(folder: Path) -> Fingerprint | None:
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError) as error:
-        raise UserError(f"line 1 of {folder / NAME} is broken: delete that file, or {ANEW}") from error
+        raise UserError(f"line 1 of {folder / NAME} is broken: delete that file, or {BEGIN_AGAIN}") from error
 
 
 def _changes(before: Fingerprint, now: Fingerprint) -> list[str]:

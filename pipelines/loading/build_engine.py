@@ -32,7 +32,7 @@ def build_engine(
     UserError for an invalid checkpoint or tokenizer, and if the options contradict the files.
     """
     settings = read_request_settings(ready.options, ready.source)
-    source = ready.source.predicting_ahead() if decode.speculate is Speculate.mtp else ready.source
+    source = ready.source.with_mtp_layer() if decode.speculate is Speculate.mtp else ready.source
     check_mode(source, parallel.mode)
     whole = plan_model(ready.options, ready.quant, source, device, packed=True)
     with ExitStack() as on_error:

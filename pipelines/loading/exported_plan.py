@@ -23,54 +23,54 @@ from quantization.linear import quantized_if_many
 
 
 def plan_exported(
-    options: ModelConfig, quant: QuantConfig, source: ModelSource, artefact: Description, device: torch.device
+    options: ModelConfig, quant: QuantConfig, source: ModelSource, description: Description, device: torch.device
 ) -> ModelPlan:
-    """Return the plan of an exported model. `artefact`: its description.
+    """Return the plan of an exported model.
 
     Raises UserError if the options contradict the export.
     """
     folder = source.checkpoint.path
     if device.type != "cpu":
         raise UserError(f"device={device.type} does not run {folder}, which is packed for a CPU: give device=cpu")
-    given = replace(quant, activations=quant.activations.of_model)
-    if given != QuantConfig() and plain_quant(given) != artefact.quant:
+    requested = replace(quant, activations=quant.activations.in_files)
+    if requested != QuantConfig() and plain_quant(requested) != description.quant:
         raise UserError(f"quant contradicts {folder}, which was exported with its own: leave quant out")
     model = ExportedLM(
-        artefact, part_folder(folder, artefact.parallel_layout), source.architecture.head is not HeadKind.none
+        description, part_folder(folder, description.parallel_layout), source.architecture.head is not HeadKind.none
     ).eval()
     if quant.activations is Activations.auto:
-        model.quantized = quantized_if_many
-    return ModelPlan(source, model, [], (), artefact.dtype, device, options, quant, True, None, 0)
+        model.quantize_rows = quantized_if_many
+    return ModelPlan(source, model, [], (), description.dtype, device, options, quant, True, None, 0)
 
 
 def shard_exported(plan: ModelPlan, parallel_layout: ParallelLayout, group: Group, neighbours: Neighbours) -> ModelPlan:
     """Return the plan of the rank's part, which was exported separately. The rest: as for `shard_plan`."""
     assert isinstance(plan.model, ExportedLM)
     folder = plan.source.checkpoint.path
-    own = read_description(folder, parallel_layout.rank)
+    description = read_description(folder, parallel_layout.rank)
     has_head = plan.source.architecture.head is not HeadKind.none
-    model = ExportedLM(own, part_folder(folder, parallel_layout), has_head, group, neighbours).eval()
-    model.quantized = plan.model.quantized
+    model = ExportedLM(description, part_folder(folder, parallel_layout), has_head, group, neighbours).eval()
+    model.quantize_rows = plan.model.quantize_rows
     return replace(plan, model=model, parallel_layout=parallel_layout)
 
 
 def check_mode(source: ModelSource, mode: ParallelMode) -> None:
     """Raise UserError if `source` is an exported model that does not run in this mode."""
-    if source.artefact is None:
+    if source.exported is None:
         return
     folder = source.checkpoint.path
-    if source.artefact.part is None and mode is not ParallelMode.single:
+    if source.exported.part is None and mode is not ParallelMode.single:
         raise UserError(f"parallel={mode.name} does not run {folder}, whose graph is of one process: leave it out")
-    if source.artefact.part is not None and not mode.divides:
-        raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(source.artefact.parallel_layout)}")
+    if source.exported.part is not None and not mode.divides:
+        raise UserError(f"parallel={mode.name} does not run {folder}, {_ranks_of(source.exported.parallel_layout)}")
 
 
 def _ranks_of(parallel_layout: ParallelLayout) -> str:
     """Return the end of an error message: the exported layout, and the options that run it."""
     tp, pp = parallel_layout.tp, parallel_layout.pp
     mode = "tp" if pp == 1 else "pp" if tp == 1 else "tp_pp"
-    given = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)
-    return f"which was exported for tp={tp} and pp={pp}: give parallel={mode} {given}"
+    options = " ".join(f"parallel.{name}={number}" for name, number in (("tp", tp), ("pp", pp)) if number > 1)
+    return f"which was exported for tp={tp} and pp={pp}: give parallel={mode} {options}"
 
 
 def check_exported_layout(folder: Path, exported: ParallelLayout, parallel_layout: ParallelLayout) -> None:
@@ -80,5 +80,5 @@ def check_exported_layout(folder: Path, exported: ParallelLayout, parallel_layou
             f"tp={parallel_layout.tp} and pp={parallel_layout.pp} do not run {folder}, {_ranks_of(exported)}"
         )
     if parallel_layout.adds or parallel_layout.whole_experts:
-        given = "parallel.sum=reduce" if parallel_layout.adds else "parallel.experts=whole"
-        raise UserError(f"{given} contradicts {folder}, which was exported for ranks that join pieces: leave it out")
+        option = "parallel.sum=reduce" if parallel_layout.adds else "parallel.experts=whole"
+        raise UserError(f"{option} contradicts {folder}, which was exported for ranks that join pieces: leave it out")

@@ -161,7 +161,10 @@ def _check_tensors(engine: Engine, file: KeptFile) -> None:
     stored, model = engine.executor.cache_tensors, engine.executor.model
     own = {name: f"{t.dtype}{[num_slots, heads.whole_keys, *t.shape[3:]]}" for name, (t, heads) in stored.items()}
     # Layers of other pipeline stages are checked against the tensor forms of this stage's first layer.
-    first, others = f"layers.{model.own_layers.start}.", range(model.own_layers.stop, model.config.num_hidden_layers)
+    first, others = (
+        f"layers.{model.local_layers.start}.",
+        range(model.local_layers.stop, model.config.num_hidden_layers),
+    )
     like_first = {name.removeprefix(first): form for name, form in own.items() if name.startswith(first)}
     wanted = own | {f"layers.{number}.{name}": form for number in others for name, form in like_first.items()}
     wanted[TOKENS] = f"{torch.int64}{[sum(row.num_tokens for row in file.rows)]}"

@@ -37,12 +37,12 @@ class ModelSource:
     shape: ModelShape
     has_weights: bool
     """False with model.weights=random, which uses only the config."""
-    artefact: Description | None = None
+    exported: Description | None = None
     """The description of a model that `task=export` wrote; it replaces weights and architecture code. Else None."""
 
     @property
     def is_quantized(self) -> bool:
-        if self.artefact is not None:
+        if self.exported is not None:
             return True  # its files hold the quantised and packed model
         if self.checkpoint.path.suffix == ".gguf":  # only the tensors of a GGUF file show whether it is quantised
             return read_gguf_quantization(self.checkpoint.open_weights({})) is not None
@@ -50,9 +50,9 @@ class ModelSource:
         is_pruned_alone = sparsity is not None and sparsity.is_alone
         return self.checkpoint.config.section("quantization_config") is not None and not is_pruned_alone
 
-    def predicting_ahead(self) -> "ModelSource":
+    def with_mtp_layer(self) -> "ModelSource":
         """Return the source with its MTP layer. Raises UserError if config.json or the files do not have an MTP layer."""
-        shape = self.shape.predicting_ahead()
+        shape = self.shape.with_mtp_layer()
         if shape is not None and self.has_weights:
             model, files = open_model(self.architecture, shape, self.checkpoint)
             layer = f"{model.layout.layers}.{shape.num_hidden_layers}."
@@ -67,7 +67,7 @@ class ModelSource:
 
     def warn_of_unread_keys(self) -> None:
         """Warn of config keys that may have a meaning and that no stage has read."""
-        if self.artefact is None and (unread := self.checkpoint.config.unread()):
+        if self.exported is None and (unread := self.checkpoint.config.unread()):
             log.warning("the config in %s has keys that are not used: %s", self.checkpoint.path, ", ".join(unread))
 
 
@@ -87,7 +87,7 @@ OpenModel = Callable[[HeadKind | None], ModelSource]
 """A function that opens the checkpoint of a run, as `resolve_model` does. Its argument is the head that the task needs."""
 
 
-def moved(model: ModelConfig, folder: Path) -> ModelConfig:
+def replace_model_path(model: ModelConfig, folder: Path) -> ModelConfig:
     """Return the settings of `model` with `folder` as the path. The model in `folder` was made from `model`.
 
     The result has no revision, but a tokenizer from a hub is still the tokenizer of the old revision.
@@ -128,8 +128,8 @@ def source_of(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None
 
 
 def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind | None) -> ModelSource:
-    artefact = read_description(checkpoint.path)
-    dtype = str(artefact.dtype).removeprefix("torch.")
+    description = read_description(checkpoint.path)
+    dtype = str(description.dtype).removeprefix("torch.")
     if config.dtype not in (DType.auto, DType[dtype]):
         raise UserError(
             f"model.dtype={config.dtype.name} contradicts {checkpoint.path}, which was exported in {dtype}: leave it out"
@@ -138,10 +138,10 @@ def _open_exported(config: ModelConfig, checkpoint: Checkpoint, head: HeadKind |
         "model.weights=random": config.weights is Weights.random,
         "model.keep_packed=true": config.keep_packed,
     }
-    for given, is_given in refused.items():
+    for option, is_given in refused.items():
         if is_given:
             raise UserError(
-                f"{given} is not used by an exported model: leave it out, or give the model that it was made of"
+                f"{option} is not used by an exported model: leave it out, or give the model that it was made of"
             )
     architecture = replace(EXPORTED, head=HeadKind.none) if head is HeadKind.none else EXPORTED
-    return ModelSource(checkpoint, architecture, artefact.shape, True, artefact)
+    return ModelSource(checkpoint, architecture, description.shape, True, description)

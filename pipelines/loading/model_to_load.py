@@ -58,7 +58,7 @@ class ModelToLoad:
         if self.common is not None:
             _compare(rank, self.common, common_fingerprint(source.checkpoint.path))
         if self.predicts_ahead:
-            source = source.predicting_ahead()
+            source = source.with_mtp_layer()
         return plan_model(self.model, self.quant, source, device, packed=self.packed)
 
 

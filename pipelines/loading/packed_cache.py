@@ -59,7 +59,7 @@ def _place(plan: ModelPlan) -> Path:
     local = Path(plan.options.path).expanduser()
     model = local.resolve() if local.exists() else Path(plan.options.path)  # or a hub id
     quant = {name: value for name, value in asdict(plan.quant).items() if name != "kv_cache"}
-    quant |= {"activations": plan.quant.activations.of_model}
+    quant |= {"activations": plan.quant.activations.in_files}
     head = plan.source.architecture.head.name
     what = {"model": model, "head": head, "quant": quant, "kernels": build.library() is not None}
     if plan.model.config.capabilities.predicts_ahead:

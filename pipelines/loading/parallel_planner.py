@@ -92,7 +92,7 @@ def planned(
         return None
     if best is None:
         limit = [each.limit for each in candidates if each.limit != NO_RANKS][-1]
-        raise UserError(f"parallel=auto: no division of this model fits here: {limit}: give quant=int4")
+        raise UserError(f"parallel=auto: no parallel layout of this model fits here: {limit}: give quant=int4")
     print(f"parallel=auto: {best}")
     return _parallel(task, parallel, best)
 
@@ -116,7 +116,7 @@ def plan_layouts(
     Raises UserError as loading an engine does.
     """
     source, path = resolve_model(model), parallel.topology
-    if source.artefact is not None:
+    if source.exported is not None:
         raise UserError(
             f"parallel=auto does not plan for {model.path}, which is exported: give the model that it was made of"
         )

@@ -26,8 +26,8 @@ def plan_model(
     calibrate: if the scheme needs calibration, the checkpoint must already be quantised with it. Raises UserError if a
     file cannot be opened, and if the options contradict the files.
     """
-    if source.artefact is not None:
-        return plan_exported(options, quant, source, source.artefact, device)
+    if source.exported is not None:
+        return plan_exported(options, quant, source, source.exported, device)
     config = source.checkpoint.config
     model, files = open_model(source.architecture, source.shape, source.checkpoint if source.has_weights else None)
     model.eval()

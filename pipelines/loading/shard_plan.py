@@ -5,7 +5,7 @@ from dataclasses import replace
 from conf.errors import UserError
 from kernels.collectives import NO_NEIGHBOURS, Group, Neighbours
 from models.formats.sliced import sliced_files
-from models.parallel import check_division, shard_model
+from models.parallel import check_layout, shard_model
 from models.sharding import ParallelLayout
 from models.weights import match_tensors
 from pipelines.loading.exported_plan import check_exported_layout, shard_exported
@@ -22,7 +22,7 @@ def shard_plan(
     if parallel_layout == ParallelLayout():
         return plan
     check_plan(plan, parallel_layout)
-    if plan.source.artefact is not None:
+    if plan.source.exported is not None:
         return shard_exported(plan, parallel_layout, group, neighbours)
     matched = match_tensors(plan.model, plan.files, plan.ignored_tensors)
     shards = shard_model(plan.model, parallel_layout, group, plan.dtype, neighbours)
@@ -35,11 +35,11 @@ def check_plan(plan: ModelPlan, parallel_layout: ParallelLayout) -> None:
 
     The driver calls it before it starts the worker ranks.
     """
-    if plan.source.artefact is not None:
-        check_exported_layout(plan.source.checkpoint.path, plan.source.artefact.parallel_layout, parallel_layout)
+    if plan.source.exported is not None:
+        check_exported_layout(plan.source.checkpoint.path, plan.source.exported.parallel_layout, parallel_layout)
         return
     if not plan.files:
         raise UserError(
             "model.weights=random makes other weights in parts than whole: give a checkpoint, or parallel=single"
         )
-    check_division(plan.model, parallel_layout, plan.dtype)
+    check_layout(plan.model, parallel_layout, plan.dtype)

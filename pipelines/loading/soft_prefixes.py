@@ -73,8 +73,8 @@ def _write(engine: Engine, name: str, table: list[int], keys_and_values: Tensor)
     slots = [table[i // engine.block_size] * engine.block_size + i % engine.block_size for i in places]
     executor, saturated = engine.executor, []
     executor.run(Store(keys_and_values, slots))
-    own_layers = executor.own_layers(keys_and_values)
-    for cache, heads, both in zip(executor.cache.layers, executor.model.attention_heads, own_layers, strict=True):
+    local_layers = executor.slice_local_layers(keys_and_values)
+    for cache, heads, both in zip(executor.cache.layers, executor.model.attention_heads, local_layers, strict=True):
         own = heads.own_keys(both, axis=2)
         saturated += [_saturated(paged, each) for paged, each in zip(cache, own, strict=True)]
     if share := sum(saturated) / len(saturated):

@@ -18,7 +18,7 @@ def load_planned(plan: ModelPlan, on_bytes: Callable[[int, int], None] = lambda 
     read = partial(load_weights, model, plan.files, plan.ignored_tensors, dtype, device, on_bytes)
     if isinstance(model, ExportedLM):
         model.load()
-        if model.quantized is not None and not model.graph.num_quantized:
+        if model.quantize_rows is not None and not model.graph.num_quantized:
             raise UserError(AUTO_NEEDS_INTEGERS)
         if plan.options.adapters:
             _ = model.adapted_graph  # a damaged adapter graph fails here, not in a step

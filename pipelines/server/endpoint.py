@@ -52,7 +52,7 @@ class Endpoint:
         self.asked_for = asked_for(decode)
         key = os.environ.get("OPENAI_API_KEY")
         if key and not (key.isascii() and key.isprintable()):
-            raise UserError("OPENAI_API_KEY has a line break, or a character that no header takes: set it anew")
+            raise UserError("OPENAI_API_KEY has a line break, or a character that no header takes: set it again")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time, and the user can stop it
         self._connection: dict[str, Any] = {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}

@@ -65,7 +65,7 @@ def _open(
 
     A quantised model keeps the layers of its files. Raises UserError for settings that need a float model.
     """
-    if source.artefact is not None:
+    if source.exported is not None:
         raise UserError(f"{source.checkpoint.path} is exported already: give the model that it was made of")
     if source.checkpoint.path.suffix == ".gguf" or not source.is_quantized:  # GGUF codes become floats
         model, files = open_model(source.architecture, source.shape, source.checkpoint)

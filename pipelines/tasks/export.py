@@ -18,7 +18,7 @@ from pipelines.loading.model_source import resolve_model
 from pipelines.loading.planning import plan_model
 from pipelines.loading.quantize.calibrated import calibrated
 from pipelines.loading.request_settings import read_request_settings
-from pipelines.tasks.export_files import write_artefact
+from pipelines.tasks.export_files import write_export
 from pipelines.tasks.export_parts import load_parts, prove
 from pipelines.tasks.export_steps import Steps
 
@@ -33,10 +33,10 @@ def run_export(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
 
 
 def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any]:
-    """Write the artefact of the run's model to `output`, and return its metrics.
+    """Write the exported form of the run's model to `output`, and return its metrics.
 
-    `output` is made only when the artefact is complete and verified. Raises UserError for a model or a device that cannot
-    be exported, and if one bit of the artefact's results differs from the model's results.
+    `output` is made only when the export is complete and verified. Raises UserError for a model or a device that cannot
+    be exported, and if one bit of the exported model's results differs from the model's results.
     """
     target = absolute(output)
     refuse_existing(target, overwrite, "export")
@@ -45,7 +45,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     if device.type != "cpu":
         raise UserError("task=export packs weights for a CPU: give device=cpu")
     source = resolve_model(run.model)
-    if source.artefact is not None:
+    if source.exported is not None:
         raise UserError(f"{run.model.path} is exported already: give the model that it was made of")
     ready = calibrated(run, source, report.NO_PROGRESS)
     settings = read_request_settings(ready.options, ready.source)
@@ -53,7 +53,7 @@ def export_model(run: RunConfig, output: Path, overwrite: bool) -> dict[str, Any
     steps = Steps.of(plan.model)
     parts = load_parts(plan, run.export.tp, run.export.pp, steps)
     with complete_folder(target, overwrite, "export") as folder:
-        refused = write_artefact(folder, plan, parts, plain_quant(run.quant), settings.eos_token_ids)
+        refused = write_export(folder, plan, parts, plain_quant(run.quant), settings.eos_token_ids)
         exported = prove(folder, parts, steps)
         write_manifest(folder, {})
     sizes = [file.stat().st_size for file in target.rglob("*") if file.is_file()]

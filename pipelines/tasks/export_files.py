@@ -11,7 +11,7 @@ from conf.errors import UserError, shortened
 from models.adapters import adaptable_layers
 from models.batch import KVCache
 from models.causal_lm import CausalLM
-from models.exported.describe import describe, describe_division
+from models.exported.describe import describe, describe_layout
 from models.exported.description import ADAPTED_GRAPH, EXPORT, GRAPH, WEIGHTS, part_folder, sha256_of
 from models.exported.trace import Traced, trace
 from models.formats.huggingface_writer import write_companions
@@ -24,7 +24,7 @@ from pipelines.tasks.export_parts import AS_IT_IS, NOT_TAKEN, ShardExport
 from quantization.smoothing_record import copy_folds
 
 
-def write_artefact(
+def write_export(
     folder: Path, plan: ModelPlan, parts: list[ShardExport], quant: dict[str, Any], eos: frozenset[int]
 ) -> str | None:
     """Write all files of an export but its manifest. Return why the runner takes no texts; None if it does.
@@ -35,7 +35,7 @@ def write_artefact(
         _write_part(part, part_folder(folder, part.parallel_layout), quant, eos)
     if len(parts) > 1:
         layout = parts[0].parallel_layout
-        description = describe_division(folder, layout.tp, layout.pp)
+        description = describe_layout(folder, layout.tp, layout.pp)
         (folder / EXPORT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
     checkpoint = plan.source.checkpoint
     write_companions(checkpoint, folder, plan.dtype)

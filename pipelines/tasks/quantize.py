@@ -37,7 +37,7 @@ def run_quantize(run: RunConfig, output_dir: Path, dump: report.Dump) -> None:
     check(not run.model.keep_packed, "model.keep_packed", "true", f"false {later}")
     wanted = f"none {later}, or quant.kv_cache_scales=static"
     check(is_static or kv_cache is KVCacheFormat.none, "quant.kv_cache", kv_cache.name, wanted)
-    check(activations is activations.of_model, "quant.activations", activations.name, f"none {later}")
+    check(activations is activations.in_files, "quant.activations", activations.name, f"none {later}")
     source = resolve_model(run.model)
     if source.is_quantized:
         raise UserError(f"model.path={run.model.path} is quantised already: give the float model that it was made of")

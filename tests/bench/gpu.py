@@ -1,6 +1,6 @@
 """Checks the kernels on a GPU, then times them: `python tests/bench/gpu.py [--plan] [--only TEXT] [--minutes 8] [--out FOLDER]`.
 
-Needs torch, triton, transformers, safetensors, numpy and pytest. Writes gpu.json and gpu.md, anew after each row, with the GPU, the
+Needs torch, triton, transformers, safetensors, numpy and pytest. Writes gpu.json and gpu.md, again after each row, with the GPU, the
 versions and the date, and beside each time what the same GPU reached in the same run, --only TEXT or not: bytes per second of a copy,
 operations per second of a large product. What the tests find wrong is not timed; what fails, hangs or no longer fits into the minutes is
 a row that says so.

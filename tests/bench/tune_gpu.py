@@ -1,6 +1,6 @@
 """Finds the fastest launches of a GPU's products: `python tests/bench/tune_gpu.py [--plan] [--only TEXT] [--minutes 9]`.
 
-Writes kernels/tuned/<GPU>.json, anew after each shape; commit it. An entry stands there only where a launch was faster than the
+Writes kernels/tuned/<GPU>.json, again after each shape; commit it. An entry stands there only where a launch was faster than the
 constants' by more than 2 %. Entries of an earlier run with the same versions stay, so that a run may take up `--only` a part. Shapes are
 those of a model's own linear layers, most used first; what no longer fits into the minutes is printed.
 """

@@ -19,7 +19,7 @@ def each(
     """Run a test with each of `values`, as pytest.mark.parametrize does, but as one case.
 
     `names` are arguments of the test; with several of them a value is a tuple. An error says for which value it came. Each value has its
-    own `tmp_path` and `monkeypatch`, and random numbers that start anew. Other fixtures are made once for all values. The case is skipped
+    own `tmp_path` and `monkeypatch`, and random numbers that start again. Other fixtures are made once for all values. The case is skipped
     if every value is. Where some values are `quick`, the others are a second case, which is long.
     """
     keys, every = names if isinstance(names, tuple) else tuple(names.replace(",", " ").split()), list(values)

@@ -90,8 +90,8 @@ def above(path: Path) -> Path:
 
 
 REMEDIES: list[tuple[Callable[[Path], Path], str]] = [
-    (library_in, "remove it, and it is made anew"),
-    (itself, "remove it, and it is made anew"),
+    (library_in, "remove it, and it is made again"),
+    (itself, "remove it, and it is made again"),
     (above, "make it your own with chown and chmod go-w"),
 ]
 

@@ -1,4 +1,4 @@
-"""Captured computations against the same ones computed anew."""
+"""Captured computations against the same ones computed again."""
 
 import gc
 import re
@@ -183,7 +183,7 @@ def test_every_operator_is_replayed(name: str) -> None:
     replayed = [part.clone() for part in _parts(result)]
     for part, old, expected in zip(replayed, before, _parts(OPERATORS[name](x)), strict=True):
         torch.testing.assert_close(
-            part, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"a replay does not compute anew: {m}"
+            part, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"a replay does not compute again: {m}"
         )
         stays = part.dtype == torch.int64 or bool((part == SCALE).all())  # where all rows go, and a static scale
         assert not torch.equal(part, old) or stays

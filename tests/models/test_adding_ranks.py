@@ -109,7 +109,7 @@ def test_sums_are_float32_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
     expected = np.zeros((7, 33), np.float32)
     for part in parts:
         expected = expected + part.float().numpy()
-    for found in run_ranks(5, lambda group: RowParallelReduce(group).whole(parts[group.rank])):
+    for found in run_ranks(5, lambda group: RowParallelReduce(group).combine_outputs(parts[group.rank])):
         assert found.dtype == dtype
         assert found.equal(torch.from_numpy(expected).to(dtype))
 

@@ -193,7 +193,7 @@ def test_baichuan_conversations(tmp_path: Path) -> None:
 
 
 def test_special_tokens_in_the_place_of_pieces(tmp_path: Path) -> None:
-    """InternLM2 has only tokenizer.model, and names pieces of it anew in tokenizer_config.json."""
+    """InternLM2 has only tokenizer.model, and names pieces of it again in tokenizer_config.json."""
     (tmp_path / "tokenizer.model").symlink_to(REAL / "llama2" / "tokenizer.model")
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     added = {"1": "<s>", "31998": "<|im_start|>", "31999": "<|im_end|>", "32000": "<|plugin|>"}

@@ -59,7 +59,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
 
 @each("family", GOLDEN_FAMILIES, quick=QUICK)
 def test_beams_of_every_family(family: str, tmp_path: Path) -> None:
-    """Each score is the mean log probability of the beam's tokens, computed anew in one prefill; beams in company are those alone."""
+    """Each score is the mean log probability of the beam's tokens, computed again in one prefill; beams in company are those alone."""
     engine = engine_of(link(family, tmp_path), allow_pickle=True)
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     decode = DecodeConfig(

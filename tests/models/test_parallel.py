@@ -106,13 +106,13 @@ def test_each_part_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len([*(tmp_path / "packed").glob("*.safetensors")]) == num_parts
 
 
-def divisions_of(name: str) -> list[tuple[int, str]]:
+def layouts_of(name: str) -> list[tuple[int, str]]:
     """Every number of ranks in each dtype; of chatglm_28layers, which has two heads, two ranks."""
     numbers = (2,) if name == "chatglm_28layers" else (2, 3, 4)
     return [(tp, dtype) for tp in numbers for dtype in ("float32", "bfloat16")]
 
 
-def check_divisions(name: str, parallel_layouts: list[tuple[int, str]], folder: Path) -> None:
+def check_layouts(name: str, parallel_layouts: list[tuple[int, str]], folder: Path) -> None:
     write_family(folder, name)
     run, prompts = run_config(folder, allow_pickle=True), prompts_for(name)
     whole = {dtype: whole_steps(of_dtype(run, dtype), prompts) for dtype in {dtype for _, dtype in parallel_layouts}}
@@ -123,21 +123,21 @@ def check_divisions(name: str, parallel_layouts: list[tuple[int, str]], folder: 
 @pytest.mark.parametrize("name", tiers(MODELS, quick=[*LAYER_KINDS.values()], long=MODELS))
 def test_families(name: str, tmp_path: Path) -> None:
     """Each in one division; all families together in all of them."""
-    parallel_layouts = divisions_of(name)
-    check_divisions(name, [parallel_layouts[MODELS.index(name) % len(parallel_layouts)]], tmp_path)
+    parallel_layouts = layouts_of(name)
+    check_layouts(name, [parallel_layouts[MODELS.index(name) % len(parallel_layouts)]], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", LAYER_KINDS)
 def test_kinds_of_layers(kind: str, tmp_path: Path) -> None:
     """Cutting is arithmetic over the units that a family declares: families with layers of one kind are cut alike."""
-    check_divisions(LAYER_KINDS[kind], divisions_of(LAYER_KINDS[kind]), tmp_path)
+    check_layouts(LAYER_KINDS[kind], layouts_of(LAYER_KINDS[kind]), tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_families_in_every_division(name: str, tmp_path: Path) -> None:
-    check_divisions(name, divisions_of(name), tmp_path)
+    check_layouts(name, layouts_of(name), tmp_path)
 
 
 @each("name", ["glm4_moe_lite", "kimi_k2"])
@@ -227,7 +227,7 @@ def test_adapters_of_stages(tmp_path: Path) -> None:
 def test_a_layer_that_predicts_ahead_needs_one_stage(tmp_path: Path) -> None:
     NextTokenReference(tmp_path)
     run = run_config(tmp_path)
-    source = resolve_model(run.model).predicting_ahead()
+    source = resolve_model(run.model).with_mtp_layer()
     plan = plan_model(run.model, run.quant, source, prepare_device(run.device), packed=True)
     with pytest.raises(UserError, match="decode.speculate=mtp is not supported with pp=2: leave it out"):
         shard_plan(plan, ParallelLayout(1, 2), Threads.of(1)[0])

@@ -12,7 +12,7 @@ from models.formats.manifest import MANIFEST
 from models.heads import HeadKind
 from pipelines.jobs.output_folder import only_maker
 from pipelines.jobs.report import ProgressSink
-from pipelines.loading.model_source import ModelSource, ReadyModel, moved, resolve_model
+from pipelines.loading.model_source import ModelSource, ReadyModel, replace_model_path, resolve_model
 from pipelines.loading.quantize.job import QuantizeJob, float_model
 from pipelines.ranks.launch import joined
 
@@ -40,7 +40,7 @@ def calibrated(run: RunConfig, source: ModelSource, progress: ProgressSink) -> R
     folder = find_or_make(calibration_job(run), source, progress)
     log.warning("what runs is the calibrated model in %s", folder)
     found_when_run = KVCacheFormat.none if run.quant.has_static_kv_cache else run.quant.kv_cache
-    model, quant = moved(run.model, folder), QuantConfig(kv_cache=found_when_run)
+    model, quant = replace_model_path(run.model, folder), QuantConfig(kv_cache=found_when_run)
     if run.quant.activations is Activations.auto:  # the model's files do not store this setting either
         quant = replace(quant, activations=Activations.auto)
     return ReadyModel(resolve_model(model), model, quant)

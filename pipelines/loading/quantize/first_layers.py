@@ -70,5 +70,5 @@ def _engine(device: DeviceConfig, plan: ModelPlan, settings: RequestSettings, nu
     parent, _, name = small.model.layout.layers.rpartition(".")
     setattr(small.model.get_submodule(parent), name, nn.ModuleList(small.model.layers[:num_layers]))
     small.model.config = replace(small.model.config, num_hidden_layers=num_layers)
-    small.model.own_layers = range(num_layers)
+    small.model.local_layers = range(num_layers)
     return assemble(small, device, DecodeConfig(), settings, 1)

@@ -54,7 +54,7 @@ class QuantizeJob:
             )
         cache = () if self.quant.has_static_kv_cache else ("kv_cache", "kv_cache_scales")
         quant = {key: value for key, value in plain_quant(self.quant).items() if key not in cache}
-        quant |= {"activations": self.quant.activations.of_model}
+        quant |= {"activations": self.quant.activations.in_files}
         if self.quant.method.folds_scales:
             quant |= {"kept": FOLDS}  # older folders do not have this file
         model = self.model

@@ -17,8 +17,8 @@ from conf.quantization import QuantConfig
 from kernels.collectives import Alone, Group
 from models.batch import Batch, KVCache
 from models.causal_lm import CausalLM
-from models.joined import given_by_first, joined_by_first
 from models.layers.linear import tied_weight
+from models.rank_tensors import gather_on_first, scatter_from_first
 from models.sharding import Shard
 from models.weights import place_tensor, refuse_damaged
 from pipelines.engine.kv_cache import allocate_kv_cache
@@ -80,7 +80,7 @@ class Share:
     def has(self, part: QuantizedLayer) -> bool:
         """Return whether the part belongs to this rank's stage."""
         num_layers = len(self._whole.layers)
-        return min(part.index, num_layers - 1) in self._model.own_layers
+        return min(part.index, num_layers - 1) in self._model.local_layers
 
     def run(self, step: "PartStep[Result]") -> Result:
         return step.compute(self)
@@ -126,7 +126,7 @@ class Share:
             return {}
         shards = choose_kv_scales(self._model, part.index, absmax, self._config.kv_cache)
         return {
-            n: joined_by_first(self._model.get_parameter(n).data, shard, self._group) for n, shard in shards.items()
+            n: gather_on_first(self._model.get_parameter(n).data, shard, self._group) for n, shard in shards.items()
         }
 
     def leave(self) -> None:
@@ -140,7 +140,7 @@ class Share:
         return allocate_kv_cache(self._model.attention_heads, num_blocks, block_size, formats, cache.dtype, device)
 
     def _arrive(self, part: QuantizedLayer) -> None:
-        if part.index == self._model.own_layers.start > 0:
+        if part.index == self._model.local_layers.start > 0:
             self.calibrator.receive()
 
     def _prune(self, part: QuantizedLayer) -> dict[str, LinearReport]:
@@ -152,7 +152,7 @@ class Share:
             if self._whole is not self._model:
                 for name in names:
                     own, whole = (model.get_parameter(name).data for model in (self._model, self._whole))
-                    place_tensor(self._model, name, given_by_first(whole, own, self._shards.get(name), self._group))
+                    place_tensor(self._model, name, scatter_from_first(whole, own, self._shards.get(name), self._group))
         self._group.check()  # if the first rank failed, the other ranks continue with invalid values until here
         return reports
 
@@ -174,7 +174,7 @@ class Share:
     def _joined(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the parameters of these names that the stage has, whole on the first rank."""
         own = dict(self._model.named_parameters())
-        return {n: joined_by_first(own[n].data, self._shards.get(n), self._group) for n in names if n in own}
+        return {n: gather_on_first(own[n].data, self._shards.get(n), self._group) for n in names if n in own}
 
 
 def _probe_cache(whole: CausalLM, model: CausalLM, probe: Batch, cache: KVCache) -> KVCache:

@@ -66,7 +66,7 @@ def listed(items: Sequence[Listed], after: str | None, limit: int) -> dict[str, 
     """Return the page of a list after the item with id `after`. Raises ApiError (400) if this id is unknown."""
     ids = [item.id for item in items]
     if after is not None and after not in ids:
-        raise bad_request(f"after={after} is none of the list: leave it out to begin anew", "after")
+        raise bad_request(f"after={after} is none of the list: leave it out to begin again", "after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     return {

@@ -42,7 +42,7 @@ def read_cursor(text: str, fingerprint: str | None, num_choices: int, seed: int 
         match["fingerprint"], int(match["seed"]), tuple((int(tokens), int(chars)) for tokens, chars in pairs)
     )
     if cursor.fingerprint != fingerprint:
-        message = f"the stream came from {cursor.fingerprint}, and this server is {fingerprint}: send the request anew"
+        message = f"the stream came from {cursor.fingerprint}, and this server is {fingerprint}: send the request again"
         raise ApiError(412, message, param=HEADER, code="fingerprint_mismatch")
     if len(cursor.had) != num_choices or seed not in (None, cursor.seed):
         raise bad_request(f"{HEADER} is of another request: send the same body", HEADER)

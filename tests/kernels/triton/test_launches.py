@@ -104,7 +104,7 @@ def test_without_a_gpu_nothing_is_looked_up(file: Path) -> None:
 @each(
     "content, message",
     [
-        ("{", r"h200.json is damaged \(JSONDecodeError: .*delete it, or write it anew with tests/bench/tune_gpu.py"),
+        ("{", r"h200.json is damaged \(JSONDecodeError: .*delete it, or write it again with tests/bench/tune_gpu.py"),
         ("[]", "is damaged"),
         ('{"gpu": "NVIDIA H200"}', r"is damaged \(KeyError: 'entries'\)"),
         ('{"gpu": "NVIDIA H100", "entries": []}', "it is of 'NVIDIA H100', and this is 'NVIDIA H200'"),

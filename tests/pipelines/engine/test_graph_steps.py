@@ -207,5 +207,5 @@ def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkey
     assert happened(engine, plain, adapted, prompt) == [*CAPTURED, "plain", "adapted", "computed"]
     engine.load_adapter("small", tmp_path / "small")  # these graphs know its table
     assert happened(engine, adapted) == ["adapted"]
-    engine.load_adapter("large", tmp_path / "large")  # of a rank for which the tables are made anew
+    engine.load_adapter("large", tmp_path / "large")  # of a rank for which the tables are made again
     assert happened(engine, adapted) == [*CAPTURED, "adapted"]

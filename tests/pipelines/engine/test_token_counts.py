@@ -50,5 +50,5 @@ def test_a_penalised_token_costs_one_read_however_many_there_are(settings: dict[
         growing.token_ids.append(rng.randrange(60))
         process_logits(logits, [growing])
     assert growing.token_ids.num_read == 100
-    anew = SamplingContext(growing.params, list(growing.token_ids), growing.num_prompt_tokens)
-    assert process_logits(logits, [growing]).equal(process_logits(logits, [anew]))
+    again = SamplingContext(growing.params, list(growing.token_ids), growing.num_prompt_tokens)
+    assert process_logits(logits, [growing]).equal(process_logits(logits, [again]))

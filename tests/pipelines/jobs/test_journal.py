@@ -80,7 +80,7 @@ def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
         read(journal)
     file.write_bytes(b"".join([b"broken\n", *lines[1:]]))
     with pytest.raises(
-        UserError, match="line 1 of .* is broken: delete that file, or begin anew with predict.resume=none"
+        UserError, match="line 1 of .* is broken: delete that file, or begin again with predict.resume=none"
     ):
         open_journal("auto", tmp_path, JOB)
 
@@ -167,7 +167,7 @@ def test_a_row_that_is_done_is_known_by_its_input(tmp_path: Path) -> None:
         assert read(journal) == [1]
         assert [journal.has(i, "ab") for i in range(3)] == [False, True, False]
         with pytest.raises(
-            UserError, match="row 1 differs from the row that .* contains: give the same input, or begin anew"
+            UserError, match="row 1 differs from the row that .* contains: give the same input, or begin again"
         ):
             journal.has(1, "ac")
 

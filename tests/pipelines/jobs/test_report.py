@@ -81,7 +81,7 @@ def test_environment_names_versions_and_machine() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not report.CLEAR_REFS.exists(), reason="only Linux lets the peak of a process begin anew")
+@pytest.mark.skipif(not report.CLEAR_REFS.exists(), reason="only Linux lets the peak of a process begin again")
 @each("tensor_bytes", [2**18, 2**27])
 def test_the_peak_is_since_the_last_reset(tensor_bytes: int) -> None:
     survivors = []  # between the tensors, so that the heap does not shrink by itself

@@ -240,7 +240,7 @@ def refused(run: RunConfig, kept: Path, changes: dict[str, torch.Tensor | None])
     file.write_bytes(whole)
     text = str(raised.value)
     assert text.startswith(f"{file} does not hold this model: ")
-    assert text.endswith("; remove it, and it is made anew")
+    assert text.endswith("; remove it, and it is made again")
     return text
 
 

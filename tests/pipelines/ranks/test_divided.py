@@ -178,7 +178,7 @@ def test_the_cache_has_the_blocks_of_the_rank_with_fewest(tmp_path: Path) -> Non
     layer_bytes = 16 * KEY_VALUE_BYTES // 2  # of a block, where KEY_VALUE_BYTES are of two layers
     device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(3 * 24 * layer_bytes))
     divided = load_engine(parallel(replace(run_config(tmp_path), device=device), 1, 3), 3)
-    assert divided.executor.model.own_layers == range(1)
+    assert divided.executor.model.local_layers == range(1)
     assert divided.scheduler.block_manager.num_blocks == 24 // 2
     close(divided)
 

@@ -90,7 +90,7 @@ def test_a_job_goes_on_with_the_same_sums_alone(data: Path, run_of: Callable[...
         ended = run_command(*settings, *other)
         assert ended.returncode == 1
         assert (
-            f'these values changed: parallel.sum ("reduce, tp=2" -> {now}). Restore the old values, or begin anew'
+            f'these values changed: parallel.sum ("reduce, tp=2" -> {now}). Restore the old values, or begin again'
             in ended.stderr
         )
     assert run_command(*settings, *REDUCE).returncode == 0

@@ -221,7 +221,7 @@ def test_calibrated_models(name: str, cache: str | None, exports: Exports, tmp_p
 
 
 @pytest.fixture(scope="module")
-def artefact(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.of(llama(tmp_path_factory.mktemp("model")))
 
 
@@ -235,18 +235,18 @@ def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
     return {name: getattr(batch, name) for name in INPUTS}, cache
 
 
-def test_torch_loads_the_same_archive(artefact: Path) -> None:
-    fields, cache = step_of(artefact)
-    found = read_description(artefact)
-    weights = load_file(artefact / WEIGHTS)
-    program = torch.export.load(artefact / GRAPH)
+def test_torch_loads_the_same_archive(export_folder: Path) -> None:
+    fields, cache = step_of(export_folder)
+    found = read_description(export_folder)
+    weights = load_file(export_folder / WEIGHTS)
+    program = torch.export.load(export_folder / GRAPH)
     assert not program.state_dict
     assert not program.constants
     stored = [part.clone() for part in cache.tensors]
     hidden, logits = program.module()(fields, stored, {name: weights[name] for name in found.weights}, [])
     own_weights = {name: weights[name] for name in found.weights}
     graph = build_graph(
-        read_graph(artefact / GRAPH, found.sha256[GRAPH]),
+        read_graph(export_folder / GRAPH, found.sha256[GRAPH]),
         INPUTS,
         found.vectors(weights),
         own_weights,
@@ -260,10 +260,10 @@ def test_torch_loads_the_same_archive(artefact: Path) -> None:
     assert all(mine.equal(other) for mine, other in zip(cache.tensors, stored, strict=True))
 
 
-def test_the_weights_are_mapped(artefact: Path) -> None:
-    engine = load_engine(run_config(artefact), 1)
+def test_the_weights_are_mapped(export_folder: Path) -> None:
+    engine = load_engine(run_config(export_folder), 1)
     assert engine.executor.weight_bytes > 0
-    assert str(artefact / WEIGHTS) in Path("/proc/self/maps").read_text()
+    assert str(export_folder / WEIGHTS) in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.long
@@ -290,8 +290,8 @@ def test_the_dtypes_are_those_of_torchs_schema() -> None:
     assert {number: _SERIALIZE_TO_TORCH_DTYPE[number] for number in DTYPES} == DTYPES
 
 
-def test_nothing_in_the_archive_is_pickled(artefact: Path) -> None:
-    with zipfile.ZipFile(artefact / GRAPH) as archive:
+def test_nothing_in_the_archive_is_pickled(export_folder: Path) -> None:
+    with zipfile.ZipFile(export_folder / GRAPH) as archive:
         contents = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     assert contents["data/sample_inputs/model.pt"] == b""
     assert not any(name.startswith("data/weights/weight") or name.startswith("data/constants/t") for name in contents)
@@ -347,13 +347,13 @@ def test_a_model_that_cannot_be_a_graph_is_one_line(tmp_path: Path, monkeypatch:
          "model.keep_packed=true is not used by an exported model"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_it(artefact: Path, change: Callable[[RunConfig], RunConfig], line: str) -> None:
+def test_settings_that_contradict_it(export_folder: Path, change: Callable[[RunConfig], RunConfig], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        load_engine(change(run_config(artefact)), 1)
+        load_engine(change(run_config(export_folder)), 1)
 
 
-def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
-    run = run_config(artefact)
+def test_ranks_and_a_gpu_do_not_run_it(export_folder: Path) -> None:
+    run = run_config(export_folder)
     source = resolve_model(run.model)
     with pytest.raises(UserError, match="parallel=tp does not run .*, whose graph is of one process: leave it out"):
         check_mode(source, ParallelMode.tp)
@@ -365,28 +365,28 @@ def test_ranks_and_a_gpu_do_not_run_it(artefact: Path) -> None:
         plan_model(run.model, run.quant, source, torch.device("cuda"), packed=True)
 
 
-def test_what_is_not_exported(tmp_path: Path, artefact: Path) -> None:
+def test_what_is_not_exported(tmp_path: Path, export_folder: Path) -> None:
     with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
-        exported(run_config(artefact), tmp_path / "again")
-    run = run_config(artefact)
-    run = replace(run, task=Task.convert, predict=PredictConfig(), model=ModelConfig(path=str(artefact)))
+        exported(run_config(export_folder), tmp_path / "again")
+    run = run_config(export_folder)
+    run = replace(run, task=Task.convert, predict=PredictConfig(), model=ModelConfig(path=str(export_folder)))
     convert = replace(run, convert=ConvertConfig(str(tmp_path / "again")))
     with pytest.raises(UserError, match="is exported already: give the model that it was made of"):
         run_convert(convert, tmp_path / "run", lambda run, output_dir: "")
-    run = run_config(artefact)
+    run = run_config(export_folder)
     with pytest.raises(UserError, match="model.keep_packed=true is not used by task=export: leave it out"):
         exported(replace(run, model=replace(run.model, keep_packed=True)), tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-def test_other_instructions_and_operators(tmp_path: Path, artefact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_instructions_and_operators(tmp_path: Path, export_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(description, "instruction_set", lambda: "sve")
-    with pytest.raises(UserError, match="was exported for .*, and this machine has sve: export the model anew"):
-        load_engine(run_config(artefact), 1)
+    with pytest.raises(UserError, match="was exported for .*, and this machine has sve: export the model again"):
+        load_engine(run_config(export_folder), 1)
     monkeypatch.undo()
-    folder = Path(shutil.copytree(artefact, tmp_path / "copy"))
+    folder = Path(shutil.copytree(export_folder, tmp_path / "copy"))
     content = json.loads((folder / EXPORT).read_text())
     content["operators"]["rms_norm"] = "quintet::rms_norm(Tensor x) -> Tensor"
     (folder / EXPORT).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"was exported with other operators \(rms_norm\): export the model anew"):
+    with pytest.raises(UserError, match=r"was exported with other operators \(rms_norm\): export the model again"):
         load_engine(run_config(folder), 1)

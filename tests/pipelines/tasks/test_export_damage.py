@@ -35,13 +35,13 @@ from tests.helpers.exports import A8W8, INT4, INT8_INT4_CACHE, Exports, llama
 
 
 @pytest.fixture(scope="module")
-def artefact(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exports.of(llama(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
-def copy(artefact: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(artefact, tmp_path / "copy"))
+def copy(export_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(export_folder, tmp_path / "copy"))
 
 
 def check_one_line(folder: Path, line: str) -> None:
@@ -66,8 +66,8 @@ CUT = {
 
 
 @each("file", CUT)
-def test_a_file_cut_short(file: str, artefact: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(artefact, tmp_path / file))
+def test_a_file_cut_short(file: str, export_folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(export_folder, tmp_path / file))
     (copy / file).write_bytes((copy / file).read_bytes()[:-200])
     check_one_line(copy, CUT[file])
     if file == GRAPH:
@@ -148,7 +148,7 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"eos_token_ids": ["a"]}, "export.json is damaged .eos_token_ids or prompt_marks are not integers"),
         ({"prompt_marks": [["a"]]}, "export.json is damaged .eos_token_ids or prompt_marks are not integers"),
         ({"prompt_marks": 3}, "export.json is damaged .'int' object is not iterable"),
-        ({"a_later_key": 1}, "export.json has unknown keys .a_later_key.: export the model anew"),
+        ({"a_later_key": 1}, "export.json has unknown keys .a_later_key.: export the model again"),
         ({"linears": {"model": [2**60, 1]}}, "export.json is damaged .a count is not a number above 0"),
         ({"linears": {"model": [1]}}, "export.json is damaged .not enough values"),
         (
@@ -162,8 +162,8 @@ SIDE: dict[str, Any] = {"num_heads": 2, "channels": 16, "format": "none", "scale
         ({"embedding_dim": 0}, "embedding_dim=0"),
     ],
 )
-def test_damaged_descriptions(settings: dict[str, Any], line: str, artefact: Path, copy: Path) -> None:
-    content = json.loads((artefact / EXPORT).read_text())
+def test_damaged_descriptions(settings: dict[str, Any], line: str, export_folder: Path, copy: Path) -> None:
+    content = json.loads((export_folder / EXPORT).read_text())
     (copy / EXPORT).write_text(json.dumps(content | settings))
     check_one_line(copy, line)
 
@@ -205,9 +205,9 @@ def outside(name: str) -> Callable[[zipfile.ZipFile, bytes], None]:
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_hostile_archives(
-    write: Callable[[zipfile.ZipFile, bytes], None], line: str, artefact: Path, copy: Path
+    write: Callable[[zipfile.ZipFile, bytes], None], line: str, export_folder: Path, copy: Path
 ) -> None:
-    with zipfile.ZipFile(artefact / GRAPH) as archive:
+    with zipfile.ZipFile(export_folder / GRAPH) as archive:
         text = archive.read(next(name for name in archive.namelist() if name.endswith("/models/model.json")))
     with zipfile.ZipFile(copy / GRAPH, "w") as archive:
         write(archive, text)
@@ -225,12 +225,12 @@ class Step(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def step(artefact: Path) -> Step:
-    return step_of(artefact)
+def step(export_folder: Path) -> Step:
+    return step_of(export_folder)
 
 
-def step_of(artefact: Path) -> Step:
-    model = load_engine(run_config(artefact), 1).executor.model
+def step_of(export_folder: Path) -> Step:
+    model = load_engine(run_config(export_folder), 1).executor.model
     assert isinstance(model, ExportedLM)
     batch = export_steps._adapted(export_steps._batches(model.config.vocab_size)[0])
     cache = allocate_kv_cache(model.attention_heads, 8, 16, model.kv_formats, torch.float32, torch.device("cpu"))
@@ -241,8 +241,8 @@ def step_of(artefact: Path) -> Step:
     return Step(model, batch, cache, model._weights)
 
 
-def graph_of(artefact: Path, file: str) -> dict[str, Any]:
-    return read_graph(artefact / file, read_description(artefact).sha256[file])
+def graph_of(export_folder: Path, file: str) -> dict[str, Any]:
+    return read_graph(export_folder / file, read_description(export_folder).sha256[file])
 
 
 def compute(graph: dict[str, Any], step: Step, file: str) -> Tensor:
@@ -334,9 +334,9 @@ def table_to_another(graph: dict[str, Any]) -> None:
     ],
 )
 def test_hostile_graphs(
-    file: str, harm: Callable[[dict[str, Any]], None], line: str, artefact: Path, step: Step
+    file: str, harm: Callable[[dict[str, Any]], None], line: str, export_folder: Path, step: Step
 ) -> None:
-    graph = graph_of(artefact, file)
+    graph = graph_of(export_folder, file)
     harm(graph)
     with pytest.raises(DamagedGraphError, match=line):
         compute(graph, step, file)
@@ -405,13 +405,13 @@ def damage_weights(folder: Path, chooser: random.Random, other: Any) -> None:
 @pytest.mark.long
 @each("harm", [damage_description, damage_archive, damage_weights])
 def test_damaged_files_give_a_line_or_tokens(
-    harm: Callable[[Path, random.Random, Any], None], artefact: Path, tmp_path: Path
+    harm: Callable[[Path, random.Random, Any], None], export_folder: Path, tmp_path: Path
 ) -> None:
     """Of the three files one is damaged; the sha256 is made to fit."""
     found = Counter[str]()
     for seed in range(75):
         chooser, folder = random.Random(seed), tmp_path / "made"
-        shutil.copytree(artefact, folder, dirs_exist_ok=True)
+        shutil.copytree(export_folder, folder, dirs_exist_ok=True)
         harm(folder, chooser, chooser.choice(OTHERS))
         line = line_of(folder)
         assert "\n" not in line, seed
@@ -422,23 +422,23 @@ def test_damaged_files_give_a_line_or_tokens(
 
 @pytest.mark.long
 @each("file", [GRAPH, ADAPTED_GRAPH])
-def test_damaged_graphs(file: str, artefact: Path, step: Step) -> None:
-    check_places(file, artefact, step, 0.5)
+def test_damaged_graphs(file: str, export_folder: Path, step: Step) -> None:
+    check_places(file, export_folder, step, 0.5)
 
 
 @pytest.mark.long
 @each("quant", [A8W8, INT8_INT4_CACHE, INT4])
 def test_damaged_graphs_of_codes(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
-    artefact = exports.of(llama(tmp_path, quant))
-    check_places(GRAPH, artefact, step_of(artefact), 0.25)
+    export_folder = exports.of(llama(tmp_path, quant))
+    check_places(GRAPH, export_folder, step_of(export_folder), 0.25)
 
 
-def check_places(file: str, artefact: Path, step: Step, share: float) -> None:
+def check_places(file: str, export_folder: Path, step: Step, share: float) -> None:
     """A graph with one other number or name, whose sha256 was made to fit, gives a line, logits, or wrong ones, but never a crash.
 
     `share`: of the places where there is another one by turns.
     """
-    whole, found, chooser = graph_of(artefact, file), Counter[str](), random.Random(0)
+    whole, found, chooser = graph_of(export_folder, file), Counter[str](), random.Random(0)
     for node in whole["nodes"]:
         node.pop("metadata", None)  # which nobody reads
     expected = compute(whole, step, file)

@@ -18,7 +18,7 @@ from conf.schema import ModelConfig, ParallelConfig, RunConfig, Sum, Task
 from conf.tasks import ConvertConfig, ExportConfig
 from kernels import build
 from kernels.collectives import nodes
-from models.exported.describe import describe_division
+from models.exported.describe import describe_layout
 from models.exported.description import EXPORT
 from models.exported.trace import Traced, trace
 from models.formats.manifest import verify_manifest
@@ -159,7 +159,7 @@ def test_activations_are_quantised_where_a_run_asks_for_it(exports: Exports, tmp
 @pytest.mark.long
 def test_what_the_folder_holds(folder: Path) -> None:
     content = json.loads((folder / EXPORT).read_text())
-    assert content == describe_division(folder, 2, 2)
+    assert content == describe_layout(folder, 2, 2)
     assert [*content["sha256"]] == [f"rank_{rank}/{EXPORT}" for rank in range(4)]
     verify_manifest(folder)
     sizes = [(folder / f"rank_{rank}" / "weights.safetensors").stat().st_size for rank in range(4)]
@@ -238,7 +238,7 @@ def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: in
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
-    (folder / EXPORT).write_text(json.dumps(describe_division(folder, 2, 2)))
+    (folder / EXPORT).write_text(json.dumps(describe_layout(folder, 2, 2)))
 
 
 @pytest.mark.long
@@ -279,9 +279,9 @@ def check_part(folder: Path, line: str) -> None:
 def test_a_part_of_another_export_is_one_line(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     shutil.copyfile(copy / "rank_0" / EXPORT, copy / "rank_1" / EXPORT)
-    check_part(copy, f"rank_1/{EXPORT} is damaged .its sha256 is not the one in {EXPORT}.: export the model anew")
+    check_part(copy, f"rank_1/{EXPORT} is damaged .its sha256 is not the one in {EXPORT}.: export the model again")
     (copy / "rank_1" / EXPORT).unlink()
-    check_part(copy, f"rank_1/{EXPORT} is damaged .No such file or directory.: export the model anew")
+    check_part(copy, f"rank_1/{EXPORT} is damaged .No such file or directory.: export the model again")
 
 
 def test_nodes_of_another_form_are_refused() -> None:

@@ -58,9 +58,9 @@ def test_soft_prefixes(quant: QuantConfig, exports: Exports, tmp_path: Path) -> 
         write_peft(folder / name, LlamaForCausalLM.from_pretrained(folder / "model"), kind, length)
     paths = {name: str(folder / name) for name in ("paddle.npy", "tuned", "embedded")}
     runs = run, on_export(run, exports.of(run))
-    model, artefact = (load_engine(replace(own, model=replace(own.model, prefixes=paths)), 3) for own in runs)
+    model, exported_engine = (load_engine(replace(own, model=replace(own.model, prefixes=paths)), 3) for own in runs)
     expected = [completions(model, prefix) for prefix in (None, *paths)]
-    assert [completions(artefact, prefix) for prefix in (None, *paths)] == expected
+    assert [completions(exported_engine, prefix) for prefix in (None, *paths)] == expected
     assert len({str(found) for found in expected}) == 4
 
 
@@ -71,12 +71,12 @@ def test_soft_prefixes_of_other_families(family: str, exports: Exports, tmp_path
     write_paddle(tmp_path / "p.npy", 21, heads=4)
     run = run_config(tmp_path)
     prompts = [[*each, GMASK, SOP] if family == "chatglm" else each for each in PROMPTS]
-    model, artefact = (
+    model, exported_engine = (
         load_engine(replace(own, model=replace(own.model, prefixes={"p": str(tmp_path / "p.npy")})), 3)
         for own in (run, on_export(run, exports.of(run)))
     )
     expected = [generate(model, prompts, DECODE, name) for name in (None, "p")]
-    found = [generate(artefact, prompts, DECODE, name) for name in (None, "p")]
+    found = [generate(exported_engine, prompts, DECODE, name) for name in (None, "p")]
     assert [[output.completions for output in each] for each in found] == [
         [output.completions for output in each] for each in expected
     ]
@@ -138,7 +138,7 @@ def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
         assert (out / name).read_bytes() == (tmp_path / "model_itself" / name).read_bytes()
     floats = replace(run, quant=FLOATS)
     for name, other in (("floats", floats), ("out", replace(floats, predict=replace(own.predict, max_errors=1)))):
-        run_predict(other, tmp_path / name, dump)  # in the folder of a finished job the model is exported anew
+        run_predict(other, tmp_path / name, dump)  # in the folder of a finished job the model is exported again
     assert (out / "predictions.jsonl").read_bytes() == (tmp_path / "floats" / "predictions.jsonl").read_bytes()
     alone = replace(run, model=replace(run.model, path=str(out / "export")), quant=FLOATS)
     run_predict(alone, tmp_path / "alone", dump)
@@ -166,10 +166,10 @@ def test_adapters(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
     own = on_export(run, exports.of(run))
     rows: Rows = [*zip(PROMPTS, ("a", None, "b"), strict=True), (PROMPTS[0], None), (PROMPTS[1], "b")]
     given = dict(zip("ab", folders, strict=True))
-    model, artefact = (load_with(adapted(its_run, 1), given) for its_run in (run, own))
+    model, exported_engine = (load_with(adapted(its_run, 1), given) for its_run in (run, own))
     expected = outputs(model, rows, DECODE)
-    assert completions_of(outputs(artefact, rows, DECODE)) == completions_of(expected)
-    assert [completions_of(outputs(artefact, [row], DECODE))[0] for row in rows] == completions_of(expected)
+    assert completions_of(outputs(exported_engine, rows, DECODE)) == completions_of(expected)
+    assert [completions_of(outputs(exported_engine, [row], DECODE))[0] for row in rows] == completions_of(expected)
     assert len({str(found.completions) for found in expected}) == len(rows)
     later = load_engine(adapted(own, 2), 5)
     for name, adapter in given.items():
@@ -184,9 +184,9 @@ def test_adapters_of_other_families(family: str, exports: Exports, tmp_path: Pat
     model = load_engine(run, 1).executor.model
     adapter = write_random_adapter(tmp_path / f"{family}-adapter", model, rank=3, seed=1, std=0.2)
     rows: Rows = [(PROMPTS[0], "a"), (PROMPTS[1], None), (PROMPTS[2], "a")]
-    model, artefact = (load_with(its_run, {"a": adapter}) for its_run in (run, on_export(run, exports.of(run))))
+    model, exported_engine = (load_with(its_run, {"a": adapter}) for its_run in (run, on_export(run, exports.of(run))))
     expected = completions_of(outputs(model, rows, DECODE))
-    assert completions_of(outputs(artefact, rows, DECODE)) == expected
+    assert completions_of(outputs(exported_engine, rows, DECODE)) == expected
     assert completions_of(outputs(model, [(prompt, None) for prompt, _ in rows], DECODE)) != expected
 
 
@@ -213,8 +213,8 @@ def test_adapters_of_a_smoothed_model(tmp_path: Path) -> None:
     run = run_config(tmp_path / "model")
     own = on_export(run, exported(run, tmp_path / "made"))
     rows: Rows = [(prompt, "a") for prompt in PROMPTS]
-    model, artefact = (load_with(its_run, {"a": adapter}) for its_run in (run, own))
-    assert completions_of(outputs(artefact, rows, DECODE)) == completions_of(outputs(model, rows, DECODE))
+    model, exported_engine = (load_with(its_run, {"a": adapter}) for its_run in (run, own))
+    assert completions_of(outputs(exported_engine, rows, DECODE)) == completions_of(outputs(model, rows, DECODE))
     (tmp_path / "made" / FOLDS).unlink()
     with pytest.raises(UserError, match="was trained on activations that smoothquant has scaled in this model"):
         load_with(own, {"a": adapter})

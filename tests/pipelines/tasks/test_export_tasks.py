@@ -33,7 +33,7 @@ TEXTS = ["Once upon a time, there was a little girl.", "今天天气很好", "do
 @pytest.fixture(scope="module")
 def folders(chatty: Path, exports: Exports) -> dict[str, Path]:
     """A model and what was made of it."""
-    return {"model": chatty, "artefact": exports.of(run_config(chatty))}
+    return {"model": chatty, "exported": exports.of(run_config(chatty))}
 
 
 def of(folder: Path, task: Task, data: Path | None = None, **settings: Any) -> RunConfig:
@@ -52,8 +52,8 @@ def test_predict(folders: dict[str, Path], tmp_path: Path) -> None:
     for name, folder in folders.items():
         run_predict(job(folder, data, **NGRAM), tmp_path / name, dump)
     for file in ("predictions.jsonl", "text_generation_result.txt"):
-        assert (tmp_path / "artefact" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
-    own, expected = metrics(tmp_path / "artefact"), metrics(tmp_path / "model")
+        assert (tmp_path / "exported" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
+    own, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
     assert own["num_drafted_tokens"] == expected["num_drafted_tokens"] > 0
     assert own["num_accepted_tokens"] == expected["num_accepted_tokens"]
 
@@ -62,7 +62,7 @@ def test_evaluate(folders: dict[str, Path], tmp_path: Path) -> None:
     data = texts_file(tmp_path)
     for name, folder in folders.items():
         run_evaluate(of(folder, Task.evaluate, evaluate=EvaluateConfig(data=str(data))), tmp_path / name, dump)
-    own, expected = metrics(tmp_path / "artefact"), metrics(tmp_path / "model")
+    own, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
     assert own["num_scored_tokens"] > 0
     names = ("num_scored_tokens", "nll_per_token", "perplexity")
     assert [own[name] for name in names] == [expected[name] for name in names]
@@ -72,7 +72,7 @@ def test_embed(folders: dict[str, Path], tmp_path: Path) -> None:
     data = texts_file(tmp_path)
     for name, folder in folders.items():
         run_embed(of(folder, Task.embed, data, embed=EmbedConfig()), tmp_path / name, dump)
-    own, expected = (np.load(tmp_path / name / "embeddings.npy") for name in ("artefact", "model"))
+    own, expected = (np.load(tmp_path / name / "embeddings.npy") for name in ("exported", "model"))
     assert own.shape[0] == len(TEXTS)
     assert np.abs(own).max() > 0
     assert (own == expected).all()
@@ -82,14 +82,14 @@ def test_bench(folders: dict[str, Path], tmp_path: Path) -> None:
     sizes = BenchConfig(prompt_tokens=9, new_tokens=4, repeats=1)
     for name, folder in folders.items():
         run_bench(of(folder, Task.bench, bench=sizes), tmp_path / name, dump)
-    own, expected = metrics(tmp_path / "artefact"), metrics(tmp_path / "model")
+    own, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
     assert own.keys() == expected.keys()
     assert own["decode_tokens_per_s"] > 0
 
 
 def test_serve(folders: dict[str, Path], tmp_path: Path) -> None:
     asked = {"model": "chatty", "prompt": TEXTS[0], "max_tokens": 12, "temperature": 0.7, "seed": 3}
-    settings = f"model.path={folders['artefact']}", "serve.model_name=chatty", "model.dtype=float32"
+    settings = f"model.path={folders['exported']}", "serve.model_name=chatty", "model.dtype=float32"
     with served(tmp_path / "run", *settings) as (_, url):
         answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
     engine = load_engine(of(folders["model"], Task.predict), 1)

@@ -223,7 +223,7 @@ def test_other_batches_threads_and_places_are_the_same_job(chatty: Path, tmp_pat
 def test_the_same_command_again_goes_on_beside(chatty: Path, tmp_path: Path, data: Path) -> None:
     first, second = (tmp_path / f"2026-11-21_10-00-00-00000{i}" for i in range(2))
     unfinished(chatty, data, first)
-    run_predict(job(chatty, data, temperature=1.0), second, dump)  # another job, which begins anew
+    run_predict(job(chatty, data, temperature=1.0), second, dump)  # another job, which begins again
     run_predict(job(chatty, data), tmp_path / "2026-11-21_10-00-00-000002", dump)
     assert len(results(first)[0].splitlines()) == NUM_ROWS
     assert sorted(file.name for file in tmp_path.iterdir()) == [first.name, second.name, data.name]

@@ -188,7 +188,7 @@ def test_a_damaged_part_is_one_error(data: Path, tmp_path: Path) -> None:
     part = tmp_path / ".made.partial" / "model-00000.safetensors"
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(
-        UserError, match=r"model-00000.safetensors is damaged .*: remove .*\.made\.partial to begin anew"
+        UserError, match=r"model-00000.safetensors is damaged .*: remove .*\.made\.partial to begin again"
     ):
         make(run, tmp_path / "run")
 

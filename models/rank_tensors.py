@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from kernels.collectives import Group
-from models.formats.sliced import part_of
+from models.formats.sliced import slice_shard
 from models.sharding import Shard
 
 
-def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
+def gather_on_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return the whole tensor on rank 0; all other ranks return their part. Every rank of the group calls it.
 
     `shard`: this rank's shard, or None for a replicated tensor. If several ranks hold an index, such as that of a
@@ -32,17 +32,19 @@ def joined_by_first(part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     return joined.view(-1, *transposed.shape[1:]).movedim(0, shard.axis).contiguous()
 
 
-def given_by_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
+def scatter_from_first(whole: Tensor, part: Tensor, shard: Shard | None, group: Group) -> Tensor:
     """Return this rank's part of a matrix that rank 0 holds whole. Every rank of the group calls it.
 
     whole: the matrix on rank 0. On other ranks only its shape is read.
     part: any tensor of the rank's current part; it defines the dtype and device.
-    shard: as in `joined_by_first`.
+    shard: as in `gather_on_first`.
     """
     rows, columns = whole.shape
     piece = whole if group.rank == 0 else part.new_empty(rows, 0)
     matrix = group.gather(piece, (columns, *(0,) * (group.size - 1)))
-    return matrix if shard is None else part_of(matrix, shard).clone()  # a copy, so that the whole matrix can be freed
+    return (
+        matrix if shard is None else slice_shard(matrix, shard).clone()
+    )  # a copy, so that the whole matrix can be freed
 
 
 def _padded(rows: Tensor, num_rows: int) -> Tensor:
