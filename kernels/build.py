@@ -150,10 +150,10 @@ def compiled(name: str) -> Path:
 
 def compiler() -> str:
     """Return the path of the C++ compiler. Raises NotBuilt if there is none."""
-    found = shutil.which(os.environ.get("CXX", "c++"))
-    if found is None:
+    path = shutil.which(os.environ.get("CXX", "c++"))
+    if path is None:
         raise NotBuilt("there is no C++ compiler; install g++ 11 or later, or name one in the environment variable CXX")
-    return found
+    return path
 
 
 def sources() -> list[Path]:

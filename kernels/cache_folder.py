@@ -20,12 +20,12 @@ def cache_folder() -> Path:
     Raises UserError if another user could replace it: every folder of its path, up to the home folder, is checked.
     Raises OSError if it cannot be created.
     """
-    given = os.environ.get("XDG_CACHE_HOME")
-    folder = ((Path(given) if given else Path.home() / ".cache") / "quintet").resolve()
-    for each in reversed((folder, *folder.parents)):
-        if not each.exists():
+    cache_home = os.environ.get("XDG_CACHE_HOME")
+    folder = ((Path(cache_home) if cache_home else Path.home() / ".cache") / "quintet").resolve()
+    for path in reversed((folder, *folder.parents)):
+        if not path.exists():
             # independent of the umask: this function does not reject its own folders later
-            each.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
     home = Path(os.path.expanduser("~")).resolve()
     refuse_foreign(folder)
     for parent in folder.parents:
@@ -53,12 +53,12 @@ def is_private(group: int) -> bool:
 def _refuse(path: Path, remedy: str, is_above: bool) -> None:
     """`is_above`: `path` is a parent folder. A group with no other members may write to it. A parent with the sticky
     bit, such as /tmp, may be writable by all users, because they cannot move or remove the files of other users there."""
-    found = path.stat()
-    writers = stat.S_IWOTH if is_above and is_private(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
-    is_open = found.st_mode & writers and not (is_above and found.st_mode & stat.S_ISVTX)
-    if found.st_uid in (os.geteuid(), 0) and not is_open:
+    status = path.stat()
+    writers = stat.S_IWOTH if is_above and is_private(status.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    is_open = status.st_mode & writers and not (is_above and status.st_mode & stat.S_ISVTX)
+    if status.st_uid in (os.geteuid(), 0) and not is_open:
         return
-    reason = "can be written by other users" if is_open else f"belongs to another user (number {found.st_uid})"
+    reason = "can be written by other users" if is_open else f"belongs to another user (number {status.st_uid})"
     raise UserError(
         f"{path} {reason}, so compiled kernels from there could be theirs and are not loaded: {remedy}, "
         "or name a folder of your own in the environment variable XDG_CACHE_HOME"

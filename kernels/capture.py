@@ -151,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         if not func.is_view:  # a view shares memory with an input, a weight or a kept tensor
-            self.kept += [each for each in results if isinstance(each, Tensor)]
+            self.kept += [result for result in results if isinstance(result, Tensor)]
         if func in REPEATABLE and not _chooses_by_mask(func, args):
             if repeat_in_library(self._library, func, args, kwargs, result):
                 self.read.append(args)

@@ -291,8 +291,8 @@ def _of_parts(
 ) -> PagedVectors:
     if scales is not None:
         return PagedVectors(tuple(tensors), STATIC_FORMATS[format](scales), channels, dtype)
-    named = {name: each for each, name in _NAMES.items()}
-    return PagedVectors(tuple(tensors), named[format], channels, dtype)
+    formats = {name: format for format, name in _NAMES.items()}
+    return PagedVectors(tuple(tensors), formats[format], channels, dtype)
 
 
 PARTS = Parts(_parts, _of_parts)  # in the schemas of operators

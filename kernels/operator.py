@@ -29,7 +29,7 @@ class Parts:
     take: Callable[[Any], tuple[Any, ...]]
     make: Callable[..., Any]
     """Rebuild the argument from its parts. The parameters have the names and annotations of the parts."""
-    of_each: bool = False
+    is_list: bool = False
     """Whether the argument is a list of such objects. Each part is then a list."""
 
     @staticmethod
@@ -39,18 +39,18 @@ class Parts:
         return Parts(lambda value: tuple(getattr(value, name) for name in names), record)
 
     def flatten(self, argument: Any) -> Sequence[Any]:
-        return tuple(zip(*map(self.take, argument), strict=True)) if self.of_each else self.take(argument)
+        return tuple(zip(*map(self.take, argument), strict=True)) if self.is_list else self.take(argument)
 
     def unflatten(self, parts: Sequence[Any]) -> Any:
-        return [self.make(*each) for each in zip(*parts, strict=True)] if self.of_each else self.make(*parts)
+        return [self.make(*values) for values in zip(*parts, strict=True)] if self.is_list else self.make(*parts)
 
     def parameters(self, name: str) -> list[inspect.Parameter]:
         """Return the schema parameters of the argument `name`, one per part, named `name_part`."""
         parts = inspect.signature(self.make).parameters.values()
-        types: list[Any] = [Sequence[part.annotation] if self.of_each else part.annotation for part in parts]  # type: ignore[name-defined]
+        types: list[Any] = [Sequence[part.annotation] if self.is_list else part.annotation for part in parts]  # type: ignore[name-defined]
         names = [f"{name}_{part.name}" for part in parts]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return [inspect.Parameter(each, kind, annotation=type) for each, type in zip(names, types, strict=True)]
+        return [inspect.Parameter(name, kind, annotation=type) for name, type in zip(names, types, strict=True)]
 
 
 def operator(
@@ -159,10 +159,10 @@ class Schema:
     def __init__(self, signature: inspect.Signature, parts: Mapping[str, Parts]) -> None:
         self._parts = [parts.get(name) for name in signature.parameters]
         parameters = [
-            [parameter] if own is None else own.parameters(parameter.name)
-            for own, parameter in zip(self._parts, signature.parameters.values(), strict=True)
+            [parameter] if part is None else part.parameters(parameter.name)
+            for part, parameter in zip(self._parts, signature.parameters.values(), strict=True)
         ]
-        self._counts = [len(each) for each in parameters]
+        self._counts = [len(group) for group in parameters]
         self._defaults = [parameter.default for parameter in signature.parameters.values()]
         self.signature = signature.replace(parameters=[*chain(*parameters)])
 
@@ -170,22 +170,22 @@ class Schema:
     def arguments(self) -> list[tuple[Parts | None, list[str]]]:
         """Return, per argument, its Parts (None if it needs none) and its names in the schema."""
         names = iter(self.signature.parameters)
-        return [(own, [*islice(names, count)]) for own, count in zip(self._parts, self._counts, strict=True)]
+        return [(part, [*islice(names, count)]) for part, count in zip(self._parts, self._counts, strict=True)]
 
     def flatten(self, args: Sequence[Any]) -> list[Any]:
         flat: list[Any] = []
         # Flattened arguments have no defaults in the schema.
         left = self._defaults[len(args) :] if any(self._parts[len(args) :]) else []
-        for own, argument in zip(self._parts, (*args, *left), strict=False):
-            flat += [argument] if own is None else own.flatten(argument)
+        for part, argument in zip(self._parts, (*args, *left), strict=False):
+            flat += [argument] if part is None else part.flatten(argument)
         return flat
 
     def unflatten(self, flat: Sequence[Any]) -> list[Any]:
         args: list[Any] = []
         start = 0
-        for own, count in zip(self._parts, self._counts, strict=True):
+        for part, count in zip(self._parts, self._counts, strict=True):
             if start < len(flat):
-                args.append(flat[start] if own is None else own.unflatten(flat[start : start + count]))
+                args.append(flat[start] if part is None else part.unflatten(flat[start : start + count]))
             start += count
         return args
 

@@ -70,12 +70,16 @@ def _are_alike(out: Tensor, x: Any) -> bool:
 
 def _can_copy(x: Tensor, to: Tensor) -> bool:
     is_alike = x.is_cpu and (x.shape, x.dtype) == (to.shape, to.dtype)
-    return is_alike and 0 < x.ndim <= MAX_AXES and all(each.shape[-1] == 1 or each.stride(-1) == 1 for each in (x, to))
+    return (
+        is_alike
+        and 0 < x.ndim <= MAX_AXES
+        and all(tensor.shape[-1] == 1 or tensor.stride(-1) == 1 for tensor in (x, to))
+    )
 
 
 def _copy(library: Library, x: Tensor, to: Tensor) -> None:
     missing = (0,) * (MAX_AXES - x.ndim)
-    strides = ([each * x.itemsize for each in (*missing, *part.stride()[:-1])] for part in (x, to))
+    strides = ([stride * x.itemsize for stride in (*missing, *part.stride()[:-1])] for part in (x, to))
     from_strides, to_strides = strides
     library.torch_copy(
         x.data_ptr(),

@@ -113,7 +113,9 @@ class Threads:
 
     def owned_rows(self, rows: Tensor, owners: Tensor) -> Tensor:
         check_rows(rows, owners)
-        return self._exchange(rows, lambda each: torch.stack(each)[owners, torch.arange(len(rows), device=rows.device)])
+        return self._exchange(
+            rows, lambda all_rows: torch.stack(all_rows)[owners, torch.arange(len(rows), device=rows.device)]
+        )
 
     def check(self) -> None:
         if self._table.barrier.broken:

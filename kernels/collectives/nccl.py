@@ -40,9 +40,9 @@ class Nccl(TorchGroup):
         options = ProcessGroupNCCL.Options()
         options._timeout = STEP
         group: Any = ProcessGroupNCCL(ranks, self.rank, self.size, options)  # torch's type stubs are incomplete
-        own = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        byte = torch.zeros(1, dtype=torch.uint8, device="cuda")
         # connects the ranks, which is impossible during a graph capture
-        group._allgather_base(own.new_empty(self.size), own).wait()
+        group._allgather_base(byte.new_empty(self.size), byte).wait()
         torch.cuda.synchronize()
         return group
 

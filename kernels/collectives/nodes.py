@@ -22,22 +22,22 @@ class Recordable:
         self.rank, self.size, self._group = group.rank, group.size, group
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        whole: Tensor = torch.ops.quintet.gather(x, widths) if is_compiling() else self._group.gather(x, widths)
-        return whole
+        gathered: Tensor = torch.ops.quintet.gather(x, widths) if is_compiling() else self._group.gather(x, widths)
+        return gathered
 
     def gather_first(self, x: Tensor, widths: tuple[int, ...]) -> Tensor | None:
         """Return the concatenated pieces on rank 0, None on other ranks. In a graph, other ranks return their own
         piece."""
         if not is_compiling():
             return self._group.gather_first(x, widths)
-        own: Tensor = torch.ops.quintet.gather_first(x, widths, self.rank)
-        return own
+        gathered: Tensor = torch.ops.quintet.gather_first(x, widths, self.rank)
+        return gathered
 
     def owned_rows(self, rows: Tensor, owners: Tensor) -> Tensor:
-        own: Tensor = (
+        selected: Tensor = (
             torch.ops.quintet.owned_rows(rows, owners) if is_compiling() else self._group.owned_rows(rows, owners)
         )
-        return own
+        return selected
 
     def check(self) -> None:
         self._group.check()
@@ -55,8 +55,8 @@ def node_functions(group: Group) -> dict[str, Callable[..., Tensor]]:
         _check_widths(widths)
         if rank != group.rank:
             raise ValueError(f"a node of rank {rank} for rank {group.rank}")
-        whole = group.gather_first(x, tuple(widths))
-        return x if whole is None else whole
+        gathered = group.gather_first(x, tuple(widths))
+        return x if gathered is None else gathered
 
     def owned_rows(rows: Tensor, owners: Tensor) -> Tensor:
         return group.owned_rows(rows, owners)

@@ -119,31 +119,31 @@ class TorchGroup(ABC):
             if self._aborted.wait(ASK_S) or not threading.main_thread().is_alive():
                 raise RankFailed
             if time.monotonic() > end:
-                raise TimeoutError(f"not all were there within {RENDEZVOUS_S:g} s")
+                raise TimeoutError(f"not all ranks registered within {RENDEZVOUS_S:g} s")
 
     def _gather(self, x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
-        own = _padded(self._near(x), max(widths))
-        every = own.new_empty(self.size, *own.shape)  # [p, T, W]
-        if own.numel():
-            self._wait(self._begin(lambda group: group._allgather_base(every.view(-1, own.shape[1]), own)))
-        _put_beside(every, widths, out)
+        piece = _padded(self._near(x), max(widths))
+        pieces = piece.new_empty(self.size, *piece.shape)  # [p, T, W]
+        if piece.numel():
+            self._wait(self._begin(lambda group: group._allgather_base(pieces.view(-1, piece.shape[1]), piece)))
+        _concatenate(pieces, widths, out)
 
     def _gather_first(self, x: Tensor, widths: tuple[int, ...], out: Tensor | None) -> None:
-        own, options = _padded(self._near(x), max(widths)), GatherOptions()
-        if not own.numel():
+        piece, options = _padded(self._near(x), max(widths)), GatherOptions()
+        if not piece.numel():
             return
         if out is None:
-            self._sent(self._begin(lambda group: group.gather([], [own], options)), own)
+            self._sent(self._begin(lambda group: group.gather([], [piece], options)), piece)
             return
-        every = own.new_empty(self.size, *own.shape)  # [p, T, W]
-        self._wait(self._begin(lambda group: group.gather([[*every]], [own], options)))
-        _put_beside(every, widths, out)
+        pieces = piece.new_empty(self.size, *piece.shape)  # [p, T, W]
+        self._wait(self._begin(lambda group: group.gather([[*pieces]], [piece], options)))
+        _concatenate(pieces, widths, out)
 
     def _owned_rows(self, rows: Tensor, owners: Tensor, out: Tensor) -> None:
         width = rows.shape[1]
-        every = rows.new_empty(len(rows), self.size * width)
-        self._gather(rows, (width,) * self.size, every)
-        out.copy_(every.view(len(rows), self.size, width)[torch.arange(len(rows), device=rows.device), owners])
+        all_rows = rows.new_empty(len(rows), self.size * width)
+        self._gather(rows, (width,) * self.size, all_rows)
+        out.copy_(all_rows.view(len(rows), self.size, width)[torch.arange(len(rows), device=rows.device), owners])
 
     def _begin(self, begin: Callable[[Any], Any]) -> Any:
         return begin(self._group())
@@ -158,23 +158,23 @@ class TorchGroup(ABC):
         self.check()
         error = self._meeting.exception()
         if error is not None:
-            what = f"rank {self.rank} of {self.size} has not met the others of its group: {error}"
-            raise UserError(f"{what}: let machines reach each other at all ports")
+            problem = f"rank {self.rank} of {self.size} has not met the other ranks of its group: {error}"
+            raise UserError(f"{problem}: let machines reach each other at all ports")
         return self._meeting.result()
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
     """Return a copy of x [T, E'] as bytes [T, W], padded to `width` channels."""
-    whole = x.new_zeros(x.shape[0], width)
-    whole[:, : x.shape[1]] = x
-    return whole.view(torch.uint8)
+    padded = x.new_zeros(x.shape[0], width)
+    padded[:, : x.shape[1]] = x
+    return padded.view(torch.uint8)
 
 
-def _put_beside(every: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+def _concatenate(pieces: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
     """Write the pieces [p, T, W], without padding, into out [T, sum(widths)]."""
-    pieces = every.view(out.dtype)
-    parts = [piece[:, :width] for piece, width in zip(pieces, widths, strict=True)]
-    if every.device == out.device:
+    typed_pieces = pieces.view(out.dtype)
+    parts = [piece[:, :width] for piece, width in zip(typed_pieces, widths, strict=True)]
+    if pieces.device == out.device:
         torch.cat(parts, dim=1, out=out)
     else:
         out.copy_(torch.cat(parts, dim=1))

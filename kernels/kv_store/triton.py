@@ -151,9 +151,9 @@ def turned(
     row's vector, [R, 1], or one address for all rows."""
     inverse = 1.0
     if norm is not None:
-        every = tl.arange(0, SIZE)[None, :]
-        whole = tl.load(vectors + every, mask=every < channels, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(whole * whole, 1, keep_dims=True) / channels + eps)
+        all_channels = tl.arange(0, SIZE)[None, :]
+        vector = tl.load(vectors + all_channels, mask=all_channels < channels, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(vector * vector, 1, keep_dims=True) / channels + eps)
     x = normalised(vectors, channel, mask, norm, inverse)
     if pairs > 0:
         turns = mask & (channel < 2 * pairs)
@@ -161,12 +161,12 @@ def turned(
             pair, is_first, step = channel // 2, channel % 2 == 0, 1
         else:
             pair, is_first, step = channel % pairs, channel < pairs, pairs
-        other = normalised(vectors, tl.where(is_first, channel + step, channel - step), turns, norm, inverse)
+        partner = normalised(vectors, tl.where(is_first, channel + step, channel - step), turns, norm, inverse)
         c = tl.load(cos + pair, mask=turns, other=0.0).to(tl.float32)
         s = tl.load(sin + pair, mask=turns, other=0.0).to(tl.float32)
-        product = other.to(tl.float32) * s
-        moved = tl.fma(x.to(tl.float32), c, tl.where(is_first, -product, product))
-        x = tl.where(turns, moved.to(x.dtype), x)
+        product = partner.to(tl.float32) * s
+        rotated = tl.fma(x.to(tl.float32), c, tl.where(is_first, -product, product))
+        x = tl.where(turns, rotated.to(x.dtype), x)
     return x
 
 

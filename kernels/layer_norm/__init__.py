@@ -43,11 +43,11 @@ def layer_norm_quantize(
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    given = [each for each in (weight, bias) if each is not None]
+    vectors = [vector for vector in (weight, bias) if vector is not None]
     if (
         x.dtype not in DTYPES
         or not x.is_cpu
-        or any((y.shape, y.dtype, y.is_cpu) != (x.shape[-1:], x.dtype, True) for y in given)
+        or any((y.shape, y.dtype, y.is_cpu) != (x.shape[-1:], x.dtype, True) for y in vectors)
     ):
         raise UnsupportedArguments
 

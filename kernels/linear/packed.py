@@ -167,7 +167,7 @@ def _matmul_together(x: Activations, weights: Sequence[PackedWeight], biases: Bi
     _matmul_together,
     fake=_empty_products,
     check=_check,
-    parts={"x": ROWS, "weights": replace(WEIGHT, of_each=True)},
+    parts={"x": ROWS, "weights": replace(WEIGHT, is_list=True)},
 )
 def matmul_together(cpp: Library, x: Activations, weights: Sequence[PackedWeight], biases: Biases) -> list[Tensor]:
     """Return x times each weight transposed, plus its bias [N]: [M, N] each, bit-identical to `matmul` with that

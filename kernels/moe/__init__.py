@@ -52,8 +52,8 @@ def _check_corrected(
 ) -> None:
     experts = logits.shape[-1]
     if logits.ndim != 2 or correction.shape != (experts,) or not logits.dtype == correction.dtype == torch.float32:
-        given = " and ".join(f"{list(each.shape)} of {each.dtype}" for each in (logits, correction))
-        raise ValueError(f"{given} are no logits [T, N] and corrections [N] of float32")
+        shapes = " and ".join(f"{list(tensor.shape)} of {tensor.dtype}" for tensor in (logits, correction))
+        raise ValueError(f"{shapes} are not logits [T, N] and corrections [N] of float32")
     if not 1 <= num_kept <= num_groups or experts % num_groups or (num_kept < num_groups and experts < 2 * num_groups):
         raise ValueError(f"{num_kept} of {num_groups} groups of {experts} experts cannot be kept")
     left = num_kept * experts // num_groups

@@ -167,18 +167,18 @@ def _sort(chosen, order, starts, pairs, SIZE: tl.constexpr):
     """Write the pairs of one expert, in order, after the pairs of all lower experts. The last program only writes the
     end."""
     expert = tl.program_id(0)
-    each = tl.arange(0, SIZE)
+    offset = tl.arange(0, SIZE)
     lower = tl.zeros([SIZE], tl.int32)
     for first in range(0, pairs, SIZE):
-        number = tl.load(chosen + first + each, mask=first + each < pairs, other=0x7FFFFFFF)
+        number = tl.load(chosen + first + offset, mask=first + offset < pairs, other=0x7FFFFFFF)
         lower += (number < expert).to(tl.int32)
     start = tl.sum(lower, 0)
     tl.store(starts + expert, start)
     for first in range(0, pairs, SIZE):
-        own = tl.load(chosen + first + each, mask=first + each < pairs, other=0x7FFFFFFF) == expert
-        place = start + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(order + place, first + each, mask=own)
-        start += tl.sum(own.to(tl.int32), 0)
+        is_own = tl.load(chosen + first + offset, mask=first + offset < pairs, other=0x7FFFFFFF) == expert
+        place = start + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(order + place, first + offset, mask=is_own)
+        start += tl.sum(is_own.to(tl.int32), 0)
 
 
 @triton.jit

@@ -66,8 +66,8 @@ def _weighted(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     if values.isfinite().all():
         sums: Tensor = (weights.flatten(1, 2) @ values).unflatten(1, weights.shape[1:3])  # [G, H/G, Q, E]
     else:
-        seen = [values.masked_fill(each[:, None], 0) for each in hidden]
-        sums = torch.stack([weights[:, :, i] @ own for i, own in enumerate(seen)], dim=2)
+        visible = [values.masked_fill(mask[:, None], 0) for mask in hidden]
+        sums = torch.stack([weights[:, :, i] @ query_values for i, query_values in enumerate(visible)], dim=2)
     return sums.flatten(0, 1).transpose(0, 1)
 
 

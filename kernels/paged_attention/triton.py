@@ -195,13 +195,13 @@ def _read(
         inside = valid[:, None] & (byte < width)[None, :]
         pairs = tl.load(codes + vectors[:, None] * width + byte[None, :], mask=inside, other=0)
         # each range is loaded once, not once per byte
-        whole: tl.constexpr = group & (group - 1) == 0 and group <= SIZE
-        part = FIRST // group + tl.arange(0, SIZE // group) if whole else 2 * byte // group
+        fits_whole: tl.constexpr = group & (group - 1) == 0 and group <= SIZE
+        part = FIRST // group + tl.arange(0, SIZE // group) if fits_whole else 2 * byte // group
         known = valid[:, None] & (part < 2 * width // group)[None, :]
         ranges = scales + (vectors[:, None] * (2 * width // group) + part[None, :]) * 2
         scale = tl.load(ranges, mask=known, other=0).to(tl.float32)
         lowest = tl.load(ranges + 1, mask=known, other=0).to(tl.float32)
-        if whole:
+        if fits_whole:
             scale, lowest = _repeat(scale, group // 2), _repeat(lowest, group // 2)
         tile = tl.interleave((pairs & 15).to(tl.float32) * scale + lowest, (pairs >> 4).to(tl.float32) * scale + lowest)
         return tl.where(mask, tile, 0.0).to(dtype)
@@ -223,9 +223,9 @@ def _tiles(first_position, seen_end, split, window: tl.constexpr, POSITIONS: tl.
     if window is not None:
         first = tl.maximum(first_position - window + 1, 0) // POSITIONS
     if SPLITS > 1:
-        each = tl.cdiv(last - first, SPLITS)
-        first += split * each
-        last = tl.minimum(last, first + each)
+        tiles_per_split = tl.cdiv(last - first, SPLITS)
+        first += split * tiles_per_split
+        last = tl.minimum(last, first + tiles_per_split)
     return first, last
 
 
@@ -300,18 +300,20 @@ def _attend(
 
     row = tl.arange(0, ROWS)
     token, head = first + row // HEADS, group * heads + first_head + row % HEADS
-    own = (row < TOKENS * HEADS) & (token < end - start) & (first_head + row % HEADS < heads)
+    is_valid = (row < TOKENS * HEADS) & (token < end - start) & (first_head + row % HEADS < heads)
     position = length - (end - start) + token  # [R]
     query_row = (start + token).to(tl.int64)
     queries = query + query_row[:, None] * token_stride + head[:, None] * head_stride
     channel = tl.arange(0, MAIN)
-    q_main = tl.load(queries + channel[None, :], mask=own[:, None] & (channel < key_channels)[None, :], other=0.0)
+    q_main = tl.load(queries + channel[None, :], mask=is_valid[:, None] & (channel < key_channels)[None, :], other=0.0)
     if REST > 0:
         channel = MAIN + tl.arange(0, REST)
-        q_rest = tl.load(queries + channel[None, :], mask=own[:, None] & (channel < key_channels)[None, :], other=0.0)
+        q_rest = tl.load(
+            queries + channel[None, :], mask=is_valid[:, None] & (channel < key_channels)[None, :], other=0.0
+        )
     slope = None
     if alibi_slopes is not None:
-        slope = tl.load(alibi_slopes + head, mask=own, other=0.0)
+        slope = tl.load(alibi_slopes + head, mask=is_valid, other=0.0)
 
     prefix = 0
     if prefix_lengths is not None:
@@ -359,10 +361,10 @@ def _attend(
     tl.store(
         output + place[:, None] * value_channels + channel[None, :],
         attended.to(output.dtype.element_ty),
-        mask=own[:, None] & (channel < value_channels)[None, :],
+        mask=is_valid[:, None] & (channel < value_channels)[None, :],
     )
     if SPLITS > 1:
-        tl.store(sums + place, highest + tl.log2(total), mask=own)
+        tl.store(sums + place, highest + tl.log2(total), mask=is_valid)
 
 
 @triton.jit(do_not_specialize=COUNTS)

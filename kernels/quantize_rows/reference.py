@@ -21,12 +21,12 @@ def quantize_rows(
     largest = FLOAT8_MAX if dtype.is_floating_point else INT8_MAX
     groups = functional.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))  # [M, G, size]
     scales = groups.abs().amax(2) / largest  # [M, G]
-    own = (
+    finite_scales = (
         torch.where(scales == 0, 1.0, scales)
         if static_scales is None
         else static_scales.reshape(-1, 1).expand_as(scales)
     )
-    scales = torch.where(scales.isfinite(), own, torch.nan)
+    scales = torch.where(scales.isfinite(), finite_scales, torch.nan)
     codes = (groups / scales[:, :, None]).nan_to_num()
     codes = codes if dtype.is_floating_point else codes.round()
     codes = codes.clamp(-largest - (not dtype.is_floating_point), largest)  # the conversion alone does not saturate

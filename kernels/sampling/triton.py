@@ -133,9 +133,11 @@ def _draw(logits, settings, tokens, vocab_size: tl.constexpr, TILE: tl.constexpr
         )
         last_rank = last.to(tl.int32)
         value = (last_rank ^ ((last_rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        each = tl.exp((value - highest) / temperature).to(tl.float64)
-        wanted = tl.ceil((limit - before) / each)
-        num_ties = tl.where(with_ties - before > each * 1.5, tl.minimum(wanted, vocab_size * 1.0), 1.0).to(tl.int32)
+        tie_weight = tl.exp((value - highest) / temperature).to(tl.float64)
+        num_needed = tl.ceil((limit - before) / tie_weight)
+        num_ties = tl.where(with_ties - before > tie_weight * 1.5, tl.minimum(num_needed, vocab_size * 1.0), 1.0).to(
+            tl.int32
+        )
         lowest = last
 
     total, ties = tl.zeros([], tl.float64), tl.zeros([], tl.int32)

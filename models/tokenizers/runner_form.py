@@ -299,14 +299,14 @@ def _nfc_tables() -> tuple[list[int], list[int], list[int]]:
     letters = [chr(code) for code in TESTED if code and not 0xAC00 <= code < 0xD7A4]
     nfd, nfc = normalizers.NFD().normalize_str, normalizers.NFC().normalize_str
 
-    def of_each(form: Callable[[str], str], texts: Iterable[str]) -> list[str]:
+    def map_texts(form: Callable[[str], str], texts: Iterable[str]) -> list[str]:
         return form("\0".join(texts)).split("\0")
 
-    decomposed = {letter: form for letter, form in zip(letters, of_each(nfd, letters), strict=True) if form != letter}
+    decomposed = {letter: form for letter, form in zip(letters, map_texts(nfd, letters), strict=True) if form != letter}
     # A mark of a class other than 0 sorts before U+0345, whose class is the highest.
-    marked = of_each(nfd, ("\u0345" + letter for letter in letters))
+    marked = map_texts(nfd, ("\u0345" + letter for letter in letters))
     marks = [m for m, form in zip(letters, marked, strict=True) if m not in decomposed and form.startswith(m)]
-    composed = of_each(nfc, decomposed)
+    composed = map_texts(nfc, decomposed)
     pairs = [
         (nfc(decomposed[c][:-1]), decomposed[c][-1], c)
         for c, form in zip(decomposed, composed, strict=True)

@@ -109,7 +109,10 @@ def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) ->
     group = Gloo((HOST, server.port), "half", 0, 2, HOST, server)
     with pytest.raises(UserError) as raised:
         group.gather(torch.zeros(1, 1), (1, 1))
-    first, last = "rank 0 of 2 has not met the others of its group: ", ": let machines reach each other at all ports"
+    first, last = (
+        "rank 0 of 2 has not met the other ranks of its group: ",
+        ": let machines reach each other at all ports",
+    )
     assert str(raised.value).startswith(first)
     assert str(raised.value).endswith(last)
     assert "\n" not in str(raised.value)

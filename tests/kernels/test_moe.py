@@ -110,7 +110,7 @@ def test_refuses_corrections_groups_and_choices_that_cannot_be() -> None:
         (logits.half(), correction),
         (logits, correction.double()),
     ):
-        with pytest.raises(ValueError, match=r"are no logits \[T, N\] and corrections \[N\] of float32"):
+        with pytest.raises(ValueError, match=r"are not logits \[T, N\] and corrections \[N\] of float32"):
             route_corrected(*others, 2, True)
     for groups, kept in ((5, 1), (3, 4), (3, 0), (12, 2)):
         with pytest.raises(ValueError, match=f"{kept} of {groups} groups of 12 experts cannot be kept"):
