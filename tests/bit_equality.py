@@ -32,12 +32,13 @@ GOLDENS = REPOSITORY / "tests" / "goldens"
 REAL = REPOSITORY.parent / "shared" / "data" / "models"
 SMOLLM = "real/smollm2_135m_instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 LLAMA, EXPERTS = "goldens/llama3", "goldens/qwen2_moe"
-GLM = "goldens/chatglm,goldens/chatglm_28layers,goldens/chatglm_bin"  # their prompts need tokens of their own
+GLM = "goldens/chatglm,goldens/chatglm_28layers,goldens/chatglm_bin"  # their prompts need special tokens
 OTHER_GOLDENS = ",".join(sorted({f"goldens/{name}" for name in os.listdir(GOLDENS)} - {*GLM.split(",")}))
 THREADS = 1
 NOT_RESULTS = {
     *("metrics.json", "environment.json", "config.yaml", ".log", "job.json", "report.md"),  # times, paths, versions
-    *("graph.pt2", "adapted.pt2", "export.json", "manifest.json"),  # names of operators, and digests of such files
+    # names of operators, and digests of files with such names
+    *("graph.pt2", "adapted.pt2", "export.json", "manifest.json"),
 }
 EXACT_METRICS = "nll_per_token perplexity kl_mean top1_agreement accuracy num_cached_tokens num_drafted_tokens num_accepted_tokens".split()
 GREEDY = {"max_new_tokens": 9, "temperature": 0.0}
@@ -60,7 +61,7 @@ SIZES: dict[str, Any] = {
 MIXTURE = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3}
 MIXTURE |= {"moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "sliding_window": None}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "first_k_dense_replace": 1}
-FAMILIES: dict[str, dict[str, Any]] = {  # those that have no golden, by transformers' classes
+FAMILIES: dict[str, dict[str, Any]] = {  # families without a golden, by transformers' classes
     **dict.fromkeys("cohere2 ernie4_5 exaone4 falcon gemma3_text glm glm4 gpt_neox granite ministral3".split(), {}),
     **dict.fromkeys("olmo2 olmo3 phi phi3 seed_oss smollm3 starcoder2".split(), {}),
     **dict.fromkeys("ernie4_5_moe glm4_moe minimax_m2 qwen3_moe".split(), MIXTURE),
@@ -115,12 +116,12 @@ GROUPS: dict[str, list[str]] = {
     "chatglm": [f"{IDS}predict.data=glm_rows.jsonl model.path={GLM} {each}" for each in (FLOATS, *PAIRS)],
     "real/stories260K": [f"{ROWS}model.path=real/stories260K {each}" for each in (*SCHEMES, CACHES)],
     "real/babyllama_tok105": [f"{ROWS}model.path=real/babyllama_tok105 {each}" for each in (*SCHEMES, CACHES)],
-    "real/smollm2_135m_instruct": [f"{ROWS}model.path={SMOLLM} {CACHES}"],  # its codes are refused with a scheme
+    "real/smollm2_135m_instruct": [f"{ROWS}model.path={SMOLLM} {CACHES}"],  # this scheme rejects its codes
 }
 
 
 def make_inputs(folder: Path) -> None:
-    """Write the rows, texts and models that sweeps name without a folder."""
+    """Write the rows, texts and models that the sweeps name without a folder."""
     chosen = random.Random(0)
     ids = [[chosen.randrange(5, 90) for _ in range(90)] for _ in range(20)]  # in every vocabulary
     rows = [{"prompt_token_ids": ids[0][:length], "decode": given} for length in (7, 90) for given in DECODES]
@@ -161,7 +162,7 @@ def make_families(folder: Path) -> None:
 
 
 def run_command(overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `run.py` in `folder`, and keep calibrated models there, so that those of other runs are not found."""
+    """Run `run.py` in `folder`. Calibrated models stay there, so that models of other runs are not used."""
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "QUINTET_OUTPUTS": str(folder / "kept")}
     command = [sys.executable, str(REPOSITORY / "run.py"), *overrides.split()]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -175,7 +176,8 @@ def cases(sweep: str) -> list[str]:
 
 
 def digest(file: Path) -> str:
-    """Return the SHA-256 of a file; of an export's weights without their names, which are those of fields of the kernels."""
+    """Return the SHA-256 of a file. The weights of an export are hashed without their names, which contain field names
+    of the kernels."""
     data = file.read_bytes()
     if file.name == "weights.safetensors":
         tensors = load_file(file).values()
@@ -185,7 +187,8 @@ def digest(file: Path) -> str:
 
 
 def results(job: Path) -> dict[str, str]:
-    """Return the digest of each file that a job left, and the metrics that do not depend on time; nothing if it failed."""
+    """Return the digest of each file that a job wrote, and the metrics that do not depend on time; empty if the job
+    failed."""
     metrics = json.loads(file.read_text()) if (file := job / "metrics.json").exists() else {}
     if metrics.get("num_errors"):
         return {}
@@ -212,7 +215,7 @@ def run_group(name: str, folder: Path) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what bits depend on, apart from the code."""
+    """Return the properties of the machine that bits depend on."""
     flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
     vectors = " ".join(sorted(flag for flag in flags if flag.startswith(("avx", "amx", "fma"))))
     return {"instructions": vectors, "threads": THREADS} | {name: version(name) for name in ("torch", "transformers")}

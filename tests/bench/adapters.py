@@ -1,9 +1,10 @@
-"""Tokens per second of rows with LoRA adapters over those of rows without, and the seconds that loading an adapter takes.
+"""Decode speed of rows with LoRA adapters relative to rows without, and the seconds that loading an adapter takes.
 
-`python tests/bench/adapters.py model.path=FOLDER device=cpu`. For each format rows without adapters in an engine that has none, rows
-without in one that has eight, one row with an adapter, and eight rows with one each take turns in one process. The adapters are random, of
-all linear layers of the decoder. Medians of the ratios, in tests/bench/results/adapters.json, where rows that are measured again are
-replaced.
+`python tests/bench/adapters.py model.path=FOLDER device=cpu`. For each format four variants take turns in one process:
+rows without adapters in an engine without adapters, rows without adapters in an engine with eight, one row with an
+adapter, and eight rows with one adapter each. The adapters are random and change all linear layers of the decoder. The
+medians of the ratios are written to tests/bench/results/adapters.json; new rows replace old rows of the same
+measurement.
 """
 
 import argparse
@@ -47,14 +48,14 @@ def decode_speed(engine: Engine, names: list[str | None], decode: DecodeConfig) 
 
 
 def token_s(engine: Engine, name: str) -> float:
-    """Return the seconds of a request for one token after one."""
+    """Return the seconds of a request that generates one token after one prompt token."""
     start = time.perf_counter()
     list(engine.generate([engine.request(0, [5], DecodeConfig(max_new_tokens=1, prefix_cache=False), adapter=name)]))
     return time.perf_counter() - start
 
 
 def measure(plain: Engine, engine: Engine, folder: Path, decode: DecodeConfig, rounds: int) -> dict[str, Any]:
-    """Return ratios of speeds to those of the plain engine, and what it takes to read an adapter and to fill a slot."""
+    """Return the speeds relative to the plain engine, and the seconds to read an adapter and to fill a slot."""
     names = [str(i) for i in range(NUM_ADAPTERS)]
     ratios: dict[str, list[float]] = {
         "one row without": [],
@@ -63,7 +64,7 @@ def measure(plain: Engine, engine: Engine, folder: Path, decode: DecodeConfig, r
         "eight rows with": [],
     }
     load_s, speeds = [], []
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # warm-up
         one, eight = (decode_speed(plain, [None] * count, decode) for count in (1, NUM_ADAPTERS))
         found = {
             "one row without": decode_speed(engine, [None], decode) / one,
@@ -74,7 +75,8 @@ def measure(plain: Engine, engine: Engine, folder: Path, decode: DecodeConfig, r
         start = time.perf_counter()
         engine.load_adapter(names[0], folder)
         read_s = time.perf_counter() - start
-        load_s.append(read_s + token_s(engine, names[0]) - token_s(engine, names[0]))  # the first one fills its slot
+        # the first request fills its slot
+        load_s.append(read_s + token_s(engine, names[0]) - token_s(engine, names[0]))
         if turn:
             speeds.append(one)
             for name, ratio in found.items():

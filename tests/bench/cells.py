@@ -1,16 +1,20 @@
-"""A row for each scheme, dtype and cache format of MODEL, or for each family: decode and prefill beside the memory bandwidth.
+"""Decode and prefill speed of each scheme, dtype and cache format of MODEL, or of each family, relative to the memory
+bandwidth.
 
-`python tests/bench/cells.py [MODEL] --out FILE.json [--formats PATTERN PATTERN] [--rows 1 16]`; MODEL has a config.json, its weights are
-random. Without one the rows are of families in bfloat16 (family_configs.py), some 30 s each with `--rows 1 --new 16 --repeats 1`.
-Every cell is a process of its own. `--formats` takes patterns of names, `'int4*' 'artefact*'`: so one run becomes several. `--artefacts
-FOLDER` adds what `task=quantize`, `task=convert` or other tools have written, one in each subfolder: the only cells with static
-activations, act-order and AWQ's order; GGUF's types have files of random blocks. At the end stands the slowest cell of a row, by its
-share of the bandwidth.
+`python tests/bench/cells.py [MODEL] --out FILE.json [--formats PATTERN PATTERN] [--rows 1 16]`. MODEL has a
+config.json; its weights are random. Without MODEL the rows are families in bfloat16 (family_configs.py), about 30 s
+each with `--rows 1 --new 16 --repeats 1`.
 
-Decode tokens/s times the bytes that a step reads is its share of the bandwidth, which each process measures just after. Where memory has
-two speeds by the second, as on machines that others share, a cell of one row is measured until two shares agree within 10 %, three times at
-most, and their means are its row; `shares` has all. A family's prefill is compared with Llama's just before, by the operations of both
-(operations_per_token in family_configs.py).
+Each cell runs in its own process. `--formats` takes patterns of names, `'int4*' 'artefact*'`, so that one measurement
+can be split into several runs. `--artefacts FOLDER` adds models that `task=quantize`, `task=convert` or other tools
+have written, one per subfolder; only these cells have static activations, act-order or AWQ's order. GGUF types use
+files of random blocks. The last line names the slowest cell of one row, by its share of the bandwidth.
+
+The share of the bandwidth is decode tokens/s times the bytes that a step reads, divided by the bandwidth that the
+process measures just afterwards. On shared machines memory may alternate between two speeds. A cell of one row is
+therefore measured until two shares agree within 10 %, at most three times, and the row holds their means; `shares`
+holds all of them. A family's prefill is compared with Llama's prefill just before, per operation (operations_per_token
+in family_configs.py).
 """
 
 import argparse
@@ -45,7 +49,7 @@ SCHEMES = {
     "fp8 dynamic": ["quant=fp8"],
     "fp8 per tensor": ["quant=fp8", "quant.per_tensor=true"],
 }
-INTEGERS = ("Q8_0", "Q4_0")  # of ggml's types those that become codes of int8 and int4; the others stay in blocks
+INTEGERS = ("Q8_0", "Q4_0")  # ggml types that become int8 or int4 codes; the other types stay in blocks
 DTYPES = ("float32", "bfloat16", "float16")
 CACHES = ("none", "int8", "fp8", "int4")
 SHARE = "decode_share_of_bandwidth"
@@ -99,7 +103,8 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
                 report["rows"].append(row)
                 report["slowest"] = slowest(report["rows"])
-                args.out.write_text(json.dumps(report, indent=2) + "\n")  # a run that breaks off keeps what it has
+                # saved after each cell, so that an interrupted run keeps its results
+                args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def family_cells(folder: Path) -> dict[str, list[str]]:
@@ -108,7 +113,8 @@ def family_cells(folder: Path) -> dict[str, list[str]]:
 
 
 def prompts(folder: Path, name: str, num_tokens: int) -> str:
-    """Return the setting of a cell's prompts: random ones, which ChatGLM-6B alone does not take, so that it has a file of one."""
+    """Return the setting for a cell's prompts: random prompts, except for ChatGLM-6B, which needs a prompt of its own
+    from a file."""
     if name != "family chatglm":
         return f"bench.prompt_tokens={num_tokens}"
     data = folder / "prompts.jsonl"
@@ -117,7 +123,7 @@ def prompts(folder: Path, name: str, num_tokens: int) -> str:
 
 
 def cells(sources: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return each cell's name and settings: of each source all dtypes and caches."""
+    """Return each cell's name and settings: all dtypes and cache formats of each source."""
     return {
         f"{name}, {dtype}, cache {cache}": [*settings, f"model.dtype={dtype}", f"quant.kv_cache={cache}"]
         for name, settings in sources.items()
@@ -132,7 +138,8 @@ def schemes(model: Path) -> dict[str, list[str]]:
 
 
 def block_files(model: Path, folder: Path) -> dict[str, list[str]]:
-    """Return the settings of each of ggml's types: files of random blocks, of a Llama whose widths are whole blocks."""
+    """Return the settings of each ggml type: files of random blocks, of a Llama whose widths are multiples of the block
+    size."""
     config = json.loads((model / "config.json").read_text())
     if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
         return {}
@@ -145,13 +152,13 @@ def block_files(model: Path, folder: Path) -> dict[str, list[str]]:
 
 
 def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the cell of one row whose decode reaches the least share of the bandwidth; None where no share is known."""
+    """Return the cell of one row whose decode has the smallest share of the bandwidth; None if no share is known."""
     known = [row for row in rows if row["rows"] == 1 and row.get("decode_share_of_bandwidth") is not None]
     return min(known, key=lambda row: float(row["decode_share_of_bandwidth"]), default=None)
 
 
 def artefacts_in(folder: Path) -> dict[str, list[str]]:
-    """Return the settings of each artefact in a folder."""
+    """Return the settings of each model in a folder."""
     return {f"artefact {each.name}": [f"model.path={each}"] for each in sorted(folder.iterdir())}
 
 
@@ -160,7 +167,7 @@ def random(model: Path) -> list[str]:
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:
-    """Return the metrics of a bench in a process of its own, or what it said where it failed."""
+    """Return the metrics of a bench in its own process, or its error."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "run.py", "task=bench", *overrides, f"hydra.run.dir={folder}"]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -172,7 +179,8 @@ def measure(overrides: list[str]) -> dict[str, Any]:
 
 
 def settled(overrides: list[str]) -> dict[str, Any]:
-    """Return the means of two benches whose shares of the bandwidth agree; the last bench where no two do, or a share says nothing."""
+    """Return the means of two benches whose shares of the bandwidth agree. If no two agree or a share is missing,
+    return the last bench."""
     runs: list[dict[str, Any]] = []
     while len(runs) < MAX_RUNS:
         runs.append(measure(overrides))
@@ -187,7 +195,8 @@ def settled(overrides: list[str]) -> dict[str, Any]:
 
 
 def prefill_beside_llama(folder: Path, family: str, num_tokens: int, repeats: int) -> float | None:
-    """Return the operations a second of a family's prompt over those of Llama's, measured in turns; None where it failed."""
+    """Return the ratio of a family's prompt operations per second to Llama's, measured in turns; None if a measurement
+    failed."""
     speeds = []
     for name in ("llama", family):
         sizes = [prompts(folder, f"family {name}", num_tokens), "bench.new_tokens=1", f"bench.repeats={repeats}"]

@@ -1,7 +1,9 @@
-"""Draw the chart of the README, a line of panels for each machine: `python tests/bench/chart.py REPORT.json [REPORT.json ...] PICTURE.png`.
+"""Draw the chart of the README, one line of panels per machine: `python tests/bench/chart.py REPORT.json [REPORT.json
+...] PICTURE.png`.
 
-The README's is of `peers_cpu_kernels.json` and `peers_amx.json` in tests/bench/results, and is `cpu.png` there. A panel compares engines of
-one row, which ran in turn in the same rounds: of the rows that have most of its engines, the newest.
+The README's chart, `cpu.png`, shows `peers_cpu_kernels.json` and `peers_amx.json` of tests/bench/results. A panel
+compares engines of one row, which ran in turn in the same rounds. If several rows match, the panel shows the newest row
+among those with the most engines.
 """
 
 import argparse
@@ -11,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-# Title, rows of prompts at once, phase, engines.
+# title, prompts per batch, phase, engines
 PANELS = (
     ("decode, bfloat16", 1, "decode", ("ours-bf16", "llama.cpp-bf16", "vllm-bf16")),
     ("decode, 8-bit weights", 1, "decode", ("ours-int8", "llama.cpp-q8_0", "openvino-int8")),
@@ -40,7 +42,7 @@ def main() -> None:
 
 
 def newest(rows: list[dict[str, Any]], batch: int, engines: tuple[str, ...]) -> dict[str, Any]:
-    """Return the speeds of the row that has most of the engines; of several, of the newest, and of those of one day the last."""
+    """Return the speeds of the row with the most engines. Among several rows, the newest; within one day, the last."""
     fit = [(row["date"], i, row["tokens_per_s"]) for i, row in enumerate(rows) if row["batch"] == batch]
     speeds: dict[str, Any] = max(fit, key=lambda each: (len(set(engines) & each[2].keys()), each[0], each[1]))[2]
     return speeds
@@ -52,7 +54,7 @@ def shown(name: str) -> str:
 
 
 def draw(axes: Any, title: str, speeds: dict[str, float]) -> None:
-    """Draw a bar for each engine, the first on top."""
+    """Draw one bar per engine, the first engine on top."""
     names = list(reversed(speeds))
     colours = ["C0" if name.startswith("Quintet") else "0.7" for name in names]
     bars = axes.barh(names, [speeds[name] for name in names], color=colours)

@@ -1,10 +1,11 @@
-"""Tokens per second on texts that copy: with n-gram drafts over without, and llama.cpp's prompt lookup beside.
+"""Decode speed on texts that repeat their prompt: with and without n-gram drafts, and with llama.cpp's prompt lookup.
 
-`python tests/bench/copies.py --text FILE --llama-cpp PYTHON model.path=FOLDER device=cpu`. A prompt is the beginning of a paragraph of
-FILE, twice, and its first words; its answer goes on copying if the model does. Prompts run one at a time, and each way takes its turn in
-every round. PYTHON is an interpreter that has llama_cpp, which reads the same weights from GGUF; without it there are no rows of llama.cpp.
-Speeds are decoded tokens over the seconds after each prompt's first token. Medians, in tests/bench/results/copies.json, where rows that are
-measured again are replaced.
+`python tests/bench/copies.py --text FILE --llama-cpp PYTHON model.path=FOLDER device=cpu`. A prompt contains the
+beginning of a paragraph of FILE twice, and then its first words; a model that copies continues the paragraph. Prompts
+run one at a time, and all variants take turns in every round. PYTHON is an interpreter with llama_cpp, which reads the
+same weights from GGUF; without it there are no rows of llama.cpp. Speeds are decoded tokens divided by the seconds
+after each prompt's first token. The medians are written to tests/bench/results/copies.json; new rows replace old rows
+of the same measurement.
 """
 
 import argparse
@@ -34,7 +35,8 @@ NUM_PROMPTS, BEGUN_WORDS = 8, 4
 
 
 def copying_prompts(text: str, num_words: int) -> list[str]:
-    """Return prompts that a model goes on with by copying: the first words of a paragraph, twice, and the first few of them."""
+    """Return prompts that a model continues by copying: the beginning of a paragraph twice, and then its first few
+    words."""
     paragraphs = [words for line in text.splitlines() if len(words := line.split()) >= num_words]
     return [" ".join(words[:num_words] * 2 + words[:BEGUN_WORDS]) for words in paragraphs[:NUM_PROMPTS]]
 
@@ -50,7 +52,7 @@ def speed_of(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
 
 
 class LlamaCpp:
-    """llama.cpp in a process of its own (llama_cpp_lookup.py), which answers a line of JSON with a line."""
+    """llama.cpp in its own process (llama_cpp_lookup.py). It answers a line of JSON with a line."""
 
     def __init__(self, python: str, model: str, num_tokens: int, folder: Path) -> None:
         convert = [f"model.path={model}", "convert.format=gguf", f"convert.output={folder / 'model'}"]
@@ -72,9 +74,10 @@ class LlamaCpp:
 
 
 def measure(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
-    """Return the median speed of each way, which take turns, and of the ratios of each with drafts to itself without."""
+    """Return the median speed of each variant, and the median ratio of each variant with drafts to the same variant
+    without. All variants take turns."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # warm-up
         for name, way in ways.items():
             speed = way()
             if turn:

@@ -1,8 +1,10 @@
-"""How the error of a number format grows with depth: `python tests/bench/depth.py --text FILE model.path=FOLDER device=cpu`.
+"""How the error of a number format grows with depth: `python tests/bench/depth.py --text FILE model.path=FOLDER
+device=cpu`.
 
-After each layer: the error of the hidden states of the first tokens of FILE, as a share of their size (root mean squares over tokens and
-channels, without the first token, whose hidden states are a thousand times larger), from the model in float32. In the last row, the mean
-of KL(float32 || format) of the logits, in nats. In tests/bench/results/depth.json.
+For each layer: the error of the hidden states of the first tokens of FILE relative to the model in float32. Both are
+root mean squares over tokens and channels. The first token is left out, because its hidden states are a thousand times
+larger. The last row is the mean of KL(float32 || format) of the logits, in nats. The results are written to
+tests/bench/results/depth.json.
 """
 
 import argparse

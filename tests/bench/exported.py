@@ -1,9 +1,10 @@
-"""An exported model beside its model: `python tests/bench/exported.py --model FOLDER --out FILE.json [--rounds 5] [key=value ...]`.
+"""An exported model compared with its source: `python tests/bench/exported.py --model FOLDER --out FILE.json [--rounds
+5] [key=value ...]`.
 
-first_token_s: whole processes that end after the first token of a prompt of 16 ids: the model as its kernels read it
-(`model.keep_packed`), its artefact by run.py and by the runner, and what --openvino FOLDER and --gguf FILE name, by the
-Python packages of peers (QUINTET_PEERS, ~/.cache/quintet-peers). decode and prefill: task=bench of the model and of the
-artefact. All take turns; medians.
+first_token_s: processes that end after the first token of a prompt of 16 ids. They run the packed model
+(`model.keep_packed`), its export with run.py and with the C++ runner, and the models of --openvino FOLDER and --gguf
+FILE with the Python packages of these tools (QUINTET_PEERS, ~/.cache/quintet-peers). decode and prefill: task=bench of
+the model and of its export. All variants take turns; the results are medians.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def bench(folder: Path, overrides: list[str]) -> dict[str, float]:
 
 
 def commands(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
-    """Return what gives a first token, by its name."""
+    """Return the commands that compute a first token, by name."""
     data = folder / "prompt.jsonl"
     data.write_text(json.dumps({"prompt_token_ids": PROMPT}) + "\n")
     one = [f"predict.data={data}", "decode=greedy", "decode.max_new_tokens=1", f"hydra.run.dir={folder / 'run'}"]
@@ -94,7 +95,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
     )
     starts = commands(args, folder)
-    for command in starts.values():  # what is kept is written, and files are in the page cache
+    for command in starts.values():  # writes the packed model, and brings the files into the page cache
         seconds(command)
     first: dict[str, list[float]] = {each: [] for each in starts}
     speeds: dict[str, list[dict[str, float]]] = {"model": [], "artefact": []}

@@ -61,7 +61,7 @@ ROUTED = {
 CHATGLM = {"model_type": "chatglm", "hidden_size": 1536, "num_attention_heads": 12, "num_layers": 14}
 CHATGLM_IDS = {"bos_token_id": 130004, "mask_token_id": 130000, "gmask_token_id": 130001}
 
-CONFIGS: dict[str, dict[str, Any]] = {  # by model_type, but for those that give their own
+CONFIGS: dict[str, dict[str, Any]] = {  # by model_type; some configs set their own
     "llama": LLAMA,
     "baichuan": {
         **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
@@ -254,14 +254,16 @@ def write_configs(folder: Path) -> list[Path]:
 
 
 def chatglm_prompt(num_tokens: int) -> list[int]:
-    """Return the ids of a prompt that ChatGLM-6B takes: text, [gMASK], <sop>."""
+    """Return the ids of a prompt that ChatGLM-6B accepts: text, [gMASK], <sop>."""
     text = [1000 + 31 * i % 9973 for i in range(num_tokens - 2)]
     return [*text, CHATGLM_IDS["gmask_token_id"], CHATGLM_IDS["bos_token_id"]]
 
 
 def operations_per_token(folder: Path, num_tokens: int) -> float:
-    """Return the operations of each token of such a prompt: in the products of all layers, of a mixture's experts those that are chosen,
-    in attention to the tokens before it and itself, on average, and its share of the head's product, which the last token alone has.
+    """Return the average number of operations per token of such a prompt.
+
+    The sum contains the products of all layers (of a mixture only the chosen experts), attention to the token itself
+    and the tokens before it, and the token's share of the head's product, which only the last token computes.
     """
     reader = ConfigReader.from_folder(folder)
     architecture = find_architecture(reader)
@@ -271,7 +273,8 @@ def operations_per_token(folder: Path, num_tokens: int) -> float:
     mixtures = [module for module in layers.modules() if isinstance(module, Experts)]
     products = _num_weights(layers) - sum(_num_weights(each) * (1 - each.active_share(1)) for each in mixtures)
     channels = sum(
-        each.num_attention_heads * (each.head_dim + (each.value_head_dim or each.head_dim))  # latents are both
+        # a latent is both key and value
+        each.num_attention_heads * (each.head_dim + (each.value_head_dim or each.head_dim))
         for each in model.attention_heads
     )
     return 2 * (products + channels * (num_tokens + 1) / 2 + _num_weights(vocabulary) / num_tokens)

@@ -1,8 +1,10 @@
-"""Seconds from a command to its first token, and to a finished artefact: `python tests/bench/first_token.py --folder FOLDER`.
+"""Seconds from a command to its first token, or to a finished quantised model: `python tests/bench/first_token.py
+--folder FOLDER`.
 
-Makes checkpoints of random bfloat16 weights in Llama's shapes under FOLDER, with the tokenizer of models/tiny, and starts `run.py` for each
-row as a user would, with nothing prepared: a model that a run calibrated and kept is removed again. A row that is in the file of results
-is not measured again, so that an ended bench goes on. `promised_s` is what a run that calibrates said at its start.
+Makes checkpoints of random bfloat16 weights in Llama's shapes under FOLDER, with the tokenizer of models/tiny, and
+starts `run.py` for each row without any preparation: a calibrated model that a run kept is removed again. A row that
+the result file already has is not measured again, so that an interrupted bench continues. `promised_s` is the estimate
+that a calibrating run prints at its start.
 """
 
 import argparse
@@ -34,7 +36,7 @@ FIRST_TOKEN = ["predict.data=Once upon a time", "predict.batch_size=1", "decode.
 SAMPLES = [
     "calibrate.num_samples=16",
     "calibrate.sequence_length=256",
-]  # the defaults, 128 of 512, are 16 times as many tokens
+]  # the defaults, 128 samples of 512 tokens, are 16 times as many tokens
 ROWS: dict[str, list[str]] = {
     **{
         f"{scheme}, first token": [f"quant={scheme}", *FIRST_TOKEN]
@@ -48,7 +50,7 @@ KEPT = re.compile(r"calibrated model in (\S+)")
 
 
 def write_checkpoint(folder: Path, size: str) -> None:
-    """Complete when config.json is there."""
+    """Write a checkpoint. config.json is written last; a folder with it is complete."""
     if (folder / "config.json").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)

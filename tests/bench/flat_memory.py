@@ -1,6 +1,7 @@
 """Peak memory of the predict job for few and for many rows: `python tests/bench/flat_memory.py [--rows N ...]`.
 
-Rows of one token each through the bundled model on the CPU, every job a process of its own. Writes tests/bench/results/flat_memory.json.
+Each job predicts rows of one token with the bundled model on the CPU, in its own process. Writes
+tests/bench/results/flat_memory.json.
 """
 
 import argparse
@@ -25,7 +26,7 @@ OVERRIDES = [
 
 
 def measure(num_rows: int, folder: Path) -> dict[str, float]:
-    """One job of so many rows."""
+    """Measure a job with this number of rows."""
     data = folder / f"{num_rows}.txt"
     data.write_text("a\n" * num_rows)
     command = [sys.executable, "run.py", *OVERRIDES, f"predict.data={data}", f"hydra.run.dir={folder / str(num_rows)}"]

@@ -1,9 +1,10 @@
-"""Checks the kernels on a GPU, then times them: `python tests/bench/gpu.py [--plan] [--only TEXT] [--minutes 8] [--out FOLDER]`.
+"""Check the kernels on a GPU, then time them: `python tests/bench/gpu.py [--plan] [--only TEXT] [--minutes 8] [--out
+FOLDER]`.
 
-Needs torch, triton, transformers, safetensors, numpy and pytest. Writes gpu.json and gpu.md, again after each row, with the GPU, the
-versions and the date, and beside each time what the same GPU reached in the same run, --only TEXT or not: bytes per second of a copy,
-operations per second of a large product. What the tests find wrong is not timed; what fails, hangs or no longer fits into the minutes is
-a row that says so.
+Needs torch, triton, transformers, safetensors, numpy and pytest. After each row it rewrites gpu.json and gpu.md, with
+the GPU, the versions and the date. Each time is compared with limits of the same GPU, always measured in the same run:
+bytes per second of a copy, and operations per second of a large product. A kernel that fails its test is not timed. A
+row that fails, hangs or exceeds the time limit is reported as such.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tests.bench.gpu_rows import CEILINGS, limit_s, rows  # noqa: E402
 from tests.bench.supervise import Row, measured, supervise  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-CHECKS = {  # what a row begins with, and a part of the names of the tests that must pass first
+CHECKS = {  # beginning of a row's name, and a part of the names of the tests that must pass first
     "products": "product",
     "attention": "attention",
     "experts": "mixture",
@@ -37,11 +38,11 @@ CHECKS = {  # what a row begins with, and a part of the names of the tests that 
     "offline": "tokens_are_the_cpus",
     "prompt": "tokens_are_the_cpus",
 }
-CHECK_S = 200.0  # the most that the tests may take
+CHECK_S = 200.0  # time limit of the tests
 
 
 def measure(names: list[str]) -> None:
-    """In a process of its own. Ends where the GPU does not answer any more, which after a kernel's error it does not."""
+    """Measure in a separate process, which ends if the GPU stops answering, as it does after a kernel error."""
     torch.manual_seed(0)
     for name in names:
         measured(name, rows()[name][2])
@@ -51,7 +52,8 @@ def measure(names: list[str]) -> None:
 
 
 def check(wanted: set[str], seconds: float) -> dict[str, str]:
-    """Outcome, "PASSED" or another, by name of those tests in tests/gpu that have such a part in theirs; both files at once."""
+    """Return the outcome ("PASSED" or another) of each test in tests/gpu whose name contains one of these parts. Both
+    files run at once."""
     deadline = time.monotonic() + seconds
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-k", " or ".join(sorted(wanted))]
     outcomes = {}
@@ -72,7 +74,7 @@ def check(wanted: set[str], seconds: float) -> dict[str, str]:
 
 
 def unchecked(name: str, outcomes: dict[str, str]) -> str | None:
-    """Why a row is not to be timed, if it is not."""
+    """Return why a row must not be timed, or None."""
     part = CHECKS.get(name.split()[0])
     own = {test: outcome for test, outcome in outcomes.items() if part and part in test}
     if part and not own:
@@ -81,7 +83,7 @@ def unchecked(name: str, outcomes: dict[str, str]) -> str | None:
 
 
 class Results:
-    """The rows so far, on disk."""
+    """The rows measured so far, on disk."""
 
     def __init__(self, folder: Path, about: Row, outcomes: dict[str, str]) -> None:
         self._folder = folder
@@ -133,7 +135,8 @@ def markdown_row(row: Row) -> str:
 
 
 def parser_of(description: str | None, timed: str, minutes: float) -> argparse.ArgumentParser:
-    """With what this program and tune_gpu.py are both asked; `timed`: the name of what they time one after the other."""
+    """Return the parser of the options that this program and tune_gpu.py share. `timed`: the name of the items that
+    they time."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help=f"print the {timed}, and end")
     parser.add_argument("--only", default="", metavar="TEXT", help=f"{timed} whose names have this text")

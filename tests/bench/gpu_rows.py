@@ -1,7 +1,7 @@
-"""What tests/bench/gpu.py measures: kernels in the sizes of real models, and whole models with random weights.
+"""Measurements of tests/bench/gpu.py: kernels in the sizes of real models, and whole models with random weights.
 
-Times of kernels are medians of CUDA events around replays of a graph of several launches, each with its own inputs, so that these do not
-come from the cache.
+Kernel times are medians of CUDA events around replays of a graph. The graph contains several launches, each with its
+own inputs, so that inputs are not read from the cache.
 """
 
 import itertools
@@ -22,14 +22,14 @@ REPLAYS = 30
 L2_BYTES = 60e6
 BF16, INT8, FP8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-"""Llama-3.1-8B's products as the engine makes them on a GPU: q, k and v; o; gate and up; down. Outputs and inputs."""
+"""Outputs and inputs of Llama-3.1-8B's products as the engine fuses them on a GPU: q, k and v; o; gate and up; down."""
 
 Step = tuple[Callable[[], Any], float]
-"""A launch over inputs of its own, and the bytes or operations that it needs at least."""
+"""A launch over its own inputs, and the minimum number of bytes or operations that it needs."""
 
 
 def median_seconds(steps: list[Step]) -> float:
-    """Of one step. All are captured into one graph, which is replayed."""
+    """Return the median seconds of a step. All steps are captured into one graph, which is replayed."""
     for run, _ in steps:
         run()
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def rotated(make: Callable[[], Step], nbytes: float) -> list[Step]:
-    """Enough sets of inputs that each has left the cache before it comes again."""
+    """Return so many sets of inputs that each has left the cache before its next use."""
     return [make() for _ in range(max(4, int(3 * L2_BYTES / nbytes)))][:64]
 
 
@@ -77,7 +77,7 @@ def large_product(dtype: torch.dtype) -> list[Step]:
 
 
 def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
-    """Counted as bytes of the weight for one row, else as operations."""
+    """Measure a product: in bytes of the weight for one row, else in operations."""
     from kernels.linear import gpu_weight, triton
     from kernels.quantize_rows import QuantizedActivations
     from kernels.quantize_rows.triton import quantize_rows
@@ -100,12 +100,12 @@ def product(kind: str, rows: int, outputs: int, inputs: int) -> Step:
 
 
 def products_of_a_layer(kind: str, rows: int) -> list[Step]:
-    """Two layers at least, so that the weights of one have left the cache when its turn comes."""
+    """Measure the products of at least two layers, so that a weight has left the cache before its next use."""
     return [product(kind, rows, *shape) for _ in range(2 if rows > 64 else 4) for shape in LLAMA]
 
 
 def attention(kv_cache: str, sequences: int, context: int = 8192) -> list[Step]:
-    """Decode with 32 query heads and 8 key/value heads of 128 channels."""
+    """Measure decode attention with 32 query heads and 8 key/value heads of 128 channels."""
     from kernels.kv_format import FORMATS, allocate
     from kernels.kv_store.triton import kv_store
     from kernels.paged_attention.triton import paged_attention
@@ -127,7 +127,7 @@ def attention(kv_cache: str, sequences: int, context: int = 8192) -> list[Step]:
 
 
 def mixture(kind: str, tokens: int) -> list[Step]:
-    """Mixtral-8x7B. Counts the bytes of the experts that are chosen: of one token two, of many all."""
+    """Measure Mixtral-8x7B's mixture in bytes of the chosen experts: two for one token, all for many tokens."""
     from kernels.linear import gpu_weight
     from kernels.moe.triton import mixture as run
     from kernels.quantize_rows import ActivationFormat
@@ -157,7 +157,7 @@ def mixture(kind: str, tokens: int) -> list[Step]:
 
 
 def top_p(sorting: bool, rows: int = 128, vocab_size: int = 128256) -> list[Step]:
-    """The logits' bytes, read once."""
+    """Measure top-p in bytes of the logits, which are read once."""
     from kernels.sampling.triton import draw
 
     settings = torch.tensor([1, 0, 0.9, 0, 0.5], dtype=torch.float64, device="cuda").expand(rows, -1).contiguous()
@@ -201,7 +201,7 @@ CONFIGS = {
 
 
 def engine(size: str, scheme: str, rows: int, kv_cache: str = "none", **options: Any) -> Any:
-    """Of random weights."""
+    """Return an engine with random weights."""
     from conf.quantization import Activations, KVCacheFormat, QuantConfig, QuantScheme
     from conf.schema import DeviceConfig, DeviceType, DType, ModelConfig, RunConfig, Weights
     from pipelines.loading.load_engine import load_engine
@@ -218,7 +218,7 @@ def engine(size: str, scheme: str, rows: int, kv_cache: str = "none", **options:
 
 
 def decode_step(size: str, scheme: str, rows: int) -> Row:
-    """Of a whole model in the engine, after 128 tokens: median seconds from step to step, and the bytes it reads."""
+    """Measure the median seconds per decode step of a whole model after 128 tokens, and the bytes that a step reads."""
     from conf.decoding import DecodeConfig
 
     own = engine(size, scheme, rows)
@@ -233,7 +233,7 @@ def decode_step(size: str, scheme: str, rows: int) -> Row:
 
 
 def prompt(scheme: str, num_tokens: int = 4096) -> Row:
-    """The 8B model's step that takes a whole prompt, and the operations of its linear layers."""
+    """Measure the 8B model's step for a whole prompt, in operations of its linear layers."""
     from conf.decoding import DecodeConfig
 
     own = engine("8B", scheme, 1, max_batched_tokens=num_tokens)
@@ -248,9 +248,9 @@ def prompt(scheme: str, num_tokens: int = 4096) -> Row:
 
 
 def offline(scheme: str, kv_cache: str, lengths: list[tuple[int, int]], num_requests: int, seconds: float) -> Row:
-    """Generated tokens of the 8B model, greedy, all requests offered at once; for so many seconds at most.
+    """Measure generated tokens of the 8B model: greedy, all requests submitted at once, within a time limit in seconds.
 
-    `lengths`: of prompt and output, in turn.
+    `lengths`: prompt and output lengths, in turn.
     """
     from conf.decoding import DecodeConfig
 
@@ -267,7 +267,7 @@ def offline(scheme: str, kv_cache: str, lengths: list[tuple[int, int]], num_requ
 
 
 def transformers_step(size: str = "8B") -> Row:
-    """A token of transformers' own model in bfloat16 with a static cache, compiled; counted are the weights that it reads."""
+    """Measure a decode step of transformers' model in bfloat16 with a static cache, compiled: bytes of weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("cuda"):
@@ -281,7 +281,7 @@ def transformers_step(size: str = "8B") -> Row:
         pad_token_id=0,
     )
     times = {}
-    for new in (33, 33, 161):  # the first compiles
+    for new in (33, 33, 161):  # the first call compiles
         torch.cuda.synchronize()
         start = time.perf_counter()
         run(tokens, max_new_tokens=new)
@@ -294,7 +294,7 @@ def timed(seconds: float, counted: float) -> Row:
     return {"seconds": seconds, "per_s": counted / seconds}
 
 
-SPEC_BENCH = [(n, 256) for n in (11, 20, 30, 41, 53, 78, 474, 720, 786, 1200)]  # tokens of the prompts' deciles
+SPEC_BENCH = [(n, 256) for n in (11, 20, 30, 41, 53, 78, 474, 720, 786, 1200)]  # deciles of the prompts' token counts
 DECODE: list[tuple[str, str, float | None, Callable[[], Row]]] = [
     *(
         (f"decode step of {size}, batch {rows}, {'bf16' if scheme == 'none' else scheme}", "copy", goal, step)
@@ -324,7 +324,7 @@ WHOLE: list[tuple[str, str, float | None, Callable[[], Row]]] = [
 ]
 
 PLAN: list[tuple[str, str, float | None, Callable[[], list[Step]]]] = [
-    # name, what its share is of, goal of the share, steps
+    # name, unit of the share, goal of the share, steps
     *(
         (f"products of a decode step, 8B, 1 row, {kind}", "copy", goal, partial(products_of_a_layer, kind, 1))
         for kind, goal in (("bf16", 0.78), ("int8", 0.65), ("int4 g128", 0.50))
@@ -364,7 +364,8 @@ CEILINGS: dict[str, Callable[[], list[Step]]] = {
 
 
 def rows() -> dict[str, tuple[str, float | None, Callable[[], Row]]]:
-    """What a row's share is of, its goal, and how it is measured, by name, in the order of their worth for the time that they take."""
+    """Return the measurements by name, with the unit of a row's share and its goal. Rows that give the most information
+    per second come first."""
     kernels = [(name, of, goal, partial(time_of_a_step, make)) for name, of, goal, make in PLAN]
     ceilings = [(name, name, None, partial(time_of_a_step, make)) for name, make in CEILINGS.items()]
     aimed, others = ([row for row in (*DECODE, *kernels) if (row[2] is not None) == has] for has in (True, False))
@@ -377,5 +378,5 @@ def time_of_a_step(make: Callable[[], list[Step]]) -> Row:
 
 
 def limit_s(name: str) -> float:
-    """The most that a row may take: a kernel, or a model with its weights."""
+    """Return the time limit of a row: a kernel, or a model with its weights."""
     return 100.0 if name in {row[0] for row in (*DECODE, *WHOLE)} else 40.0

@@ -1,8 +1,9 @@
-"""Time of steps whose 64 rows are in a JSON schema over that of steps of 64 free rows.
+"""Time of steps with 64 rows guided by a JSON schema, relative to steps with 64 unguided rows.
 
-`python tests/bench/guided_rows.py model.path=FOLDER device=cpu`. Both take turns in one process, with the same prompts and numbers of
-tokens. Counted is what follows a row's first token: seconds on the wall, and of all processors, which other work on the machine changes
-little. Medians in tests/bench/results/guided_rows.json, where a row that is measured again is replaced.
+`python tests/bench/guided_rows.py model.path=FOLDER device=cpu`. Both variants take turns in one process, with the same
+prompts and token counts. The time after a row's first token counts, as wall-clock seconds and as processor seconds;
+other work on the machine hardly changes the latter. The medians are written to tests/bench/results/guided_rows.json;
+new rows replace old rows of the same measurement.
 """
 
 import argparse
@@ -43,7 +44,7 @@ SCHEMA = {"type": "array", "items": PERSON, "minItems": 200}  # longer than any 
 
 
 def decoding(engine: Engine, num_rows: int, decode: DecodeConfig) -> tuple[float, float]:
-    """Return seconds on the wall and of all processors, by token of a row, after the rows' first tokens."""
+    """Return wall-clock and processor seconds per token of a row, after the rows' first tokens."""
     chosen = random.Random(1)
     prompts = [[chosen.randrange(5, engine.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(num_rows)]
     groups = [engine.add(engine.request(i, prompt, decode)) for i, prompt in enumerate(prompts)]
@@ -58,10 +59,10 @@ def decoding(engine: Engine, num_rows: int, decode: DecodeConfig) -> tuple[float
 
 
 def measure(engine: Engine, num_rows: int, decode: DecodeConfig, rounds: int) -> dict[str, Any]:
-    """Return milliseconds of a step, free and guided, and the guided ones' share of further time."""
-    guided = replace(decode, ignore_eos=False, guide={"json_schema": SCHEMA})  # which has no end this early
+    """Return milliseconds per step, guided and unguided, and the extra time of guided rows as a share."""
+    guided = replace(decode, ignore_eos=False, guide={"json_schema": SCHEMA})  # too long to end within the measurement
     times: dict[str, list[float]] = {"free_ms": [], "guided_ms": [], "free_cpu_ms": [], "guided_cpu_ms": []}
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # warm-up
         for name, settings in (("free", decode), ("guided", guided)):
             wall_s, cpu_s = decoding(engine, num_rows, settings)
             if turn:

@@ -1,7 +1,9 @@
-"""Time to the first token of a prompt whose beginning is kept: `python tests/bench/kept_prefix.py model.path=FOLDER device=cpu`.
+"""Time to the first token of a prompt with a kept prefix: `python tests/bench/kept_prefix.py model.path=FOLDER
+device=cpu`.
 
-Two engines over the same model, one with the file of task=prefix, get the same prompts in turns: the kept tokens, and 16 others. Prints the
-medians, their ratio, the seconds that putting the file into the cache adds to a load, and whether all log probabilities are equal.
+Two engines over the same model, one of them with a file of task=prefix, get the same prompts in turns: the kept tokens
+and 16 further tokens. Prints the medians, their ratio, the seconds that loading the file into the cache adds to a
+start, and whether all log probabilities are equal.
 """
 
 import argparse
@@ -30,7 +32,7 @@ PREFIX_CACHE = {"plain": False, "kept": True}
 
 
 def keep(overrides: list[str], token_ids: list[int], folder: Path) -> Path:
-    """Make the file of these tokens."""
+    """Write the prefix file of these tokens."""
     data, output = folder / "data.jsonl", folder / "kept"
     data.write_text(json.dumps({"prompt_token_ids": token_ids}))
     run = compose_run_config([*overrides, "task=prefix", f"prefix.data={data}", f"prefix.output={output}"])
@@ -48,7 +50,7 @@ def first_token(engine: Engine, prompt: list[int], prefix_cache: bool) -> tuple[
 
 
 def measured(run: RunConfig, kept: Path, token_ids: list[int], rounds: int) -> dict[str, object]:
-    """Measure both engines in turns; the first round, which records steps, does not count."""
+    """Measure both engines in turns. The first round records steps and does not count."""
     engines = {"plain": load_engine(run, 1), "kept": load_engine(run, 1)}
     plan = plan_model(run.model, run.quant, resolve_model(run.model), engines["kept"].device, packed=True)
     start = time.perf_counter()

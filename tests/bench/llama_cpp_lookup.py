@@ -1,6 +1,8 @@
-"""llama.cpp's prompt lookup for copies.py, in an interpreter that has llama_cpp: `python llama_cpp_lookup.py GGUF NUM_TOKENS`.
+"""llama.cpp's prompt lookup for copies.py, in an interpreter that has llama_cpp: `python llama_cpp_lookup.py GGUF
+NUM_TOKENS`.
 
-Reads lines of JSON ({"prompts": token ids, "drafts": whether it looks up}), and prints decoded tokens per second for each.
+Reads lines of JSON ({"prompts": token ids, "drafts": whether to look up}), and prints the decoded tokens per second for
+each.
 """
 
 import itertools
@@ -17,7 +19,7 @@ settings = {"n_ctx": 1024, "n_threads": os.cpu_count(), "verbose": False}
 plain = Llama(path, **settings)
 drafting = Llama(
     path, **settings, draft_model=LlamaPromptLookupDecoding(num_pred_tokens=2)
-)  # its documentation: 2 on a CPU
+)  # as its documentation recommends for a CPU
 for line in sys.stdin:
     wanted = json.loads(line)
     model, seconds = drafting if wanted["drafts"] else plain, 0.0

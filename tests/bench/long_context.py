@@ -1,9 +1,10 @@
 """Decode speed after 2k, 8k and 32k tokens of context, with llama.cpp and vLLM in the same rounds.
 
-`python tests/bench/long_context.py --llama-cpp PYTHON --vllm PYTHON --tokenizer FOLDER`. A Llama of random weights with SmolLM2's widths
-(hidden 576, 9 heads over 3, head_dim 64) and few layers, so that keys and values are a large part of what a step reads. Weights are
-bfloat16, the cache bfloat16 or int8 (llama.cpp: float16, its default, and q8_0; vLLM: bfloat16). Each engine has a process of its own,
-which has computed the prompt; the engines take turns in every round. Medians of tokens per second and of the ratios of the rounds, in
+`python tests/bench/long_context.py --llama-cpp PYTHON --vllm PYTHON --tokenizer FOLDER`. The model is a Llama of random
+weights with SmolLM2's widths (hidden 576, 9 heads over 3, head_dim 64) and few layers, so that keys and values are a
+large part of the bytes that a step reads. Weights are bfloat16; the cache is bfloat16 or int8 (llama.cpp: float16, its
+default, and q8_0; vLLM: bfloat16). Each engine runs in its own process, which has computed the prompt; the engines take
+turns in every round. Medians of tokens per second and of the ratios of the rounds are written to
 tests/bench/results/long_context.json.
 """
 

@@ -1,7 +1,7 @@
 """Decode speed of llama.cpp and vLLM after a long context, for long_context.py, in an interpreter that has the engine.
 
-`python long_context_peer.py llama.cpp FILE CACHE NUM_TOKENS` or `... vllm FOLDER CACHE NUM_TOKENS`. CACHE is none or int8. It reads the
-prompt's token ids, a line of JSON, and computes them. Then each line asks for NUM_TOKENS more after the prompt; prints tokens per second.
+`python long_context_peer.py llama.cpp FILE CACHE NUM_TOKENS` or `... vllm FOLDER CACHE NUM_TOKENS`. CACHE is none or int8. Reads the
+prompt's token ids, a line of JSON, and computes them. For each further line it generates NUM_TOKENS after the prompt and prints tokens/s.
 """
 
 import json
@@ -14,7 +14,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="4", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0"
 )
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
-NEXT = 7  # any token: its value does not change the time
+NEXT = 7  # an arbitrary token: its id does not change the time
 
 
 def of_llama_cpp(path: str, cache: str, num_tokens: int, prompt: list[int]) -> Callable[[], float]:
@@ -29,7 +29,7 @@ def of_llama_cpp(path: str, cache: str, num_tokens: int, prompt: list[int]) -> C
     model.eval(prompt)
 
     def decode() -> float:
-        model.n_tokens = len(prompt)  # eval removes what the cache has beyond
+        model.n_tokens = len(prompt)  # eval removes later entries of the cache
         model.eval([NEXT])
         start = time.perf_counter()
         for _ in range(num_tokens - 1):

@@ -1,6 +1,7 @@
-"""How much of a decode step is the engine's own loop: `python tests/bench/loop.py --batch 16 model.path=FOLDER device=cpu`.
+"""The share of the engine's own loop in a decode step: `python tests/bench/loop.py --batch 16 model.path=FOLDER
+device=cpu`.
 
-Prints the median milliseconds of each phase of a step and the share of all phases but the forward pass.
+Prints the median milliseconds of each phase of a step, and the share of all phases except the forward pass.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from conf.schema import DecodeConfig  # noqa: E402
 from pipelines.engine import step_loop  # noqa: E402
 from pipelines.loading.load_engine import load_engine  # noqa: E402
 
-WARMUP = 8  # steps that are not counted
+WARMUP = 8  # warm-up steps
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""The matrix products beside torch and beside what the machine can do: `python tests/bench/matmul.py --rows 1 8 512`.
+"""Matrix products compared with torch and with the machine's limits: `python tests/bench/matmul.py --rows 1 8 512`.
 
-Shapes of Llama 1.1 B. In every round each variant runs a few times in a row (a pool that slept is awake then), with weights that
-exceed the caches; the best time of all counts, for neighbours only ever slow a call down. One line of JSON a shape: with few rows
-GB/s of weights read, else 10^9 operations per second. Needs AVX-512; with AMX the limits are those of its tiles.
+Shapes of Llama 1.1 B. In every round each variant runs several times in a row, so that its threads are awake, with
+weights that exceed the caches. The best time counts, because other work on the machine only ever slows a call down.
+Prints one line of JSON per shape: for few rows GB/s of weights read, else 10^9 operations per second. Needs AVX-512;
+with AMX the limits are those of its tiles.
 """
 
 import argparse
@@ -33,12 +34,12 @@ SHAPES = {
     "down": (2048, 5632),
     "head": (32000, 2048),
 }  # N, K
-COLD_BYTES = 2**27  # several times the caches
+COLD_BYTES = 2**27  # several times the size of the caches
 FEW_ROWS = 16
 IN_A_ROW, FEW_IN_A_ROW = (
     2,
     5,
-)  # torch's threads spin on for a while after its product, and slow down the first call that follows
+)  # torch's threads keep spinning after its product, and slow down the next call
 
 
 def limits() -> build.Library:
@@ -61,7 +62,7 @@ def int_codes(bits: int, num_outputs: int, num_inputs: int) -> torch.Tensor:
 
 
 def variants(num_outputs: int, num_inputs: int, num_rows: int) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Name -> bytes of the weight, and the call."""
+    """Return the bytes of the weight and the call, by variant."""
     x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16)
     made: dict[str, tuple[float, Callable[[], object]]] = {}
 

@@ -1,7 +1,7 @@
-"""What a process that computes on one of our cores costs a product: `python tests/bench/neighbour.py`.
+"""How much a process that computes on one of our cores slows a product down: `python tests/bench/neighbour.py`.
 
-Quiet and disturbed rounds alternate; prints the median over the rounds of time with the neighbour / time without, ours and torch's.
-Ours may be at most 2.2.
+Quiet and disturbed rounds alternate. Prints the median over the rounds of the time with the other process divided by
+the time without it, for our product and torch's. Our ratio may be at most 2.2.
 """
 
 import json

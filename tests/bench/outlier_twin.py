@@ -1,7 +1,8 @@
-"""A checkpoint that computes what another one does, with outliers in its activations: `python tests/bench/outlier_twin.py MODEL OUTPUT`.
+"""Write a checkpoint that computes the same as another one, but has outlier activations: `python
+tests/bench/outlier_twin.py MODEL OUTPUT`.
 
-Of every norm before linear layers some channels are scaled up, and the columns that read them are scaled down, by powers of two, so
-that every product stays what it was. For models with Llama's names, in safetensors.
+Some channels of every norm before linear layers are scaled up, and the columns that read them are scaled down, by
+powers of two. Every product stays the same. For models with Llama's tensor names, in safetensors.
 """
 
 import argparse
@@ -13,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-# 1 / 2^e of a float16 that is not tiny is exact, as is a sum of products of the same numbers.
+# Scaling by 1 / 2^e is exact for float16 numbers that are not tiny, and so is a sum of equally scaled products.
 FACTORS = (32, 64)
-SHARE = 50  # one in so many channels, at least one
+SHARE = 50  # one channel in this number, at least one
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
@@ -23,7 +24,7 @@ READERS = {
 
 
 def write_outlier_twin(model: Path, output: Path, seed: int = 0) -> None:
-    """Raises ValueError where a tensor cannot be scaled exactly, or no norm is found."""
+    """Raises ValueError if a tensor cannot be scaled exactly, or if no norm is found."""
     files = {output / path.name: load_file(path) for path in sorted(model.glob("*.safetensors"))}
     holders = {name: tensors for tensors in files.values() for name in tensors}
     norms = [

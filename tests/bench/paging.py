@@ -1,10 +1,11 @@
-"""Memory of a paged cache against caches of full length: `python tests/bench/paging.py --questions FILE model=tiny device=cpu`.
+"""Memory of a paged cache compared with caches of full length: `python tests/bench/paging.py --questions FILE
+model=tiny device=cpu`.
 
-A chat server's trace: each question of FILE (JSON lines with `turns`) is a conversation of two turns. The second one holds the first one's
-answer; answers have lengths of a log-normal distribution (median 128, sigma 0.8, at most 400). After each step:
-the tokens that running rows have, the places of the blocks that they hold (a shared block counts once), and the places that rows would
-hold whose caches have the length of the context. The numbers depend on lengths alone, and not on the model. In
-tests/bench/results/paging.json.
+The trace of a chat server: each question of FILE (JSON lines with `turns`) is a conversation of two turns, whose second
+prompt contains the first answer. Answer lengths follow a log-normal distribution (median 128, sigma 0.8, at most 400).
+After each step three numbers are recorded: the tokens of the running rows, the slots of their blocks (a shared block
+counts once), and the slots of caches with the full context length. They depend only on lengths, not on the model.
+Results: tests/bench/results/paging.json.
 """
 
 import argparse
@@ -32,7 +33,7 @@ MEDIAN, SIGMA, MOST = 128, 0.8, 400
 
 
 def measure(engine: Engine, conversations: list[list[str]]) -> dict[str, Any]:
-    """Run the conversations, as many at once as the engine takes."""
+    """Run the conversations, as many at once as the engine admits."""
     generator = random.Random(0)
     waiting: deque[tuple[int, list[dict[str, str]]]] = deque(
         (number, [{"role": "user", "content": turns[0]}]) for number, turns in enumerate(conversations)

@@ -1,12 +1,13 @@
-"""Perplexity over bytes of every 4- to 8-bit scheme: `python tests/bench/quality.py FILE.gguf TEXT FOLDER [--json FILE]`.
+"""Perplexity over bytes of every 4- to 8-bit scheme: `python tests/bench/quality.py FILE.gguf TEXT FOLDER [--json
+FILE]`.
 
-FILE.gguf is a Llama model in Q4_1. FOLDER keeps two twins of it in bfloat16 for later calls:
+FILE.gguf is a Llama model in Q4_1. FOLDER keeps two bfloat16 twins of it for later calls. The first twin has the values
+of the file. They are on a grid of 16 values per block of 32, which flatters formats with such blocks. In the second
+twin each value of a Q4_1 matrix is moved at random within its cell of the grid, uniformly by up to half a step (seed
+0).
 
-- first: the values of the file. They lie on a grid of 16 values for each block of 32, which flatters formats with such blocks.
-- second: each value of a Q4_1 matrix moved at random within its cell of the grid, uniformly by up to half a step (seed 0).
-
-A cell is a run of task=evaluate in bfloat16 on the CPU, with the first 60,000 bytes of TEXT in windows of 1,024 tokens, compared with
-the float twin. `gguf` cells evaluate a file that task=convert writes with the bytes of llama-quantize.
+A cell is a run of task=evaluate in bfloat16 on the CPU, with the first 60,000 bytes of TEXT in windows of 1,024 tokens,
+compared with the float twin. `gguf` cells evaluate a file that task=convert writes with the bytes of llama-quantize.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BYTES, WINDOW = 60_000, 1024
-BLOCK, BLOCK_BYTES = 32, 20  # of Q4_1, which begins with its float16 step
+BLOCK, BLOCK_BYTES = 32, 20  # of a Q4_1 block, which begins with its float16 step
 PROJECTIONS = {
     **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
@@ -78,7 +79,8 @@ def write_twins(file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     del model.config.quantization_config
-    model.is_quantized, model.hf_quantizer = False, None  # else transformers refuses to save the dequantised weights
+    # otherwise transformers refuses to save the dequantised weights
+    model.is_quantized, model.hf_quantizer = False, None
     save(model, tokenizer, folder / "first")
     model.float()
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +95,7 @@ def write_twins(file: Path, folder: Path) -> None:
 
 
 def steps_of(data: Any, weight: torch.Tensor, name: str, config: Any) -> torch.Tensor:
-    """Return the step of each block [O, I / 32], with the rows in the order of Hugging Face."""
+    """Return the step of each block [O, I / 32], with rows in Hugging Face's order."""
     halves = data.reshape(-1, BLOCK_BYTES)[:, :2].copy().view(np.float16)
     steps = torch.from_numpy(halves.astype(np.float32)).view(len(weight), -1)
     if name not in ("attn_q", "attn_k"):

@@ -1,8 +1,9 @@
-"""Perplexity and divergence of every scheme from the float model: `python tests/bench/quantisation.py MODEL TEXT CALIBRATION [OVERRIDES]`.
+"""Perplexity and divergence of every scheme from the float model: `python tests/bench/quantisation.py MODEL TEXT
+CALIBRATION [OVERRIDES]`.
 
-Each cell is a run of task=evaluate of its own, in float32 on the CPU. Prints a table, and writes the rows as JSON with --json FILE.
-Each file of `--gguf FILE FILE` is the same model as another tool has quantised it; with `--cells float` these are the only cells beside
-the float model.
+Each cell is a separate run of task=evaluate, in float32 on the CPU. Prints a table, and writes the rows as JSON with
+--json FILE. Each file of `--gguf FILE FILE` is the same model, quantised by another tool; with `--cells float` only
+these cells and the float model are measured.
 """
 
 import argparse
@@ -38,7 +39,7 @@ CELLS: dict[str, list[str]] = {
     "kv_cache fp8, static": ["quant.kv_cache=fp8", STATIC_CACHE],
     "kv_cache int4": ["quant.kv_cache=int4"],
 }
-CALIBRATED = (", static", "gptq", "awq")  # what the names of cells that calibrate contain, on 64 samples of 256 tokens
+CALIBRATED = (", static", "gptq", "awq")  # parts of the names of cells that calibrate, with 64 samples of 256 tokens
 
 
 def main() -> None:

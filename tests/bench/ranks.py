@@ -1,10 +1,12 @@
-"""Ranks beside one process: `python tests/bench/ranks.py --model FOLDER --out FILE.json [--rounds 3] [key=value ...]`.
+"""Ranks compared with one process: `python tests/bench/ranks.py --model FOLDER --out FILE.json [--rounds 3] [key=value
+...]`.
 
-gather: two processes put pieces beside each other in our shared memory and by gloo of torch.distributed, in turns: the median seconds of a
-call, by the bytes of a piece. divisions: task=bench with as many threads as there are cores, in one process and in two ranks of
-half of them, in turns, for one row and for sixteen, beside the decode speed that parallel=auto plans just before; a round in which
-memory changed its speed is measured again. replicas: task=predict of --rows rows in one process and by two replicas of parallel=ray, in
-turns. kill: a rank of task=predict is killed by SIGKILL; the seconds until the run has ended. `--only divisions` measures one of these.
+gather: two processes concatenate pieces through our shared memory and through torch.distributed's gloo, in turns: the
+median seconds per call, by the bytes of a piece. divisions: task=bench in one process with one thread per core and in
+two ranks with half of the threads each, in turns, for one row and for sixteen, with the decode speed that parallel=auto
+plans just before. A round in which the memory bandwidth changed is measured again. replicas: task=predict of --rows
+rows in one process and with two replicas of parallel=ray, in turns. kill: the seconds from SIGKILL of a rank of
+task=predict to the end of the run. `--only divisions` runs one of these measurements.
 """
 
 import argparse
@@ -46,11 +48,13 @@ DIVISIONS = {
     "pp2": ["parallel=pp", "parallel.pp=2"],
 }
 SPEEDS = ("prefill_tokens_per_s", "decode_tokens_per_s")
-STEADY = 0.25  # of the memory bandwidth before and after each run of a round: two speeds are farther apart, measurements of one nearer
+# tolerance of the memory bandwidth before and after each run of a round: two speeds differ more, repeated measurements
+# less
+STEADY = 0.25
 
 
 def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection) -> None:
-    """Measure one of two ranks, and send the medians of each size."""
+    """Measure as one of two ranks, and send the medians of each size."""
     library = build.library()
     assert library is not None
     use_cores({sorted(os.sched_getaffinity(0))[rank]})
@@ -59,7 +63,7 @@ def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     found = []
     for size in SIZES:
-        num_rows = max(size >> 20, 1)  # a row of all ranks has 4 MB at most
+        num_rows = max(size >> 20, 1)  # the pieces of all ranks in a row have at most 4 MB
         piece = torch.full((num_rows, size // num_rows), rank, dtype=torch.uint8)
         pieces = [torch.empty_like(piece) for _ in range(2)]
         seconds: dict[str, list[float]] = {"shared_memory": [], "gloo": []}
@@ -70,7 +74,7 @@ def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection)
             torch.distributed.all_gather(pieces, piece)
             seconds["shared_memory"].append(middle - start)
             seconds["gloo"].append(time.perf_counter() - middle)
-            torch.distributed.barrier()  # so that neither counts the other's delay
+            torch.distributed.barrier()  # so that no variant includes the other's delay
         assert out.equal(torch.cat(pieces, dim=1))
         medians = {name: statistics.median(each) for name, each in seconds.items()}
         microseconds = {f"{name}_us": round(median * 1e6, 1) for name, median in medians.items()}
@@ -82,7 +86,7 @@ def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection)
 
 
 def gather(repeats: int) -> list[dict[str, Any]]:
-    """Return the rows of all sizes, as rank 0 sees them."""
+    """Return the rows of all sizes, as rank 0 measures them."""
     library = build.library()
     assert library is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -100,7 +104,7 @@ def gather(repeats: int) -> list[dict[str, Any]]:
 
 
 def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict[str, float]:
-    """Return what task=bench measures, and the memory bandwidth just after it."""
+    """Return the metrics of task=bench, and the memory bandwidth just after it."""
     command = [sys.executable, "run.py", "task=bench", f"model.path={model}", "device=cpu", f"hydra.run.dir={folder}"]
     command += [f"bench.batch_size={num_rows}", "bench.prompt_tokens=128", "bench.new_tokens=32", *overrides]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
@@ -110,7 +114,8 @@ def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict
 
 
 def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, float], Topology]:
-    """Return the decode tokens/s that parallel=auto plans for each division of this machine, as `bench` measures them, and the machine."""
+    """Return the decode tokens/s that parallel=auto plans for each layout on this machine, in the units of `bench`, and
+    the machine."""
     run = compose_run_config(
         ["task=bench", f"model.path={model}", "device=cpu", "parallel=auto", "model.max_length=160"]
         + [f"bench.batch_size={num_rows}", *overrides]
@@ -121,7 +126,7 @@ def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, 
 
 
 def one_round(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict[str, Any]:
-    """Return this machine as a plan finds it, and what each division was planned and measured to do just after."""
+    """Return this machine as the planner measures it, and the planned and measured speeds of each layout."""
     plan, topology = planned(model, overrides, num_rows)
     flops = {rows: topology.flops(rows) for rows in {num_rows, -(-num_rows // 2)}}
     found: dict[str, Any] = {"machine": vars(topology) | {"link": vars(topology.link), "flops": flops}}
@@ -133,13 +138,15 @@ def one_round(model: str, overrides: list[str], num_rows: int, folder: Path) -> 
 
 
 def is_steady(found: dict[str, Any]) -> bool:
-    """Whether memory had one speed in a round: on machines that others share it changes within seconds, and decides who wins."""
+    """Return whether the memory bandwidth was constant in a round. On shared machines it changes within seconds and
+    decides the comparison."""
     speeds = [found["machine"]["bandwidth"], *(found[name]["memory_bandwidth_bytes_per_s"] for name in DIVISIONS)]
     return bool(max(speeds) <= (1 + STEADY) * min(speeds))
 
 
 def parallel_layouts(model: str, overrides: list[str], rounds: int, folder: Path) -> dict[str, Any]:
-    """Return steady rounds by the number of rows, at most twice as many were measured, and the medians of each division in them."""
+    """Return the steady rounds by the number of rows, and the medians of each layout in them. At most twice as many
+    rounds are measured."""
     result: dict[str, Any] = {}
     for num_rows in (1, 16):
         steady: list[dict[str, Any]] = []
@@ -155,7 +162,7 @@ def parallel_layouts(model: str, overrides: list[str], rounds: int, folder: Path
 
 
 def summary(rounds: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """Return the medians of a division's speeds, and of their ratios to the plan and to one process in the same round."""
+    """Return the medians of a layout's speeds, and of their ratios to the plan and to one process in the same round."""
     rows, single = [each[name] for each in rounds], [each["single"] for each in rounds]
     ratios = [row["planned_tokens_per_s"] / row["decode_tokens_per_s"] for row in rows]
     found = {speed: statistics.median(row[speed] for row in rows) for speed in SPEEDS}
@@ -166,7 +173,7 @@ def summary(rounds: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 def replicas(model: str, overrides: list[str], num_rows: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Return the median speeds of a job by one process and by two replicas, and their ratio in the same round."""
+    """Return the median speeds of a job in one process and with two replicas, and their ratio in the same round."""
     data = folder / "job.txt"
     data.write_text("\n".join(f"Row {i}" for i in range(num_rows)))
     found: dict[str, list[float]] = {"single": [], "replicas": []}
@@ -212,7 +219,7 @@ def kill(model: str, overrides: list[str], rounds: int, folder: Path) -> list[fl
             if process.poll() is not None:
                 raise RuntimeError(process.communicate()[1])
             time.sleep(0.05)
-        time.sleep(5)  # into its steps
+        time.sleep(5)  # the rank is computing steps now
         start = time.perf_counter()
         os.kill(workers[0], signal.SIGKILL)
         _, stderr = process.communicate()
@@ -230,7 +237,7 @@ def children(pid: int) -> list[int]:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == pid and b"pipelines.loading.worker" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
     return found
 

@@ -1,7 +1,9 @@
-"""From the start of a process to its first token: `python tests/bench/second_start.py model.path=FOLDER quant=int8 device=cpu`.
+"""Seconds from the start of a process to its first token: `python tests/bench/second_start.py model.path=FOLDER
+quant=int8 device=cpu`.
 
-The first process keeps the model as the kernels read it (`model.keep_packed`), under outputs/packed, unless it is there. Of the later ones,
-each fresh, the medians of the seconds from the start to the end of the imports, of loading, and to the first token of 16.
+Unless the packed model (`model.keep_packed`) already exists under outputs/packed, the first process writes it. Each
+later process is new. Prints the medians of the seconds from the start to the end of the imports, to the end of loading,
+and to the first of 16 tokens.
 """
 
 import argparse

@@ -1,13 +1,16 @@
-"""Served speed beside other servers: `python tests/bench/serve_peers.py --model FOLDER --out FILE.json [--servers NAMES] [key=value ...]`.
+"""Serving speed compared with other servers: `python tests/bench/serve_peers.py --model FOLDER --out FILE.json
+[--servers NAMES] [key=value ...]`.
 
-vLLM's own client, `vllm bench serve`, asks every server: random prompts, ignore_eos, a number of streams at a time. Servers take turns in
-fresh processes, and a round measures all of them. While a second measurement runs, prompts of --long-prompt tokens arrive one after
-the other. Rows have tokens per second, the time to the first token (TTFT), the time between tokens (ITL), and the processor time of each
-process as a share of the machine; ours is also compared with task=bench, which serves nobody. Medians of ratios are of equal rounds.
+vLLM's own client, `vllm bench serve`, sends requests to every server: random prompts, ignore_eos, a fixed number of
+concurrent streams. The servers take turns in new processes, and a round measures all of them. During a second
+measurement, prompts of --long-prompt tokens arrive one after the other. Rows have tokens per second, the time to the
+first token (TTFT), the time between tokens (ITL), and the processor time of each process as a share of the machine. Our
+server is also compared with task=bench, which has no HTTP side. Ratios are medians over rounds.
 
-vLLM comes from the environments of peers (QUINTET_PEERS, ~/.cache/quintet-peers), transformers from ours, whose prompts come from a file,
-for which the client needs pandas. llama.cpp's server is --llama-server FILE, with FOLDER.bf16.gguf. A server that is not there, or does not
-start, is a row with its reason. key=value are settings of ours.
+vLLM comes from the peers' environments (QUINTET_PEERS, ~/.cache/quintet-peers), transformers from ours. transformers'
+prompts come from a file, for which the client needs pandas. llama.cpp's server is --llama-server FILE, with
+FOLDER.bf16.gguf. A server that is missing or does not start is a row with the reason. key=value are settings of our
+server.
 """
 
 import argparse
@@ -58,20 +61,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """How a server is started and asked."""
+    """How to start a server and send requests to it."""
 
     command: list[str]
     ready: str
-    """Path that answers 200 when requests can be answered."""
+    """Path that answers 200 when the server accepts requests."""
     model: str = NAME
-    """What requests give as `model`."""
+    """Value of `model` in requests."""
     chats: bool = False
-    """Whether it has no /v1/completions that vLLM's client can ask."""
+    """Whether the server lacks a /v1/completions that vLLM's client can use."""
     takes_ignore_eos: bool = True
-    """Whether it has vLLM's field ignore_eos, which the client sends with all random prompts. Where it has not, the client gets such
-    prompts in a file; an answer that draws the eos is shorter, and what it has is counted."""
+    """Whether the server has vLLM's field ignore_eos, which the client sends with all random prompts. Otherwise the
+    client reads such prompts from a file; an answer that samples the eos is shorter, and its tokens are counted."""
     absent: str = ""
-    """What a row says where its command is not installed."""
+    """Text of a row if the server's command is not installed."""
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -80,7 +83,7 @@ def vllm_command() -> list[str]:
 
 
 def with_template(model: Path, folder: Path) -> Path:
-    """Return a folder with a checkpoint's files and a chat template, without which transformers' server answers nothing."""
+    """Return a folder with a checkpoint's files and a chat template, which transformers' server requires."""
     folder.mkdir(parents=True)
     for file in model.iterdir():
         (folder / file.name).symlink_to(file.resolve())
@@ -91,7 +94,7 @@ def with_template(model: Path, folder: Path) -> Path:
 
 
 def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
-    """Return how each server is started on a port."""
+    """Return the start command of each server on a port."""
     model, cores, most = str(args.model), os.cpu_count() or 1, max(args.streams)
     ours = [sys.executable, "run.py", "task=serve", f"model.path={model}", "model.dtype=bfloat16", "device=cpu"]
     ours += [
@@ -135,7 +138,7 @@ def peers(args: argparse.Namespace, port: int, folder: Path) -> dict[str, Peer]:
 
 @contextmanager
 def served(peer: Peer, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server until its block ends. Raises RuntimeError where it does not become ready."""
+    """Run a server within the block. Raises RuntimeError if it does not become ready."""
     if shutil.which(peer.command[0]) is None:
         raise RuntimeError(f"left out: there is no {peer.command[0]} here; {peer.absent}")
     with open(log, "wb") as file:
@@ -167,7 +170,7 @@ def _is_ready(url: str) -> bool:
 
 
 def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder: Path) -> Row:
-    """Return what vLLM's client measures with so many streams at a time."""
+    """Return the measurements of vLLM's client with this number of streams."""
     num_prompts = max(2, args.repeats * streams)
     kind, path = ("openai-chat", "/v1/chat/completions") if peer.chats else ("openai", "/v1/completions")
     options = {
@@ -183,14 +186,14 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
         file = write_prompts(folder / "prompts.jsonl", num_prompts, args.prompt)
         options |= {"dataset-name": "custom", "dataset-path": file, "custom-output-len": args.new}
     command = [*vllm_command(), "bench", "serve", "--save-result", "--save-detailed", "--disable-tqdm"]
-    command += ["--ignore-eos"] if peer.takes_ignore_eos else ["--skip-chat-template"]  # which the server applies
+    command += ["--ignore-eos"] if peer.takes_ignore_eos else ["--skip-chat-template"]  # the server applies it
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the client failed: {done.stderr[-600:]}")
     found = json.loads((folder / "bench.json").read_text())
     if found["completed"] != num_prompts:
-        reason = next(filter(None, found.get("errors", ())), "")  # the first of them, without the traceback after it
+        reason = next(filter(None, found.get("errors", ())), "")  # the first error, without the traceback after it
         raise RuntimeError(f"{found['completed']} of {num_prompts} requests were answered: {reason.splitlines()[:1]}")
     return {
         "tokens_per_s": round(found["output_throughput"], 2),
@@ -202,14 +205,15 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
 
 
 def write_prompts(file: Path, num_prompts: int, num_words: int) -> Path:
-    """Write prompts of random numbers from 0 to 9, each a token of most vocabularies with the space before it."""
+    """Write prompts of random numbers from 0 to 9. With the space before it, each number is one token of most
+    vocabularies."""
     prompts = [" ".join(random.choices("0123456789", k=num_words // 2)) for _ in range(num_prompts)]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return file
 
 
 class LongPrompts:
-    """Sends long prompts, one after the other, in a thread, while its block runs."""
+    """Sends long prompts one after the other, in a thread, within the block."""
 
     def __init__(self, args: argparse.Namespace, peer: Peer, port: int) -> None:
         self.num_answered = 0
@@ -229,7 +233,7 @@ class LongPrompts:
 
     def _send(self) -> None:
         generator = random.Random(time.monotonic_ns())
-        while not self._is_over.wait(1.0):  # between two of them streams run undisturbed
+        while not self._is_over.wait(1.0):  # pause, in which streams run undisturbed
             ids = [generator.randrange(300, 1000) for _ in range(self._num_words)]
             prompt: Row = {"prompt": ids}
             if self._peer.chats:
@@ -247,7 +251,7 @@ def processor_seconds(session: int) -> dict[str, float]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = stat.read_text().partition(" (")[2].rpartition(") ")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         fields = rest.split()
         if int(fields[3]) == session:
@@ -257,7 +261,7 @@ def processor_seconds(session: int) -> dict[str, float]:
 
 def measure(args: argparse.Namespace, peer: Peer, process: subprocess.Popen[bytes], port: int, folder: Path) -> Row:
     """Return the rows of one server in one round, by the number of streams."""
-    bench(args, peer, port, 1, folder)  # what is made with the first requests
+    bench(args, peer, port, 1, folder)  # the first requests initialise the server
     rows: Row = {}
     for streams in args.streams:
         before = processor_seconds(process.pid)
@@ -278,7 +282,7 @@ def measure(args: argparse.Namespace, peer: Peer, process: subprocess.Popen[byte
 
 
 def offline(args: argparse.Namespace, streams: int, folder: Path) -> float:
-    """Return the tokens per second of task=bench with as many rows as streams: rows * new tokens over the time of all of them."""
+    """Return the tokens per second of task=bench with one row per stream: all new tokens divided by the total time."""
     command = [sys.executable, "run.py", "task=bench", f"model.path={args.model}", "model.dtype=bfloat16", "device=cpu"]
     command += [f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.batch_size={streams}"]
     command += [f"hydra.run.dir={folder / f'offline{time.monotonic_ns()}'}"]
@@ -293,7 +297,7 @@ def offline(args: argparse.Namespace, streams: int, folder: Path) -> float:
 
 
 def medians(rounds: list[dict[str, Row]], args: argparse.Namespace) -> Row:
-    """Return the median of each number of each server, and ours over the others' of the same rounds."""
+    """Return the medians of each server, and the ratios of our server to the others in the same rounds."""
     names = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_ms_beside_long", "http_share")
     found: Row = {}
     for streams in map(str, args.streams):

@@ -1,9 +1,11 @@
-"""A long run of the server under faults: `python tests/bench/serve_soak.py --minutes 30 --out FILE.json [key=value ...]`.
+"""A long run of the server under faults: `python tests/bench/serve_soak.py --minutes 30 --out FILE.json [key=value
+...]`.
 
-Phases follow each other until the time is over: calm, disconnects, slow readers, long prompts, rows of NaN, a full disk, SIGSTOP and
-kill -9 of the engine's process. Workers ask all the while, and each answer must be the one of before the faults: dropped streams go on by
-Last-Event-ID. After each phase every line of every batch must be there once, nothing may run or hold blocks, and memory and descriptors of
-both processes are noted. Exit code 1 where a check fails. Overrides are those of run.py.
+Phases follow each other until the time is over: calm, disconnects, slow readers, long prompts, rows of NaN, a full
+disk, SIGSTOP and kill -9 of the engine's process. Workers send requests all the time, and each answer must equal the
+answer from before the faults; dropped streams are resumed with Last-Event-ID. After each phase every line of every
+batch must exist exactly once, nothing may run or hold blocks, and the memory and descriptors of both processes are
+recorded. The exit code is 1 if a check fails. Overrides are those of run.py.
 """
 
 import argparse
@@ -38,7 +40,7 @@ from tests.helpers.server import ready_url, start_server  # noqa: E402
 TINY = REPOSITORY / "models" / "tiny"
 NUM_BODIES = 24
 NUM_WORKERS = 6
-SECONDS = 5.0  # that a phase's fault and its workers go on at least
+SECONDS = 5.0  # minimum duration of a phase's fault and its workers
 SETTLE_S = 120.0
 STALL_S = 5.0
 SEND_TIMEOUT_S = 5.0
@@ -52,7 +54,7 @@ class Failed(Exception):
 
 
 class Server:
-    """The server's two processes, as the system sees them."""
+    """The server's two processes, observed from outside."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         self.folder = folder
@@ -67,7 +69,7 @@ class Server:
 
     @property
     def child(self) -> int | None:
-        """Return the id of the engine's process, None while there is none."""
+        """Return the id of the engine's process, or None if there is none."""
         for pid in map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()):
             if b"pipelines.replicas.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
@@ -79,7 +81,7 @@ class Server:
         return {name: usage_of(pid) for name, pid in pids.items() if pid is not None}
 
     def stop(self) -> int:
-        """End the server by SIGTERM. Returns its exit code."""
+        """End the server with SIGTERM and return its exit code."""
         self.process.terminate()
         try:
             return self.process.wait(60)
@@ -94,7 +96,8 @@ def usage_of(pid: int) -> dict[str, int]:
 
 
 def write_broken(folder: Path) -> Path:
-    """Write an adapter whose factors are finite and whose rows are not, so that NaN reaches the logits of its own rows alone."""
+    """Write an adapter with finite factors whose products overflow, so that the logits of rows with this adapter are
+    NaN."""
     config = json.loads((TINY / "config.json").read_text())
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -111,7 +114,7 @@ def write_broken(folder: Path) -> Path:
 
 
 class Soak:
-    """Workers, faults and what was counted."""
+    """The workers, the faults and the counters."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -134,13 +137,13 @@ class Soak:
         self._expected: list[str] = []
 
     async def learn(self) -> None:
-        """Ask for each body's text, one after the other, before anything fails."""
+        """Record the text of each body's answer, one after the other, before any fault."""
         for body in self._bodies:
             answer = await self.http.post("/completions", json=body)
             self._expected.append(answer.raise_for_status().json()["choices"][0]["text"])
 
     async def work(self, until: float) -> None:
-        """Ask again and again, whole and streamed, and compare."""
+        """Send requests repeatedly, whole and streamed, and compare the answers."""
         while time.monotonic() < until:
             index = self._random.randrange(NUM_BODIES)
             streams = self._random.random() < 0.7
@@ -157,7 +160,7 @@ class Soak:
             await self._wait(answer)
 
     async def _streamed(self, body: Body) -> str:
-        """Return the text of a stream, resumed as often as it drops."""
+        """Return the text of a stream. It is resumed after each drop."""
         text, place = "", ""
         while True:
             headers = {"last-event-id": place}
@@ -179,7 +182,7 @@ class Soak:
             self.counts["resumed streams"] += 1
 
     async def _wait(self, answer: httpx.Response) -> None:
-        """Wait as long as an overloaded or loading server says. Raises Failed for other refusals."""
+        """Wait as long as an overloaded or loading server requests. Raises Failed for any other refusal."""
         error = answer.json()["error"]
         self.counts[f"status {answer.status_code} {error['code']}: {error['message'][:100]}"] += 1
         if answer.status_code not in (429, 500, 503):
@@ -187,10 +190,10 @@ class Soak:
         await asyncio.sleep(min(2.0, float(answer.headers.get("retry-after", 0.2))))
 
     async def calm(self) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     async def disconnects(self) -> None:
-        """Leave streams after their first event."""
+        """Drop streams after their first event."""
 
         async def leave() -> None:
             body = self._random.choice(self._bodies) | {"max_tokens": 500, "stream": True}
@@ -203,7 +206,7 @@ class Soak:
             await asyncio.gather(*(leave() for _ in range(4)))
 
     async def slow_readers(self) -> None:
-        """Ask for long streams, and read none of them until the server has left."""
+        """Request long streams and read none of them until the server closes the connection."""
         host, port = httpx.URL(self.server.url).host, httpx.URL(self.server.url).port
         readers = []
         for number in range(4):
@@ -224,7 +227,7 @@ class Soak:
         self.counts["slow readers"] += len(readers)
 
     async def long_prompts(self) -> None:
-        """Send prompts of 1 MB, which are too long, and bodies that are larger than allowed."""
+        """Send prompts of 1 MB, which are too long, and bodies above the size limit."""
         for size, allowed in ((MEGABYTE, (400, 429)), (6 * MEGABYTE, (413,))):
             for _ in range(3):
                 content = json.dumps({"model": "tiny", "prompt": "once upon " * (size // 10)})
@@ -234,7 +237,7 @@ class Soak:
                 self.counts["long prompts"] += 1
 
     async def rows_of_nan(self) -> None:
-        """Ask the adapter whose rows are NaN: each is an error of its own."""
+        """Use the adapter whose rows are NaN: each request gets an error of its own."""
         for _ in range(10):
             body = self._random.choice(self._bodies) | {"model": "broken"}
             answer = await self.http.post("/completions", json=body)
@@ -243,7 +246,7 @@ class Soak:
             self.counts["rows of NaN"] += 1
 
     async def full_disk(self) -> None:
-        """Let no file of the HTTP process grow for a while. Answers go on."""
+        """Prevent the files of the HTTP process from growing for a while. Answers must continue."""
         pid = self.server.process.pid
         _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
@@ -256,11 +259,11 @@ class Soak:
         self.counts["full disks"] += 1
 
     async def stopped_engine(self) -> None:
-        """SIGSTOP the engine's process: it is ended and started again."""
+        """Send SIGSTOP to the engine's process, which the server then ends and restarts."""
         await self._end_engine(signal.SIGSTOP)
 
     async def killed_engine(self) -> None:
-        """SIGKILL the engine's process."""
+        """Send SIGKILL to the engine's process."""
         await self._end_engine(signal.SIGKILL)
 
     async def _end_engine(self, number: signal.Signals) -> None:
@@ -282,7 +285,7 @@ class Soak:
         return self.server.url.removesuffix("/v1")
 
     async def begin_batch(self) -> None:
-        """Hand in a batch of 30 lines."""
+        """Submit a batch of 30 lines."""
         lines = [
             {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body | {"seed": 1000 + i}}
             for i, body in enumerate((self._bodies * 2)[:30])
@@ -297,7 +300,7 @@ class Soak:
         self.batches.append((await self.http.post("/batches", json=made)).raise_for_status().json()["id"])
 
     async def check_batches(self) -> None:
-        """Wait for the batches. Raises Failed where a line is missing, twice or an error."""
+        """Wait for the batches. Raises Failed if a line is missing, duplicated or an error."""
         while self.batches:
             id = self.batches.pop()
             deadline = time.monotonic() + 600
@@ -317,7 +320,7 @@ class Soak:
         return {name: float(value) for name, value in re.findall(r"^([\w:]+)(?:{[^}]*})? (\S+)$", text, re.MULTILINE)}
 
     async def settle(self) -> dict[str, float]:
-        """Wait until nothing runs, waits or holds blocks. Raises Failed where that does not come."""
+        """Wait until nothing runs, waits or holds blocks. Raises Failed if this does not happen."""
         deadline = time.monotonic() + SETTLE_S
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         while True:
@@ -330,7 +333,7 @@ class Soak:
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[tuple[str, str]]:
-    """Yield the id and the data of each event, until the connection ends or breaks."""
+    """Yield the id and the data of each event until the connection ends or breaks."""
     id = ""
     try:
         async for line in answer.aiter_lines():
@@ -344,7 +347,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[tuple[str, str]]:
 
 
 async def run_phase(soak: Soak, fault: Callable[[], Awaitable[None]]) -> dict[str, Any]:
-    """Run a fault among workers, and return what holds after it."""
+    """Run a fault with workers, and return the measurements after it."""
     start = time.monotonic()
     until = [start + SECONDS]
     stopping = asyncio.ensure_future(fault())
@@ -354,7 +357,7 @@ async def run_phase(soak: Soak, fault: Callable[[], Awaitable[None]]) -> dict[st
     finally:
         for task in (stopping, *workers):
             task.cancel()
-    await soak.check_batches()  # a line that is in two crashes is refused, as it should be
+    await soak.check_batches()  # a line that was in two crashes is rejected, as intended
     metrics = await soak.settle()
     row = {"phase": fault.__name__, "seconds": round(time.monotonic() - start, 1), **soak.server.usage()}
     return row | {"engine_restarts": metrics["quintet:engine_restarts_total"]}
@@ -390,12 +393,13 @@ async def run_soak(server: Server, minutes: float) -> dict[str, Any]:
 
 
 def leaks(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what grew: medians of the last third of the rounds over those of the second one, each phase against itself."""
+    """Return the values that grew: for each phase, the median of the last third of the rounds compared with the second
+    third."""
     found = []
     num_phases = len({row["phase"] for row in rows}) or 1
     rounds = [rows[i : i + num_phases] for i in range(0, len(rows), num_phases)]
     third = len(rounds) // 3
-    if not third:  # too short to say
+    if not third:  # too short to decide
         return []
     for name in ("http", "engine"):
         for what, slack in (("rss", 1.05), ("descriptors", 1.0)):

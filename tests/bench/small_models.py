@@ -1,9 +1,10 @@
-"""Models so small that the calls are the work, beside llama.cpp on the same GGUF file, in fresh processes taken in turns.
+"""Models so small that call overhead dominates, compared with llama.cpp on the same GGUF file, in new processes that
+take turns.
 
-`python tests/bench/small_models.py --peer PYTHON models/tiny FOLDER --output FILE.json`; PYTHON has llama-cpp-python, built for this CPU.
-
-With t(n) = seconds from a prompt of P tokens to its n-th new token: prefill = P / t(1), decode = (N - 1) / (t(N) - t(1)), as task=bench
-counts. Quintet chooses each token and turns it into text; llama.cpp is given tokens, and chooses none.
+`python tests/bench/small_models.py --peer PYTHON models/tiny FOLDER --output FILE.json`; PYTHON has llama-cpp-python,
+built for this CPU. With t(n) = seconds from a prompt of P tokens to its n-th new token: prefill = P / t(1), decode = (N
+- 1) / (t(N) - t(1)), as task=bench counts. Quintet chooses each token and decodes its text; llama.cpp gets the tokens
+and chooses none.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT, NEW = 64, 128
-REPEATS = 25  # in a process: five are a tenth of a second, in which the machine may be another one
+REPEATS = 25  # repetitions in a process: five take a tenth of a second, in which the machine's speed may change
 PEER = """
 import json, random, statistics, sys, time
 from importlib.metadata import version
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def gguf(model: Path, dtype: str, folder: Path) -> Path:
-    """The model in GGUF, without its tokenizer: not every one has a name there, and token ids are all that is needed."""
+    """Return the model in GGUF, without its tokenizer: GGUF has no name for some tokenizers, and token ids suffice."""
     bare, output = folder / f"{model.name}-bare", folder / model.name
     bare.mkdir()
     for file in [model / "config.json", *model.glob("*.safetensors"), *model.glob("*.bin")]:
@@ -103,7 +104,7 @@ def both(file: Path, dtype: str, peer: str, folder: Path) -> dict[str, dict[str,
 
 
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians, and the median of the rounds' ratios."""
+    """Return the medians, and the median of the rounds' ratios."""
     row: dict[str, dict[str, float]] = {}
     for phase in ("prefill", "decode"):
         ratios = [each["quintet"][phase] / each["llama.cpp"][phase] for each in rounds]

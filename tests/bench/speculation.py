@@ -1,8 +1,9 @@
-"""Tokens per second with drafts that are right by chance, over those without.
+"""Decode speed with drafts of a given accuracy, relative to the speed without drafts.
 
-`python tests/bench/speculation.py model.path=FOLDER device=cpu`. For each format and number of rows the plain run and the drafted ones take
-turns in one process. A proposer knows what the plain run says, and spoils a draft with the chance 1 - acceptance. Medians of the ratios, in
-tests/bench/results/speculation.json, where rows that are measured again are replaced. (tests/bench/copies.py measures n-grams.)
+`python tests/bench/speculation.py model.path=FOLDER device=cpu`. For each format and number of rows, the plain run and
+the runs with drafts take turns in one process. The proposer knows the tokens of the plain run and replaces a draft with
+the probability 1 - acceptance. The medians of the ratios are written to tests/bench/results/speculation.json; new rows
+replace old rows of the same measurement. (tests/bench/copies.py measures n-gram drafts.)
 """
 
 import argparse
@@ -34,7 +35,7 @@ PROMPT_TOKENS = 64
 
 
 class Spoiled(Proposer):
-    """Drafts the tokens of a plain run, each of them right with one chance."""
+    """Drafts the tokens of a plain run; each draft is right with the same probability."""
 
     def __init__(self, known: dict[int, list[int]], acceptance: float) -> None:
         self._known = known
@@ -51,7 +52,8 @@ class Spoiled(Proposer):
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> tuple[list[Output], float]:
-    """Return the outputs in the order of the prompts, and the decoded tokens per second after the first token of every row."""
+    """Return the outputs in the order of the prompts, and the decoded tokens per second after the first token of every
+    row."""
     requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(prompts)]
     outputs = sorted(engine.generate(requests), key=lambda output: output.request_id)
     first = max(output.first_token_s or 0.0 for output in outputs)
@@ -62,16 +64,16 @@ def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> 
 def measure(
     engine: Engine, prompts: list[list[int]], plain: DecodeConfig, acceptances: list[float], rounds: int
 ) -> dict[str, Any]:
-    """Return ratios of the drafted speeds to the plain one, by acceptance."""
+    """Return ratios of the speeds with drafts to the plain speed, by acceptance."""
     outputs, _ = generate(engine, prompts, plain)
     said = {output.request_id: output.completions[0].token_ids for output in outputs}
     drafted = replace(plain, speculate=Speculate.ngram, speculation=SpeculationConfig(shared=False))
     ratios: dict[str, list[float]] = {str(a): [] for a in acceptances}
-    speculators = {a: Speculator(engine.scheduler) for a in acceptances}  # each learns from its own rounds
+    speculators = {a: Speculator(engine.scheduler) for a in acceptances}  # each variant learns from its own rounds
     for acceptance, speculator in speculators.items():
         speculator.proposers[Speculate.ngram] = Spoiled(said, acceptance)
     speeds = []
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # warm-up
         _, speed = generate(engine, prompts, plain)
         speeds.append(speed)
         for acceptance, engine.speculator in speculators.items():

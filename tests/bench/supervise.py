@@ -1,4 +1,4 @@
-"""Measures rows in other processes, so that a crash, a hang or the end of the time costs one row and not all."""
+"""Measure rows in other processes, so that a crash, a hang or the time limit costs one row and not all rows."""
 
 import json
 import queue
@@ -20,10 +20,11 @@ def supervise(
     time_left: Callable[[], float],
     report: Callable[[Row], None],
 ) -> None:
-    """Report a row for every name, in this order. `command` followed by names prints a line of JSON for each, as `measured` does.
+    """Report a row for every name, in this order.
 
-    A row that takes more than its limit, or with which the process ends, is reported with an `error`; another process goes on with
-    the next one. When no time is left, the rest is reported as not measured.
+    `command` followed by names prints a line of JSON for each name, as `measured` does. A row that exceeds its time
+    limit or ends the process is reported with an `error`, and another process continues with the next row. After the
+    total time limit, the remaining rows are reported as not measured.
     """
     todo = list(names)
     while todo:
@@ -34,7 +35,7 @@ def supervise(
 
 
 def measured(name: str, measure: Callable[[], Row]) -> None:
-    """In the other process: print that it begins, then what was measured, or in one line what was wrong."""
+    """In the other process: print the start of a measurement, then its result or its error in one line."""
     print(json.dumps({"begins": name}), flush=True)
     try:
         row = measure()
@@ -50,11 +51,11 @@ def _run(
     time_left: Callable[[], float],
     report: Callable[[Row], None],
 ) -> None:
-    """One process, until it has done all of `todo` or was ended. What is reported leaves `todo`."""
+    """Run one process until it has measured all of `todo` or was ended. Reported rows are removed from `todo`."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    # Begun: a process that cannot start costs a row, too, or it would be started for ever.
+    # Started: a process that cannot start also costs a row, because otherwise it would be started forever.
     started, last, begun = time.monotonic(), "", True
     while todo:
         own = limit_s(todo[0]) - (time.monotonic() - started)
@@ -76,10 +77,10 @@ def _run(
             assert row["name"] == todo.pop(0)
             report(row)
             started, begun = time.monotonic(), False
-        else:  # what a library prints
+        else:  # output of a library
             last = line.strip() or last
             print(line, end="", file=sys.stderr)
-    with suppress(subprocess.TimeoutExpired):  # the system may take a while to end what a GPU holds
+    with suppress(subprocess.TimeoutExpired):  # the system may need time to free the memory of a GPU
         process.wait(timeout=10)
 
 

@@ -1,7 +1,8 @@
-"""How many held-out questions the bundled model answers: `python tests/bench/tiny_questions.py [--questions N] [key=value ...]`.
+"""Accuracy of the bundled model on held-out questions: `python tests/bench/tiny_questions.py [--questions N] [key=value
+...]`.
 
-Prints the share by kind and writes it to tests/bench/results/tiny_questions.json. Overrides are those of run.py, so that the cost of
-another setting can be measured the same way.
+Prints the share by kind and writes it to tests/bench/results/tiny_questions.json. Overrides are those of run.py, so
+that the effect of a setting can be measured in the same way.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from models.tiny.corpus import Question, questions
 from pipelines import TextGenerationPipeline, pipeline
 from pipelines.jobs.report import environment
 
-SEED = 2024  # of the held-out questions; the training text never holds one, whatever the seeds
+SEED = 2024  # seed of the held-out questions; the training text contains none of them, whatever its seeds
 RESULT = Path(__file__).parent / "results" / "tiny_questions.json"
 
 
@@ -27,7 +28,7 @@ def held_out_questions(count: int) -> list[Question]:
 
 
 def right_answers(pipe: TextGenerationPipeline, asked: list[Question]) -> list[bool]:
-    """Whether each answer is, as a whole, the expected one."""
+    """Return whether each answer equals the expected answer."""
     rows = [{"messages": [{"role": "user", "content": question.prompt}]} for question in asked]
     outputs = pipe(rows, max_new_tokens=40, do_sample=False, return_full_text=False)
     return [row["text_generation_text"][0] == question.answer for row, question in zip(outputs, asked, strict=True)]

@@ -1,8 +1,8 @@
-"""Finds the fastest launches of a GPU's products: `python tests/bench/tune_gpu.py [--plan] [--only TEXT] [--minutes 9]`.
+"""Find the fastest launches of a GPU's products: `python tests/bench/tune_gpu.py [--plan] [--only TEXT] [--minutes 9]`.
 
-Writes kernels/tuned/<GPU>.json, again after each shape; commit it. An entry stands there only where a launch was faster than the
-constants' by more than 2 %. Entries of an earlier run with the same versions stay, so that a run may take up `--only` a part. Shapes are
-those of a model's own linear layers, most used first; what no longer fits into the minutes is printed.
+Rewrites kernels/tuned/<GPU>.json after each shape; commit the file. It contains only launches that were more than 2 %
+faster than the constants. Entries of an earlier run with the same versions stay, so that `--only` can continue a run.
+Shapes are those of a model's linear layers, most used first. Shapes that exceed the time limit are printed.
 """
 
 import json
@@ -35,12 +35,12 @@ MODELS = {  # outputs, inputs of q, k and v; o; gate and up; down
     "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
     "Qwen2.5-1.5B": ((2048, 1536), (1536, 1536), (17920, 1536), (1536, 8960)),
 }
-HEADS = (128256, 4096), (32000, 4096)  # in int8 under `quant=int4`, and of few rows: a prompt has one
+HEADS = (128256, 4096), (32000, 4096)  # in int8 under `quant=int4`, and only for few rows: a prompt uses one row of it
 ONE_ROW = [
-    Launch(outputs, 1, warps, 3)  # without 32 by 2 warps: int4 in groups of 128 spills 664 bytes of a thread
+    Launch(outputs, 1, warps, 3)  # without 32 by 2 warps: int4 in groups of 128 spills 664 bytes per thread
     for outputs, warps in ((4, 1), (4, 2), (8, 2), (8, 4), (16, 2), (16, 8), (32, 4), (32, 8))
 ]
-WORTH = 0.98  # of the constants' time, at most: less gain is noise
+WORTH = 0.98  # largest share of the constants' time; a smaller gain is noise
 WORKERS = os.cpu_count() or 1
 
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
     def steps(self) -> list[Step]:
         if self.kernel != "product":
-            tokens = 1 if self.rows == 1 else min(4 * self.rows, 8192)  # two experts of eight for each
+            tokens = 1 if self.rows == 1 else min(4 * self.rows, 8192)  # each row uses two of eight experts
             return mixture(self.kind, tokens)
         return rotated(
             partial(product, self.kind, self.rows, self.outputs, self.inputs), self.outputs * self.inputs / 2
@@ -67,7 +67,8 @@ class Case(NamedTuple):
 
     @property
     def tolerance(self) -> float | None:
-        """That of tests/kernels/triton/test_moe.py, where rows between two products may become other codes; None: of their dtype."""
+        """Return the tolerance of tests/kernels/triton/test_moe.py if rows between the two products may round to other
+        codes; None: the dtype's."""
         return 3e-2 if self.kernel != "product" and self.kind in ("a8w8", "fp8") else None
 
     def candidates(self) -> list[Launch]:
@@ -84,7 +85,7 @@ def large_tiles() -> list[Launch]:
 
 
 def cases() -> list[Case]:
-    """What decodes one request first, then more of them, then prompts."""
+    """Return the shapes that decode one request, then several requests, then prompts."""
     shapes = dict.fromkeys(shape for shapes in MODELS.values() for shape in shapes)
     kernels = [("product", shape) for shape in shapes]
     kernels += [("gated experts", (14336, 4096)), ("weighted experts", (4096, 14336))]
@@ -98,7 +99,8 @@ def cases() -> list[Case]:
 
 
 class Launching:
-    """In the place of `tuned_launch`: `launch` for one kernel, the constants where it is None; keeps the shape that was asked for."""
+    """Replaces `tuned_launch`: returns `launch` for one kernel, or the constants if it is None, and keeps the requested
+    shape."""
 
     def __init__(self, kernel: str) -> None:
         self._kernel = kernel
@@ -119,8 +121,11 @@ def attempt(
     seconds_of: Callable[[list[Step]], float],
     tolerance: float | None = None,
 ) -> tuple[dict[Launch, float], float]:
-    """Median seconds by launch, and of the constants: of those that run, and whose result is the constants' within the tolerance of the
-    tests. What takes more shared memory than there is does not run."""
+    """Return the median seconds by launch, and of the constants.
+
+    A launch counts if its result equals the constants' within the tolerance of the tests. Launches that need more
+    shared memory than the GPU has do not run.
+    """
     launching.launch = None
     expected = steps[0][0]()
     default_s = seconds_of(steps)
@@ -136,7 +141,7 @@ def attempt(
 
 
 def best(found: dict[Launch, float], default_s: float) -> Launch | None:
-    """None if no launch is worth an entry."""
+    """Return the fastest launch; None if no launch is worth an entry."""
     launch = min(found, key=found.__getitem__, default=None)
     return launch if launch and found[launch] < WORTH * default_s else None
 
@@ -155,8 +160,8 @@ def tune(
 
 
 def compile_case(case: Case) -> None:
-    """In a process of its own: leaves in Triton's cache on disk what `tune` will run."""
-    with suppress(Exception):  # `tune` says it
+    """In a separate process: compile the launches that `tune` will run, into Triton's cache on disk."""
+    with suppress(Exception):  # `tune` reports the error
         tune(case, lambda steps: 0.0)
     torch.cuda.empty_cache()
 
@@ -173,7 +178,7 @@ class Tuned:
             self._entries = dict(zip(known, old["entries"], strict=True))
 
     def add(self, shape: Shape, found: dict[Launch, float], default_s: float) -> Launch | None:
-        """What is in the file for this shape from now on."""
+        """Set the entry of this shape."""
         self._entries.pop(shape, None)
         if launch := best(found, default_s):
             self._entries[shape] = entry_of(shape, launch, found[launch], default_s)
@@ -184,7 +189,7 @@ class Tuned:
 
 
 def outcome(case: Case, tuned: Tuned) -> str:
-    """What was measured, and kept in the file; or in one line what was wrong."""
+    """Return the result that was saved, or the error in one line."""
     try:
         found, default_s, shape = tune(case)
     except Exception as error:
@@ -210,7 +215,7 @@ def main() -> None:
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
         while todo and time.monotonic() < end:
             some = todo[:WORKERS]
-            list(pool.map(compile_case, some))  # all, before one is timed: they run on the same GPU
+            list(pool.map(compile_case, some))  # compile all before the first is timed: both need the same GPU
             while some and time.monotonic() < end:
                 case = some.pop(0)
                 todo.remove(case)
