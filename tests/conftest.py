@@ -1,4 +1,4 @@
-"""Settings of the whole suite. The number of processes that a run starts is counted and has a limit."""
+"""Settings of the whole suite. It counts the processes that a run starts, and limits them."""
 
 import gc
 import os
@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-with suppress(ModuleNotFoundError):  # an image with a GPU need not have it
+with suppress(ModuleNotFoundError):  # an image with a GPU may lack it
     from hypothesis import settings
 
-    # What a property is tried with is the same in every run; what fails is printed, and fails again. A busy machine fails nothing.
+    # Hypothesis draws the same examples in every run; a failure is printed and fails again. A busy machine fails
+    # nothing.
     settings.register_profile("repeatable", derandomize=True, deadline=None)
     settings.load_profile("repeatable")
 
-# Before torch is imported: a second thread has nothing to do in models of this size, and on a busy machine it keeps the first waiting.
+# Before torch is imported: models of this size do not need a second thread, and on a busy machine the first would wait
+# for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.helpers import fork_server  # noqa: E402
@@ -35,17 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         fork_server.install()
         config.pluginmanager.import_plugin("tests.helpers.fixtures")
-        gc.disable()  # the tests' modules make a million objects, and none of them is garbage
+        gc.disable()  # importing the test modules creates a million objects, and none of them is garbage
 
 
 def pytest_collection_finish() -> None:
-    """From now on the garbage collector visits only what the tests make."""
+    """Freeze the garbage collector's objects, so that it only visits objects that the tests create."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind counts what is left at the end
+    gc.unfreeze()  # nanobind counts remaining objects at exit
 
 
 @pytest.hookimpl(optionalhook=True)

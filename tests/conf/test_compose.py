@@ -1,4 +1,4 @@
-"""Composition: every option file is valid, typos fail, prompts can be typed as they are, saved configs run again."""
+"""Composition: every option file is valid, typos fail, prompts need no escapes, saved configs run again."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_all_option_files_are_known() -> None:
     assert len(OPTIONS) >= 16
 
 
-# test_model_options.py has those of models
+# test_model_options.py tests the options of models
 @pytest.mark.long
 @each(("group", "option"), [(group, option) for group, option in OPTIONS if group != "model"])
 def test_every_option_composes_and_says_when_to_choose_it(group: str, option: str) -> None:
@@ -77,7 +77,7 @@ def test_every_option_composes_and_says_when_to_choose_it(group: str, option: st
         ("export.format=gptq", "Key 'format' not in 'ExportConfig': there are output, tp, pp, overwrite"),
         ("predict.dta=x", "output_form, export: did you mean data?"),
         ("model.dtype=bfloat61", "expected one of [auto, float32, bfloat16, float16]: did you mean bfloat16?"),
-        ("decode=xyz", "there are beam, checkpoint, contrastive, greedy, sampling"),  # which resembles none
+        ("decode=xyz", "there are beam, checkpoint, contrastive, greedy, sampling"),  # resembles no option
     ],
 )  # fmt: skip
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do(override: str, end: str) -> None:
@@ -111,7 +111,7 @@ def test_a_config_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pa
         ("quant.group_size=3", "group_size"),
         ("quant.kv_cache=int5", "int5.*none, int8, fp8, int4"),
         ("hydra.run.dri=/x", "hydra.run.dri"),
-        # typing keeps the order of a union that some module named first
+        # typing keeps the order of a union that another module named first
         ("decode.max_new_tokens=2.5", "2.5.*is incompatible .*(int, str|str, int).*: give a value of one of these"),
         (
             "decode.max_new_tokens=many",
@@ -130,7 +130,7 @@ def test_typos_fail_in_one_line(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         compose_run_config([override])
     assert "\n" not in str(raised.value)
-    assert "use +" not in str(raised.value)  # Hydra's advice, which ends in the next error
+    assert "use +" not in str(raised.value)  # Hydra's advice would lead to the next error
     assert "search path" not in str(raised.value)
 
 
@@ -145,7 +145,7 @@ def test_experiment_wins_over_groups_and_the_command_line_over_it() -> None:
 
 
 def test_vllms_variable_names_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM reads "true" alone, in either case of letters. The config that a run keeps has the hub itself."""
+    """vLLM reads "true" without regard to case, and no other value. The config that a run saves names the hub."""
     for value, hub in (
         ("True", Hub.modelscope),
         ("true", Hub.modelscope),
@@ -205,7 +205,7 @@ def test_a_prompt_is_taken_as_typed(prompt: str, tmp_path: Path) -> None:
         ("model.path=~/a,~/b", "model.path=/home/me/a,/home/me/b"),
         ("model.path=~", "model.path=~"),
         ("model.path=a~/b", "model.path=a~/b"),
-        ("model.path='~/a'", "model.path='~/a'"),  # whose reader knows it
+        ("model.path='~/a'", "model.path='~/a'"),  # its reader knows the form
         ("predict.data=~/a=~/b", "predict.data='~/a=~/b'"),
     ],
 )
@@ -259,13 +259,13 @@ def test_quoted_prompts_null_and_sweeps_are_hydras_own(
 
 
 def test_a_revision_is_a_text() -> None:
-    for revision in ("12e4567", "1_234_567", "v1.10"):  # numbers to Hydra's grammar
+    for revision in ("12e4567", "1_234_567", "v1.10"):  # numbers in Hydra's grammar
         assert compose_run_config([f"model.revision={revision}", "model.path=org/name"]).model.revision == revision
         assert quote_prompt(["-m", f"model.revision={revision}"])[1] == f"model.revision='{revision}'"
 
 
 def jobs_of(argument: str) -> list[str | None]:
-    """The prompts of a sweep's jobs, as Hydra's own sweeper passes them on."""
+    """Return the prompts of a sweep's jobs, as Hydra's own sweeper passes them on."""
     (_, quoted) = quote_prompt(["-m", argument])
     (override,) = OverridesParser.create().parse_overrides([quoted])
     values = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
@@ -283,7 +283,7 @@ def test_commas_of_a_sweep_that_can_be_meant_otherwise_are_told(capsys: pytest.C
     assert jobs_of("predict.data=I love Beijing, because") == ["I love Beijing, because"]
     told = 'predict.data is one prompt with commas in it: for several, quote each: \'"first","second"\'\n'
     assert capsys.readouterr().err == told
-    assert jobs_of('predict.data="I love","Beijing, too"') == ["I love", "Beijing, too"]  # as that line says
+    assert jobs_of('predict.data="I love","Beijing, too"') == ["I love", "Beijing, too"]  # as the error line says
     assert capsys.readouterr().err == ""
     assert jobs_of("predict.data=Hello,World") == ["Hello", "World"]
     told = "predict.data has 2 values, a job for each: for one prompt with commas in it, quote it twice: \"'Hello,World'\"\n"
@@ -295,7 +295,7 @@ def test_commas_of_a_sweep_that_can_be_meant_otherwise_are_told(capsys: pytest.C
 
 def test_a_folder_to_resume_stands_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert saved_config(["predict.resume=a b"]) == ["predict.resume=a b"]  # which says what is missing
+    assert saved_config(["predict.resume=a b"]) == ["predict.resume=a b"]  # the error names the missing part
     for name in ("a b", "auto"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").touch()
@@ -323,7 +323,7 @@ def test_a_saved_config_does_not_resume_what_its_run_resumed(tmp_path: Path, res
 
 
 def composed_over(arguments: list[str]) -> RunConfig:
-    """What the command line makes of a saved config and of the arguments beside it."""
+    """Return the config that the command line makes of a saved config and further arguments."""
     flag, name, *overrides = options_over_saved(arguments)
     assert flag == "--config-name"
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -331,7 +331,7 @@ def composed_over(arguments: list[str]) -> RunConfig:
 
 
 SAMPLING_OVER_SAVED = ["decode=sampling", "decode.max_new_tokens=9"]
-GIVEN: dict[str, dict[str, object]] = {  # what `saved` has besides its options
+GIVEN: dict[str, dict[str, object]] = {  # what `saved` has in addition to its options
     "decode": {"max_new_tokens": 9},
     "model": {"dtype": DType.float32},
     "device": {"threads": 3},
@@ -341,7 +341,7 @@ GIVEN: dict[str, dict[str, object]] = {  # what `saved` has besides its options
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """A run whose config is in the folder `saved` of the working directory."""
+    """Return a run whose config is in the folder `saved` of the working directory."""
     given = [
         *quote_prompt(["predict.data=a, ${b}"]),
         "quant=a8w8",
@@ -358,7 +358,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 def test_an_option_over_a_saved_config_leaves_what_no_option_of_its_group_sets(saved: RunConfig) -> None:
     run = composed_over(["--config-path", "saved", "decode=sampling", "decode.seed=4"])
-    fresh = compose_run_config(["decode=sampling", "decode.seed=4", "decode.max_new_tokens=9"])  # no top_k is left
+    fresh = compose_run_config(["decode=sampling", "decode.seed=4", "decode.max_new_tokens=9"])  # top_k is gone
     assert run == replace(saved, decode=fresh.decode)
     run = composed_over(["-cp=saved", "quant=int4", "model=llama2_7b", "device=cuda"])
     given = [
@@ -441,7 +441,7 @@ def test_a_saved_config_is_found_from_where_the_user_stands(saved: RunConfig, tm
         options_over_saved(["--config-path", "svaed", "decode=greedy"])
     with pytest.raises(UserError, match="experiment= does not go with a saved config: give the options and values of"):
         options_over_saved(["--config-path", "saved", "experiment=short_stories"])
-    (tmp_path / "saved" / "config.yaml").write_text("defaults: [schema/run, decode: greedy]")  # its own groups: Hydra's
+    (tmp_path / "saved" / "config.yaml").write_text("defaults: [schema/run, decode: greedy]")  # Hydra's own groups
     assert options_over_saved(["-cp", "saved", "decode=greedy"]) == ["--config-path", folder, "decode=greedy"]
 
 
@@ -476,10 +476,10 @@ def test_a_job_of_a_sweep_over_tasks_leaves_out_what_is_for_the_other_tasks() ->
         UserError, match="quantize.format=gptq is not used by task=bench: leave it at compressed_tensors"
     ):
         to_run_config(config, swept)
-    config.quant = QuantConfig(QuantScheme.int4, QuantMethod.gptq)  # which calibrates, and reads it
+    config.quant = QuantConfig(QuantScheme.int4, QuantMethod.gptq)  # a task that calibrates reads it
     assert to_run_config(config, swept).quantize == QuantizeConfig(format=QuantizedFormat.gptq)
     config.quant, config.quantize = QuantConfig(), QuantizeConfig()
-    config.predict.batch_size = 3  # of a task that the sweep does not run
+    config.predict.batch_size = 3  # settings of a task that the sweep does not run
     with pytest.raises(UserError, match="predict.batch_size=3 is not used by task=bench"):
         to_run_config(config, swept_tasks(arguments))
 
@@ -502,7 +502,7 @@ def test_an_objective_is_for_jobs_of_a_sweep_alone(tmp_path: Path) -> None:
         assert run.sweep.objective == objective
         with pytest.raises(UserError, match="sweep.objective=.* is not used by a run alone: leave it out, or give -m"):
             to_run_config(config)
-        saved = OmegaConf.create(dump(run, tmp_path))  # which runs again alone
+        saved = OmegaConf.create(dump(run, tmp_path))  # a single job runs again
         del saved["defaults"], saved["hydra"]
         assert to_run_config(saved).sweep.objective is None
     with pytest.raises(UserError, match="sweep.objective=perplexity is not used by a run alone"):

@@ -1,4 +1,4 @@
-"""Options of other tools: each is answered with what MIGRATION.md says, and what the page says is an option here."""
+"""Options of other tools: each gets the answer of MIGRATION.md, and each option that the page names exists."""
 
 import pytest
 
@@ -16,7 +16,7 @@ EXAMPLES = {
     "FILE.gguf": "/x.gguf",
     "TEXT": "a",
 }
-"""In the place of names on the page."""
+"""Replacements for names on the page."""
 
 
 def test_the_page_is_that_of_the_table() -> None:
@@ -58,7 +58,7 @@ def test_an_option_of_another_tool_is_answered_with_ours() -> None:
         (["-m", "model.gguf", "-p", "Hi"], "model.path=model.gguf"),
         (["mode=static"], "model.path=FOLDER"),
         (["decode.max_length=9", "model=tiny", "--cfg", "job", "-p", "model"], None),
-        (["--config-dir", "/mine", "quant=awq", "device=gpu"], None),  # whose folder may have such options
+        (["--config-dir", "/mine", "quant=awq", "device=gpu"], None),  # its folder may have such options
     ],
 )
 def test_ways_to_type_them(arguments: list[str], ours: str | None) -> None:

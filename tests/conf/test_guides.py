@@ -1,4 +1,4 @@
-"""Guides as settings: just one kind with a value of its type; what contradicts them is named."""
+"""Guides as settings: exactly one kind with a value of its type; contradicting settings are named."""
 
 import json
 from typing import Any
@@ -77,7 +77,7 @@ def test_overrides_say_a_guide() -> None:
         "required": ["b"],
     }
     assert run.decode.guide == {"json_schema": expected}
-    assert list(run.decode.guide["json_schema"]["properties"]) == ["b", "a"]  # the order in which they are written
+    assert list(run.decode.guide["json_schema"]["properties"]) == ["b", "a"]  # the order in the config
     assert compose_run_config(["decode.guide={choice:[yes_,no_]}"]).decode.guide == {"choice": ["yes_", "no_"]}
     with pytest.raises(UserError, match=r"decode\.guide=\{'grammar': 'x'\} is not allowed"):
         compose_run_config(["decode.guide={grammar:x}"])

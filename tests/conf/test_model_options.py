@@ -1,4 +1,4 @@
-"""Every option of `model=` composes, says what it takes, and is of a family that there is."""
+"""Every option of `model=` composes, states its memory, and belongs to a supported family."""
 
 import re
 from functools import cache
@@ -10,7 +10,7 @@ from conf.compose import CONF, compose_run_config, options
 from models.registry import ARCHITECTURES
 from tests.helpers.cases import each
 
-MODEL_TYPES = {  # of the checkpoints whose options begin so
+MODEL_TYPES = {  # by the beginning of the options' names
     "baichuan2": "baichuan",
     "baichuan": "baichuan",
     "bloom": "bloom",
@@ -61,7 +61,7 @@ def test_composes_and_is_of_a_family(option: str) -> None:
     comment = (CONF / "model" / f"{option}.yaml").read_text(encoding="utf-8").splitlines()[0]
     size = re.search(r" ([\d.]+) billion parameters.*: ([\d.]+) ([GT])B in bfloat16\.", comment)
     assert size is not None
-    # two bytes a parameter; parameters are rounded to two digits or three
+    # two bytes per parameter; parameters are rounded to two or three digits
     assert float(size[2]) * {"G": 1, "T": 1000}[size[3]] == pytest.approx(2 * float(size[1]), rel=0.05)
 
 
@@ -70,5 +70,5 @@ def test_every_beginning_has_an_option() -> None:
     assert {beginning(option) for option in OF_THE_HUB} == MODEL_TYPES.keys()
     assert all(
         keys_of(option) == ["path"] for option in OF_THE_HUB
-    )  # test_compose.py has one of them over a saved config
+    )  # test_compose.py tests one of them over a saved config
     assert len({*map(path_of, OF_THE_HUB)}) == len(OF_THE_HUB)

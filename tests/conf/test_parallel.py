@@ -1,4 +1,4 @@
-"""Settings of several ranks: what they take, and what is refused beside them."""
+"""Settings of several ranks: accepted values, and settings that they contradict."""
 
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checks of the schema: every bad value is one line with the dotted key, the value and what is allowed."""
+"""Checks of the schema: every invalid value is one line with the dotted key, the value and the allowed values."""
 
 import re
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ SINGLE: list[tuple[type, str, ErrorCode, dict[str, list[Any]]]] = [
     (ServeConfig, "serve", FORM, {"host": [""], "model_name": [""], "chat_template": [""], "max_body": ["0"], "max_upload": ["x"]}),
     (ServeConfig, "serve", NEEDS, {"max_upload": ["1GB"]}),
 ]  # fmt: skip
-"""Values that are wrong without other settings, by field: config, group, code."""
+"""Values that are invalid in themselves, by field: config, group, code."""
 RAY, BENCH = ParallelConfig(ParallelMode.ray, replicas=2), {"task": Task.bench}
 AUTO = QuantConfig(QuantScheme.int8, activations=Activations.auto)
 LOSSY = SpeculationConfig(acceptance=Acceptance.top_p_window)
@@ -289,7 +289,7 @@ def test_a_row_uses_what_its_job_gave_and_did_not_use() -> None:
     ("values", "text"),
     [
         ({"top_p": 0.91, "temperature": 0.0}, "decode.top_p=0.91 is not used with decode.temperature=0.0"),
-        ({"top_p": 0.92}, "decode.top_p=0.92 is not used with decode.temperature=0.0"),  # greedy is what null means
+        ({"top_p": 0.92}, "decode.top_p=0.92 is not used with decode.temperature=0.0"),  # null means greedy
         ({"min_p": 0.1, "temperature": 0.0}, "decode.min_p=0.1 is not used with decode.temperature=0.0"),
         ({"top_k": 5}, "decode.top_k=5 is not used with decode.temperature=0.0 and decode.penalty_alpha=0.0"),
         ({"length_penalty": 2.0, "num_beams": 1}, "decode.length_penalty=2.0 is not used with decode.num_beams=1"),
@@ -299,7 +299,7 @@ def test_a_row_uses_what_its_job_gave_and_did_not_use() -> None:
 def test_what_another_switches_off_is_told_once(
     values: dict[str, object], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conf.decoding.warn_once.cache_clear()  # others may have been told
+    conf.decoding.warn_once.cache_clear()  # other workers may have been told
     for _ in range(2):
         DecodeConfig().replaced(values).resolved({})
     assert [record.getMessage() for record in caplog.records] == [text]
@@ -310,7 +310,7 @@ def test_fewer_texts_than_asked_for_are_an_error() -> None:
         DecodeConfig(num_return_sequences=2).resolved({})
     assert (
         DecodeConfig().resolved({"num_return_sequences": 2}).num_return_sequences is None
-    )  # a checkpoint's never fails
+    )  # reading a checkpoint's value never fails
 
 
 def test_what_is_used_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Control characters are shown, wherever a terminal would obey them."""
+"""Control characters are shown escaped wherever a terminal would interpret them."""
 
 import logging
 import unicodedata

@@ -1,4 +1,4 @@
-"""These tests need a GPU."""
+"""The tests of this folder need a GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A whole engine on a GPU against the same engine on the CPU."""
+"""A whole engine on a GPU compared with the same engine on the CPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ DECODE = DecodeConfig(max_new_tokens=24, ignore_eos=True)
 
 
 def engine_on(device: str, folder: Path, scheme: str = "none", kv_cache: str = "none", **options: Any) -> Engine:
-    """In float32, whose sums differ in their order alone."""
+    """Return an engine in float32. The devices then differ only in the order of sums."""
     activations = Activations.dynamic if scheme in ("a8w8", "fp8") else Activations.none
     quant = QuantConfig(QuantScheme[scheme], activations=activations, kv_cache=KVCacheFormat[kv_cache])
     return load_engine(replace(run_config(folder), device=DeviceConfig(DeviceType[device], **options), quant=quant), 6)
@@ -49,14 +49,15 @@ def test_tokens_are_the_cpus_with_graphs_and_without(scheme: str, kv_cache: str,
 
 @pytest.mark.parametrize("scheme", ["a8w8", "fp8"])
 def test_activations_as_codes_run_in_graphs(scheme: str, tmp_path: Path) -> None:
-    """An activation at the edge of two codes may fall to either side, so only each device is asked to agree with itself."""
+    """Each device is compared with itself only, because an activation between two codes may be rounded differently on
+    each device."""
     write_llama(tmp_path)
     assert tokens(engine_on("cuda", tmp_path, scheme)) == tokens(engine_on("cuda", tmp_path, scheme))
 
 
 @pytest.mark.parametrize("scheme", ["none", "int8", "int4", "a8w8", "fp8"])
 def test_mixtures_run_in_graphs(scheme: str) -> None:
-    """Their experts together: one after the other they could not be captured."""
+    """The experts are computed together; one after the other they could not be captured."""
     captured = engine_on("cuda", GOLDENS / "mixtral", scheme)
     assert captured.executor.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
     assert tokens(captured) == tokens(engine_on("cuda", GOLDENS / "mixtral", scheme, cuda_graphs=False))
@@ -64,7 +65,7 @@ def test_mixtures_run_in_graphs(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["none", "int4"])
 def test_rows_with_adapters_run_in_graphs(scheme: str, tmp_path: Path) -> None:
-    """Rows of two adapters and of none beside each other, and rows of none alone, which have graphs of their own."""
+    """Steps with rows of two adapters and of none, and steps of rows without adapters, which have their own graphs."""
     write_llama(tmp_path / "base")
     for rank, name in ((3, "fr"), (20, "de")):
         model = engine_on("cpu", tmp_path / "base").executor.model

@@ -1,6 +1,6 @@
-"""Kernels as a model launches them: its sizes, its types, without waiting for the GPU, and captured in graphs.
+"""Kernels as a model launches them: its sizes and dtypes, without synchronisation, and captured in graphs.
 
-The same on small odd sizes is tests/kernels/triton, which runs on a GPU where there is one.
+tests/kernels/triton tests the same kernels on small odd sizes; it uses a GPU if there is one.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def test_quantised_products(rows: int, bits: int, group_size: int | None, zero_p
 )
 @torch.inference_mode()
 def test_products_of_joined_layers(kind: str, activations: str) -> None:
-    """Queries, keys and values of an 8B model."""
+    """Products of queries, keys and values of an 8B model."""
     from conf.quantization import Activations
     from tests.helpers.triton_layers import check_joined, make_layers
 
@@ -79,7 +79,7 @@ def test_products_of_joined_layers(kind: str, activations: str) -> None:
 
 
 def test_a_graph_of_decoding_follows_new_lengths() -> None:
-    """Captured with one set of lengths and tables, replayed with another."""
+    """Captured with one set of lengths and tables, replayed with another set."""
     from kernels.paged_attention.triton import paged_attention
 
     caches = []
@@ -119,7 +119,7 @@ def test_no_launch_waits_for_the_gpu() -> None:
 
 
 def test_sampling_with_penalties_and_bans() -> None:
-    """Bit for bit the CPU's logits, and no wait for them or for the token that only the GPU knows."""
+    """The logits equal the CPU's bit for bit, without waiting for them or for the token that is only on the GPU."""
     from conf.decoding import DecodeConfig
     from pipelines.engine.logits import process_logits
     from pipelines.engine.request import ContextLimit, SamplingContext
@@ -179,7 +179,7 @@ def test_a_quantised_mixture(kind: str, tokens: int, experts: int, size: int, ch
 
 @pytest.mark.parametrize("kind", ["bf16", *EXPERT_FORMATS])
 def test_a_graph_of_a_mixture_follows_new_choices(kind: str) -> None:
-    """Captured with all tokens at the same experts, replayed with others."""
+    """Captured with all tokens at the same experts, replayed with other experts."""
     from kernels.linear.gpu_weight import of_floats
     from kernels.moe import triton
     from tests.helpers.triton_experts import make_experts

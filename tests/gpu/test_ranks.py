@@ -1,4 +1,4 @@
-"""Ranks that compute on GPUs: NCCL of one rank in a graph, two ranks of one GPU over gloo, and two GPUs where there are."""
+"""Ranks that compute on GPUs: one NCCL rank in a graph, two ranks of one GPU over gloo, and two GPUs if available."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ TP, PP = {"mode": ParallelMode.tp, "tp": 2}, {"mode": ParallelMode.pp, "pp": 2}
 
 
 def tokens(folder: Path, device: DeviceType, **parallel: Any) -> list[list[int]]:
-    """In float32, whose sums differ in their order alone."""
+    """Return the tokens of a float32 model; sums differ only in their order."""
     memory = {"kv_cache_memory": "64MB"}  # two ranks may share a GPU
     run = replace(
         run_config(folder),

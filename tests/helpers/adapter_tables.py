@@ -1,4 +1,4 @@
-"""Tables of adapters' factors."""
+"""Adapter tables with random factors."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make_table(inputs: int, outputs: int, dtype: torch.dtype, ranks: list[int] = RANKS, room: int = 20) -> AdapterTable:
-    """Factors of these ranks, and NaN in all that must not be read."""
+    """Return a table with adapters of these ranks. All values that must not be read are NaN."""
     table = AdapterTable.empty(len(ranks), room, inputs, outputs, dtype, torch.device("cpu"))
     table.a.fill_(torch.nan), table.b.fill_(torch.nan)
     for slot, rank in enumerate(ranks):

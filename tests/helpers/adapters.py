@@ -1,4 +1,4 @@
-"""Random adapters of small models, and PEFT's own results with them."""
+"""Random adapters of small models, and PEFT's results with them."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ RANKS = {"four": 4, "eight": 8, "sixteen": 16, "sixty_four": 64}
 
 
 def write_adapter(folder: Path, base: Path, kind: type[PreTrainedModel], seed: int = 1, **config: Any) -> Path:
-    """Write an adapter of random factors, so large that it changes tokens, for the model in `base`."""
+    """Write an adapter for the model in `base`. Its random factors are so large that it changes tokens."""
     settings = {"task_type": "CAUSAL_LM", "init_lora_weights": False, **config}
     model = get_peft_model(kind.from_pretrained(base), LoraConfig(**settings))
     torch.manual_seed(seed)
@@ -43,11 +43,11 @@ def load_with(run: RunConfig, adapters: Mapping[str, Path], batch_size: int = 5)
 
 
 Rows: TypeAlias = list[tuple[list[int], str | None]]
-"""Prompts, and the adapters named beside them."""
+"""Prompts and the names of their adapters."""
 
 
 def outputs(engine: Engine, rows: Rows, decode: DecodeConfig = GREEDY) -> list[Output]:
-    """Outputs of rows, in their order."""
+    """Return the outputs of rows, in their order."""
     requests = [engine.request(i, prompt, decode, adapter=name) for i, (prompt, name) in enumerate(rows)]
     found = []
     for output in engine.generate(requests):
@@ -74,16 +74,16 @@ def check_as_peft(peft: PeftModel, rows: Rows, results: list[Output]) -> None:
 
 
 def change_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
-    """Give an adapter other settings, and tensors that are changed, added or (None) taken away."""
+    """Change an adapter's settings, and change, add or (None) remove tensors."""
     file, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    if tensors:  # else the file stays as it is, to the byte
+    if tensors:  # otherwise the file keeps its bytes
         changed = load_file(weights) | tensors
         save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, weights)
 
 
 def peft_model(base: Path, kind: type[PreTrainedModel], folders: dict[str, Path]) -> PeftModel:
-    """Return transformers' model with all adapters beside it, none merged."""
+    """Return transformers' model with all adapters loaded and none merged."""
     first, *others = folders
     model = PeftModel.from_pretrained(kind.from_pretrained(base), folders[first], adapter_name=first).eval()
     for name in others:

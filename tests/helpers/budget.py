@@ -1,20 +1,20 @@
-"""What `make test` may cost, and how its processes are counted. tests/test_budgets.py and tests/conftest.py enforce it."""
+"""Limits of `make test`, and the count of its processes. tests/test_budgets.py and tests/conftest.py enforce them."""
 
 import sys
 from typing import Any
 
 from kernels.build import FLAGS
 
-QUICK = "not long and not matrix"  # the -m of `make test`
-CASES = 2580  # that pytest collects; a loop inside a test (tests/helpers/cases.py) costs one
-PROCESSES = 290  # that its workers start or fork
+QUICK = "not long and not matrix"  # the -m option of `make test`
+CASES = 2580  # cases that pytest collects; a loop inside a test (tests/helpers/cases.py) counts as one
+PROCESSES = 290  # processes that its workers start or fork
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")  # audit events
 
 
 class ProcessCount:
-    """Counts the processes that this process starts, from now on.
+    """Counts the processes that this process starts from now on.
 
-    Without compilers of the kernels: how many there are depends on the cache folder, which is empty on a fresh machine.
+    Compilers of the kernels do not count: their number depends on the cache folder, which is empty on a new machine.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Small models for tests, and the shortest way from a folder to an engine."""
+"""Small models for tests, and shortcuts from a folder to an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,7 @@ from pipelines.loading.planning import plan_model
 from pipelines.loading.request_settings import read_request_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHARED = (
-    REPOSITORY.parent / "shared"
-)  # real small models and texts, which stand beside the repository and are not part of it
+SHARED = REPOSITORY.parent / "shared"  # real small models and texts, next to the repository and not part of it
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -39,23 +37,24 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # of a token of this model: keys and values, layers, heads, channels, float32
+KEY_VALUE_BYTES = 2 * 2 * 2 * 16 * 4  # per token of this model: keys and values, layers, heads, channels, float32
 
 
 def said(stderr: str) -> str:
-    """What a command said beside the warning of a machine without a compiler."""
+    """Return the output of a command without the warning of a machine that has no compiler."""
     lines = stderr.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("WARNING: the CPU kernels are off"))
 
 
 def write_llama(folder: Path, **config: Any) -> LlamaForCausalLM:
-    """A random float32 Llama in Hugging Face layout, and transformers' model of it."""
+    """Write a random float32 Llama in Hugging Face layout, and return transformers' model of it."""
     model: LlamaForCausalLM = write_random(folder, LlamaForCausalLM, LlamaConfig(**{**SMALL, **config}))
     return model
 
 
 def write_random(folder: Path, kind: type[PreTrainedModel], config: Any) -> Any:
-    """Write transformers' model of a class and a config, in float32, and return it. Every parameter is random, also the biases."""
+    """Write a transformers model of this class and config in float32, and return it. Every parameter is random, biases
+    included."""
     torch.manual_seed(0)
     model = kind(config).eval()
     with torch.no_grad():
@@ -81,7 +80,7 @@ def engine_of(
     kv_cache: str = "none",
     **device: Any,
 ) -> Engine:
-    """A float32 engine on the CPU. `tokenizer=""` takes the folder's own; `device` are fields of DeviceConfig."""
+    """Return a float32 engine on the CPU. `tokenizer=""` uses the folder's own; `device`: fields of DeviceConfig."""
     run = run_config(folder)
     model = replace(run.model, tokenizer=tokenizer, allow_pickle=allow_pickle)
     config = DeviceConfig(DeviceType.cpu, **device)
@@ -91,24 +90,25 @@ def engine_of(
 
 
 def unpacked_engine(run: RunConfig, batch_size: int) -> Engine:
-    """An engine whose layers hold their weights as the checkpoint does, as calibration wants them."""
+    """Return an engine whose layers hold their weights in the checkpoint's layout, as calibration requires."""
     source = resolve_model(run.model)
     plan = plan_model(run.model, run.quant, source, prepare_device(run.device), packed=False)
     return assemble(plan, run.device, run.decode, read_request_settings(run.model, source), batch_size)
 
 
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
-    """By the checkpoint's names; those that are packed for the machine unpacked."""
+    """Return the weights by the checkpoint's names. Packed weights are unpacked."""
     weights = {name: parameter.data for name, parameter in model.named_parameters() if not name.endswith(".tiles")}
     for name, layer in model.named_modules():
-        # not of a head that is tied
+        # a tied head has none
         if isinstance(layer, Linear) and isinstance(layer.method, PackedDenseMethod) and not layer.is_tied:
             weights[f"{name}.weight"] = layer.method.weight.unpack()
     return weights
 
 
 def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig, prefix: str | None = None) -> list[Output]:
-    """Outputs in the order of the prompts; checks the blocks' accounting after every finished row and that all come back."""
+    """Return outputs in the order of the prompts. Checks the block accounting after every finished row, and that all
+    blocks are freed."""
     outputs = []
     requests = (engine.request(i, prompt, decode, prefix=prefix) for i, prompt in enumerate(prompts))
     for output in engine.generate(requests):
@@ -122,13 +122,13 @@ def generate(engine: Engine, prompts: list[list[int]], decode: DecodeConfig, pre
 def complete(
     engine: Engine, prompts: list[list[int]], decode: DecodeConfig, prefix: str | None = None
 ) -> list[Completion]:
-    """The first completion of each prompt."""
+    """Return the first completion of each prompt."""
     return [output.completions[0] for output in generate(engine, prompts, decode, prefix)]
 
 
 @torch.inference_mode()
 def all_logits(engine: Engine, prompt: list[int], prefix: str | None = None) -> torch.Tensor:
-    """Logits [T, V] at every position of a prompt, in one prefill."""
+    """Return logits [T, V] at every position of a prompt, from one prefill."""
     group = engine.add(engine.request(0, prompt, DecodeConfig(max_new_tokens=1, prefix_cache=False), prefix=prefix))
     plan = engine.scheduler.plan()
     if plan.copies:
@@ -136,4 +136,4 @@ def all_logits(engine: Engine, prompt: list[int], prefix: str | None = None) -> 
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     logits = engine.executor.execute(build_batch(all_rows, engine.block_size)).logits
     engine.scheduler.cancel(group)
-    return logits.clone()  # the next decode step may use the memory again
+    return logits.clone()  # a copy, because the next decode step may reuse the memory

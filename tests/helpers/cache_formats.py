@@ -1,15 +1,15 @@
-"""Every format of the cache for tests of kernels, also those with static scales."""
+"""Every format of the cache for kernel tests, including formats with static scales."""
 
 import torch
 
 from kernels.kv_format import FORMATS, STATIC_FORMATS, KVFormat
 
 NAMES = [*FORMATS, *(f"{name} static" for name in STATIC_FORMATS)]
-CHOSEN_FOR = 2.5  # the magnitude up to which static scales reach: of normal numbers about one in eighty is beyond it
+CHOSEN_FOR = 2.5  # largest magnitude of static scales: about one normal number in eighty is beyond it
 
 
 def formats_of(name: str, num_heads: int, device: str = "cpu") -> tuple[KVFormat, KVFormat]:
-    """Of keys and of values. Static scales differ between the heads, and between keys and values."""
+    """Return the formats of keys and of values. Static scales differ between heads, and between keys and values."""
     kind = STATIC_FORMATS.get(name.removesuffix(" static"))
     if kind is None or "static" not in name:
         return FORMATS[name]

@@ -37,7 +37,7 @@ class Quantized:
     reports: list[LinearReport] = field(default_factory=list)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all is equal to the bit, which is told of NaN, too."""
+        """Whether all tensors have equal bits, NaN included."""
         assert isinstance(other, Quantized)
         return self._bits() == other._bits() and sorted(map(str, self.reports)) == sorted(map(str, other.reports))
 
@@ -50,7 +50,8 @@ class Quantized:
 
 
 def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int = 1) -> Quantized:
-    """What task=quantize makes of the model of `run`. With one rank it is the share of a process of its own."""
+    """Return the result of task=quantize for the model of `run`. With one rank it is the share of a process of its
+    own."""
     model = float_model(run.model)
     engine = unpacked_engine(replace(run, model=model, quant=QuantConfig(), calibrate=CalibrateConfig()), len(samples))
     batches = calibration_batches(engine, samples)

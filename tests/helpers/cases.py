@@ -1,4 +1,4 @@
-"""A loop inside a test, written as a decorator: many values, one case of the suite."""
+"""A loop inside a test, as a decorator: many values, one case of the suite."""
 
 import functools
 import inspect
@@ -18,9 +18,10 @@ def each(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test with each of `values`, as pytest.mark.parametrize does, but as one case.
 
-    `names` are arguments of the test; with several of them a value is a tuple. An error says for which value it came. Each value has its
-    own `tmp_path` and `monkeypatch`, and random numbers that start again. Other fixtures are made once for all values. The case is skipped
-    if every value is. Where some values are `quick`, the others are a second case, which is long.
+    `names`: arguments of the test. With several names, a value is a tuple. An error names the value that caused it.
+    Each value has its own `tmp_path` and `monkeypatch`, and the same random numbers. Other fixtures are created once
+    for all values. The case is skipped if every value is skipped. If some values are `quick`, the remaining values are
+    a second case, which is long.
     """
     keys, every = names if isinstance(names, tuple) else tuple(names.replace(",", " ").split()), list(values)
     assert every, "a test without values proves nothing"

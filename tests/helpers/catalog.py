@@ -1,4 +1,4 @@
-"""The small models that tests use: the goldens, one of every other family, and prompts for them."""
+"""The small models that tests use: the goldens, one model of every other family, and prompts for them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,20 +45,20 @@ GOLDEN_FAMILIES = [  # folders of GOLDENS
     "qwen2_moe",
     "qwen3",
 ]
-# Families of every kind of layer, for tests of all families that take long.
+# Families of every kind of layer, for slow tests of all families.
 QUICK = ("gpt2", "llama3", "chatglm", "chatglm3", "qwen2_moe", "gemma3")
 WHOLE_PROMPTS = ["chatglm", "chatglm_28layers", "chatglm_bin"]  # their prompts cannot be cut
 MARKS = {"chatglm": [281, 284], "chatglm_28layers": [301, 304], "chatglm_bin": [281, 284]}  # [gMASK] and <sop>
-TOLERANCE = 3e-5  # the sets' own: five times the noise seen between two correct float32 builds
-DEEPSEEK = ["v2", "v2_no_q_lora", "v2_biases_tied", "v3", "v3_yarn"]  # CASES, one of each layout
-PROMPTS = random_prompts(96, (5, 1, 40))  # of a token, of less than a block, and of more
+TOLERANCE = 3e-5  # the sets' own tolerances: five times the noise between two correct float32 builds
+DEEPSEEK = ["v2", "v2_no_q_lora", "v2_biases_tied", "v3", "v3_yarn"]  # CASES with one entry per layout
+PROMPTS = random_prompts(96, (5, 1, 40))  # prompts of one token, of less than a block, and of more
 BEGINNING = list(range(5, 15))
 SHARED_PROMPTS = [[*BEGINNING, 20], [21], [*BEGINNING, 22, 23, 24, 25], [*BEGINNING, 20], [30, 31, 32]]
 FOUR_PROMPTS = [[5, 6, 7], [8], list(range(9, 40)), [16, 17, 18, 19]]
 
 
 def link(family: str, folder: Path, spelling: str = "config.json") -> Path:
-    """The family's checkpoint alone, with one of the spellings of its config."""
+    """Link the family's checkpoint into a folder, with one of the spellings of its config."""
     for file in (GOLDENS / family).iterdir():
         if file.name.endswith((".safetensors", ".bin", ".index.json")) and not file.name.startswith("golden"):
             (folder / file.name).symlink_to(file)
@@ -75,11 +75,11 @@ ROWS = DENSE | GPT | EXPERTS
 """Every architecture that is compared with its class in transformers."""
 OTHERS = {name: row for name, row in ROWS.items() if name not in (*GOLDEN_FAMILIES, "llama", "glm4_moe_lite")}
 OTHERS["falcon_one_key"] = replace(ROWS["falcon"], variants=ROWS["falcon"].variants[1:])
-"""Those without a golden, by the first of their variants."""
+"""Architectures without a golden, by the first of their variants."""
 
 
 def write_other(folder: Path, family: str, **changes: Any) -> Any:
-    """Write a random model of one of OTHERS, and return transformers' own."""
+    """Write a random model of one of OTHERS, and return transformers' model of it."""
     row = OTHERS[family]
     return row.write(folder, **{"eos_token_id": 1, **row.variants[0], **changes})
 
@@ -100,7 +100,7 @@ def write_kimi(folder: Path) -> None:
     change_config(folder, model_type="kimi_k2")
 
 
-# Every family, as what writes its small model into a folder; but for those whose prompts cannot be cut.
+# By family: a function that writes its small model into a folder. Families whose prompts cannot be cut are left out.
 FAMILIES: dict[str, Callable[[Path], object]] = {name: partial(write_other, family=name) for name in OTHERS}
 FAMILIES |= {
     "deepseek_v2": lambda folder: build(2, **V2_GROUPS).save_pretrained(folder),
@@ -113,6 +113,6 @@ FAMILIES |= {name: partial(link, name) for name in GOLDEN_FAMILIES if name not i
 
 
 def prompts_for(family: str) -> list[list[int]]:
-    """One prompt of more tokens than a block: the golden's own where there is one."""
+    """Return a prompt of more tokens than a block: the golden's own prompt if there is one."""
     golden = GOLDENS / family / "golden.safetensors"
     return [load_file(golden)["input_ids"][0].tolist() if golden.is_file() else list(range(3, 12))]

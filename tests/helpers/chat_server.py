@@ -1,4 +1,4 @@
-"""A server that answers conversations as it is told, and keeps what it was asked."""
+"""A server with scripted answers to conversations. It keeps the requests that it receives."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def chunk(**delta: str) -> str:
-    """A line of a streamed answer."""
+    """Return a line of a streamed answer."""
     return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}"
 
 
@@ -20,14 +20,14 @@ class ChatServer:
     models: list[str] = field(default_factory=lambda: ["first", "second"])
     status: int = 200
     content_type: str = "text/event-stream"
-    """Of an answer to a conversation."""
+    """Lines of an answer to a conversation."""
     lines: list[str] = field(default_factory=list)
-    """The answer, unless `endless` is part of what was said: then `more` comes again and again until the client leaves."""
+    """The answer. If the request contains `endless`, `more` is sent repeatedly until the client disconnects."""
     more: str = chunk(content="更多 ")
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
-    """Set when the client of an endless answer has left."""
+    """Set when the client of an endless answer has disconnected."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Chat templates of six styles, and answers with calls in each."""
+"""Chat templates of six styles, with answers that contain calls."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ WEATHER = {
     "additionalProperties": False,
 }
 ARGUMENTS = '{"city": "北京"}'
-CALLS = {  # answers with two calls, or with one where a family writes no more
+CALLS = {  # answers with two calls, or with one if the family allows only one
     "chatml": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     "llama3": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',

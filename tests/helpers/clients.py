@@ -1,4 +1,5 @@
-"""What the tests of several clients share: a template with tools for the shipped model, a tool, and the expected texts."""
+"""Shared by the tests of several clients: a template with tools for the bundled model, a tool, and the expected
+texts."""
 
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ TOOL_TEMPLATE = (
     "<|im_start|>{{ message.role }}\n{{ message.content or '' }}{{ message.tool_calls | tojson if message.tool_calls else '' }}"
     "{{ message.tool_call_id or '' }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The shipped model's own template, which also tells of tools, calls and results."""
+"""The bundled model's own template, extended by tools, calls and results."""
 
 
 class Weather(BaseModel):
@@ -27,7 +28,7 @@ class Weather(BaseModel):
 
 
 class Expected:
-    """Texts of the shipped model, as predict makes them."""
+    """Texts of the bundled model, as task=predict generates them."""
 
     def __init__(self) -> None:
         self._engine: Engine = load_engine(tiny_run(), 4)
@@ -40,7 +41,7 @@ class Expected:
         return output.completions[0].text or ""
 
     def answer(self, question: str, **decode: Any) -> str:
-        """The answer to a question by the model's own template."""
+        """Return the answer to a question with the model's own template."""
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None
         return self.text(tokenizer.encode_messages([{"role": "user", "content": question}], None)[1], **decode)

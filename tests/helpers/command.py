@@ -1,4 +1,4 @@
-"""The command as its user types it, in a process of its own."""
+"""The command as a user types it, in a process of its own."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ from conf.errors import UserError
 from pipelines.tasks.launch import launch
 from tests.helpers.builders import REPOSITORY, said
 
-# A signal that comes when so many rows of a folder are finished, and neither earlier nor later, however busy the machine is.
+# Sends a signal exactly when this number of rows of a folder is finished, however busy the machine is.
 INTERRUPTED = """
 import os, runpy, sys
 from pipelines.jobs.journal import Journal
@@ -40,7 +40,7 @@ def run(*arguments: str, cwd: Path = REPOSITORY, stdin: str | None = None) -> su
 def run_interrupted(
     number: signal.Signals, folder: Path, num_rows: int, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """The command, whose process gets the signal when `num_rows` rows of the job in `folder` are finished."""
+    """Run the command and send its process the signal when `num_rows` rows of the job in `folder` are finished."""
     return _done(["-c", INTERRUPTED, str(number.value), str(folder), str(num_rows), *arguments], REPOSITORY)
 
 
@@ -52,7 +52,7 @@ def _done(arguments: list[str], cwd: Path, stdin: str | None = None) -> subproce
 
 
 def refusal(folder: Path, *arguments: str) -> str:
-    """What the command says, in this process, where it does nothing and leaves no `folder`: one line."""
+    """Run a command in this process that must do nothing and create no `folder`. Return its one line of output."""
     with pytest.raises(UserError) as raised:
         launch(compose_run_config(for_hydra([*arguments])), folder, dump)
     assert "\n" not in str(raised.value)
@@ -61,7 +61,7 @@ def refusal(folder: Path, *arguments: str) -> str:
 
 
 def script(path: Path) -> None:
-    """Write the console command, as pip does, for the repository whose tests these are."""
+    """Write the console command for this repository, as pip does."""
     ((name, entry),) = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"].items()
     assert name == path.name
     module, _, function = entry.partition(":")

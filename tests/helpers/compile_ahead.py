@@ -1,8 +1,8 @@
-"""Compiles for sm_90 what each kernel's own launcher would launch, for the shapes of real models, on a machine without a GPU.
+"""Compile every launch of every kernel for sm_90, in the shapes of real models, on a machine without a GPU.
 
-Prints one JSON line for each launch: case, kernel, registers per thread, bytes of shared memory, bytes of stack per thread (where spilled
-registers are), instructions for Hopper's matrix units. The tensors are on the device "meta", so a launcher that looked at a value, and
-so waited for a GPU, would fail here.
+Prints one JSON line per launch: case, kernel, registers per thread, bytes of shared memory, bytes of stack per thread
+(spilled registers), instructions for Hopper's matrix units. The tensors are on the device "meta", so a launcher that
+reads a value, and would therefore wait for a GPU, fails here.
 """
 
 import json
@@ -26,7 +26,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Hopper:
-    """Of a driver what compiling asks for."""
+    """The parts of a driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

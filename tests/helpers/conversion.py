@@ -1,4 +1,4 @@
-"""Run `task=convert` and read what it wrote, by the libraries' own reading."""
+"""Run `task=convert`, and read its files with the formats' own libraries."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ SHARDED = CheckpointFormat.sharded
 
 
 def convert(source: Path, target: Path, model: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """Runs the task; its own files go beside the target."""
+    """Run the task. Its other files are written next to the target."""
     config = RunConfig(
         Task.convert, ModelConfig(str(source), **(model or {})), convert=ConvertConfig(output=str(target), **settings)
     )
@@ -27,7 +27,7 @@ def convert(source: Path, target: Path, model: dict[str, Any] | None = None, **s
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Of a folder in Hugging Face's layout, as the libraries read them."""
+    """Return the tensors of a folder in Hugging Face's layout."""
     found: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)

@@ -1,4 +1,4 @@
-"""Damage to the bytes of a file, as hypothesis draws it."""
+"""Damage to the bytes of a file, drawn by hypothesis."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ MUTATIONS = st.lists(
 
 
 def mutated(content: bytes, mutations: list[tuple[str, float, int]], head: int) -> bytes:
-    """Changes fall on the first `head` bytes, where a file says what it holds, or cut it anywhere."""
+    """Return the bytes changed within the first `head` bytes, which describe the file, or cut anywhere."""
     data = bytearray(content)
     for kind, where, value in mutations:
         at = int(where * min(head, len(data)))
@@ -32,7 +32,7 @@ def mutated(content: bytes, mutations: list[tuple[str, float, int]], head: int) 
 
 
 class RunsCode:
-    """Makes a folder where it is unpickled without care."""
+    """Creates a folder when it is unpickled without restrictions."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and -V3 of small sizes in all their variants, by transformers' own classes."""
+"""DeepSeek-V2 and -V3 in small sizes, in all variants, by transformers' own classes."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def build(version: int, **config: Any) -> PreTrainedModel:
-    """transformers' model; every parameter is random, also biases and the routers' corrections."""
+    """Return transformers' model. Every parameter is random, including biases and the routers' corrections."""
     torch.manual_seed(0)
     if version == 2:
         model: PreTrainedModel = DeepseekV2ForCausalLM(DeepseekV2Config(**{**SMALL, **config}))
@@ -77,16 +77,18 @@ def build(version: int, **config: Any) -> PreTrainedModel:
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Other values in the folder's config.json."""
+    """Change values in the folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 class NextTokenReference:
-    """V3's model and its first module of multi-token prediction in float64: the block is transformers' decoder layer."""
+    """V3's model and its first multi-token prediction module in float64. The module's block is transformers' decoder
+    layer."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
-        """Write a checkpoint of `num_hidden_layers` layers and the module into the folder, every parameter random."""
+        """Write a checkpoint of `num_hidden_layers` layers and the module into the folder. Every parameter is
+        random."""
         num_layers = {**SMALL, **config}["num_hidden_layers"]
         model = build(3, **{**V3_GROUPS, **config, "num_hidden_layers": num_layers + 1})
         hidden_size = model.config.hidden_size
@@ -108,7 +110,7 @@ class NextTokenReference:
         file = folder / "config.json"
         changes = {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-        model.config._experts_implementation = "eager"  # the others multiply no float64
+        model.config._experts_implementation = "eager"  # the other implementations do not multiply float64
         self._model = model.double()
         self._block = model.model.layers[-1]
         model.model.layers = model.model.layers[:-1]
@@ -120,12 +122,13 @@ class NextTokenReference:
 
     @torch.no_grad()
     def hidden(self, token_ids: list[int]) -> Tensor:
-        """The model's hidden states [T, E] after its final norm."""
+        """Return the model's hidden states [T, E] after its final norm."""
         return self._model.model(torch.tensor([token_ids])).last_hidden_state[0]
 
     @torch.no_grad()
     def ahead(self, hidden: Tensor, token_ids: list[int]) -> Tensor:
-        """The module's hidden states [T, E] after its norm, of hidden states [T, E] and the tokens after them, from position 0 on."""
+        """Return the module's hidden states [T, E] after its norm, from hidden states [T, E] and the following tokens,
+        starting at position 0."""
         embedded = self._model.model.embed_tokens(torch.tensor(token_ids))
         both = torch.cat((self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")), dim=-1)
         x = (both @ self._own["eh_proj.weight"].T)[None]
@@ -137,7 +140,8 @@ class NextTokenReference:
 
     @torch.no_grad()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
-        """The most likely tokens after a sequence, each of the module's own hidden states and the one before."""
+        """Return the most likely tokens after a sequence. Each is computed from the module's previous hidden state and
+        the previous token."""
         hidden, behind = self.hidden(token_ids)[:-1], token_ids[1:]
         drafts: list[int] = []
         for _ in range(count):

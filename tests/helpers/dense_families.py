@@ -1,4 +1,4 @@
-"""The table of dense architectures after Llama's pattern: a row for each."""
+"""The table of dense architectures with Llama's pattern: one row per architecture."""
 
 from typing import Any
 
@@ -19,7 +19,8 @@ GROWING: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }
-GEMMA: dict[str, Any] = {**BASE, "head_dim": 16, "attn_implementation": "eager"}  # others drop the soft cap
+# the other implementations drop the soft cap
+GEMMA: dict[str, Any] = {**BASE, "head_dim": 16, "attn_implementation": "eager"}
 SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
@@ -109,7 +110,7 @@ DENSE = {
             {"sliding_window": 9, "sliding_window_pattern": 2, "num_key_value_heads": 1, "rope_theta": 1e6},
             {"sliding_window": 9, "sliding_window_pattern": "LLLG", "layer_types": [SLIDING, FULL]},
             {"sliding_window": None, "layer_types": [FULL] * 2, "tie_word_embeddings": True},
-            {"sliding_window": 9, "layer_types": [FULL] * 2, "head_dim": 24},  # nothing turns
+            {"sliding_window": 9, "layer_types": [FULL] * 2, "head_dim": 24},  # no rotation
         ],
         refused=[
             NOT_SILU,
@@ -128,7 +129,7 @@ DENSE = {
             "query_pre_attn_scalar": 10,
             "sliding_window": 9,
             "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 2.0,  # tight enough to matter
+            "final_logit_softcapping": 2.0,  # small enough to matter
         },
         variants=[
             {},
@@ -235,7 +236,7 @@ DENSE = {
             {"num_key_value_heads": 1, "num_attention_heads": 3, "hidden_size": 66},
             {"num_key_value_heads": 4, "tie_word_embeddings": True},
         ],
-        read=[({}, {"bias": True})],  # as its code has it where the file does not say
+        read=[({}, {"bias": True})],  # the default of its code
         refused=[
             ({"bias": 1}, "bias=1 is not of type bool"),
             NOT_SILU,
@@ -243,8 +244,10 @@ DENSE = {
             ({"rope_scaling": {"type": "su"}}, "type='su' is not supported"),
         ],
     ),
-    # transformers has no InternLM3. Its own code computes Llama's layers with the bias of queries, keys and values under `qkv_bias`, and
-    # that of every other projection under `bias`: Seed-OSS's with attention_out_bias and mlp_bias alike.
+    # transformers has no InternLM3. InternLM3's own code computes Llama's layers. `qkv_bias` adds the bias of queries,
+    # keys and
+    # values, and `bias` the bias of every other projection: Seed-OSS's layers with attention_out_bias and mlp_bias
+    # alike.
     "internlm3": Family(
         "InternLM3Twin",
         sizes={**BASE, "head_dim": 16, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False},
@@ -310,7 +313,8 @@ DENSE = {
             {"rope_parameters": {**GROWING, "max_position_embeddings": 128}},
             {"sliding_window": 9, "tie_word_embeddings": True},
         ],
-        read=[  # the base of the angles beside the other settings, where transformers takes it, too, unless these name it
+        # the base of the angles next to the other settings, where transformers reads it unless the settings name it
+        read=[
             (
                 {
                     "rope_theta": 5e5,

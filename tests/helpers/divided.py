@@ -1,4 +1,4 @@
-"""Engines of divided models, whose ranks are threads."""
+"""Engines of sharded models whose ranks are threads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from pipelines.ranks.rank_context import layout_of
 from pipelines.ranks.threads import ThreadRankContext
 from tests.helpers.rank_threads import run_ranks, run_stages
 
-LAYER_KINDS = {  # what is cut in ways of its own, and a model of tests/helpers/catalog.py that has it
+LAYER_KINDS = {  # layers with their own way of sharding, and a model of tests/helpers/catalog.py that has them
     "fused queries, keys and values; fused gates": "phi3",
     "fewer keys than ranks": "falcon_one_key",
     "tied head": "llama_tied_bias",
@@ -55,7 +55,8 @@ def rank_engine(
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank has after a prompt: its logits, and of each layer all tensors of its keys and values, by token, [T, G, *]."""
+    """A rank's results for a prompt: its logits, and per layer all tensors of its keys and values, by token, [T, G,
+    *]."""
 
     hidden: Tensor
     logits: Tensor
@@ -64,7 +65,7 @@ class Step:
 
 
 def step_of(engine: Engine, prompt: list[int]) -> Step:
-    """Every token is an output row, with the run's first adapter, if it has one."""
+    """Compute a step in which every token is an output row, with the run's first adapter, if it has one."""
     decode, adapter = (
         DecodeConfig(max_new_tokens=1, prefix_cache=False),
         next((id.name for id in engine.adapters.ids), None),
@@ -91,7 +92,7 @@ def whole_steps(run: RunConfig, prompts: list[list[int]]) -> list[Step]:
 
 
 def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[list[Step]]:
-    """By rank."""
+    """Return the steps by rank."""
 
     def work(group: Any) -> list[Step]:
         engine = rank_engine(run, layout_of(group.rank, tp, 1, run.parallel), group)
@@ -101,7 +102,7 @@ def divided_steps(run: RunConfig, tp: int, prompts: list[list[int]]) -> list[lis
 
 
 def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> list[list[Step]]:
-    """By rank of the last stage, with the layers of all stages after each other."""
+    """Return the steps by rank of the last stage, with the layers of all stages in order."""
 
     def work(context: ThreadRankContext) -> list[Step]:
         parallel_layout = layout_of(context.parallel_layout.rank, tp, pp, run.parallel)
@@ -120,7 +121,7 @@ def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> l
 
 
 def assert_same_bits(whole: list[Step], ranks: list[list[Step]]) -> None:
-    """Logits of the first rank, and each rank's keys and values, are those of one process."""
+    """Compare the first rank's logits, and each rank's keys and values, with those of one process, bit for bit."""
     for step, of_ranks in zip(whole, zip(*ranks, strict=True), strict=True):
         assert of_ranks[0].logits.equal(step.logits)
         for layer, cached in enumerate(step.cached):
@@ -133,16 +134,18 @@ def assert_same_bits(whole: list[Step], ranks: list[list[Step]]) -> None:
 
 
 def share_of(model: CausalLM, layer: int, tp: int, rank: int) -> range:
-    """A rank's key heads, by the definition: of as many or more heads its part, else the one that its part of the ranks shares."""
+    """Return a rank's key heads by definition: its part if there are at least as many heads as ranks, else the head
+    that its ranks share."""
     num_keys = model.attention_heads[layer].num_key_value_heads
     first = rank * num_keys // tp
     return range(first, (rank + 1) * num_keys // tp if tp <= num_keys else first + 1)
 
 
 def assert_same_tokens(whole: list[Step], ranks: list[list[Step]], tolerance: float = 1e-4) -> None:
-    """Each position's likeliest token is one process's; all ranks have the same hidden states.
+    """Check that each position's most likely token equals one process's, and that all ranks have equal hidden states.
 
-    The tolerance, a share of the largest logit, is for sums of some hundred float32 numbers in another order, through a few layers.
+    The tolerance, a share of the largest logit, covers sums of some hundred float32 numbers in another order, through a
+    few layers.
     """
     for step, of_ranks in zip(whole, zip(*ranks, strict=True), strict=True):
         logits = of_ranks[0].logits

@@ -1,4 +1,5 @@
-"""What tests of drafts share: a proposer that knows what the plain run says, and spoils it; and settings."""
+"""Shared by tests of drafts: a proposer that knows the tokens of the plain run and spoils some of them, and
+settings."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ SETTINGS = {
 
 
 def devices(cache_bytes: int) -> dict[str, dict[str, Any]]:
-    """Fields of DeviceConfig by name. `cache_bytes`: of a KV cache in which rows give way."""
+    """Fields of DeviceConfig by name. `cache_bytes`: size of a KV cache in which rows are preempted."""
     return {
         "roomy": {},
         "one block a token": {"block_size": 1},
@@ -34,10 +35,12 @@ def devices(cache_bytes: int) -> dict[str, dict[str, Any]]:
 
 
 class Hostile(Proposer):
-    """Drafts what follows in the plain run, longer than asked for and beyond its end, with tokens that are not it, the eos among them."""
+    """Drafts that follow the plain run, longer than requested and beyond its end, with wrong tokens among them,
+    including the eos."""
 
     def __init__(self, known: Mapping[tuple[int, int], list[int]], right: Callable[[int], bool]) -> None:
-        """`known`: tokens of the plain run by request and sample. `right(place)`: whether the draft has the right token there."""
+        """`known`: tokens of the plain run by request and sample. `right(place)`: whether the draft at this position is
+        right."""
         self._known = known
         self._right = right
         self._random = random.Random(1)
@@ -55,13 +58,13 @@ class Hostile(Proposer):
 
 
 def at_random(chance: float) -> Callable[[int], bool]:
-    """Right with this chance at every place."""
+    """Each position is right with this probability."""
     generator = random.Random(2)
     return lambda place: generator.random() < chance
 
 
 class Counted(list[int]):
-    """Tokens that count how often one is read."""
+    """Tokens that count how often an element is read."""
 
     num_read = 0
 

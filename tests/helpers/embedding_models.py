@@ -1,4 +1,4 @@
-"""Small embedding models and rerankers as their makers publish them: weights, a tokenizer, and sentence-transformers' files."""
+"""Small embedding models and rerankers in published form: weights, a tokenizer, and sentence-transformers' files."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ POOLING = {"mean": "mean_tokens", "last": "lasttoken", "cls": "cls_token"}
 
 
 def write_modules(folder: Path, pooling: str, *modules: str, **settings: Any) -> None:
-    """modules.json and the pooling's config; `modules` come after Transformer and Pooling."""
+    """Write modules.json and the pooling config. `modules` come after Transformer and Pooling."""
     names = ("Transformer", "Pooling", *modules)
     paths = ["", *(f"{i}_{name}" for i, name in enumerate(names[1:], 1))]
     listed = [
@@ -31,7 +31,8 @@ def write_modules(folder: Path, pooling: str, *modules: str, **settings: Any) ->
 
 
 def write_qwen3_embedding(folder: Path) -> Any:
-    """Qwen3-Embedding: no head and names without their first part, an eos after each text, the last token, normalised."""
+    """Write Qwen3-Embedding: no head, names without their first part, an eos after each text, pooling of the last
+    token, normalised."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[END])
     size = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 256}
@@ -46,7 +47,7 @@ def write_qwen3_embedding(folder: Path) -> Any:
 
 
 def write_e5_mistral(folder: Path, *, eos_in_tokenizer_json: bool) -> Any:
-    """e5-mistral: a BOS, and an eos that tokenizer.json writes, or the settings beside it ask for."""
+    """Write e5-mistral: a BOS, and an eos that tokenizer.json or the settings add."""
     tokenizer = byte_level()
     single = "<s> $A </s>" if eos_in_tokenizer_json else "<s> $A"
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 0), END])
@@ -59,7 +60,7 @@ def write_e5_mistral(folder: Path, *, eos_in_tokenizer_json: bool) -> Any:
 
 
 def write_qwen3_reranker(folder: Path) -> Any:
-    """Qwen3-Reranker: a causal model whose tokens yes and no are the answer."""
+    """Write Qwen3-Reranker: a causal model whose tokens yes and no are the answer."""
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -76,7 +77,7 @@ TEMPLATE = (
 
 
 def write_reward_model(folder: Path, **config: Any) -> Any:
-    """Its pad token is the eos, with which conversations end."""
+    """Write a reward model whose pad token is the eos, with which conversations end."""
     tokenizer = byte_level()
     size = {"vocab_size": tokenizer.get_vocab_size(), "pad_token_id": 1}
     reference = write_model(folder, LlamaForSequenceClassification, **{**size, "num_labels": 1, **config})

@@ -1,4 +1,5 @@
-"""The engine's side of the socket without a process: the frames that it is told are a script, and what it says is written down."""
+"""The engine's side of the socket without a process: it receives a script of frames and records the frames that it
+sends."""
 
 import threading
 from collections import deque
@@ -13,12 +14,13 @@ from tests.helpers.waiting import LIMIT_S
 
 
 class Script:
-    """A channel whose frames are written down: each turn's come before the next step. It closes when all is done."""
+    """A channel with scripted frames. The frames of each turn arrive before the next step. It closes after the last
+    turn."""
 
     is_closed = False
 
     def __init__(self, *turns: list[ToEngine] | Callable[[], None]) -> None:
-        """A turn may also be something to do."""
+        """An element of a turn may also be a function to call."""
         self._turns = deque(turns)
         self.sent: list[Any] = []
         self.is_blocked = False
@@ -49,7 +51,7 @@ class Script:
         return [frame for frame in self.sent if isinstance(frame, kind) and id in (None, getattr(frame, "id", None))]
 
     def samples(self, id: int) -> list[Sample]:
-        """What the deltas of a request say, put together."""
+        """Return the joined deltas of a request, by sample."""
         samples: dict[int, Sample] = {}
         for delta in (delta for frame in self.of(Deltas) for delta in frame.deltas if delta.id == id):
             sample = samples.setdefault(delta.sample, Sample())

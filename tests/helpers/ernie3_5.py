@@ -1,4 +1,4 @@
-"""A small Ernie 3.5 in PaddleNLP's layout, every number random."""
+"""A small Ernie 3.5 in PaddleNLP's layout. Every number is random."""
 
 import json
 from pathlib import Path

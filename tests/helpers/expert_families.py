@@ -1,4 +1,4 @@
-"""The table of mixtures of experts: a row for each architecture."""
+"""The table of mixtures of experts: one row per architecture."""
 
 from tests.helpers.deepseek import SMALL as DEEPSEEK
 from tests.helpers.family import BASE, FULL, NOT_SILU, SLIDING, Family
@@ -64,7 +64,7 @@ EXPERTS = {
             {"mlp_layer_types": ["sparse"] * 3, "routed_scaling_factor": 0.7, "norm_topk_prob": False},
             {"rope_interleave": False, "attention_bias": True},
         ],
-        read=[  # configs on the hub give the number of dense layers; where they do not, the first is dense
+        read=[  # configs on the hub give the number of dense layers; the default is one
             ({"topk_method": "noaux_tc"}, {"layer_kinds": (False, True, True)}),
             ({"topk_method": "noaux_tc", "first_k_dense_replace": 2}, {"layer_kinds": (False, False, True)}),
         ],

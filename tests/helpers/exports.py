@@ -1,4 +1,4 @@
-"""Exports of small models, each made once for all processes of a test session, and what is asked of them."""
+"""Exports of small models, each made once for all processes of a test session, and requests to them."""
 
 import fcntl
 import hashlib
@@ -32,7 +32,7 @@ INT8 = QuantConfig(QuantScheme.int8)
 INT8_INT4_CACHE = QuantConfig(QuantScheme.int8, kv_cache=KVCacheFormat.int4)
 INT4 = QuantConfig(QuantScheme.int4, group_size=32)
 FAMILIES = WITHOUT_MARKS | {"chatglm": partial(link, "chatglm")}
-"""What writes a model of each; every architecture is among them (test_kv_families)."""
+"""By name: a function that writes a model and returns its run. Every architecture is among them (test_kv_families)."""
 OF_RUNNER = [
     "baichuan-13b",
     "baichuan-7b",
@@ -47,7 +47,7 @@ OF_RUNNER = [
     "qwen2",
     "qwen3",
 ]
-"""Families that the runner without Python computes."""
+"""Families that the C++ runner computes."""
 
 
 class Exports:
@@ -57,9 +57,9 @@ class Exports:
         self._folder = folder
 
     def of(self, run: RunConfig, tp: int = 1, pp: int = 1) -> Path:
-        """Return the export of the run's model, which the first who asks for it makes. Who changes it takes a copy.
+        """Return the export of the run's model. The first caller makes it. A test that changes it must copy it.
 
-        It is made of a copy of the checkpoint, which is gone afterwards, and then moved: it needs neither.
+        It is made from a copy of the checkpoint, which is then deleted, and then moved: it depends on neither path.
         """
         source = Path(run.model.path)
         anywhere = replace(run, model=replace(run.model, path="anywhere"))
@@ -70,7 +70,7 @@ class Exports:
         made = self._folder / key.hexdigest() / "made"
         made.parent.mkdir(parents=True, exist_ok=True)
         with (made.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
             if not made.exists():
                 _make(run, made, tp, pp)
         verify_manifest(made)  # no test has changed it
@@ -89,7 +89,7 @@ def _make(run: RunConfig, made: Path, tp: int, pp: int) -> None:
 
 
 def exported(run: RunConfig, folder: Path, **parallel_layout: int) -> Path:
-    """Export the run's model into a folder of the test's own."""
+    """Export the run's model to a folder of the test."""
     run = replace(run, predict=PredictConfig(), task=Task.export, export=ExportConfig(str(folder), **parallel_layout))
     run_export(run, folder.parent / "run", lambda run, output_dir: "")
     return folder
@@ -102,31 +102,32 @@ def run_of(folder: Path, quant: QuantConfig = FLOATS, dtype: DType = DType.float
 
 
 def llama(folder: Path, quant: QuantConfig = FLOATS, **config: int) -> RunConfig:
-    """Write the model that tests of all formats have in common, and return a run of it."""
+    """Write the model that the tests of all formats share, and return a run of it."""
     write_llama(folder, intermediate_size=96, attention_bias=True, **config)
     return run_of(folder, quant)
 
 
 def wide_llama(folder: Path, dtype: DType, quant: QuantConfig = FLOATS) -> RunConfig:
-    """Write a model whose weights are large enough for 12 bits of bfloat16, and return a run of it."""
+    """Write a model whose weights are large enough for 12-bit bfloat16, and return a run of it."""
     write_llama(folder, hidden_size=256, intermediate_size=96, vocab_size=2048)
     return run_of(folder, quant, dtype)
 
 
 def family_model(family: str, folder: Path, quant: QuantConfig = FLOATS) -> RunConfig:
-    """Write a family's model into a new folder, and return a run of it: in bfloat16 where the runner computes it too."""
+    """Write a family's model into a new folder and return a run of it, in bfloat16 if the C++ runner computes the
+    family."""
     folder.mkdir()
     FAMILIES[family](folder)
     return run_of(folder, quant, DType.bfloat16 if family in OF_RUNNER else DType.float32)
 
 
 def on_export(run: RunConfig, folder: Path) -> RunConfig:
-    """Return the run with an export in the place of its model."""
+    """Return the run with an export as its model."""
     return replace(run, model=replace(run.model, path=str(folder)), quant=FLOATS)
 
 
 def without_families(patch: pytest.MonkeyPatch) -> None:
-    """Let the modules of all families be missing."""
+    """Make the modules of all families unimportable."""
     for name in [name for name in sys.modules if name.startswith("models.families.")]:
         patch.setitem(sys.modules, name, None)
 

@@ -1,4 +1,4 @@
-"""An engine that says a prompt's tokens again, one at a time, with the methods of `EngineClient`."""
+"""An engine that repeats a prompt's tokens, one at a time, with the methods of `EngineClient`."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,10 +20,11 @@ BEAT = Beat(0, 0, 0.0, 0, 0, 0, 0.001)
 
 
 class FakeEngine:
-    """Its words are "t17 " for the token 17. It speaks while `speaks` is set, and clears that itself after `pauses_after` words."""
+    """The text of token 17 is "t17 ". The engine generates while `speaks` is set, and clears it after `pauses_after`
+    tokens."""
 
     def __init__(self, text: Callable[[int], str] = "t{} ".format, **ready: Any) -> None:
-        """`ready`: fields of Ready that differ."""
+        """`ready`: fields of Ready that differ from the default."""
         self.info: Ready | None = msgspec.structs.replace(READY, **ready)
         self.beat: Beat | None = BEAT
         self.num_restarts = 0
@@ -57,7 +58,7 @@ class FakeEngine:
         self.beat = msgspec.structs.replace(self.beat or BEAT, **beat)
 
     def crash(self) -> None:
-        """End as a killed process does."""
+        """End like a killed process."""
         self.info = None
         for answer, task in self._answers.values():
             task.cancel()

@@ -1,4 +1,5 @@
-"""What the tests know of an architecture: its class in transformers, small models of it, and what its config.json may not say."""
+"""The tests' description of an architecture: its class in transformers, small models of it, and refused values of its
+config.json."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from tests.helpers.builders import SMALL
 from tests.helpers.oracle import write_random
 
 LEFT_OUT: Any = ...
-"""Stands for a key that config.json does not have."""
+"""Marks a key that config.json lacks."""
 BASE: dict[str, Any] = {**SMALL, "pad_token_id": 0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 NOT_SILU = ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'")
@@ -28,33 +29,33 @@ class Family:
     model: str
     """The class in transformers, or in tests/helpers/family_twins.py."""
     variants: list[dict[str, Any]]
-    """One for each feature. Tests of all families take the first."""
+    """One variant per feature. Tests of all families use the first."""
     refused: list[tuple[dict[str, Any], str]]
-    """What is not supported, and what the error says: a regular expression."""
+    """Unsupported settings and the error message, a regular expression."""
     read: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    """Settings, and fields of the config that they become: `rotary.theta` is the field of a field."""
+    """Settings, and the config fields that they become. `rotary.theta` is a nested field."""
     sizes: dict[str, Any] = field(default_factory=lambda: BASE)
     config: dict[str, Any] = field(default_factory=dict)
-    """What config.json says otherwise than `sizes`."""
+    """Keys of config.json that differ from `sizes`."""
     model_type: str = ""
-    """Of config.json, where it is not the name of the row."""
+    """model_type in config.json, if it differs from the row's name."""
     lengths: tuple[int, ...] = (5, 1, 40, 17)
-    """Of the prompts."""
+    """Lengths of the prompts in tokens."""
 
     def write(self, folder: Path, **settings: Any) -> Any:
-        """Write a random float32 model, and return transformers' own."""
+        """Write a random float32 model, and return transformers' model of it."""
         model_class = getattr(family_twins, self.model, None) or getattr(transformers, self.model)
         return write_random(folder, model_class(model_class.config_class(**{**self.sizes, **settings})))
 
     def json(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """A config.json."""
+        """Return a config.json."""
         values = {"rms_norm_eps": 1e-6, **self.sizes, **self.config, **changes}
         return {key: value for key, value in values.items() if value is not LEFT_OUT}
 
 
 @contextmanager
 def noted(value: object) -> Iterator[None]:
-    """An error says for which value it came."""
+    """Add the value to the message of an error."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Families that transformers lacks, and that compute what a model of it does: such a model, saved as theirs.
+"""Families that transformers lacks but one of its models computes: such a model, saved in the family's layout.
 
-Their published code is modeling_internlm2.py beside internlm/internlm2_5-7b, modeling_internlm3.py beside internlm/internlm3-8b-instruct
-and modeling_telechat2.py beside Tele-AI/TeleChat2-7B.
+The families' code is modeling_internlm2.py of internlm/internlm2_5-7b, modeling_internlm3.py of
+internlm/internlm3-8b-instruct and modeling_telechat2.py of Tele-AI/TeleChat2-7B.
 """
 
 import json
@@ -53,7 +53,7 @@ class InternLM2Twin(LlamaForCausalLM):
 
 
 class InternLM3Twin(SeedOssForCausalLM):
-    """Its config has attention_out_bias as mlp_bias."""
+    """A model whose config has attention_out_bias equal to mlp_bias."""
 
     def save_pretrained(self, folder: Path) -> None:
         super().save_pretrained(folder)
@@ -64,7 +64,8 @@ class InternLM3Twin(SeedOssForCausalLM):
 
 
 class TeleChatTwin(LlamaForCausalLM):
-    """Its config has attention_bias and mlp_bias; of these biases only those that write into the residual stream are not 0."""
+    """A model whose config has attention_bias and mlp_bias. Only the biases that are added to the residual stream are
+    not 0."""
 
     def save_pretrained(self, folder: Path) -> None:
         absent = re.compile(r"(q|k|v|gate|up)_proj\.bias$")
@@ -89,7 +90,7 @@ def _rewrite_weights(
     names: dict[str, str],
     absent: re.Pattern[str] | None = None,
 ) -> None:
-    """Fuse projections, so that what belongs to a key head lies together, and give all tensors other names."""
+    """Fuse projections, so that the weights of a key head are contiguous, and rename all tensors."""
     file = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not (absent and absent.search(name))}
     for first in [name for name in tensors if fused[0] in name]:

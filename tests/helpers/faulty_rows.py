@@ -1,4 +1,4 @@
-"""Rows whose replicas fail: a replica's process imports these by their names."""
+"""Rows whose replicas fail. A replica's process imports them by name."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ POISON = "poison"
 
 
 class PoisonRows(PredictRows):
-    """A prompt that is POISON ends the process that runs it."""
+    """A prompt equal to POISON ends the process that runs it."""
 
     def ask(self, row: PromptRow, seed: int | None) -> RowRequest:
         if row.prompt == POISON:

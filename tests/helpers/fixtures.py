@@ -1,4 +1,5 @@
-"""Fixtures of the whole suite. tests/conftest.py loads them where tests run: the controller of several workers starts without torch."""
+"""Fixtures of the whole suite. tests/conftest.py loads them only in processes that run tests; the controller of workers
+starts without torch."""
 
 import os
 from pathlib import Path
@@ -6,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# Before triton is imported: without a GPU its kernels are interpreted. tests/kernels/triton/test_compiled.py compiles them elsewhere.
+# Before triton is imported: without a GPU its kernels are interpreted. tests/kernels/triton/test_compiled.py compiles
+# them elsewhere.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -19,19 +21,19 @@ from tests.helpers.small_tokenizers import byte_level, save  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Random tensors of a test are the same whichever tests ran before it, so that a failure fails again."""
+    """Seed the random tensors of a test, so that they do not depend on earlier tests and a failure can be repeated."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled() -> None:
-    """The kernels are compiled before any test: a process that a test starts would say so if it had to do it."""
+    """Compile the kernels before any test. Otherwise a process that a test starts would print that it compiles them."""
     build.library()
 
 
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder: vocabulary 330, context 128, eos </s>; random, so its text is any bytes."""
+    """Return a random checkpoint: vocabulary 330, context 128, eos </s>. Its text is arbitrary bytes."""
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = byte_level()
     write_llama(folder, vocab_size=tokenizer.get_vocab_size(), eos_token_id=1, bos_token_id=0)
@@ -42,14 +44,14 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """Exported models, which all workers of a session share."""
+    """Return the exports that all workers of a session share."""
     base = tmp_path_factory.getbasetemp()
     return Exports((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "exports")
 
 
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[SequenceGroup]:
-    """The requests that give their blocks up during the test, in order."""
+    """Return the requests that are preempted during the test, in order."""
     groups: list[SequenceGroup] = []
     restart = SequenceGroup.restart
     monkeypatch.setattr(SequenceGroup, "restart", lambda group: (groups.append(group), restart(group))[1])

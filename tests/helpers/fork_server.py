@@ -1,9 +1,11 @@
-"""Commands of this interpreter are forked from a process that has imported torch, which takes 2 s of CPU time where they are started.
+"""Commands of this interpreter are forked from a process that has imported torch, which takes 2 s of CPU time per
+start.
 
-After `install`, subprocess does so for `python run.py ...`, `python -m MODULE ...` and `python -c CODE ...`, and so does subprocess in the
-children: ranks and engines are forked, too. A child is the caller's own, as one that is started, so the kernel reports its end. No module
-of the product is imported before the fork. What differs: MODULES are there from the beginning, the hash seed is the server's, memory is
-shared with it, and a traceback begins in this file. Tests for which that matters use `true_starts`.
+After `install`, subprocess does this for `python run.py ...`, `python -m MODULE ...` and `python -c CODE ...`.
+subprocess in the children does it too: ranks and engines are forked. A child is a child of the caller, like a started
+process, so the kernel reports its end to the caller. No module of the product is imported before the fork. Differences
+to a start: MODULES are already loaded, the hash seed is the server's, memory is shared with the server, and a traceback
+begins in this file. Tests for which these matter use `true_starts`.
 """
 
 import ctypes
@@ -28,7 +30,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 MODULES = ("torch", "torch.export", "hydra", "tokenizers", "safetensors", "fastapi", "uvicorn", "prometheus_client")
-# by the interpreter and by MODULES
+# read by the interpreter and by MODULES
 READ_ONCE = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "LC_", "LANG", "TORCH_LOGS", "TORCH_CPP")
 FLAGS = ("-P", "-u")
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
@@ -45,7 +47,7 @@ class Request(NamedTuple):
     cwd: str
     environment: dict[bytes, bytes]
     fds: list[int]
-    """Their numbers in the child."""
+    """The descriptors' numbers in the child."""
     new_session: bool
     group: int
     blocked: set[int]
@@ -54,7 +56,7 @@ class Request(NamedTuple):
 
 
 class Client:
-    """Asks a server for processes."""
+    """Requests processes from a server."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.forks = True
@@ -74,7 +76,7 @@ class Client:
         variables: Sequence[bytes] | None,
         *rest: Any,
     ) -> int:
-        """Return the number of a new process: one that is forked where that is the same, else one that is started."""
+        """Return the id of a new process. It is forked if that is equivalent, else started."""
         in_read, _, _, out_write, _, error_write, _, failure, restores, new_session, group, *owner, umask, before, _ = (
             rest
         )
@@ -114,13 +116,14 @@ client: Client | None = None
 
 
 def install() -> None:
-    """Start a server, which imports MODULES when it is first asked, and let subprocess ask it. Does nothing where there is no Linux."""
+    """Install a server, which imports MODULES at the first request, and patch subprocess to use it. Does nothing on
+    systems other than Linux."""
     global client
     if SYS_CLONE is None:
         return
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", __file__, str(theirs.fileno()), " " * TITLE_LENGTH]
-    # The threads that OpenBLAS starts where it is loaded would not be there in a child.
+    # The threads that OpenBLAS starts on import would be missing in a child.
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     null = subprocess.DEVNULL
@@ -131,7 +134,7 @@ def install() -> None:
 
 @contextmanager
 def true_starts() -> Iterator[None]:
-    """Within it commands are started, as everywhere else."""
+    """Start commands normally within the block."""
     if client is None:
         yield
         return
@@ -149,19 +152,19 @@ def is_forked(command: list[str]) -> bool:
 
 
 def split(command: list[str]) -> tuple[list[str], list[str]]:
-    """The interpreter's flags, and what it runs with its arguments."""
+    """Return the interpreter's flags, and the code that it runs with its arguments."""
     flags = [*takewhile(FLAGS.__contains__, command[1:])]
     return flags, command[1 + len(flags) :]
 
 
 def read_once(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """The variables that a server has read, and its child does not read again."""
+    """Return the environment variables that a server has already read and a child does not read again."""
     begins = tuple(begin.encode() for begin in READ_ONCE)
     return {name: value for name, value in environment.items() if name.startswith(begins) and name != b"PYTHONPATH"}
 
 
 def serve(channel: socket.socket) -> tuple[Request, list[int]]:
-    """Fork children, one for a request. Returns in each child, with its request and the descriptors that came with it."""
+    """Fork one child per request. Returns in each child, with its request and the descriptors that came with it."""
     while True:
         size, fds, _, _ = socket.recv_fds(channel, 8, 64)
         if not size:
@@ -182,11 +185,11 @@ def serve(channel: socket.socket) -> tuple[Request, list[int]]:
 
 
 def fork_sibling() -> int:
-    """As os.fork, except that the child's parent is the parent of this process."""
+    """Fork as os.fork does, except that the child's parent is the parent of this process."""
     assert (
         len(os.listdir("/proc/self/task")) == 1
-    )  # the C library's part of a fork, which is for more threads, is left out
-    libc, number = ctypes.PyDLL(None), ctypes.c_void_p()  # where the C library keeps the number of the thread
+    )  # the C library's part of a fork, which is for several threads, is left out
+    libc, number = ctypes.PyDLL(None), ctypes.c_void_p()  # where the C library keeps the thread id
     libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(number))
     flags = ctypes.c_ulong(CLONE_PARENT | CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID | signal.SIGCHLD)
     ctypes.pythonapi.PyOS_BeforeFork()
@@ -199,7 +202,8 @@ def fork_sibling() -> int:
 
 
 def become(request: Request, fds: list[int], channel: socket.socket) -> None:
-    """Make of this process what a started one is before it runs the command's code. `channel`: to the server of its own children."""
+    """Give this process the state of a started process before it runs the command's code. `channel`: to the server of
+    its own children."""
     beyond = max(*request.fds, *fds, channel.fileno()) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, beyond) for fd in (channel.fileno(), *fds)]
     channel.close()
@@ -231,13 +235,13 @@ def become(request: Request, fds: list[int], channel: socket.socket) -> None:
     sys.modules["numpy"].random.seed()
     show(request.command)
     libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # instead of destructors of the server's C++ libraries, which take 0.2 s
+    libc.on_exit(libc._exit, None)  # skips the destructors of the server's C++ libraries, which take 0.2 s
     Client(socket.socket(fileno=moved[0]))
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
 
 
 def show(command: list[str]) -> None:
-    """Write the command where /proc/PID/cmdline is read from. TITLE_LENGTH is its room."""
+    """Write the command to the memory that /proc/PID/cmdline shows. TITLE_LENGTH is its size."""
     with open("/proc/self/stat") as file:
         begin, end = map(int, file.read().rpartition(")")[2].split()[45:47])  # proc(5): arg_start, arg_end
     title = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
@@ -245,7 +249,7 @@ def show(command: list[str]) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Run what the interpreter runs by this command line."""
+    """Run the code that the interpreter would run for this command line."""
     flags, (kind, *words) = split(command)
     is_file = kind not in ("-c", "-m")
     sys.orig_argv[:] = command
@@ -266,13 +270,13 @@ def run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also of children, until they are what they become
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also for children, until they become their command
     its_end = socket.socket(fileno=int(sys.argv[1]))
     while True:
         its_request, its_fds = serve(its_end)
         its_end.close()
         to_server, its_end = socket.socketpair()
-        if os.fork():  # the other one serves this one
+        if os.fork():  # the other process serves this one
             break
         to_server.close()
         for each in its_fds:

@@ -1,4 +1,4 @@
-"""The layout of float8 weights with a scale for each block or each layer."""
+"""The layout of float8 weights with a scale per block or per layer."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ INPUT_SCALE = 0.02  # activations of these models reach about 9
 
 
 def encode_blocks(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes [O, I] and scales [ceil(O / rows), ceil(I / columns)], a block at a time."""
+    """Return codes [O, I] and scales [ceil(O / rows), ceil(I / columns)], computed block by block."""
     outputs, inputs = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-outputs // rows), -(-inputs // columns))

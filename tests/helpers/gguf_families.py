@@ -1,4 +1,4 @@
-"""GGUF twins of the newer families, written as llama.cpp's converter does it. Names of tensors are those that the gguf package maps."""
+"""GGUF twins of the newer families, written like llama.cpp's converter. The gguf package maps the tensor names."""
 
 import json
 import re
@@ -29,7 +29,7 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def converted_tensors(folder: Path, splits_latent: bool = True) -> dict[str, np.ndarray]:
-    """float32 arrays by llama.cpp's names. `splits_latent`: DeepSeek's kv_b_proj in two, as since April 2025."""
+    """Return float32 arrays by llama.cpp's names. `splits_latent`: DeepSeek's kv_b_proj in two, as since April 2025."""
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
@@ -55,7 +55,7 @@ def converted_tensors(folder: Path, splits_latent: bool = True) -> dict[str, np.
 def changed_tensors(
     name: str, array: np.ndarray, config: dict[str, Any], splits_latent: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What the converter makes of one tensor, under Hugging Face's names."""
+    """Return the converter's changes to one tensor, under Hugging Face's names."""
     family = config["model_type"]
     if family.startswith("gemma") and name.endswith("norm.weight"):
         yield name, array + 1
@@ -94,7 +94,7 @@ def add_family_shape(writer: gguf.GGUFWriter, config: dict[str, Any], splits_lat
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if family != "gemma2":  # whose file says nothing, for the theta is 10000
+    if family != "gemma2":  # the file omits it, because theta is 10000
         writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -156,7 +156,8 @@ def add_deepseek(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str
 
 
 def write_family(folder: Path, file: Path, kind: str = "F32", splits_latent: bool = True, **metadata: Any) -> Path:
-    """The twin of a checkpoint in Hugging Face's layout. `metadata`: more keys, dots as double underscores."""
+    """Write the twin of a checkpoint in Hugging Face's layout. `metadata`: further keys, with double underscores for
+    dots."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]])
     add_family_shape(writer, config, splits_latent)
