@@ -1,4 +1,5 @@
-"""GGUF twins of checkpoints in Hugging Face's layout, written with the gguf package alone, as llama.cpp's converter does it."""
+"""GGUF twins of checkpoints in Hugging Face's layout, written with the gguf package alone, like llama.cpp's
+converter."""
 
 import json
 from pathlib import Path
@@ -32,7 +33,7 @@ EXPERT = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 
 
 def llama_cpp_tensors(folder: Path, permuted: bool = True, merged: bool = True) -> dict[str, np.ndarray]:
-    """float32 arrays by llama.cpp's names; experts in one tensor, or as before April 2024 in one for each."""
+    """Return float32 arrays by llama.cpp's names. Experts are one tensor, or one tensor each as before April 2024."""
     config = json.loads((folder / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, np.ndarray] = {}
@@ -78,7 +79,7 @@ def add_shape(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 
 def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray], kind: str) -> None:
-    """Vectors and routers as float32, the rest as `kind`, a name of ggml's."""
+    """Write vectors and routers as float32, and all other tensors as `kind`, a ggml type name."""
     for name, array in tensors.items():
         wanted = "F32" if array.ndim == 1 or "ffn_gate_inp" in name else kind
         type = gguf.GGMLQuantizationType[wanted]
@@ -99,13 +100,14 @@ FACTORS = {
     "Q5_K": ((0, 2), 2e-4),
     "Q6_K": ((208,), 5e-5),
 }
-"""Of each type where its factors stand in a block, and the largest."""
+"""For each type: the position of the factors in a block, and the largest factor."""
 
 
 def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np.ndarray:
-    """Rows uint8 [outputs, bytes] of random codes and scales, the package having no writer of these types; values are of the order 0.1.
+    """Return rows uint8 [outputs, bytes] of random codes and scales, because the package has no writer for these types.
 
-    As in llama.cpp's own files every seventh block is of zeros, and factors without a second one are of either sign.
+    Values are of the order 0.1. As in llama.cpp's own files, every seventh block is zero, and factors without a second
+    factor have either sign.
     """
     type = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[type]
@@ -122,7 +124,7 @@ def random_blocks(kind: str, num_outputs: int, num_inputs: int, seed: int) -> np
 
 
 def write_random_llama(file: Path, folder: Path, kind: str) -> None:
-    """Write a Llama of a folder's config.json whose matrices are random blocks, and its norms ones."""
+    """Write a Llama with the config.json of a folder. Its matrices are random blocks, its norms ones."""
     config = json.loads((folder / "config.json").read_text())
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
@@ -155,7 +157,7 @@ def write_random_llama(file: Path, folder: Path, kind: str) -> None:
 
 
 def write_twin(folder: Path, file: Path, kind: str = "F32", merged: bool = True, **metadata: Any) -> Path:
-    """`metadata`: more keys, dots as double underscores."""
+    """Write the GGUF twin of a folder. `metadata`: further keys, with double underscores for dots."""
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     architecture = "qwen2" if model_type == "qwen2" else "llama"
     writer = gguf.GGUFWriter(file, architecture)
@@ -167,7 +169,7 @@ def write_twin(folder: Path, file: Path, kind: str = "F32", merged: bool = True,
 
 
 def pack(*fields: Any) -> bytes:
-    """Header bytes: texts with their length, (format, number) pairs, bytes as they are."""
+    """Return header bytes: texts with their lengths, (format, number) pairs, and bytes unchanged."""
     import struct
 
     return b"".join(

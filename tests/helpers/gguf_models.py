@@ -1,4 +1,4 @@
-"""Small models of every architecture that is read from GGUF, and the comparison of a file with transformers' own."""
+"""Small models of every architecture that can be read from GGUF, and the comparison of a file with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -81,17 +81,17 @@ LLAMA_LIKE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def build(folder: Path, name: str, **changes: Any) -> Any:
-    """transformers' model, with every parameter random, and its checkpoint in the folder."""
+    """Return transformers' model with random parameters, and write its checkpoint to the folder."""
     family, config = CASES[name]
     model_class = getattr(transformers, family if family.endswith("Model") else f"{family}ForCausalLM")
     config_class = model_class.config_class
     settings = {**config, "bos_token_id": 1, "eos_token_id": None, **changes}
-    # others drop the soft cap
+    # the other implementations drop the soft cap
     return write_random(folder, model_class._from_config(config_class(**settings), attn_implementation="eager"))
 
 
 def assert_equals_transformers(file: Path, reference: Any) -> None:
-    """Logits at every position, and greedy tokens."""
+    """Compare logits at every position, and greedy tokens."""
     engine = engine_of(file)
     prompts = random_prompts(96)
     for prompt in prompts:

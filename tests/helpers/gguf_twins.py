@@ -1,4 +1,4 @@
-"""Quantised GGUF files, and files of the floats that they stand for."""
+"""Quantised GGUF files, and files with their dequantised weights."""
 
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ TWINS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def rounded(tensor: Tensor, kind: str) -> Tensor:
-    """As the package quantises and dequantises it, in the order of Hugging Face's rows."""
+    """Return the weight quantised and dequantised by the package, with Hugging Face's row order."""
     type = TYPES[kind]
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), type), type).copy())
 
 
 def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
-    """A GGUF file, and a folder with the float weights that it stands for. A group of zeros has a scale of 0."""
+    """Write a GGUF file, and a folder with its dequantised weights. A group of zeros has a scale of 0."""
     model_class, config = TWINS[family]
     write_model(folder, model_class, intermediate_size=96, **config)
     tensors = load_file(folder / "model.safetensors")
@@ -44,7 +44,7 @@ def write_pair(folder: Path, family: str, kind: str) -> tuple[Path, Path]:
     return file, folder
 
 
-BLOCK_KINDS = {  # as Q4_K_M mixes them: within q/k/v and within experts, and a type in each of the four kinds
+BLOCK_KINDS = {  # mixed as in Q4_K_M: within q/k/v and within experts, and with a type of each of the four kinds
     "attn_q": "Q4_K",
     "attn_k": "Q4_1",
     "attn_v": "Q6_K",
@@ -61,7 +61,7 @@ BLOCK_KINDS = {  # as Q4_K_M mixes them: within q/k/v and within experts, and a 
 
 
 def write_blocks(folder: Path, family: str) -> tuple[Path, Path]:
-    """A GGUF file of random blocks, and a file of the floats that the package makes of them, as GGUF too."""
+    """Write a GGUF file of random blocks, and a GGUF file of the package's dequantised floats."""
     model_class, config = TWINS[family]
     write_model(folder, model_class, hidden_size=256, intermediate_size=512, head_dim=64, **config)
     architecture = "qwen2" if family == "qwen2" else "llama"

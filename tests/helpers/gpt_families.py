@@ -1,4 +1,4 @@
-"""The table of dense architectures after GPT's pattern, with biases and without a gate: a row for each."""
+"""The table of dense architectures with GPT's pattern, with biases and without a gate: one row per architecture."""
 
 from tests.helpers.family import BASE, THREE_KEYS, Family
 
@@ -8,7 +8,7 @@ GPT = {
         sizes={"vocab_size": 96, "hidden_size": 48, "n_layer": 2, "n_head": 4, "eos_token_id": None},
         variants=[
             {},
-            {"n_head": 6},  # no power of two
+            {"n_head": 6},  # not a power of two
             {"tie_word_embeddings": False},
             {"apply_residual_connection_post_layernorm": True, "layer_norm_epsilon": 1e-3},
         ],
@@ -64,7 +64,7 @@ GPT = {
             {"activation_function": "gelu"},
             {"scale_attn_weights": False},
             {"scale_attn_by_inverse_layer_idx": True},
-            # another order of the same in float32
+            # the same in float32 in another order
             {"reorder_and_upcast_attn": True, "_attn_implementation": "eager"},
         ],
         refused=[

@@ -1,4 +1,5 @@
-"""Guides, and whether a text keeps to them: judged by json, re and a small reading of JSON Schema, never by what wrote it."""
+"""Guides, and checks whether a text matches them. The checks use json, re and a small JSON Schema checker, not the
+library of the product."""
 
 import json
 import re
@@ -40,7 +41,7 @@ GUIDES: list[dict[str, Any]] = [
 
 
 def keeps_to(text: str, guide: dict[str, Any]) -> bool:
-    """Whether a whole text is in the guide's grammar."""
+    """Return whether a whole text is in the guide's grammar."""
     ((kind, value),) = guide.items()
     match kind:
         case "json_schema":
@@ -52,13 +53,13 @@ def keeps_to(text: str, guide: dict[str, Any]) -> bool:
         case "choice":
             return text in value
     assert value == LARK
-    while (shorter := re.sub(r"\[[a-e]{1,3}=[a-e]{1,3}\]", "a", text)) != text:  # the innermost list becomes a name
+    while (shorter := re.sub(r"\[[a-e]{1,3}=[a-e]{1,3}\]", "a", text)) != text:  # replaces the innermost list by a name
         text = shorter
     return re.fullmatch(r"[a-e]{1,3}=[a-e]{1,3}(?:,[a-e]{1,3}=[a-e]{1,3})*", text) is not None
 
 
 def conforms(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Whether a value conforms to a schema of the keywords that are used here (JSON Schema 2020-12)."""
+    """Return whether a value conforms to a schema (JSON Schema 2020-12, only the keywords that the tests use)."""
     if "$ref" in schema:
         return conforms(value, root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root)
     if "anyOf" in schema:

@@ -1,4 +1,4 @@
-"""The config.json of published checkpoints in the hub's keys, but for `auto_map`, versions and the settings of pictures."""
+"""The config.json of published checkpoints as on the hub, without `auto_map`, versions and settings of images."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Small Llama checkpoints in Hugging Face's layout, and what is loaded of them."""
+"""Small Llama checkpoints in Hugging Face's layout, and the results of loading them."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class Recording(NoProgress):
 
 
 def make_tensors(scale: int = 1) -> dict[str, Tensor]:
-    """All tensors of CONFIG's model, by the names and shapes that Llama checkpoints have."""
+    """Return all tensors of CONFIG's model, with the names and shapes of Llama checkpoints."""
     hidden, wide, vocab = HIDDEN * scale, FEED_FORWARD * scale, VOCAB * scale
     shapes = {EMBEDDING: (vocab, hidden), NORM: (hidden,), "lm_head.weight": (vocab, hidden)}
     for i in range(LAYERS):
@@ -90,7 +90,7 @@ def make_run(folder: Path, device: DeviceType = DeviceType.cpu, **model: Any) ->
 
 
 def load(folder: Path, **model: Any) -> dict[str, Tensor]:
-    """The parameters of the model that a run gets."""
+    """Return the parameters of the model that a run loads."""
     return weights_of(load_engine(make_run(folder, **model), 1).executor.model)
 
 
@@ -101,7 +101,7 @@ def assert_same(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         assert torch.equal(parameters[name], tensor), name
 
 
-# A process starts with the peak of the one that it was forked from, so one that is small comes between.
+# A forked process inherits the peak of its parent. The small process in between resets it.
 START = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 MEASURE = """
 import resource, sys
@@ -122,7 +122,8 @@ print(peak() - before)
 
 @true_starts()
 def peak_of_loading(small: Path, large: Path) -> int:
-    """Bytes above what loading the small one has taken before. Removes the large one: folders of past tests are kept for a while."""
+    """Return the peak bytes above those of loading a small model. Deletes the large model, because folders of past
+    tests are kept for a while."""
     command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE, str(small), str(large)]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     peak = int(subprocess.run(command, env=os.environ | path, stdout=subprocess.PIPE, check=True).stdout)

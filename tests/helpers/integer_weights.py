@@ -1,9 +1,9 @@
-"""Weights of integers, as products take them."""
+"""Integer weights in the form of products' arguments."""
 
 import torch
 from torch import Tensor
 
-FORMATS = [  # bits, group size (0: all inputs), with zero points
+FORMATS = [  # bits, group size (0: all inputs), whether there are zero points
     *((8, group, False) for group in (0, 32, 64, 128)),
     *((4, group, zeros) for group in (0, 32, 64, 128) for zeros in (False, True)),
 ]
@@ -12,7 +12,7 @@ FORMATS = [  # bits, group size (0: all inputs), with zero points
 def make(
     num_outputs: int, num_inputs: int, bits: int, group: int, zeros: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Codes that use the whole range, scales, zero points, group size."""
+    """Return codes that use the whole range, scales, zero points and the group size."""
     generator = torch.Generator().manual_seed(num_outputs * num_inputs)
     group = min(group or num_inputs, num_inputs)
     groups = -(-num_inputs // group)

@@ -1,4 +1,4 @@
-"""Keeping a prefix with task=prefix, and going on from it."""
+"""Write a prefix with task=prefix, and continue from it."""
 
 import json
 from dataclasses import replace

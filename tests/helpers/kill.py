@@ -1,4 +1,4 @@
-"""How a process ends in the middle of its work, for tests of what is left."""
+"""Kill a process in the middle of its work, for tests of the files that it leaves."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def before(owner: Any, name: str, moment: int) -> None:
-    """SIGKILL before the call of `owner`'s function number `moment`."""
+    """Send SIGKILL before call number `moment` of `owner`'s function."""
     real, calls = getattr(owner, name), []
 
     def hooked(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What launchers put into the environment of a rank."""
+"""The environment variables that launchers set for a rank."""
 
 TORCHRUN = {
     **{"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "first", "MASTER_PORT": "9"},

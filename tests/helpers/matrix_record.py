@@ -1,4 +1,4 @@
-"""The result of `make test-matrix`, which is committed: date, revision, numbers of tests."""
+"""The committed result of `make test-matrix`: date, revision, numbers of tests."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_record(file: Path, stats: dict[str, Sized], seconds: float) -> None:
-    """`stats`: the terminal reporter's reports by outcome."""
+    """Write the record. `stats`: the terminal reporter's reports by outcome."""
     git = ["git", "-C", str(REPOSITORY)]
     revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout

@@ -1,6 +1,8 @@
-"""A rank in which a stage's step meets a later step of the stage before: `python -m tests.helpers.meeting_worker FD PARENT`.
+"""A rank whose step must run at the same time as a later step of the previous stage: `python -m
+tests.helpers.meeting_worker FD PARENT`.
 
-It stands in the place of the ranks' worker. The environment's MEETING is the path of the socket on which rank 0's process listens.
+It replaces the ranks' worker. The environment variable MEETING is the path of the socket on which rank 0's process
+listens.
 """
 
 import json
@@ -13,11 +15,11 @@ from typing import Any
 import pytest
 
 NUM_MEETINGS = 8
-TIMEOUT_S = 60.0  # for what takes milliseconds; where stages wait for each other, nobody ever comes
+TIMEOUT_S = 60.0  # for work of milliseconds; if stages wait for each other, the other side never comes
 
 
 class Meetings:
-    """One side: within its steps after the first `skipped` it waits until the other is within a step, too."""
+    """One side. Within each step after the first `skipped` ones, it waits until the other side is within a step too."""
 
     def __init__(self, stream: socket.socket, skipped: int) -> None:
         self.stream, self.skipped = stream, skipped
@@ -39,14 +41,14 @@ class Meetings:
 
 
 def meet(patch: pytest.MonkeyPatch, meetings: Meetings) -> None:
-    """Let this process's steps meet those of the other."""
+    """Make this process's steps wait for the other process's steps."""
     from models.causal_lm import CausalLM
 
     patch.setattr(CausalLM, "run_layers", meetings.around(CausalLM.run_layers))
 
 
 def record_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Let every step call each layer."""
+    """Disable recording, so that every step calls each layer."""
     from pipelines.engine import executor
 
     patch.setattr(executor, "MAX_RECORDED_TOKENS", 0)

@@ -1,4 +1,4 @@
-"""An adapter, and what PEFT's merged model computes."""
+"""An adapter, and the results of PEFT's merged model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ PROMPT = list(range(3, 40))
 
 
 def write_adapter(folder: Path, base: PreTrainedModel, **config: Any) -> Tensor:
-    """A random adapter of the base; the logits [T, V] of PEFT's merged model, of the adapter as it was saved."""
+    """Write a random adapter of the base. Return the logits [T, V] of PEFT's model with the saved adapter merged."""
     copy = type(base).from_pretrained(folder.parent / "base")
     model = get_peft_model(copy, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
     torch.manual_seed(1)

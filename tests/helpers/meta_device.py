@@ -1,4 +1,4 @@
-"""Models on torch's meta device: shapes without numbers."""
+"""Models on torch's meta device: shapes without data."""
 
 import json
 from typing import Any

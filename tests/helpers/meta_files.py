@@ -1,4 +1,4 @@
-"""Checkpoints in Meta's layout of Llama, made from Hugging Face's."""
+"""Checkpoints in Meta's Llama layout, made from Hugging Face's."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ SAME = {
     "intermediate_size": 224,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-}  # int(1.3 * int(8 * 64 / 3)) = 221, up to 8s
+}  # int(1.3 * int(8 * 64 / 3)) = 221, rounded up to a multiple of 8
 
 
 def meta_name(name: str) -> str:
@@ -39,7 +39,8 @@ def meta_name(name: str) -> str:
 
 
 def to_neighbours(tensor: Tensor, heads: int) -> Tensor:
-    """Row i of a head's first half and of its second become rows 2i and 2i + 1, by indices."""
+    """Interleave a head's halves by indices: row i of the first half becomes row 2i, row i of the second half row 2i +
+    1."""
     half = tensor.shape[0] // heads // 2
     order = [head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in range(2)]
     return tensor[order]
@@ -67,7 +68,7 @@ def write_meta(folder: Path, tensors: dict[str, Tensor], num_shards: int, embedd
 
 
 def tensors_of(folder: Path, **config: Any) -> dict[str, Tensor]:
-    """Writes the same model in Hugging Face's layout."""
+    """Return Meta's tensors. Writes the same model in Hugging Face's layout."""
     folder.mkdir()
     write_llama(folder, **SAME, **config)
     return load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""MindSpore checkpoints in MindFormers' names, written by the protobuf library, and their YAML."""
+"""MindSpore checkpoints with MindFormers' names, written by the protobuf library, and their YAML."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ MODEL_CONFIG = {
 
 
 def messages(packed: bool) -> Any:
-    """checkpoint.proto's Checkpoint."""
+    """Return checkpoint.proto's message classes."""
     file = descriptor_pb2.FileDescriptorProto(name=f"checkpoint{packed}.proto", package=f"p{packed}", syntax="proto2")
     kinds, labels = descriptor_pb2.FieldDescriptorProto, descriptor_pb2.FieldDescriptorProto
     fields: dict[str, list[tuple[str, int, bool, str]]] = {
@@ -72,7 +72,7 @@ CHECKPOINT = {packed: messages(packed) for packed in (False, True)}
 
 
 def ckpt(tensors: dict[str, Tensor], packed: bool = False, part: int = 2**29) -> bytes:
-    """The file's bytes; tensors above `part` bytes in several Values, as MindSpore writes them."""
+    """Return the file's bytes. Tensors above `part` bytes are split into several Values, as MindSpore does."""
     checkpoint = CHECKPOINT[packed]()
     for tag, tensor in tensors.items():
         content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""A stand-in for the package modelscope, which finds what its cache holds, and asks nobody."""
+"""A stand-in for the package modelscope. It finds the content of its cache and sends no request."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,8 @@ ENDPOINT = "https://modelscope.invalid"
 
 
 def use_modelscope(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the package in its place. Layouts of modelscope-hub 0.5, and of modelscope before 1.38, which has no revisions."""
+    """Install the stand-in, with the cache layout of modelscope-hub 0.5, or of modelscope before 1.38, which has no
+    revisions."""
 
     def snapshot_download(id: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         assert local_files_only

@@ -1,4 +1,4 @@
-"""Engines whose steps are padded as a graph's are, or looked at."""
+"""Engines whose steps are padded as in a CUDA graph, or observed."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 
 
 def compute_again(compute: Callable[[], None]) -> Callable[[], None]:
-    """Stands for the capture of a graph."""
+    """Replace the capture of a graph: compute each time."""
     compute()
     return compute
 
 
 def pad(engine: Engine, most: int) -> list[BatchShape]:
-    """Let the engine's decode steps be padded. Returns the shapes of those that are computed from then on."""
+    """Pad the engine's decode steps. Return the list of the shapes of later steps."""
     executor, shapes = engine.executor, list[BatchShape]()
     executor.decode_steps = padded(engine, most, shapes)
     if has_adapters(executor.model):
@@ -32,7 +32,7 @@ def pad(engine: Engine, most: int) -> list[BatchShape]:
 
 
 def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: bool = False) -> GraphSteps:
-    """Steps whose shapes are noted. The CPU's kernels see the true rows alone, the others become NaN."""
+    """Steps that record their shapes. The CPU's kernels get only the true rows; the padding rows become NaN."""
     executor = engine.executor
 
     def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
@@ -42,7 +42,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
         assert batch.adapter_slots[count:].eq(-1).all()
-        own = max(count, 1)  # where there are none, one row shows the outputs' shapes
+        own = max(count, 1)  # without true rows, one row gives the shapes of the outputs
         true = BatchShape(own, own, batch.block_tables.shape[1], 0, own, own if with_adapters else 0)
         rows = Batch(torch.zeros(10**4, dtype=torch.int64), true)
         for field in batch.shape.fields:
@@ -60,7 +60,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
 
 
 def look_ahead(engine: Engine) -> list[bool]:
-    """Returns for each step that is launched whether its inputs were on the device alone."""
+    """Return, for each launched step, whether its inputs were only on the device."""
     engine.looks_ahead = True
     ahead, execute = [], engine.executor.execute
 

@@ -1,4 +1,4 @@
-"""Every operator on numbers of any size and place in memory."""
+"""Every operator on inputs of unusual sizes and memory layouts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,11 +24,12 @@ from kernels.swiglu import swiglu
 from kernels.take_channels import take_channels
 
 Place = Callable[[Tensor], Tensor]
-"""Puts the numbers of an argument somewhere."""
+"""Copies an argument into another memory layout."""
 
 
 def apart(x: Tensor) -> Tensor:
-    """Between each two there is one of another place, so that who reads them side by side computes something else."""
+    """Return a copy with another number between any two numbers. A kernel that reads contiguous memory then computes
+    something else."""
     return torch.stack((x, x.flip(0)), -1)[..., 0]
 
 
@@ -37,7 +38,7 @@ def waves(*shape: int) -> Tensor:
 
 
 def caches(channels: int) -> tuple[PagedVectors, PagedVectors]:
-    """Of two heads, three blocks of four slots; all zeros."""
+    """Return caches of two heads, with three blocks of four slots, all zeros."""
     keys, values = (
         allocate(format, (3, 4, 2), channels, torch.float32, torch.get_default_device()) for format in FORMATS["none"]
     )

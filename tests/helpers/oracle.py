@@ -1,4 +1,4 @@
-"""Any family against transformers' own model of it."""
+"""Any family compared with transformers' model of it."""
 
 import copy
 from pathlib import Path
@@ -17,7 +17,8 @@ TOLERANCE = 1e-4  # float32 sums in another order; the logits are of order 1 to 
 
 
 def write_random(folder: Path, model: Any) -> Any:
-    """Saves transformers' model with every parameter random, also norms, biases and corrections of routers; returns it."""
+    """Save transformers' model with random parameters, including norms, biases and corrections of routers, and return
+    it."""
     torch.manual_seed(0)
     model = model.float().eval()
     with torch.no_grad():
@@ -32,7 +33,7 @@ def write_random(folder: Path, model: Any) -> Any:
 
 
 def write_model(folder: Path, model_class: Any, **config: Any) -> Any:
-    """The same for transformers' class of a model of our small sizes."""
+    """Do the same for transformers' class of a model in our small sizes."""
     return write_random(folder, model_class(model_class.config_class(**{**SMALL, **config})))
 
 
@@ -42,7 +43,8 @@ def random_prompts(vocab_size: int, lengths: tuple[int, ...] = (5, 1, 40, 17)) -
 
 
 def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[int]]) -> None:
-    """Compare logits at every position, and greedy tokens of all prompts together, of the first alone, and of prompts in chunks of 5.
+    """Compare logits at every position, and greedy tokens of all prompts together, of the first alone, and of prompts
+    in chunks of 5.
 
     Every key of the config must be read.
     """
@@ -62,10 +64,10 @@ def assert_equals_transformers(folder: Path, reference: Any, prompts: list[list[
 
 @torch.inference_mode()
 def checked_logits(reference: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return transformers' logits [T, V] of a prompt; check that the answer is what it generates greedily.
+    """Return transformers' logits [T, V] of a prompt, and check that the answer equals its greedy generation.
 
-    Where the angles of a position do not depend on the length of the text, one pass over prompt and answer shows it: each token is the
-    likeliest one after those before it, or as likely as that.
+    If the angles of a position do not depend on the text's length, one pass over prompt and answer suffices: each token
+    must be the most likely one after the tokens before it, or equally likely.
     """
     if not any(kind in str(getattr(reference.config, "rope_parameters", "")) for kind in ("dynamic", "longrope")):
         logits = reference(torch.tensor([prompt + answer])).logits[0]
@@ -86,7 +88,7 @@ def checked_logits(reference: Any, prompt: list[int], answer: list[int]) -> torc
 
 @torch.inference_mode()
 def contrastive_search(model: LlamaForCausalLM, prompt: list[int], alpha: float, k: int, count: int) -> list[int]:
-    """Eq. 5 of arXiv 2202.06417 over whole recomputed sequences, in float64 from the hidden states on."""
+    """Compute eq. 5 of arXiv 2202.06417 over whole recomputed sequences, in float64 from the hidden states on."""
     tokens = list(prompt)
     for _ in range(count):
         probabilities, candidates = model(torch.tensor([tokens])).logits[0, -1].double().softmax(-1).topk(k)

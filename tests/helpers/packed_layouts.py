@@ -1,4 +1,4 @@
-"""A small Llama in a quantised layout, and its twin whose float weights are what the layout's definition gives."""
+"""A small Llama in a quantised layout, and its float twin with the weights that the layout defines."""
 
 import json
 import math
@@ -17,11 +17,11 @@ from tests.helpers.oracle import random_prompts
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 Encode = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
-"""A layer's name and its weight [O, I]: its tensors, and the weight [O, I] float32 that they stand for."""
+"""From a layer's name and its weight [O, I]: the stored tensors, and the dequantised weight [O, I] float32."""
 
 
 def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encode, **config: Any) -> tuple[Path, Path]:
-    """Folders of the quantised model, all linear layers but the head, and of its twin."""
+    """Write folders of the quantised model (all linear layers except the head) and of its twin."""
     packed, floats = folder / "packed", folder / "floats"
     write_llama(floats, **{**SIZES, **config})
     plain = load_file(floats / "model.safetensors")
@@ -42,12 +42,13 @@ def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encod
 
 
 def assert_same_model(packed: Path, floats: Path) -> None:
-    """Logits, greedy tokens, and every row alone as in its batch."""
+    """Compare logits and greedy tokens, and each row alone with its batch."""
     own, expected = engine_of(packed), engine_of(floats)
     assert own.executor.weight_bytes < expected.executor.weight_bytes
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:
-        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
+        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order
+        # 10.
         torch.testing.assert_close(all_logits(own, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
     tokens = [output.token_ids for output in complete(expected, prompts, DecodeConfig(max_new_tokens=12))]
     assert_rows_are_independent(own, prompts)
@@ -55,14 +56,14 @@ def assert_same_model(packed: Path, floats: Path) -> None:
 
 
 def assert_rows_are_independent(engine: Engine, prompts: list[list[int]]) -> None:
-    """Log probabilities to the bit."""
+    """Compare log probabilities bit for bit."""
     decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0, prefix_cache=False)
     alone = [complete(engine, [prompt], decode)[0] for prompt in prompts]
     assert complete(engine, prompts, decode) == alone
 
 
 def change(folder: Path, name: str, tensor: Tensor | None) -> None:
-    """Replace a tensor of a folder's only file; None takes it away."""
+    """Replace a tensor of a folder's only file; None removes it."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     if tensor is None:
@@ -73,7 +74,8 @@ def change(folder: Path, name: str, tensor: Tensor | None) -> None:
 
 
 def round_half_even(weight: Tensor, group_of: list[int], symmetric: bool, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [O, I] from 0 to 2^bits - 1, zero points [O, G], and float16 scales [O, G] as float32; one loop for each group."""
+    """Return codes [O, I] from 0 to 2^bits - 1, zero points [O, G], and float16 scales [O, G] as float32, with one loop
+    iteration per group."""
     num_groups, middle = max(group_of) + 1, 2 ** (bits - 1)
     codes = torch.zeros(weight.shape, dtype=torch.int64)
     zeros = torch.full((len(weight), num_groups), middle)
@@ -93,7 +95,8 @@ def round_half_even(weight: Tensor, group_of: list[int], symmetric: bool, bits: 
 
 
 def words(rows: list[list[int]], bits: int, order: list[int]) -> Tensor:
-    """int32 [R, C * bits / 32] of unsigned codes [R][C]: a word's n-th bits, lowest first, hold the order[n]-th of its codes."""
+    """Pack unsigned codes [R][C] into int32 [R, C * bits / 32]. The n-th bits of a word, lowest first, hold the code
+    order[n]."""
     per_word = 32 // bits
     assert len(order) == per_word
     packed = []
@@ -107,7 +110,7 @@ def words(rows: list[list[int]], bits: int, order: list[int]) -> Tensor:
 
 
 def values_of(packed: Tensor, bits: int, order: list[int]) -> list[list[int]]:
-    """The unsigned codes that `words` was given."""
+    """Return the unsigned codes that `words` packed."""
     per_word, rows = 32 // bits, []
     for row in packed.tolist():
         values = [0] * (len(row) * per_word)
@@ -152,7 +155,7 @@ def gptq_tensors(weight: Tensor, config: dict[str, Any], shuffled: bool = False)
         group_of = [group_of[place] for place in order]
     codes, zeros, scales = round_half_even(weight, group_of, config["sym"], bits)
     stored = zeros if config.get("checkpoint_format") == "gptq_v2" else zeros - 1
-    assert stored.min() >= 0  # as in AutoGPTQ; a zero point of 0 has a test of its own
+    assert stored.min() >= 0  # as in AutoGPTQ; a zero point of 0 has a separate test
     tensors = {
         "qweight": words(codes.tolist(), bits, IN_ORDER[bits]).T,
         "qzeros": words(stored.T.tolist(), bits, IN_ORDER[bits]),
@@ -185,7 +188,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def with_any_scales(tensors: dict[str, Tensor], expected: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Negative scales in every third output, and a scale of 0 for the first group of the second output."""
+    """Make the scales of every third output negative, and the first group's scale of the second output 0."""
     scales, values = tensors["scales"].clone(), expected.clone()
     scales[:, ::3], values[::3] = -scales[:, ::3], -values[::3]
     scales[0, 1], values[1, : values.shape[1] // len(scales)] = 0, 0
@@ -193,7 +196,7 @@ def with_any_scales(tensors: dict[str, Tensor], expected: Tensor) -> tuple[dict[
 
 
 def write_case(case: str, folder: Path) -> tuple[Path, Path]:
-    """A packed Llama and its twin in floats."""
+    """Write a packed Llama and its float twin."""
     config = CASES[case]
 
     def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

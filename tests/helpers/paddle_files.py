@@ -1,6 +1,6 @@
-"""Checkpoints in PaddleNLP's layout, made from Hugging Face's as its own code stores and divides them.
+"""Checkpoints in PaddleNLP's layout, made from Hugging Face's as PaddleNLP stores and splits them.
 
-H query heads, G key/value heads, D channels per head; weights of linear layers are [inputs, outputs] here.
+H query heads, G key/value heads, D channels per head. Weights of linear layers are [inputs, outputs] here.
 """
 
 import json
@@ -30,7 +30,7 @@ CONFIG = {"paddlenlp_version": "3.0.0", "tensor_parallel_degree": 1, "fuse_atten
 
 
 def paddle_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What PaddleNLP writes for a model of Hugging Face's config."""
+    """Return PaddleNLP's config for a model with Hugging Face's config."""
     values = {**config, **CONFIG, "dtype": config.get("torch_dtype", "float32")}
     values.pop("torch_dtype", None)
     if config["model_type"] == "chatglm":
@@ -47,7 +47,7 @@ def paddle_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def paddle_arrays(tensors: dict[str, Tensor], config: dict[str, Any]) -> Arrays:
-    """The tensors under PaddleNLP's names, in its order of axes."""
+    """Return the tensors with PaddleNLP's names and axis order."""
     before, after = PREFIXES[config["model_type"]]
     arrays = {}
     for name, tensor in tensors.items():
@@ -61,7 +61,7 @@ def paddle_arrays(tensors: dict[str, Tensor], config: dict[str, Any]) -> Arrays:
 
 
 def fused(arrays: Arrays, num_groups: int) -> Arrays:
-    """With one matrix for queries, keys and values, by key/value head, and one for gate and up: fuse_attention_qkv, fuse_attention_ffn."""
+    """Fuse queries, keys and values by key/value head, and gate and up: fuse_attention_qkv, fuse_attention_ffn."""
     result = dict(arrays)
     for name in [name for name in arrays if ".q_proj." in name]:
         q, k, v = (result.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj"))
@@ -74,7 +74,8 @@ def fused(arrays: Arrays, num_groups: int) -> Arrays:
 
 
 def rank_of(arrays: Arrays, rank: int, num_ranks: int, sections: dict[str, tuple[int, ...]]) -> Arrays:
-    """A rank's part. `sections`: by module the widths of the parts of a fused matrix that are divided one by one."""
+    """Return a rank's part. `sections`: by module, the widths of the parts of a fused matrix that are split
+    separately."""
 
     def part(name: str, array: np.ndarray) -> np.ndarray:
         module = name.split(".")[-2]
@@ -92,13 +93,13 @@ def rank_of(arrays: Arrays, rank: int, num_ranks: int, sections: dict[str, tuple
 
 
 def save_pdparams(path: Path, arrays: Arrays, protocol: int = 4) -> None:
-    """As paddle.save does with a state dictionary."""
+    """Save as paddle.save does with a state dictionary."""
     names = {name: f"linear_{i}.w_0" for i, name in enumerate(arrays)}
     path.write_bytes(pickle.dumps({**arrays, "StructuredToParameterName@@": names}, protocol=protocol))
 
 
 def write_paddle(folder: Path, golden: Path, **changes: Any) -> tuple[Arrays, dict[str, Any]]:
-    """Write the config of a Hugging Face folder's twin; return its arrays and that config."""
+    """Write the config of a Hugging Face folder's twin. Return its arrays and that config."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((golden / "config.json").read_text())
     written = paddle_config(config) | changes

@@ -1,4 +1,4 @@
-"""Models that PaddleNLP's PTQ quantised, and the logits that they stand for."""
+"""Models quantised by PaddleNLP's PTQ, and the logits that they define."""
 
 import json
 from pathlib import Path
@@ -17,17 +17,18 @@ PROMPT = load_file(GOLDENS / FAMILY / "golden.safetensors")["input_ids"][0].toli
 
 
 def is_quantised(name: str) -> bool:
-    return name.endswith("_proj.weight") and not name.startswith("llama.layers.1.mlp.down_proj")  # one that was skipped
+    # a layer that PTQ skipped
+    return name.endswith("_proj.weight") and not name.startswith("llama.layers.1.mlp.down_proj")
 
 
 def quantise(folder: Path, largest: float, quant_type: str, per_tensor: bool = False) -> Arrays:
-    """Write what PTQ leaves: integers in float arrays, and thresholds. Returns the arrays."""
+    """Write PTQ's files: integers in float arrays, and thresholds. Returns the arrays."""
     settings = {"quant_type": quant_type, "smooth": True, "shift": False, "shift_smooth_all_linears": False}
     arrays, _ = write_paddle(folder, GOLDENS / FAMILY, quantization_config=settings)
     inputs, weights, cache = {}, {}, {}
     for name in filter(is_quantised, list(arrays)):
         module = name.removesuffix(".weight")
-        threshold = np.abs(arrays[name]).max(None if per_tensor else 0)  # of [inputs, outputs]: one for each output
+        threshold = np.abs(arrays[name]).max(None if per_tensor else 0)  # of [inputs, outputs]: one scale per output
         arrays[name] = np.round(arrays[name] / threshold * largest).astype(np.float32)
         weights[f"{module}.weight_quanter"] = threshold.tolist()
         if module.rpartition(".")[2] not in SHARED:
@@ -51,9 +52,10 @@ def thresholds(folder: Path, file: str, module: str, end: str) -> Any:
 def expected_logits(
     folder: Path, arrays: Arrays, factors: Arrays | None = None, floats: dict[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Logits of transformers' Llama whose layers compute as PaddleNLP's a8w8 does, with its thresholds, in float64.
+    """Return logits of transformers' Llama whose layers compute PaddleNLP's a8w8 with its thresholds, in float64.
 
-    factors: by module of PaddleNLP's what it multiplies its inputs by before it codes them. floats: weights that differ from the golden's.
+    factors: by PaddleNLP's module name, multiplied with the inputs before they are quantised. floats: weights that
+    differ from the golden's.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Outputs that show what was not written, and what was written beyond them."""
+"""Outputs that reveal unwritten elements, and writes beyond their end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,10 @@ MARGIN = 64  # numbers behind each output
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Outputs are full of NaN (99 for integers) before they are written, and what lies after them must stay so.
+    """Fill outputs with NaN (99 for integers) before they are written, and check that the memory after them is
+    unchanged.
 
-    As a decorator below `each` it checks the margins, and gives them back, after each value.
+    As a decorator below `each` it checks and frees the margins after each value.
     """
     margins: list[tuple[Tensor, float]] = []
     unpoisoned = torch.empty

@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc tells of them."""
+"""Processes of this machine, read from /proc."""
 
 import os
 from contextlib import suppress
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """Parent and command of each process of this machine."""
+    """Return the parent and the command of each process of this machine."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended meanwhile
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1]), command
     return found
 
 
 def ours() -> dict[int, tuple[int, str]]:
-    """Those of `processes` that this process has started, and those that they have."""
+    """Return the processes that this process has started, and their descendants."""
     known = processes()
 
     def is_ours(pid: int) -> bool:
@@ -26,10 +26,10 @@ def ours() -> dict[int, tuple[int, str]]:
 
 
 def engines() -> dict[int, int]:
-    """The processes of our engines, each with its worker's."""
+    """Return the processes of our engines, with their workers."""
     return {pid: parent for pid, (parent, command) in ours().items() if "pipelines.replicas.engine_process" in command}
 
 
 def row_workers() -> list[int]:
-    """The processes of our Ray that run rows."""
+    """Return the processes of our Ray that run rows."""
     return [pid for pid, (_, command) in ours().items() if command.startswith("ray::RowWorker")]

@@ -1,4 +1,4 @@
-"""The configs of large published models, without their weights."""
+"""Configs of large published models, without weights."""
 
 import json
 from pathlib import Path

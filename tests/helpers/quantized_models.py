@@ -1,4 +1,4 @@
-"""Calibrated schemes, and the shortest way to a model of one."""
+"""Calibrated schemes, and shortcuts to quantised models."""
 
 import json
 import random
@@ -37,7 +37,7 @@ STATIC_CACHES: dict[str, Any] = {
     f"{name}, static": {"kv_cache": KVCacheFormat[name], "kv_cache_scales": KVCacheScales.static}
     for name in ("int8", "fp8")
 }
-# The smallest groups, and what they do not divide in a Llama of the goldens.
+# The smallest groups, which do not divide some sizes of a golden Llama.
 GROUPS: dict[str, Any] = {"group_size": 32, "overrides": {"*.down_proj": "int8"}}
 CALIBRATED = {
     "int4 gptq": QuantConfig(INT4, GPTQ, **GROUPS),
@@ -63,7 +63,7 @@ SHIFT = QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, shift=True)  # for mo
 
 
 def random_rows(count: int, length: int, end: Iterable[int] = ()) -> list[list[int]]:
-    """Token ids from 5 to 90; each row ends in `end`."""
+    """Return rows of token ids from 5 to 90. Each row ends with `end`."""
     chosen = random.Random(0)
     return [[*(chosen.randrange(5, 90) for _ in range(length)), *end] for _ in range(count)]
 
@@ -83,7 +83,7 @@ def quantize_run(
     format: QuantizedFormat = QuantizedFormat.compressed_tensors,
     **calibrate: int,
 ) -> RunConfig:
-    """6 samples of 16 tokens, where `calibrate` says nothing else."""
+    """Return a run with 6 samples of 16 tokens, unless `calibrate` overrides them."""
     run = run_config(source, allow_pickle=True)
     numbers = {"num_samples": 6, "sequence_length": 16, **calibrate}
     return replace(
@@ -98,7 +98,8 @@ def quantize_run(
 
 
 def make(run: RunConfig, output_dir: Path) -> Engine:
-    """Runs task=quantize, but for its picture, which takes longer than the model; the engine whose model it quantised."""
+    """Run task=quantize without its picture, which takes longer than the model. Return the engine whose model it
+    quantised."""
     made: list[Engine] = []
 
     def assemble(*arguments: Any, **options: Any) -> Engine:
@@ -108,11 +109,11 @@ def make(run: RunConfig, output_dir: Path) -> Engine:
     quantize_assemble = float_engine.assemble
     with patch.object(float_engine, "assemble", assemble), patch("pipelines.loading.quantize.report.draw"):
         run_quantize(run, output_dir, dump)
-    return made[0]  # others may have been made meanwhile
+    return made[0]  # other models may have been made meanwhile
 
 
 def reloaded(folder: Path, kv_cache: str = "none") -> Engine:
-    """As anybody loads it, without a quant option but the cache's."""
+    """Load the model as a user does, with no quant option except the cache's."""
     return load_engine(replace(run_config(folder), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), 3)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout where PEFT is not installed."""
+"""Adapters in PEFT's layout, written without PEFT."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from models.linear_layers import linear_specs
 
 
 def write_random_adapter(folder: Path, model: CausalLM, rank: int, seed: int, std: float) -> Path:
-    """Write random factors in bfloat16 for all linear layers of the decoder that rows may adapt."""
+    """Write random bfloat16 factors for all linear layers of the decoder that can have adapters."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, spec in linear_specs(model).items():
         if name.startswith(model.layout.layers) and ".experts." not in name:

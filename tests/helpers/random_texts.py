@@ -1,4 +1,4 @@
-"""Texts on which tokenizers differ, and random ones made of their parts."""
+"""Texts on which tokenizers differ, and random texts made of their parts."""
 
 from collections.abc import Iterator, Sequence
 from random import Random
@@ -39,7 +39,7 @@ PLANES = [(0, 0x3000), (0, 0xD800), (0x1F000, 0x20000), (0x10000, 0x110000)]
 
 
 def random_texts(special: Sequence[str], count: int) -> Iterator[str]:
-    """Yield the odd texts and random ones. special: texts of tokens, which are in some of them."""
+    """Yield the difficult texts and random ones. special: texts of special tokens, which some of the texts contain."""
     yield from ODD
     chooser = Random(count)
     for _ in range(count):

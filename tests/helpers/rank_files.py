@@ -1,4 +1,4 @@
-"""Checkpoints in one file a rank, and that they are read as the whole one."""
+"""Checkpoints with one file per rank, and the check that they equal the whole checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ Ranks = list[dict[str, Tensor]]
 
 
 def slice_of(name: str, tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
-    """A rank's share: rows, of some matrices columns, of norms all."""
+    """Return a rank's part: a range of rows, for some matrices of columns, and whole norms."""
     if "norm" in name:
         return tensor.clone()
     return tensor.chunk(num_ranks, int(name.endswith(COLUMNS)))[rank].clone()
@@ -31,7 +31,7 @@ def stage_of(name: str, num_stages: int, num_layers: int = 2) -> int:
 
 
 def cut(tensors: dict[str, Tensor], num_ranks: int, num_stages: int = 1) -> Ranks:
-    """Ranks of the first stage come first."""
+    """Cut a checkpoint. The ranks of the first stage come first."""
     return [
         {
             name: slice_of(name, tensor, rank, num_ranks)
@@ -48,7 +48,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_model(folder: Path, whole: Path) -> None:
-    """Every parameter bit for bit, and greedy tokens."""
+    """Compare every parameter bit for bit, and greedy tokens."""
     found, expected = parameters(folder), parameters(whole)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -60,7 +60,7 @@ def assert_same_model(folder: Path, whole: Path) -> None:
 
 
 def write_scaled(folder: Path, scale: int, write: Callable[[Path, dict[str, Tensor]], object]) -> tuple[int, int]:
-    """A model cut for two ranks; bytes of all tensors and of the largest."""
+    """Write a model for two ranks. Return the bytes of all tensors and of the largest."""
     tensors = make_tensors(scale)
     for i, held in enumerate(cut(tensors, 2)):
         (folder / f"rank_{i}").mkdir(parents=True)
@@ -74,12 +74,14 @@ def write_scaled(folder: Path, scale: int, write: Callable[[Path, dict[str, Tens
 def assert_one_tensor_at_a_time(
     tmp_path: Path, write: Callable[[Path, dict[str, Tensor]], object], spare: int = 5
 ) -> None:
-    """Above the model there are at most `spare` tensors: what is read, what it is packed from, and what the allocator holds back.
+    """Check that at most `spare` tensors are held in addition to the model: read, packed, and retained by the
+    allocator.
 
-    Seen are 0.9, 2.0, 3.1 and 3.4 in one tree, as the allocator likes; a loader that holds all pieces has 9 at least.
+    Measured: 0.9, 2.0, 3.1 and 3.4 for one source tree, depending on the allocator. A loader that holds all pieces
+    needs at least 9.
     """
     write_scaled(tmp_path / "small", 1, write)
     total, largest = write_scaled(tmp_path / "large", 40, write)
     peak = peak_of_loading(tmp_path / "small", tmp_path / "large")
     assert total * 0.9 < peak < total + spare * largest
-    assert largest * 8 < total  # a loader that holds all pieces takes two models
+    assert largest * 8 < total  # a loader that holds all pieces needs two models

@@ -1,6 +1,7 @@
-"""A process that loads one rank's part and says what it took: `python -m tests.helpers.rank_load RUN TP PP RANK`.
+"""A process that loads one rank's part and reports the bytes: `python -m tests.helpers.rank_load RUN TP PP RANK`.
 
-Nobody else reads the checkpoint meanwhile, so that what is read of its files is this rank's. RUN is a RunConfig as JSON.
+No other process reads the checkpoint meanwhile, so all bytes that are read from its files are this rank's. RUN is a
+RunConfig as JSON.
 """
 
 import json

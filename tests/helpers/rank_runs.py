@@ -1,4 +1,4 @@
-"""Runs of task=predict on ranks, in processes of their own."""
+"""Runs of task=predict on ranks that are processes."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.helpers.processes import processes
 from tests.helpers.waiting import LIMIT_S, until
 
 HEARTBEAT_S = 5
-END_S = 20.0  # for a run to end after a loss is known, which takes a second where nothing else runs
+END_S = 20.0  # time limit for the end of a run after a loss is detected, which takes a second on an idle machine
 RESULTS = ("predictions.jsonl", "text_generation_result.txt")
 COMMAND = ("run.py", "decode=sampling", "decode.seed=3", "decode.max_new_tokens=40", "predict.batch_size=2")
 
@@ -25,10 +25,10 @@ def write_prompts(file: Path) -> Path:
 def start(
     data: Path, folder: Path, *arguments: str, launcher: tuple[str, ...] = (sys.executable,), **environment: str
 ) -> "subprocess.Popen[str]":
-    """Start a run in a session of its own.
+    """Start a run in its own session.
 
-    Tests stop its ranks by SIGSTOP. Linux sends SIGHUP to an orphaned process group that has a stopped process (setpgid(2)), so such a
-    process may not be in the group of the tests.
+    Tests stop its ranks with SIGSTOP. Linux sends SIGHUP to an orphaned process group that has a stopped process
+    (setpgid(2)), so such a process must not be in the group of the tests.
     """
     command = [*launcher, *COMMAND, f"predict.data={data}", f"hydra.run.dir={folder}", *arguments]
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -36,14 +36,14 @@ def start(
 
 
 def done(process: "subprocess.Popen[str]") -> str:
-    """Wait for a run that succeeds, and return what it wrote to standard error."""
+    """Wait for a run that succeeds, and return its standard error."""
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
     return str(errors)
 
 
 def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
-    """The processes of ranks 1 to `count` of a run; waits for them."""
+    """Wait for the processes of ranks 1 to `count` of a run, and return them."""
     found: list[int] = []
 
     def there() -> bool:
@@ -57,7 +57,7 @@ def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
 
 
 def lose(process: "subprocess.Popen[str]", workers: list[int], rank: int, number: signal.Signals) -> str:
-    """Kill or stop a rank, and return the one line that its run says. The run ends in time and leaves no process."""
+    """Kill or stop a rank, and return the run's one line of error. The run must end in time and leave no process."""
     os.kill(workers[rank - 1], number)
     began = time.monotonic()
     _, errors = process.communicate(timeout=LIMIT_S)
@@ -73,13 +73,13 @@ def lose(process: "subprocess.Popen[str]", workers: list[int], rank: int, number
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Whether none of these is a rank's process any more. One whose parent has ended may wait for another to take note of its end."""
+    """Return whether none of these processes is a rank any more. A process without a parent may remain as a zombie."""
     known = processes()
     return not any("loading.worker" in known.get(pid, (0, ""))[1] for pid in pids)
 
 
 def wait_for_rows(process: "subprocess.Popen[str]", folder: Path) -> None:
-    """Wait until the run has done some rows, and not all."""
+    """Wait until the run has finished some rows, but not all."""
     journal = folder / "journal.jsonl"
     until(lambda: process.poll() is not None or (journal.exists() and journal.read_bytes().count(b"\n") > 2))
     assert process.poll() is None

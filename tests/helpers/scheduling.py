@@ -1,4 +1,4 @@
-"""A scheduler without a model: requests, and steps that check every block they touch."""
+"""A scheduler without a model: requests, and steps that check every block that they use."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from pipelines.engine.scheduler import Scheduled, Scheduler, StepPlan
 
 
 class FakeBeams:
-    """A search whose beams are a function of the tokens so far: the first parent goes on twice, the last one ends."""
+    """A search whose beams are a function of the tokens so far: the first parent continues twice, the last one ends."""
 
     def observe(self, hidden: Any) -> None: ...
 
@@ -74,13 +74,14 @@ def scheduler_of(
 
 
 def factory_of(vocab_size: int = 96, num_tokens: int = 4096) -> RequestFactory:
-    """The factory of an engine whose context, cache and steps have `num_tokens` tokens at least."""
+    """Return the factory of an engine whose context, cache and steps have at least `num_tokens` tokens."""
     config = EngineConfig(ContextLimit(num_tokens, "max_position_embeddings"), frozenset(), {}, 1, num_tokens)
     return RequestFactory(None, vocab_size, ModelCapabilities(), config, num_blocks=num_tokens, block_size=16)
 
 
 Keys = dict[tuple[int, int], tuple[object, ...]]
-"""What the key in each place of each block was computed from: the prefix, and the tokens up to its own."""
+"""For each slot of each block, the input that its key was computed from: the prefix, and the tokens up to the slot's
+own."""
 
 
 def step(
@@ -91,10 +92,11 @@ def step(
     num_drafts: int = 0,
     num_right: int = 0,
 ) -> dict[int, int]:
-    """Plan and commit with a fake model whose next token is a function of the tokens so far; the tokens that each request computed.
+    """Plan and commit a step with a fake model whose next token is a function of the tokens so far.
 
-    `sides`: for each block the side of the border that its keys are of, kept from step to step, as `keys` are. Sequences ask for
-    `num_drafts` drafts, of which the first `num_right` are right.
+    Returns the tokens that each request computed. `sides`: for each block, whether its keys are for texts beyond the
+    long RoPE threshold; kept from step to step, as `keys` are. Sequences request `num_drafts` drafts, of which the
+    first `num_right` are right.
     """
     plan = scheduler.plan(max_tokens)
     scheduler.check_integrity()
@@ -108,7 +110,7 @@ def step(
         check_sides(scheduler, plan, sides)
     if keys is not None:
         check_keys(scheduler, plan, keys)
-    while plan.scheduled:  # again for the drafts that were right, which nothing is computed for
+    while plan.scheduled:  # again for accepted drafts, which need no computation
         scheduler.commit(plan)
         for group in plan.ready:
             advance(scheduler, group, [item.sequence for item in plan.scheduled])
@@ -138,7 +140,7 @@ def advance(scheduler: Scheduler, group: SequenceGroup, computed: list[Sequence]
 def with_drafts(
     scheduler: Scheduler, plan: StepPlan, max_tokens: int | None, num_drafts: int, num_right: int
 ) -> StepPlan:
-    """The plan with drafts where they have place, which takes no cached block and no more than is left of the step."""
+    """Return the plan with drafts. Drafts evict no cached block and fit the remaining token budget."""
     blocks = scheduler.block_manager
     wanted = [
         num_drafts * (i.group in plan.ready and not i.group.search and i.sequence.num_output_tokens > 0)
@@ -161,7 +163,7 @@ def with_drafts(
 
 
 def confirmed(plan: StepPlan) -> StepPlan:
-    """What follows, without computing, for sequences whose first draft has become a token."""
+    """Return the next plan, without computing, for sequences whose first draft was accepted."""
     scheduled = [
         Scheduled(i.group, i.sequence, i.start + i.num_new_tokens, 1, 1, i.drafts[1:])
         for i in plan.scheduled
@@ -171,7 +173,7 @@ def confirmed(plan: StepPlan) -> StepPlan:
 
 
 def check_keys(scheduler: Scheduler, plan: StepPlan, keys: Keys) -> None:
-    """Every key that a sequence reads was computed from its own prefix and tokens, whoever computed it."""
+    """Check that every key that a sequence reads was computed from its own prefix and tokens, by any sequence."""
     size = scheduler.block_manager.block_size
     for source, target in plan.copies:
         keys |= {(target, place): keys[source, place] for place in range(size) if (source, place) in keys}
@@ -187,7 +189,8 @@ def check_keys(scheduler: Scheduler, plan: StepPlan, keys: Keys) -> None:
 
 
 def check_writable(scheduler: Scheduler) -> None:
-    """Every sequence has blocks for its tokens, and owns alone those that it is about to write."""
+    """Check that every sequence has blocks for its tokens, and is the only owner of the blocks that it is about to
+    write."""
     blocks = scheduler.block_manager
     for group in scheduler.running:
         for s in group.sequences:
@@ -198,7 +201,8 @@ def check_writable(scheduler: Scheduler) -> None:
 
 
 def check_sides(scheduler: Scheduler, plan: StepPlan, sides: dict[int, bool]) -> None:
-    """Every key that a sequence reads was computed for a text on its own side of the border, and drafts are on it, too."""
+    """Check that every key that a sequence reads was computed for a text on its side of the long RoPE threshold, drafts
+    included."""
     for source, target in plan.copies:
         sides[target] = sides[source]
     size = scheduler.block_manager.block_size

@@ -1,4 +1,4 @@
-"""A replica for tests of the processors that replicas have, beside which tests of other files have replicas of this machine, too."""
+"""A replica for tests of replicas' processors, while tests of other files also run replicas on this machine."""
 
 import ray
 
@@ -7,7 +7,7 @@ from pipelines.replicas import cores, row_worker
 
 
 class RowWorker(row_worker.RowWorker):
-    """It shares processors with replicas of other Rays."""
+    """A worker that shares processors with replicas of other Rays."""
 
     def load(self, kind: type[EngineRows], content: bytes) -> bytes:
         cores.NAME = f"{ray.get_runtime_context().get_node_id()}-{cores.NAME}"

@@ -1,4 +1,4 @@
-"""An engine's process over a small model, and whole answers of it."""
+"""An engine process over a small model, and its complete answers."""
 
 import asyncio
 import time
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def tiny_run(**device: Any) -> RunConfig:
-    """The shipped model on the CPU."""
+    """Return a run of the bundled model on the CPU."""
     model = ModelConfig(path=str(REPOSITORY / "models" / "tiny"))
     return RunConfig(model=model, device=DeviceConfig(DeviceType.cpu, **device))
 
 
 @dataclass
 class Sample:
-    """What the deltas of a sample say together."""
+    """The joined deltas of a sample."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Whole:
 
 
 class Asked:
-    """A request that was submitted, and what comes of it."""
+    """A submitted request and its deltas."""
 
     def __init__(self, client: RemoteEngine, submit: Submit | SubmitPooled) -> None:
         self._news = asyncio.Event()
@@ -69,7 +69,7 @@ class Asked:
 
 
 async def whole(answer: Asked) -> Whole:
-    """All that comes, put together; checks the order in which it does."""
+    """Return the joined deltas of a request, and check their order."""
     seed, samples, done = await answer.accepted(), dict[int, Sample](), None
     async for item in answer:
         assert done is None
@@ -89,7 +89,7 @@ async def whole(answer: Asked) -> Whole:
 
 @asynccontextmanager
 async def serving(run: RunConfig | None = None, **config: Any) -> AsyncIterator[EngineClient]:
-    """A client whose engine is loaded. `config`: fields of ServeConfig."""
+    """Return a client whose engine is loaded. `config`: fields of ServeConfig."""
     client = EngineClient(replace(run or tiny_run(), task=Task.serve, serve=ServeConfig(**config)))
     await client.start()
     try:
@@ -100,7 +100,7 @@ async def serving(run: RunConfig | None = None, **config: Any) -> AsyncIterator[
 
 
 async def idle(client: EngineClient) -> Beat:
-    """The first beat with which nothing runs or waits."""
+    """Return the first beat in which nothing runs or waits."""
     deadline = time.monotonic() + LIMIT_S
     while (beat := client.beat) is None or beat.num_running or beat.num_waiting:
         assert time.monotonic() < deadline, "requests still run"
@@ -109,7 +109,7 @@ async def idle(client: EngineClient) -> Beat:
 
 
 def run_async(test: Coroutine[Any, Any, T]) -> T:
-    """What the test returns; it fails if that takes too long."""
+    """Run the test and return its result. Fails if it takes too long."""
     return asyncio.run(asyncio.wait_for(test, LIMIT_S))
 
 

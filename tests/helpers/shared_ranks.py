@@ -1,4 +1,5 @@
-"""A process that is a rank of shared memory: `python -m tests.helpers.shared_ranks FD RANK SIZE JOB`, started by test_shared_memory.py."""
+"""A process that is a rank of shared memory: `python -m tests.helpers.shared_ranks FD RANK SIZE JOB`, started by
+test_shared_memory.py."""
 
 import random
 import sys
@@ -16,13 +17,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.int64)
 
 
 def pieces_of(draw: random.Random, size: int, num_rows: int, widths: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """Return the pieces of all ranks, the same in every process."""
+    """Return the pieces of all ranks, equal in every process."""
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     return [torch.randint(-99, 99, (num_rows, width), generator=generator).to(dtype) for width in widths[:size]]
 
 
 def exchange(group: Group) -> None:
-    """Compare collectives of random sizes with what torch makes of all pieces."""
+    """Compare collectives of random sizes with torch's results over all pieces."""
     draw = random.Random(group.size)
     sizes = [(draw.randrange(40), draw.randrange(1, 300)) for _ in range(60)] + [(2500, 1400), (3, 400_000)]
     for num_rows, most in sizes:
@@ -41,7 +42,7 @@ def exchange(group: Group) -> None:
 
 
 def replay(group: Group) -> None:
-    """Record a step of two collectives, and replay it with other numbers."""
+    """Record a step of two collectives, and replay it with other inputs."""
     widths = tuple(range(3, 3 + group.size))
     x, owners = torch.zeros(5, widths[group.rank]), torch.zeros(5, dtype=torch.int64)
 
@@ -61,7 +62,7 @@ def replay(group: Group) -> None:
 
 
 def wait_for_ever(group: SharedMemory) -> None:
-    """Wait for a rank that does not come. Whoever aborts ends it."""
+    """Wait for a rank that does not come, until another process aborts."""
     print("waiting", flush=True)
     group.gather(torch.zeros(1, 1), (1,) * group.size)
     try:

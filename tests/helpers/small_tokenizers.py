@@ -1,4 +1,4 @@
-"""Two small tokenizers of the kinds that matter for text in pieces: bytes as letters (GPT-2) and byte fallback (Llama)."""
+"""Two small tokenizers that differ in how text is split: bytes as letters (GPT-2) and byte fallback (Llama)."""
 
 import json
 from itertools import pairwise
@@ -29,7 +29,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Sentencepiece's way as Llama 2 uses it: ▁ for a space, one in front, unknown characters as <0x..> bytes."""
+    """SentencePiece as in Llama 2: ▁ for a space, one at the start, unknown characters as <0x..> bytes."""
     words = sorted({piece for text in TEXTS[:1] for piece in text.replace(" ", " ▁").split(" ")})
     letters = sorted(set("▁" + "".join(words) + "今天"))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
@@ -49,7 +49,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """As a checkpoint's tokenizer files, with a chat template that writes the BOS itself."""
+    """Save a checkpoint's tokenizer files, with a chat template that writes the BOS itself."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -57,15 +57,16 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "clean_up_tokenization_spaces": True,  # as Llama 3 has it; the text must not be "cleaned" all the same
+        "clean_up_tokenization_spaces": True,  # as in Llama 3; the text must still not be "cleaned"
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def save_pieces(folder: Path, is_legacy: bool) -> None:
-    """As sentencepiece's file with settings. is_legacy: whether a text behind a special token begins with a space of its own."""
-    from sentencepiece import SentencePieceTrainer  # an image with a GPU need not have it
+    """Save SentencePiece's file with settings. is_legacy: whether a text after a special token begins with its own
+    space."""
+    from sentencepiece import SentencePieceTrainer  # an image with a GPU may lack it
 
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "tokenizer.model").open("wb") as file:
@@ -93,7 +94,7 @@ NUM_MERGES = 600
 
 
 def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
-    """Merge the two neighbours whose merge has the lowest rank, the first of equal ones, until there are none."""
+    """Merge the two neighbours whose merge has the lowest rank, the first of equal ones, until no merge applies."""
     while found := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
         _, i = min(found)
         parts = [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
@@ -101,7 +102,8 @@ def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def make_ranks() -> dict[bytes, int]:
-    """Merges of neighbours wherever they stand, so that every border that the pattern misses would change the tokens."""
+    """Return merges of neighbours at every position, so that each split that the pattern misses would change the
+    tokens."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     texts = [[bytes([byte]) for byte in text.encode()] for text in (*MIXED, *TEXTS, TRICKY)]
     while len(ranks) < 256 + NUM_MERGES:

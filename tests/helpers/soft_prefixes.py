@@ -1,4 +1,4 @@
-"""Soft prefixes in the layouts of PEFT and PaddleNLP, and models that compute after them."""
+"""Soft prefixes in the layouts of PEFT and PaddleNLP, and models that compute with them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +75,7 @@ def paddle_logits(model: Any, values: Tensor, prompt: list[int]) -> Tensor:
 def engine_with(
     folder: Path, prefixes: dict[str, Path], kv_cache: str = "none", batch_size: int = 3, **device: Any
 ) -> Engine:
-    """A float32 engine on the CPU; `device` are fields of DeviceConfig."""
+    """Return a float32 engine on the CPU. `device`: fields of DeviceConfig."""
     run = run_config(folder, prefixes={name: str(path) for name, path in prefixes.items()})
     config = DeviceConfig(DeviceType.cpu, **device)
     return load_engine(replace(run, device=config, quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache])), batch_size)

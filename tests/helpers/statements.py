@@ -8,7 +8,8 @@ BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
 def statements(code: str | Path) -> Iterator[ast.AST]:
-    """Yield the file's statements at any depth, and no expression: most nodes are expressions, and their walk is slow."""
+    """Yield the file's statements at any depth. Expressions are not walked: they are most nodes, and their walk is
+    slow."""
     todo: list[ast.AST] = [ast.parse(code if isinstance(code, str) else code.read_text(encoding="utf-8"))]
     while todo:
         node = todo.pop()

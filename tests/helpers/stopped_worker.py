@@ -1,4 +1,4 @@
-"""A replica's worker that stops before it has run for the first time."""
+"""A replica's worker that stops before its first row."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Tied models whose files have a head of its own."""
+"""Tied models whose files contain a separate head."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ TIED_MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def store_head(folder: Path, scale: float) -> None:
-    """Put a head into a tied model's file: its embedding times a number."""
+    """Add a head to a tied model's file: its embedding times a number."""
     tensors = load_file(folder / "model.safetensors")
     embedding = next(tensor for name, tensor in tensors.items() if tensor.shape == (96, 64) and "pos" not in name)
     save_file(

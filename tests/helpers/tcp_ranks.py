@@ -1,4 +1,5 @@
-"""A process that is a rank over TCP: `python -m tests.helpers.tcp_ranks PORT RANK SIZE JOB KIND`, started by test_gloo.py."""
+"""A process that is a rank over TCP: `python -m tests.helpers.tcp_ranks PORT RANK SIZE JOB KIND`, started by
+test_gloo.py."""
 
 import signal
 import sys
@@ -17,7 +18,7 @@ HOST = "127.0.0.1"
 
 
 class NcclByGloo(Nccl):
-    """What NCCL's groups do, of a group of gloo's, which torch has everywhere and which is called alike."""
+    """The interface of NCCL's groups over a gloo group, which every torch has."""
 
     _connect = Gloo._connect  # type: ignore[assignment]
 
@@ -26,17 +27,18 @@ KINDS: dict[str, type[TorchGroup]] = {"gloo": Gloo, "nccl": NcclByGloo}
 
 
 def gather_for_ever(group: TorchGroup) -> None:
-    """Rank 0 waits for one that is lost after a first exchange."""
+    """Rank 0 waits for a rank that is lost after a first exchange."""
     _wait_for_ever(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
 
 
 def receive_for_ever(group: TorchGroup) -> None:
-    """Rank 0 waits for the rank of the stage before, which is lost after a first exchange."""
+    """Rank 0 waits for the rank of the previous stage, which is lost after a first exchange."""
     _wait_for_ever(group, lambda: group.gather_first(torch.zeros(1, group.rank), (0, 1)))
 
 
 def send_for_ever(group: TorchGroup) -> None:
-    """Rank 1 gives rank 0, which is lost after a first exchange, what it never takes, and is then told."""
+    """Rank 1 sends to rank 0, which is lost after a first exchange and receives nothing; then rank 1 is told of the
+    loss."""
     group.gather_first(torch.zeros(1, group.rank), (0, 1))
     if group.rank == 0:
         print("waiting", flush=True)
@@ -47,12 +49,12 @@ def send_for_ever(group: TorchGroup) -> None:
 
 
 def meet_for_ever(group: TorchGroup) -> None:
-    """Rank 0 waits for one that never comes."""
+    """Rank 0 waits for a rank that never comes."""
     _fail(group, lambda: group.gather(torch.zeros(1, 1), (1,) * group.size))
 
 
 def leave(group: TorchGroup) -> None:
-    """Rank 0 ends before another has come."""
+    """Rank 0 ends before another rank has come."""
 
 
 def _wait_for_ever(group: TorchGroup, exchange: Callable[[], object]) -> None:
@@ -64,7 +66,7 @@ def _wait_for_ever(group: TorchGroup, exchange: Callable[[], object]) -> None:
 
 
 def _fail(group: TorchGroup, exchange: Callable[[], object]) -> None:
-    """Say whether it was a line of standard input that ended the exchange."""
+    """Print whether a line of standard input ended the exchange."""
     told = threading.Event()
 
     def abort_when_told() -> None:

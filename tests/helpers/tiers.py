@@ -1,4 +1,4 @@
-"""Which cases of a whole product run in which tier: `make test`, `make test-all` or `make test-matrix`."""
+"""The tiers in which the cases of a product run: `make test`, `make test-all` or `make test-matrix`."""
 
 from collections.abc import Collection, Iterable
 from itertools import product
@@ -8,7 +8,8 @@ import pytest
 
 
 def tiers(every: Iterable[Any], quick: Collection[Any] = (), long: Collection[Any] = ()) -> list[Any]:
-    """All values, or tuples of them, as cases: those of `quick` have no mark, those of `long` have that one, the others have `matrix`."""
+    """Return all values, or tuples of values, as cases: cases of `quick` have no mark, cases of `long` the mark long,
+    all others matrix."""
     values = list(every)
     assert {*quick, *long} <= {*values}
     return [
@@ -21,6 +22,7 @@ def tiers(every: Iterable[Any], quick: Collection[Any] = (), long: Collection[An
 
 
 def in_turn(values: Iterable[Any], *others: Iterable[Any], first: int = 0) -> list[tuple[Any, ...]]:
-    """Each value once, with one combination of the others. These follow each other, from number `first` on, and begin again."""
+    """Return each value once, with one combination of the other parameters. The combinations cycle, starting at number
+    `first`."""
     combinations = list(product(*others))
     return [(value, *combinations[(first + i) % len(combinations)]) for i, value in enumerate(values)]

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU against its reference."""
+"""Paged attention on a GPU compared with its reference."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def check(
     padding: int = 0,
     **options: Any,
 ) -> None:
-    """`padding` rows and sequences follow, as a captured graph has them."""
+    """Compare one call. `padding`: padding rows and sequences at the end, as in a captured graph."""
     value_dim = head_dim if value_dim is None else value_dim
     num_blocks = sum(math.ceil(total / BLOCK_SIZE) for _, total in lengths) + 3
     free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()

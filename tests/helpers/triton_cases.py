@@ -1,4 +1,5 @@
-"""What the comparisons of Triton kernels share. They run on a GPU where there is one, and are interpreted where there is none."""
+"""Shared by the tests of Triton kernels. The kernels run on a GPU if there is one, and in Triton's interpreter
+otherwise."""
 
 import functools
 import inspect
@@ -15,15 +16,16 @@ from kernels.quantize_rows import ActivationFormat
 from tests.helpers.cases import each
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARED_BYTES = 227 * 1024  # of a program on compute capability 9.0
+SHARED_BYTES = 227 * 1024  # per program on compute capability 9.0
 
-# Of the largest element: rounding of the result, and of the one intermediate result that a reference rounds where its kernel does not.
+# Relative to the largest element: rounding of the result, and of the one intermediate result that only a reference
+# rounds.
 # float32: sums of a few hundred terms in another order.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 FP8 = torch.float8_e4m3fn
 EXPERT_FORMATS: dict[str, tuple[int, torch.dtype, int | None, bool, ActivationFormat | None]] = {
-    # bits and dtype of codes, inputs that share a scale, zero points, what rows become
+    # bits and dtype of codes, inputs per scale, zero points, activation format
     "w8a16": (8, torch.int8, None, False, None),
     "w8a16 g64": (8, torch.int8, 64, False, None),
     "w4a16": (4, torch.int8, None, False, None),
@@ -41,7 +43,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def assert_near(result: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
-    """`tolerance` is relative to the largest element; NaN is equal to nothing."""
+    """Compare within `tolerance`, which is relative to the largest element. NaN equals nothing."""
     assert result.shape == expected.shape
     tolerance = TOLERANCES[result.dtype] if tolerance is None else tolerance
     error = (result.cpu().double() - expected.cpu().double()).abs().amax()
@@ -54,7 +56,7 @@ IsCase = Callable[..., bool]
 def covering(
     options: Sequence[Sequence[Any]], strength: int, is_case: IsCase = lambda *values: True
 ) -> list[tuple[Any, ...]]:
-    """A few of the options' combinations, in which any `strength` of the options have all of their combinations that are a case."""
+    """Return a few combinations of the options that cover every valid combination of any `strength` options."""
     parts, values = {}, {}
     for places in itertools.product(*(range(len(option)) for option in options)):
         values[places] = tuple(option[place] for option, place in zip(options, places, strict=True))

@@ -12,7 +12,7 @@ from tests.helpers.triton_products import on_device, random_codes, values
 def make_experts(
     count: int, outputs: int, inputs: int, kind: str, idle: set[int] = frozenset()
 ) -> tuple[GPUWeight, Tensor]:
-    """Of each expert that is not idle its own numbers, and what they stand for: float64 [count, outputs, inputs]."""
+    """Return random codes of each expert that is not idle, and their float64 values [count, outputs, inputs]."""
     bits, dtype, group_size, has_zeros, _ = EXPERT_FORMATS[kind]
     group = group_size or inputs
     weights, wholes = [], []
@@ -43,8 +43,9 @@ def check_mixture(
     expected = reference.mixture(x.double(), gate_up_values, down_values, weights, chosen, rows, rows)
     result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), rows, rows)
     assert result.dtype == dtype
-    # What lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16, and 40 or more are added. With
-    # bfloat16 it was rounded before and lies there more often: 0.8 % and 1.3 % were seen.
+    # A value between two codes may round to either: int8 codes are 1/127 apart, float8 codes 1/16, and 40 or more are
+    # added.
+    # bfloat16 values are rounded before and are between two codes more often: 0.8 % and 1.3 % were measured.
     tolerances = {(torch.int8, torch.float32): 2e-3, (FP8, torch.float32): 1e-2, (FP8, torch.bfloat16): 3e-2}
     tolerance = None if rows is None else tolerances.get((rows.dtype, dtype))
     assert_near(result, expected, tolerance)

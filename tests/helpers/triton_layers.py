@@ -51,7 +51,7 @@ FLOATS, BLOCKS = "floats", "fp8 blocks"
 
 
 def is_scheme(weights: str, activations: Activations, *others: Any) -> bool:
-    """Of SCHEMES all but the one that `read_fp8` refuses."""
+    """Return whether it is one of SCHEMES except the scheme that `read_fp8` rejects."""
     return (weights, activations) != ("fp8 groups", Activations.static)
 
 
@@ -63,7 +63,7 @@ def make_layers(
     dtype: torch.dtype = torch.float32,
     has_bias: bool = True,
 ) -> list[Linear]:
-    """`kind`: one of WEIGHTS, FLOATS, or BLOCKS of 128 outputs and inputs that share a scale."""
+    """Return layers. `kind`: one of WEIGHTS, FLOATS, or BLOCKS of 128 outputs and inputs that share a scale."""
     layers: list[Linear] = []
     for seed, size in enumerate(outputs):
         weight, bias = noise(size, inputs, seed=seed) / 16, noise(size, seed=seed) if has_bias else None
@@ -93,13 +93,13 @@ def merged(layers: Sequence[Linear]) -> MergedLinear:
 
 
 def check_joined(layers: list[Linear], x: Tensor) -> None:
-    """Against what they gave before, whose own kernels are proved elsewhere; what differs is the order of sums."""
+    """Compare with the layers' outputs before fusing, which other tests prove. Only the order of sums differs."""
     alone = each_alone(x, layers)
     names = [{name: (part.shape, part.nbytes) for name, part in layer.named_parameters()} for layer in layers]
     together = merged(layers)
     assert together.is_merged
     assert names == [{name: (part.shape, part.nbytes) for name, part in layer.named_parameters()} for layer in layers]
-    # each layer has become a piece of what all are read from
+    # each layer has become a view of the fused weight
     held = {part.untyped_storage().data_ptr() for layer in layers for part in layer.parameters()}
     assert len(held) == len(list(layers[0].parameters()))
     for result, expected in zip(each_alone(x, layers), alone, strict=True):

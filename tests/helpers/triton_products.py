@@ -1,4 +1,4 @@
-"""Products by quantised weights on a GPU."""
+"""Products with quantised weights on a GPU."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def on_device(weight: gpu_weight.GPUWeight) -> gpu_weight.GPUWeight:
 
 
 def values(codes: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int) -> Tensor:
-    """float64 [N, K]"""
+    """Return the dequantised weight, float64 [N, K]."""
     group = torch.arange(codes.shape[1]) // group_size
     offset = 0 if zeros is None else zeros.double()[:, group]
     return (codes.double() - offset) * scales.double()[:, group]

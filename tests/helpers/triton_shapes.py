@@ -1,4 +1,5 @@
-"""Launches of every kernel in the shapes of real models, one for each class that is compiled differently. On the default device."""
+"""Launches of every kernel in the shapes of real models, one per class that compiles differently. On the default
+device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,7 @@ def attend(
 
 
 def attend_latent(num_tokens: int, num_sequences: int) -> None:
-    """DeepSeek-V2-Lite: keys of 512 + 64 channels, whose first 512 are the values."""
+    """Launch DeepSeek-V2-Lite's attention: keys of 512 + 64 channels, whose first 512 are the values."""
     ints = partial(torch.zeros, dtype=torch.int64)
     keys = allocate(FORMATS["none"][0], (1024, 16, 1), 576, BF16, torch.get_default_device())
     values = type(keys)(keys.tensors, keys.format, 512, keys.dtype)
@@ -67,7 +68,7 @@ def attend_latent(num_tokens: int, num_sequences: int) -> None:
 
 
 def store(kv_cache: str, model: str = "llama-3.1-8b") -> None:
-    """As they are, turned, turned after a norm, and half of them turned."""
+    """Store keys unrotated, rotated, rotated after a norm, and half rotated."""
     heads, groups, channels = MODELS[model]
     device = torch.get_default_device()
     formats = formats_of(kv_cache, groups, str(device))
@@ -131,7 +132,7 @@ def multiply_codes(num_rows: int, dtype: torch.dtype, blocks: bool = False) -> N
     matmul(rows, GPUWeight(codes, scales, None, 4096, 128))
 
 
-ROWS = (1, 16, 32, 64, 4096)  # one for each way to launch
+ROWS = (1, 16, 32, 64, 4096)  # one per way to launch
 
 
 def sample(num_rows: int, vocab_size: int) -> None:
@@ -139,7 +140,7 @@ def sample(num_rows: int, vocab_size: int) -> None:
     draw(torch.empty(num_rows, vocab_size), torch.empty(num_rows, 5, dtype=torch.float64))
 
 
-MIXTURES = {  # experts, of a token, hidden channels, channels of an expert
+MIXTURES = {  # experts, experts per token, hidden channels, channels per expert
     "mixtral-8x7b": (8, 2, 4096, 14336),
     "qwen1.5-moe-a2.7b": (60, 4, 2048, 1408),
     "qwen3-30b": (128, 8, 2048, 768),
@@ -168,7 +169,8 @@ def mix(num_tokens: int, model: str, kind: str, dtype: torch.dtype = BF16) -> No
 
 
 def add_adapters(num_rows: int, max_rank: int, dtype: torch.dtype = BF16) -> None:
-    """Eight adapters of the matrices that read what a feed-forward layer of 8 B reads, and of those that write it."""
+    """Add eight adapters to the matrices that read the input of an 8B model's feed-forward layer, and to those that
+    write its output."""
     for inputs, outputs in ((4096, 14336), (14336, 4096)):
         table = AdapterTable.empty(8, max_rank, inputs, outputs, dtype, torch.get_default_device())
         slots = torch.zeros(num_rows, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Names of vLLM's arguments, of version 0.33 (EngineArgs, LLM and SamplingParams) and of earlier ones."""
+"""Names of vLLM's arguments: version 0.33 (EngineArgs, LLM and SamplingParams) and earlier versions."""
 
 ARGUMENTS = """
 additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization allowed_local_media_path allowed_media_domains

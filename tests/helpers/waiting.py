@@ -1,9 +1,9 @@
-"""Tests wait for a condition, up to a limit."""
+"""Wait for a condition, up to a limit."""
 
 import time
 from collections.abc import Callable
 
-LIMIT_S = 120.0  # for what takes a second or two on an idle machine
+LIMIT_S = 120.0  # for work that takes a second or two on an idle machine
 
 
 def until(holds: Callable[[], bool]) -> None:

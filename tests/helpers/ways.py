@@ -1,6 +1,8 @@
-"""The ways to compute an operator on this CPU: the C++ kernels of each instruction set that it has, and torch's operators.
+"""The implementations of an operator on this CPU: the C++ kernels of each supported instruction set, and torch's
+operators.
 
-A test tries one after the other, as one case; an error says in which way it came. test_build.py says which instruction sets are left out.
+A test tries all of them as one case; an error names the implementation. test_build.py reports the instruction sets that
+are left out.
 """
 
 import functools
@@ -19,7 +21,7 @@ WITHOUT_KERNELS = ["torch"]  # tests/helpers/sanitize.py empties it
 
 @functools.cache
 def why_not(name: str) -> str | None:
-    """Return why the kernels of an instruction set cannot be tested: no compiler, or not such a CPU. None where they can."""
+    """Return why the kernels of an instruction set cannot be tested: no compiler, or another CPU. None if they can."""
     names = list(build.INSTRUCTION_SETS)
     try:
         if names.index(name) < names.index(build.instruction_set()):
@@ -31,7 +33,7 @@ def why_not(name: str) -> str | None:
 
 
 def need(name: str) -> None:
-    """Skip the test where the kernels of an instruction set cannot be tested."""
+    """Skip the test if the kernels of an instruction set cannot be tested."""
     if reason := why_not(name):
         pytest.skip(reason)
 
@@ -41,7 +43,8 @@ def every_way() -> list[str]:
 
 
 def instruction_sets(begin: str = "") -> list[str]:
-    """Return those with this begin whose kernels can be tested, the best first. Skips the test where there are none."""
+    """Return the instruction sets with this beginning that can be tested, the best first. Skips the test if there are
+    none."""
     found = [name for name in every_way() if name in build.INSTRUCTION_SETS and name.startswith(begin)]
     if not found:
         pytest.skip("there are no such kernels here: test_build.py says why")
@@ -50,7 +53,8 @@ def instruction_sets(begin: str = "") -> list[str]:
 
 @contextmanager
 def computing(way: str) -> Iterator[None]:
-    """Compute with the kernels of an instruction set, or with torch's operators; the number of threads is set back at the end."""
+    """Compute with the kernels of an instruction set, or with torch's operators. The number of threads is restored at
+    the end."""
     library = None if way == "torch" else build.load(way)
     before = library.get_threads() if library else 0
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +70,7 @@ def computing(way: str) -> Iterator[None]:
 
 
 def by_ways(ways: Callable[[], list[str]]) -> Callable[[Test], Test]:
-    """Run a test in each of the ways, with the same random numbers."""
+    """Run a test with each implementation, with the same random numbers."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)

@@ -1,4 +1,4 @@
-"""Models for texts and pictures, of which the text model is read."""
+"""Models for texts and images, of which only the text model is read."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ MROPE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
 
 
 def reference_of(model_type: str, **text: Any) -> Any:
-    """transformers' model of the wrapper, with few layers for pictures."""
+    """Return transformers' model of the wrapper, with few layers for images."""
     is_qwen = model_type.startswith("qwen")
     vision = QWEN_PICTURES if is_qwen else {**PICTURES, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
     outer: dict[str, Any] = {"tie_word_embeddings": text.pop("tie_word_embeddings", False)}
@@ -53,7 +53,7 @@ def reference_of(model_type: str, **text: Any) -> Any:
 
 
 def assert_equal(folder: Path, reference: Any) -> None:
-    """Logits and greedy tokens of texts, together; no key of the config unread."""
+    """Compare logits and greedy tokens of a batch of texts, and check that every key of the config is read."""
     source = resolve_model(run_config(folder).model)
     assert source.checkpoint.config.unread() == []
     engine, expected_ids, prompts = engine_of(folder), [], random_prompts(96)

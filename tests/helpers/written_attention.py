@@ -1,4 +1,4 @@
-"""Attention written out, one token at a time."""
+"""Attention computed in plain loops, one token at a time."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ Options = dict[str, Any]
 def written_out(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, s: int, options: Options
 ) -> torch.Tensor:
-    """query [Q, H, D] are the last of the L tokens of keys [L, G, D] and values [L, G, E], of sequence s."""
+    """Return the attention of query [Q, H, D], the last of the L tokens of keys [L, G, D] and values [L, G, E], of
+    sequence s."""
     result = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
     first, heads_per_group = len(keys) - len(query), query.shape[1] // keys.shape[1]
-    keys, values = (part.double().repeat_interleave(heads_per_group, 1) for part in (keys, values))  # of each head
+    keys, values = (part.double().repeat_interleave(heads_per_group, 1) for part in (keys, values))  # per head
     cap, window, slopes = options.get("soft_cap"), options.get("window"), options.get("alibi_slopes")
     prefix = int(options["prefix_lengths"][s]) if "prefix_lengths" in options else 0
     for i in range(len(query)):

@@ -1,7 +1,8 @@
-"""Whole models behind a soft prefix, written out in plain PyTorch and float64, without a cache.
+"""Whole models after a soft prefix, in plain PyTorch and float64, without a cache.
 
-T tokens, P virtual tokens, L layers, H heads, D channels per head, V vocabulary. A prefix is PaddleNLP's array [L, 2, H, P, D].
-Positions, masks and biases are those of PaddleNLP's llm/predict/predictor.py; Qwen's scalings those of its transformers/qwen/modeling.py.
+T tokens, P virtual tokens, L layers, H heads, D channels per head, V vocabulary. A prefix is PaddleNLP's array [L, 2,
+H, P, D]. Positions, masks and biases follow PaddleNLP's llm/predict/predictor.py; Qwen's scalings follow its
+transformers/qwen/modeling.py.
 """
 
 import json
@@ -19,7 +20,7 @@ from tests.helpers.catalog import GOLDENS, link
 
 Weights: TypeAlias = dict[str, Tensor]
 """By the checkpoint's names, in float64."""
-LAYERS, HEADS, HEAD_DIM, EPS = 2, 4, 16, 1e-6  # of all models that this file computes
+LAYERS, HEADS, HEAD_DIM, EPS = 2, 4, 16, 1e-6  # of all models in this file
 NO_PREFIX = torch.zeros(LAYERS, 2, HEADS, 0, HEAD_DIM, dtype=torch.float64)
 GMASK, SOP = 281, 284
 QWEN: dict[str, Any] = {
@@ -40,14 +41,16 @@ QWEN: dict[str, Any] = {
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, past: Tensor, scale: float, bias: Tensor) -> Tensor:
-    """[T, H * D] of query, key and value [T, H, D], after the keys and values [2, H, P, D]. bias [H or 1, T, P + T]."""
+    """Return attention [T, H * D] of query, key and value [T, H, D] after the keys and values [2, H, P, D]. bias [H or
+    1, T, P + T]."""
     keys, values = (torch.cat((old.transpose(0, 1), new)) for old, new in zip(past, (key, value), strict=True))
     weights = (torch.einsum("qhd,khd->hqk", query, keys) * scale + bias).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
 def later_tokens(num_tokens: int, num_virtual: int, seen_by_all: int = 0) -> Tensor:
-    """[1, T, P + T]: minus infinity where a token is later, but for the first `seen_by_all` of a prompt."""
+    """Return the mask [1, T, P + T]: minus infinity for later tokens, except the first `seen_by_all` tokens of a
+    prompt."""
     hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
     hidden[:, :seen_by_all] = False
     visible = torch.zeros(num_tokens, num_virtual + num_tokens, dtype=torch.float64)
@@ -56,7 +59,8 @@ def later_tokens(num_tokens: int, num_virtual: int, seen_by_all: int = 0) -> Ten
 
 
 def alibi(num_tokens: int, num_virtual: int) -> Tensor:
-    """[H, T, P + T]: slope times the key's place, which counts the virtual tokens; of 4 heads 2^-2 to 2^-8."""
+    """Return the bias [H, T, P + T]: slope times the key's position, which counts virtual tokens. The slopes of 4 heads
+    are 2^-2 to 2^-8."""
     slopes = torch.tensor([2.0 ** (-2 * (i + 1)) for i in range(HEADS)], dtype=torch.float64)
     places = torch.arange(num_virtual + num_tokens, dtype=torch.float64)
     return slopes[:, None, None] * places + later_tokens(num_tokens, num_virtual)
@@ -83,14 +87,14 @@ def swish(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """x [T, H, D], whose channels i and i + D/2 are a complex number that turns by the angle [T, D/2]."""
+    """Return x [T, H, D] rotated: channels i and i + D/2 are a complex number, multiplied by the angle [T, D/2]."""
     real, imaginary = x.chunk(2, dim=-1)
     pairs = torch.complex(real, imaginary) * torch.exp(1j * angles)[:, None]
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
 def bloom(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
-    """Logits [T, V]."""
+    """Return logits [T, V]."""
     x = centred(w, "word_embeddings_layernorm", w["word_embeddings.weight"][ids])
     bias = alibi(len(ids), prefix.shape[3])
     for i, past in enumerate(prefix):
@@ -104,7 +108,7 @@ def bloom(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
 
 
 def baichuan_13b(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
-    """Logits [T, V]."""
+    """Return logits [T, V]."""
     x = w["model.embed_tokens.weight"][ids]
     bias = alibi(len(ids), prefix.shape[3])
     for i, past in enumerate(prefix):
@@ -119,7 +123,8 @@ def baichuan_13b(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
 
 
 def chatglm(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
-    """Logits [T, V] of ids that have [gMASK] and <sop>: the text begins at position 0, and all of it is seen."""
+    """Return logits [T, V] of ids that contain [gMASK] and <sop>: the text begins at position 0, and every token
+    attends to all of it."""
     text_length, mask = ids.index(SOP), ids.index(GMASK)
     places = torch.tensor([i if i < text_length else mask for i in range(len(ids))]).double()
     blocks = torch.tensor([max(0, i - text_length + 1) for i in range(len(ids))]).double()
@@ -150,7 +155,8 @@ def chatglm(w: Weights, ids: list[int], prefix: Tensor) -> Tensor:
 def qwen(
     w: Weights, ids: list[int], prefix: Tensor, prompt_length: int = 0, first: int = 0, logn: bool = True
 ) -> Tensor:
-    """Logits [T, V]. The base follows the prompt's length; 0: it is the first one. `first`: the first token's position."""
+    """Return logits [T, V]. The rotary base follows the prompt's length; 0: it is the initial base. `first`: the first
+    token's position."""
     num_virtual = prefix.shape[3]
     alpha = next(2 ** (k + 1) - 1 for k in range(9) if prompt_length <= QWEN["seq_length"] * 2**k)
     base = QWEN["rotary_emb_base"] * alpha ** (HEAD_DIM / (HEAD_DIM - 2))
