@@ -1,4 +1,4 @@
-"""all_finite against a number put anywhere."""
+"""all_finite with one non-finite number at any position."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""Weights in ggml's blocks: their numbers against the gguf package, products against float64, bits in any company."""
+"""Weights in ggml's blocks: their values compared with the gguf package, products with float64, and bits that do not
+depend on the batch."""
 
 import gguf
 import numpy as np
@@ -16,13 +17,13 @@ from tests.helpers.gguf_files import random_blocks
 from tests.helpers.poison import poisoned
 from tests.helpers.ways import any_way, compiled
 
-ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33]  # tiles take 16 or more
+ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33]  # tiles need 16 or more
 SHAPES = [(1, 256), (15, 512), (16, 256), (70, 768)]
-FLOAT32 = 2**-20  # of the sum of magnitudes: what a float32 sum over the groups of 768 inputs may round
+FLOAT32 = 2**-20  # of the sum of magnitudes: the rounding of a float32 sum over the groups of 768 inputs
 
 
 def blocks_of(kind: str, num_outputs: int, num_inputs: int) -> tuple[Tensor, Tensor]:
-    """The bytes of a file, and the package's dequantisation of them."""
+    """Return the bytes of a file, and the package's dequantisation of them."""
     raw = random_blocks(kind, num_outputs, num_inputs, seed=num_outputs)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
     return torch.from_numpy(raw), torch.from_numpy(np.array(expected))
@@ -48,7 +49,8 @@ def test_numbers_are_the_packages_to_the_bit(kind: str, monkeypatch: pytest.Monk
 
 @each("kind, bits", [("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)])
 def test_bits_of_a_weight(kind: str, bits: float) -> None:
-    """At most 3 % more than in the file: Q4_K and Q5_K pack the scales of groups into six bits there."""
+    """A packed weight has at most 3 % more bytes than in the file: Q4_K and Q5_K pack the scales of groups into six
+    bits there."""
     raw, _ = blocks_of(kind, 16, 256)
     size = pack_blocks(kind, raw).memory.numel()
     assert 8 * size == bits * 16 * 256
@@ -71,7 +73,7 @@ def test_products_are_those_of_the_numbers(kind: str) -> None:
 
 
 class BlockMagnitudes:
-    """Bounds on the terms of a product: the largest input of each group times the largest that its codes can be."""
+    """Bounds on the terms of a product: the largest input of each group times the largest value of its codes."""
 
     def __init__(self, values: Tensor, factors: Tensor, scales: Tensor, kind: str) -> None:
         self._size = KINDS[kind].group_size

@@ -1,4 +1,4 @@
-"""Building and loading the C++ kernels, and the threads that run them."""
+"""Building and loading the C++ kernels, and their threads."""
 
 import ctypes
 import multiprocessing
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PRODUCT = "import torch; from kernels.linear import matmul, pack; p = pack(torch.ones(20, 8)); print(matmul(torch.ones(1, 8), p).sum())"
 NOTHING = 'extern "C" [[gnu::visibility("default")]] void *first_exported() { return nullptr; }'
 
-WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)  # gives other Python threads a chance to begin a call
+WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)  # gives other Python threads the chance to begin a call
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", build.INSTRUCTION_SETS)
 def test_kernels_of_an_instruction_set_compute(name: str) -> None:
-    """Where it is skipped, no other test computes with them either."""
+    """If it is skipped, no other test computes with these kernels either."""
     need(name)
     with computing(name):
         packed = pack(torch.ones(20, 8))
@@ -152,7 +152,7 @@ def test_several_python_threads_share_the_pool() -> None:
 @pytest.mark.forks
 @compiled
 def test_a_forked_child_computes_while_its_parent_does() -> None:
-    """The child has neither the workers nor the thread that is amid a call."""
+    """The child has neither the workers nor the thread that is in the middle of a call."""
     set_threads(3)
     library = build.library()
     assert library is not None
@@ -180,7 +180,7 @@ def test_a_forked_child_computes_while_its_parent_does() -> None:
 
 @compiled
 def test_the_calling_thread_keeps_its_cores() -> None:
-    """Threads that torch starts later inherit the caller's cores: it must not be left with one."""
+    """Threads that torch starts later inherit the caller's cores, so the caller must not be left with one core."""
     before = os.sched_getaffinity(0)
     set_threads(2)
     matmul(torch.ones(1, 8), pack(torch.ones(200, 8)))
@@ -226,7 +226,7 @@ def test_a_number_of_threads_below_one_is_refused() -> None:
 
 
 def test_one_thread_computes_where_linux_tells_no_cores(tmp_path: Path) -> None:
-    """It tells none to who asks with room for fewer than the machine may have."""
+    """Linux reports no cores if the caller's mask is shorter than the machine's maximum."""
     need(build.instruction_set())
     source, without = tmp_path / "without.c", tmp_path / "without.so"
     source.write_text("int sched_getaffinity(int pid, unsigned long size, void *set) { return -1; }\n")
@@ -244,7 +244,7 @@ print(library.get_threads(), seen)
 
 
 def test_no_call_waits_for_a_thread_that_does_not_run() -> None:
-    """A neighbour computes on one of the cores (tests/bench/neighbour.py measures what that costs)."""
+    """Another process computes on one of the cores (tests/bench/neighbour.py measures its cost)."""
     need(build.instruction_set())
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
@@ -256,7 +256,7 @@ def test_no_call_waits_for_a_thread_that_does_not_run() -> None:
         start = time.perf_counter()
         for _ in range(2000):
             matmul(x, packed)
-        # about 20 us a call; one that waits for all threads, as GOMP's do, waits a time slice, 4 ms: 8 s
+        # about 20 us per call; a call that waits for all threads, as GOMP's do, waits a time slice of 4 ms: 8 s
         assert time.perf_counter() - start < 4
     finally:
         neighbour.kill()

@@ -1,4 +1,5 @@
-"""The folder of compiled kernels: nothing is loaded that another user could have put there, and nothing is left in it for ever."""
+"""The folder of compiled kernels: nothing is loaded that another user could have written, and nothing is left in it
+forever."""
 
 import os
 import shutil
@@ -19,7 +20,7 @@ from tests.helpers.ways import need
 STRANGER = 12345
 
 
-# What runs when the library is loaded says so. It declares no function.
+# Loading the library prints a line. It declares no function.
 SOURCE = """
 #include <cstdio>
 #include <cstdlib>
@@ -30,7 +31,7 @@ extern "C" [[gnu::visibility("default")]] void *first_exported() { return nullpt
 
 @pytest.fixture(scope="module")
 def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source beside the library that a process before this one made of it."""
+    """Return the source next to the library that an earlier process compiled."""
     need("avx2")
     source = tmp_path_factory.mktemp("compiled") / "source.cpp"
     source.write_text(SOURCE)
@@ -41,7 +42,7 @@ def compiled_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cache(compiled_before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, of one small file, in a process that has loaded nothing yet."""
+    """Return a cache with one small file, in a process that has loaded nothing yet."""
     monkeypatch.setattr(build, "sources", lambda: [compiled_before])
     monkeypatch.setattr(build, "load", build.load.__wrapped__)
     monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
@@ -52,7 +53,8 @@ def cache(compiled_before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def filled(cache: Path, compiled_before: Path) -> Path:
-    """The same with the library in it. A copy: of one file the code would run once in all tests."""
+    """Return the same cache with the library in it. It is a copy, because the code of one file would run only once in
+    all tests."""
     make_own(cache)
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     assert compiler is not None
@@ -65,7 +67,7 @@ def filled(cache: Path, compiled_before: Path) -> Path:
 def make_own(cache: Path) -> None:
     cache.mkdir(parents=True)
     for folder in (cache, cache.parent):
-        folder.chmod(0o700)  # whatever the umask of who runs the tests
+        folder.chmod(0o700)  # whatever the user's umask
 
 
 def load() -> None:
@@ -106,7 +108,7 @@ def test_what_others_can_write_is_not_loaded(
     before = stat.S_IMODE(path.stat().st_mode)
     path.chmod(before | mode)
     with pytest.raises(UserError) as raised:
-        build.library.__wrapped__()  # which only warns of kernels that are not there
+        build.library.__wrapped__()  # which only warns of missing kernels
     assert str(raised.value) == (
         f"{path} can be written by other users, so compiled kernels from there could be theirs and are not loaded: {remedy}, "
         "or name a folder of your own in the environment variable XDG_CACHE_HOME"
@@ -118,7 +120,8 @@ def test_what_others_can_write_is_not_loaded(
 def test_a_folder_above_may_be_written_by_a_group_of_the_user_alone(
     filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is where the umask is 002; what the cache itself makes never is."""
+    """With umask 002 a group that has only this user may write to parent folders. The cache folder itself is never
+    writable by a group."""
     monkeypatch.setattr(cache_folder, "is_private", lambda group: True)
     filled.parent.chmod(0o770)
     load()
@@ -169,7 +172,7 @@ def test_what_belongs_to_another_user_is_not_loaded(
 
 
 def test_what_root_owns_is_loaded(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that an administrator made for all. Where the tests are root's, everything there is."""
+    """An administrator may create a cache for all users. If the tests run as root, root owns everything."""
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
     if os.getuid() == 0:
         load()
@@ -186,14 +189,14 @@ def test_the_users_own_is_loaded_and_a_sticky_folder_above_it_is_no_danger(fille
 
 
 def test_a_sticky_cache_is_refused(filled: Path) -> None:
-    """Others could make files in it before we do."""
+    """Other users could create files in it before this user does."""
     filled.chmod(0o1777)
     with pytest.raises(UserError, match=f"{filled} can be written by other users"):
         load()
 
 
 def test_folders_above_the_home_are_not_looked_at(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In containers they may belong to a number that is nobody."""
+    """In containers they may belong to a user id without an entry."""
     outside = filled.parents[1]
     monkeypatch.setenv("HOME", str(filled.parent))
     outside.chmod(0o777)
@@ -217,7 +220,7 @@ def test_what_is_made_is_nobody_elses_whatever_the_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
         load()
-        load()  # and so what it made is not refused
+        load()  # therefore its own folders are accepted
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache)] == [0o700] * 2
@@ -280,7 +283,7 @@ def test_a_compilation_removes_what_killed_ones_left_a_day_ago(cache: Path) -> N
 def test_folders_of_killed_compilations_are_what_compilations_make(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler that never comes back: its folder is the one that is removed a day later."""
+    """A compiler that never returns leaves a folder, which is removed a day later."""
     made: list[str] = []
 
     def killed(command: list[str]) -> None:

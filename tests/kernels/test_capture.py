@@ -1,4 +1,4 @@
-"""Captured computations against the same ones computed again."""
+"""Captured computations compared with the same computations in eager mode."""
 
 import gc
 import re
@@ -66,7 +66,7 @@ FIRST = torch.zeros(2, dtype=torch.int64)
 
 
 def layer(ids: Tensor, rows: Tensor) -> Tensor:
-    """The library's calls, torch's between them, and views."""
+    """Compute with calls of the library, torch's operators between them, and views."""
     x = embedding(ids, TABLE)
     gate, up = matmul(rms_norm(x, NORM, 1e-5), UP).chunk(2, dim=-1)
     x, total = add_rms_norm(matmul(swiglu(gate, up), DOWN), x, NORM, 1e-5)
@@ -88,7 +88,7 @@ def test_a_replay_computes_on_the_new_inputs(num_rows: int) -> None:
     assert graph is not None
     assert result.equal(layer(ids, rows))
     gc.collect()
-    others = [torch.full((num_rows, 64 * n), torch.nan) for n in range(1, 9)]  # in memory that nobody holds
+    others = [torch.full((num_rows, 64 * n), torch.nan) for n in range(1, 9)]  # in memory that nothing refers to
     for start in (5, 30):
         ids.copy_(torch.arange(start, start + num_rows))
         rows.copy_(torch.arange(num_rows).flip(0))
@@ -119,7 +119,7 @@ def turned(x: Tensor) -> Tensor:
 
 
 def adapted(x: Tensor) -> Tensor:
-    """x * 2 with rows' adapters, which change what they are added to."""
+    """Return x * 2 with rows' adapters, which change the tensor that they are added to."""
     y = x * 2
     lora_add(y, x, ADAPTERS, ADAPTER_SLOTS)
     return y
@@ -185,7 +185,8 @@ def test_every_operator_is_replayed(name: str) -> None:
         torch.testing.assert_close(
             part, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"a replay does not compute again: {m}"
         )
-        stays = part.dtype == torch.int64 or bool((part == SCALE).all())  # where all rows go, and a static scale
+        # where all rows are written, and a static scale
+        stays = part.dtype == torch.int64 or bool((part == SCALE).all())
         assert not torch.equal(part, old) or stays
 
 
@@ -200,8 +201,8 @@ GOVERNING = {
     "read_cores",
 }
 GOVERNING |= {"shared_bytes", "shared_slot_bytes", "shared_abort", "shared_aborted"}
-BETWEEN_RANKS = {"shared_gather", "shared_owned_rows"}  # which test_shared_memory.py replays, in several processes
-OF_TORCH = {"torch_add", "torch_convert", "torch_copy", "torch_scale"}  # which repeat torch's operators, below
+BETWEEN_RANKS = {"shared_gather", "shared_owned_rows"}  # test_shared_memory.py replays it in several processes
+OF_TORCH = {"torch_add", "torch_convert", "torch_copy", "torch_scale"}  # these repeat torch's operators, below
 OUTSIDE_OF_STEPS = {"draw", "mask_logits", "count_upper_bytes", "compress", "decompress"}
 
 
@@ -213,7 +214,8 @@ def test_all_but_what_governs_is_recorded() -> None:
 
 @compiled
 def test_operators_are_all_that_are_declared_and_take_what_they_declare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is missing above is proved to be replayed by nobody; an argument too many is one that C++ would not read."""
+    """An operator that is missing above is not proved to be replayable. An excess argument is one that C++ would not
+    read."""
     functions, given = vars(build.library()), dict[str, int]()
 
     def watched(name: str) -> Callable[..., object]:
@@ -327,9 +329,9 @@ def test_what_is_no_part_of_it_is_not_recorded() -> None:
     "compute",
     [
         lambda x: x.sort().values,  # not known to be repeatable
-        lambda x: x[x > 0],  # a shape that depends on numbers
+        lambda x: x[x > 0],  # a shape that depends on values
         lambda x: torch.ops.aten.index(x, [(x[:, 0] > 0).to(torch.uint8)]),
-        lambda x: x + x.amax().item(),  # a number that would be frozen
+        lambda x: x + x.amax().item(),  # a value that would be frozen
         lambda x: x + x.amax().tolist(),
         lambda x: x + float(x.numpy()[0, 0]),
         lambda x: x + float(np.asarray(x)[0, 0]),
@@ -351,7 +353,7 @@ def test_a_call_of_python_is_repeated_as_a_whole() -> None:
     def call() -> None:
         out.copy_(
             source + 1 if source.tolist()[0] < 5 else source
-        )  # a choice by numbers, which capture by itself refuses
+        )  # a selection by values, which capture itself rejects
         times.append(1)
 
     def compute() -> Tensor:
@@ -367,7 +369,7 @@ def test_a_call_of_python_is_repeated_as_a_whole() -> None:
         assert result.tolist() == [wanted] * 3
     assert len(times) == 3
     repeated(call)
-    assert out.tolist() == [7.0] * 3  # where nothing is recorded it is a call
+    assert out.tolist() == [7.0] * 3  # when nothing is recorded, it is a plain call
 
 
 def test_without_the_library_nothing_is_captured() -> None:

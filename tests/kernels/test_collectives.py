@@ -1,4 +1,4 @@
-"""Collectives of ranks that are threads, against slices of what one process has."""
+"""Collectives of ranks that are threads, compared with slices of one process's tensor."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_a_row_is_its_owners() -> None:
 
 
 def test_many_collectives_in_turn_mix_nothing_up() -> None:
-    """A rank that writes into its piece as soon as it has the whole changes nothing of what others get."""
+    """A rank that overwrites its piece after a collective does not change the results of other ranks."""
 
     def work(group: Threads) -> list[torch.Tensor]:
         found = []

@@ -1,4 +1,4 @@
-"""bfloat16 in 12 bits: the same numbers, and the same bits of every product, as without compression."""
+"""bfloat16 in 12 bits: the same values, and the same bits of every product, as without compression."""
 
 from collections.abc import Callable
 
@@ -29,13 +29,13 @@ def random(*shape: int) -> Tensor:
 
 
 def any_bits(*shape: int) -> Tensor:
-    """All upper bytes alike: most are exceptions, among them NaN, infinity and denormals."""
+    """Return numbers with uniform upper bytes: most are exceptions, among them NaN, infinity and denormals."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(-(2**15), 2**15, shape, generator=generator).short().view(torch.bfloat16)
 
 
 def compress(matrix: FloatWeight) -> FloatWeight:
-    """Whatever the size, and whether or not it is a gain."""
+    """Compress a weight of any size, whether or not it becomes smaller."""
     tiles = compression.compress_with(*compression.common_upper_bytes(matrix.memory), matrix.memory)
     return FloatWeight(tiles, matrix.num_outputs, matrix.num_inputs)
 
@@ -91,7 +91,7 @@ def test_some_of_several_weights_may_be_compressed() -> None:
 
 @compiled
 def test_exceptions_are_multiplied_too() -> None:
-    """Every number is one here but those of 16 upper bytes, and the reference is float64."""
+    """Every number except those with 16 of the upper bytes is an exception, and the reference is float64."""
     weight = any_bits(64, 200)
     weight = torch.where(weight.isfinite() & (weight.abs() < 2**20) & (weight.abs() > 2**-60), weight, 0)
     x, matrix = random(5, 200), compress(pack(weight))
@@ -101,7 +101,7 @@ def test_exceptions_are_multiplied_too() -> None:
 
 @compiled
 def test_what_gains_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "instruction_set", lambda: "avx512")  # whichever compresses them
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx512")  # whichever function compresses them
     weight = random(512, 1024)
     assert pack(weight).memory.nbytes == pytest.approx(weight.nbytes * 0.75, rel=0.003)  # exceptions are few
     assert not pack(weight[:256]).is_compressed  # small

@@ -1,4 +1,5 @@
-"""Copies of blocks: exactly the targets change, and a block that is both source and target is read before it is written."""
+"""Copies of blocks: exactly the targets change, and a block that is both source and target is read before it is
+written."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Operators import neither a compiler nor, on a machine without a GPU, Triton."""
+"""Operators do not import a compiler, nor Triton on a machine without a GPU."""
 
 import subprocess
 import sys

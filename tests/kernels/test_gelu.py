@@ -1,4 +1,4 @@
-"""gelu and gelu_tanh against their formulas in float64."""
+"""gelu and gelu_tanh compared with their formulas in float64."""
 
 import math
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: f
     near = {
         "rtol": tolerance,
         "atol": ABSOLUTE + tolerance / 16,
-    }  # of float16 and bfloat16 small ones are denormal, or rounded twice
+    }  # small float16 and bfloat16 numbers are denormal, or rounded twice
     torch.testing.assert_close(gelu(x).double(), exact(x.double()), **near)
     torch.testing.assert_close(gelu_tanh(x).double(), exact_tanh(x.double()), **near)
     active = gelu_tanh(x)
     assert active.dtype == dtype
-    assert torch.equal(gelu_tanh(x, up), active * up)  # it is rounded before it is multiplied
+    assert torch.equal(gelu_tanh(x, up), active * up)  # rounded before the product
 
 
 @any_way
@@ -60,5 +60,5 @@ def test_halves_of_a_fused_product_to_the_bit_on_any_number_of_threads() -> None
     for threads in range(1, 5):
         set_threads(threads)
         assert torch.equal(gelu_tanh(gate, up), gated)
-        assert torch.equal(gelu_tanh(gate, up.contiguous()), gated)  # whose rows are another distance apart
+        assert torch.equal(gelu_tanh(gate, up.contiguous()), gated)  # rows with another stride
         assert torch.equal(gelu(gate), alone)

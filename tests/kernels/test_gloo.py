@@ -1,4 +1,4 @@
-"""Collectives of processes over TCP, against what torch makes of all pieces; NCCL's, which are called alike, by gloo."""
+"""Collectives of processes over TCP, compared with torch's results over all pieces; NCCL's code path, through gloo."""
 
 import signal
 import subprocess
@@ -20,14 +20,14 @@ from tests.helpers.cases import each
 from tests.helpers.tiers import tiers
 
 HOST = "127.0.0.1"
-DEADLINE_S = 60.0  # for what takes a second or two
+DEADLINE_S = 60.0  # time limit for work of a second or two
 
 
 def start(stack: ExitStack, port: int, rank: int, size: int, job: str, kind: str = "gloo") -> "subprocess.Popen[str]":
-    """Start a rank; the stack ends it."""
+    """Start a rank. The stack ends it."""
     command = [sys.executable, "-m", "tests.helpers.tcp_ranks", *map(str, (port, rank, size)), job, kind]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    # a stopped process in the group of the tests may bring SIGHUP to all of them: tests/helpers/rank_runs.py
+    # a stopped process in the tests' group may cause SIGHUP for all of them: tests/helpers/rank_runs.py
     process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
     stack.enter_context(process)
     stack.callback(process.kill)
@@ -35,7 +35,7 @@ def start(stack: ExitStack, port: int, rank: int, size: int, job: str, kind: str
 
 
 def ended(process: "subprocess.Popen[str]", told: str) -> list[str]:
-    """What a rank still says that is told so; it has to end by itself."""
+    """Return the output of a rank that is told to end. The rank has to end by itself."""
     assert process.stdin is not None
     process.stdin.write(told)
     process.stdin.flush()
@@ -60,7 +60,7 @@ def test_ranks_have_what_torch_makes_of_all_pieces(kind: str, job: str, size: in
 @each("number", [signal.SIGKILL, signal.SIGSTOP])
 @each("job", ["gather_for_ever", "receive_for_ever"])
 def test_a_rank_goes_on_and_ends_where_another_is_lost(job: str, number: signal.Signals) -> None:
-    """One that is killed closes its sockets; of one that is stopped the rank is told, by `abort`."""
+    """A killed rank closes its sockets. If a rank is stopped, `abort` tells the waiting rank."""
     server = serve_addresses(HOST)
     with ExitStack() as stack:
         rank, lost = (start(stack, server.port, place, 2, job) for place in range(2))
@@ -119,7 +119,7 @@ def test_ranks_that_do_not_meet_are_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class LateWork:
-    """In place of torch's, of which a first wait is over just before the numbers are there."""
+    """Replaces torch's work. Its first wait times out just before the numbers arrive."""
 
     num_waits = 0
 
@@ -133,7 +133,7 @@ class LateWork:
 
 
 class LateGroup:
-    """In place of torch's, whose work is late."""
+    """Replaces torch's group. Its work is late."""
 
     def __init__(self) -> None:
         self.works: list[LateWork] = []

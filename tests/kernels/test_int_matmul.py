@@ -1,4 +1,4 @@
-"""The quantised products against float64, and their bits against any other batch and number of threads."""
+"""The quantised products compared with float64, and bits that do not depend on the batch and the number of threads."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ SHAPES = [
     (16, 4096),
     (17, 4096),
 ]
-QUICK = [(8, 0, False), (8, 32, False), (4, 32, True), (4, 128, False)]  # of FORMATS, the others are long
-FLOAT32 = 2**-20  # of the sum of magnitudes: what a float32 sum over the groups of 4096 inputs may round
+QUICK = [(8, 0, False), (8, 32, False), (4, 32, True), (4, 128, False)]  # of FORMATS; the remaining formats are long
+FLOAT32 = 2**-20  # of the sum of magnitudes: the rounding of a float32 sum over the groups of 4096 inputs
 
 
 def randn(num_rows: int, num_inputs: int) -> Tensor:
@@ -41,7 +41,8 @@ def first_rows(x: QuantizedActivations, count: int) -> QuantizedActivations:
 
 
 def fixed_point_error(x: Tensor, values: Tensor, group: int) -> Tensor:
-    """How far fixed point may be off: 2^-16 of the largest of 128 inputs (of a group, if that is less), times the weights."""
+    """Return the largest error of fixed point: 2^-16 of the largest of 128 inputs (or of a smaller group), times the
+    weights."""
     parts = x.double().abs().split(min(group, 128), dim=1)
     largest = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in parts], dim=1)
     return 2**-16 * largest @ values.abs().T
@@ -137,7 +138,8 @@ def test_half_precision_is_float32_rounded_once(dtype: torch.dtype) -> None:
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each("groups", [1, 4])
 def test_float8_products_equal_float64(groups: int, dtype: torch.dtype) -> None:
-    """Of floats and of codes, whose sums do not fit into float16; with the kernels a row's bits do not depend on the others."""
+    """Products of floats, and of codes whose sums exceed float16. With the kernels a row's bits do not depend on other
+    rows."""
     generator = torch.Generator().manual_seed(0)
     codes, row_codes = (
         (448 * torch.rand(rows, 128, generator=generator)).to(torch.float8_e4m3fn) for rows in (33, max(ROWS))
@@ -146,7 +148,8 @@ def test_float8_products_equal_float64(groups: int, dtype: torch.dtype) -> None:
     weight, x = pack_float8(codes, scales), (row_codes.float() * row_scales).to(dtype)
     values = codes.double() * scales.double().repeat_interleave(128 // groups, 1)
     rows = QuantizedActivations(row_codes, row_scales, dtype, 128 if groups > 1 else None)
-    # Everything is positive, so errors are relative. A weight, a sum and a scaled sum are rounded once each, by half a unit.
+    # Everything is positive, so errors are relative. A weight, a sum and a scaled sum are rounded once each, by half a
+    # unit.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-10}[dtype]
     for given, exact in ((x, x.double()), (rows, row_codes.double() * row_scales.double())):
         whole = matmul(given, weight)
@@ -166,7 +169,7 @@ FINITE_CODES = ALL_CODES[ALL_CODES.float().isfinite()]  # 254
 
 
 def float8(num_outputs: int, num_inputs: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Codes among which are all finite ones, and scales."""
+    """Return codes, including all finite ones, and scales."""
     count = num_outputs * num_inputs
     codes = FINITE_CODES.view(torch.uint8)[(torch.arange(count) * 37 + 5) % len(FINITE_CODES)]
     scales = torch.rand(num_outputs, groups, generator=torch.Generator().manual_seed(count)) + 0.1
@@ -176,7 +179,8 @@ def float8(num_outputs: int, num_inputs: int, groups: int) -> tuple[Tensor, Tens
 @any_way
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_float8_code_is_exact(dtype: torch.dtype) -> None:
-    """One input at a time, denormals too, in every place of a vector; NaN makes its output NaN and no other."""
+    """One input at a time, denormals included, at every position of a vector. NaN makes its own output NaN and no
+    other."""
     codes = ALL_CODES.view(64, 4)
     found = matmul(torch.eye(4, dtype=dtype), pack_float8(codes, torch.ones(64, 1))).T
     bad = codes.float().isnan().any(1)
@@ -188,7 +192,8 @@ def test_every_float8_code_is_exact(dtype: torch.dtype) -> None:
 @each("num_outputs, num_inputs, groups", [(1, 1, 1), (17, 6, 2), (33, 50, 1), (100, 384, 3), (70, 200, 4)])
 @poisoned()
 def test_float8_of_any_shape(num_outputs: int, num_inputs: int, groups: int) -> None:
-    """Against float64: rows of every dtype, and of codes with a scale for each row, each group of the weight, two of them, or all rows."""
+    """Compared with float64: rows of every dtype, and of codes with a scale per row, per group of the weight, per two
+    groups, or for all rows."""
     codes, scales = float8(num_outputs, num_inputs, groups)
     weight, size = pack_float8(codes, scales), num_inputs // groups
     found_codes, found_scales = weight.unpack()
@@ -254,7 +259,7 @@ def test_float8_that_cannot_be_packed_or_multiplied() -> None:
 
 @any_way
 def test_float32_contract() -> None:
-    """8 bits, weight only: within 1e-4 of the reference (measured: 2.6e-5)."""
+    """8-bit weights only: within 1e-4 of the reference (measured: 2.6e-5)."""
     codes, scales, _, group = make(100, 4096, 8, 0, False)
     x = randn(9, 4096)
     expected = reference.int_matmul(x, codes, scales, None, group)
@@ -265,7 +270,8 @@ def test_float32_contract() -> None:
 @any_way
 @each("group", [0, 128])
 def test_an_outlier_costs_less_than_rounding_to_bfloat16(group: int) -> None:
-    """One channel 1000 times the others: its neighbours lose bits of fixed point, the other 128s do not."""
+    """One channel is 1000 times larger: its block of 128 channels loses bits of fixed point, the other blocks do
+    not."""
     codes, scales, _, size = make(100, 4096, 8, group, False)
     x = randn(9, 4096)
     x[:, 77] *= 1000
@@ -300,7 +306,7 @@ def test_no_rows_and_tiny_numbers() -> None:
         17,
     )
     assert matmul(torch.full((1, 64), 1e-40), packed).abs().max() < 1e-35
-    # Torch's sums overflow on the way, to both sides, in an order of its own.
+    # Intermediate sums overflow in torch, to both sides, in its own order.
     assert build.library() is None or matmul(torch.full((1, 64), 1e38), packed).isnan().sum() == 0
 
 
@@ -337,7 +343,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
     packed = pack_codes(codes, scales, None, 8)
     with pytest.raises(ValueError, match="a packed weight of 1152 bytes cannot be"):
         IntWeight(packed.memory[:-1], 4, 64, 32, 8, False)
-    for size in (0, 1, 16, 256):  # a graph may say them
+    for size in (0, 1, 16, 256):  # a graph may contain them
         with pytest.raises(
             ValueError, match=f"64 inputs in groups of {size}: a kernel adds 1 to 131071, in groups of 32"
         ):

@@ -1,4 +1,5 @@
-"""The formats of the cache: bounds of every element in float64, the bytes written out by hand, and pools of NaN around what is stored."""
+"""The formats of the cache: error bounds of every element in float64, hand-written bytes, and pools of NaN around the
+stored vectors."""
 
 import itertools
 import math
@@ -42,7 +43,7 @@ NAN_BYTE = 0xFF  # NaN in float8, float16 and float32; -1 in int8
 
 
 def vectors(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Tiny and huge ones, some with an outlying channel, some zero."""
+    """Return tiny and huge vectors, some with an outlier channel, some zero."""
     generator = torch.Generator().manual_seed(channels)
     x = torch.randn(tokens, GROUPS, channels, generator=generator)
     x *= 10.0 ** torch.randint(-3, 4, (tokens, GROUPS, 1), generator=generator)
@@ -59,13 +60,15 @@ def poisoned(name: str, channels: int, dtype: torch.dtype = torch.float32) -> Pa
 
 
 def bound(name: str, x: torch.Tensor) -> torch.Tensor:
-    """How far each element may be off, [..., D]: half a step of its scale. float32 rounds scale, quotient and product: 1 + 2^-20."""
+    """Return the error bound of each element, [..., D]: half a step of its scale. float32 rounds scale, quotient and
+    product: 1 + 2^-20."""
     largest = x.abs().amax(-1, keepdim=True)
     if name == "int8":
         half = (largest / 127 / 2).expand_as(x)
     elif name == "fp8":  # 3 bits after the point; below 2^-6 steps of 2^-9
         half = (x.abs() / 16).maximum(largest / 448 * 2**-10)
-    else:  # a group's range in 15 steps; float16 rounds the scale by 2^-11, below 2^-14 by 2^-25, and the lowest value likewise
+    # a group's range in 15 steps; float16 rounds the scale by 2^-11, below 2^-14 by 2^-25, and the minimum likewise
+    else:
         parts = x.split(GROUP_SIZES[x.shape[-1]]["four" in name], dim=-1)
         lows, ranges = [p.amin(-1, True) for p in parts], [p.amax(-1, True) - p.amin(-1, True) for p in parts]
         steps = [r / 15 / 2 * (1 + 2**-11) + 15 * 2**-25 + r * 2**-11 + low.abs() * 2**-11 + 2**-25
@@ -81,7 +84,7 @@ def test_every_element_is_within_half_a_step(name: str, channels: int) -> None:
     stored = FORMATS[name].encode(x)
     back = FORMATS[name].decode(stored)[..., :channels]
     assert ((back.double() - x.double()).abs() <= bound(name, x.double())).all()
-    for i in (0, 1, 14):  # alone as in company, to the bit
+    for i in (0, 1, 14):  # alone as in a batch, bit for bit
         for part, whole in zip(FORMATS[name].encode(x[i]), stored, strict=True):
             assert part.view(torch.uint8).equal(whole[i].view(torch.uint8))
 
@@ -105,7 +108,8 @@ def test_int8_and_float8_written_out() -> None:
 
 
 def test_int4_written_out() -> None:
-    x = torch.tensor([-1.0, 14.0, 2.0, 0.0, 10.0, 10.0, 11.0, 25.0, 7.0])  # D=9: groups of 6, padded with the last one
+    # D=9: groups of 6, padded with the last channel
+    x = torch.tensor([-1.0, 14.0, 2.0, 0.0, 10.0, 10.0, 11.0, 25.0, 7.0])
     packed, ranges = Int4(2).encode(x)
     assert ranges.tolist() == [[1.0, -1.0], [pytest.approx(18 / 15, rel=2**-11), 7.0]]
     assert packed.tolist() == [0xF0, 0x13, 0xBB, 0xF3, 0x00, 0x00]  # 0 15, 3 1, 11 11; 3.3 15, 0 0, 0 0
@@ -132,7 +136,7 @@ STATIC = {"int8": (127, StaticInt8), "fp8": (448, StaticFloat8)}
 def test_static_scales_bound_every_element_and_saturate(name: str, channels: int) -> None:
     largest, kind = STATIC[name]
     x = vectors(29, channels)
-    scales = torch.tensor([0.01, 1e-5, 3.0])  # of GROUPS heads; the second one is far too small for most of them
+    scales = torch.tensor([0.01, 1e-5, 3.0])  # of GROUPS heads; the second one is far too small for most vectors
     stored = kind(scales).encode(x)
     assert len(stored) == 1
     assert stored[0].shape == x.shape
@@ -147,7 +151,7 @@ def test_static_scales_bound_every_element_and_saturate(name: str, channels: int
 @each("bad", [math.nan, math.inf, -math.inf])
 @each("name", STATIC)
 def test_static_scales_hide_nothing_that_is_not_finite(name: str, bad: float) -> None:
-    """Only the element itself: its neighbours have the scale that they always have."""
+    """Only the element itself changes: its neighbours keep the static scale."""
     x = torch.ones(2, GROUPS, 16)
     x[0, 1, 3] = bad
     kind = STATIC[name][1](torch.full((GROUPS,), 0.01))
@@ -199,7 +203,8 @@ OPTIONS: list[Options] = [
 @each("name", QUANTISED)
 @each("options", OPTIONS)
 def test_attention_reads_what_was_stored(name: str, channels: int, value_channels: int, options: Options) -> None:
-    """In a pool of NaN, against attention in float64 over the vectors that were encoded and decoded one by one."""
+    """The pool is full of NaN. Compared with attention in float64 over vectors that are encoded and decoded one by
+    one."""
     keys, values = poisoned(name, channels), poisoned(name, value_channels)
     lengths, tables = [(4, 9), (1, 1), (7, 7)], [[5, 1, 3], [6, 0, 0], [0, 2, 0]]
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +244,7 @@ def test_tensors_that_hold_other_vectors_are_not_for_the_kernels(name: str) -> N
     if scales:
         others += [replace(cache, tensors=(stored, part)) for part in (scales[0][:1], scales[0].double())]
     if name == "int4":
-        one = scales[0][:, :, :, :1]  # a group of 80 codes less its scale
+        one = scales[0][:, :, :, :1]  # a group of 80 codes without its scale
         others += [replace(cache, tensors=(stored, part)) for part in (one[..., :1], one[:, :, :, :0], one[0])]
         wide = torch.zeros(BLOCKS, BLOCK_SIZE, GROUPS, 80, dtype=torch.uint8)
         others.append(replace(cache, tensors=(wide, one.contiguous())))  # 160 codes of one group

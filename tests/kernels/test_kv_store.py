@@ -1,4 +1,4 @@
-"""kv_store writes where the slots say, and nowhere else; rope_and_store does what norm, turn and kv_store do."""
+"""kv_store writes only to the given slots; rope_and_store equals norm, rotation and kv_store."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ def test_writes_slots_and_nothing_else() -> None:
 @each("name", NAMES)
 def test_the_compiled_one_stores_the_same_bits(name: str, dtype: torch.dtype, channels: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    # key and value of a token lie beside each other; three chunks of tokens at least
+    # a token's key and value are adjacent; at least three chunks of tokens
     fused = torch.randn(400, 3, 2 * channels, generator=generator).to(dtype)
     fused *= torch.logspace(-9, 4, 400)[:, None, None].to(dtype)
     fused[5], fused[6, 1, 3], fused[7, 2, 1] = 0, torch.nan, -torch.inf
@@ -63,7 +63,7 @@ def test_the_compiled_one_stores_the_same_bits(name: str, dtype: torch.dtype, ch
 
 
 def caches_of(name: str, channels: int, dtype: torch.dtype) -> list[PagedVectors]:
-    """Of 25 blocks of 16 slots for 2 heads; no byte is 0, nor a number that is stored."""
+    """Return caches of 25 blocks of 16 slots for 2 heads. No byte of them is 0 or occurs in a stored number."""
     caches = [allocate(format, (25, 16, 2), channels, dtype, torch.device("cpu")) for format in formats_of(name, 2)]
     for part in caches[0].tensors + caches[1].tensors:
         part.view(torch.uint8).fill_(0x5A)
@@ -71,7 +71,8 @@ def caches_of(name: str, channels: int, dtype: torch.dtype) -> list[PagedVectors
 
 
 def new_tokens(count: int, channels: int, turning: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """query [T, 5, D], key and value [T, 2, D], which lie side by side as a fused product's, cos and sin [T, R/2]; and slots."""
+    """Return query [T, 5, D], key and value [T, 2, D] (slices of one tensor, as from a fused product), cos and sin [T,
+    R/2], and slots."""
     generator = torch.Generator().manual_seed(0)
     fused = torch.randn(count, 9, channels, generator=generator).to(dtype)
     angles = torch.rand(count, turning // 2, generator=generator) * 100

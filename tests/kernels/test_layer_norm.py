@@ -1,4 +1,4 @@
-"""layer_norm against the formula in float64; layer_norm_quantize against the codes of its rows, to the bit."""
+"""layer_norm compared with the formula in float64; layer_norm_quantize with the codes of its rows, bit for bit."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ SHAPES = [(1, 8), (63, 80), (1000, 129), (0, 16)]
 
 def rows(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator) * 3 + 5  # far from 0: the mean must be taken before the squares
+    x = torch.randn(shape, generator=generator) * 3 + 5  # far from 0: the mean must be subtracted before squaring
     weight, bias = torch.randn(2, shape[1], generator=generator)
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 

@@ -1,4 +1,5 @@
-"""The product with a weight that is not packed: with the C++ kernels the bits of the packed one, without them torch's product."""
+"""The product with an unpacked weight: with the C++ kernels it has the bits of the packed weight, without them torch's
+bits."""
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.helpers.ways import any_way, compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LONG_DTYPES = [pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:]]
-ROWS = [1, 2, 3, 5, 11, 12, 13, 25, 64, 101, 300]  # the last ones share the work by rows, too
+ROWS = [1, 2, 3, 5, 11, 12, 13, 25, 64, 101, 300]  # the last shapes also divide the rows among threads
 SHAPES = [(1, 64), (33, 40), (96, 7), (16, 16), (70, 321), (256, 704), (512, 2048)]  # outputs, inputs
 
 
@@ -21,7 +22,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def bits_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What the packed weight gives."""
+    """Return the product with the packed weight."""
     return matmul(x, pack(weight), bias)
 
 
@@ -80,7 +81,7 @@ def test_what_is_missing_and_what_does_not_fit() -> None:
     assert linear(x[:0], weight).shape == (0, 5)
     assert linear(x, weight[:0]).shape == (3, 0)
     assert linear(x[:, :0], weight[:, :0], weight[:, 0]).equal(weight[:, 0].expand(3, 5))
-    assert linear(x.double(), weight.double()).dtype == torch.float64  # of which there are no kernels
+    assert linear(x.double(), weight.double()).dtype == torch.float64  # has no kernels
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         linear(x[:, :7], weight)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -93,7 +94,7 @@ def test_what_is_missing_and_what_does_not_fit() -> None:
 @each("dtype", DTYPES)
 @poisoned()
 def test_no_inputs_give_the_bias(dtype: torch.dtype) -> None:
-    """For any number of rows, and in memory that held another product."""
+    """For any number of rows, in memory that held another product."""
     set_threads(1)
     weight, bias = randn(20, 64, dtype=dtype), randn(20, dtype=dtype)
     for num_rows in ROWS:

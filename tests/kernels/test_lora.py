@@ -1,4 +1,4 @@
-"""lora_add against the formula in float64, and a row's bits, which are its own.
+"""lora_add compared with the formula in float64; a row's bits depend only on that row.
 
 T rows, I inputs, O outputs.
 """
@@ -18,14 +18,14 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def added(y: Tensor, x: Tensor, table: AdapterTable, slots: list[int]) -> Tensor:
-    """Return y as it is after the operator."""
+    """Return y after the operator."""
     result = y.clone()
     lora_add(result, x, table, torch.tensor(slots))
     return result
 
 
 def expected(y: Tensor, x: Tensor, table: AdapterTable, slots: list[int]) -> Tensor:
-    """Return the formula, float64."""
+    """Return the formula's result in float64."""
     rows = []
     for row, slot in enumerate(slots):
         rank = int(table.ranks[slot]) if slot >= 0 else 0
@@ -35,7 +35,8 @@ def expected(y: Tensor, x: Tensor, table: AdapterTable, slots: list[int]) -> Ten
 
 
 def assert_near(result: Tensor, wanted: Tensor) -> None:
-    """The tolerance is relative to the largest number, whose terms' rounding errors the others may have, too."""
+    """The tolerance is relative to the largest number, because other numbers may have the rounding errors of equally
+    large terms."""
     assert (result.double() - wanted).abs().max() <= TOLERANCES[result.dtype] * wanted.abs().max().clamp(min=1)
 
 
@@ -72,7 +73,7 @@ def test_rows_may_lie_apart() -> None:
 @compiled
 @each("dtype", TOLERANCES)
 def test_a_rows_bits_are_its_own(dtype: torch.dtype) -> None:
-    """Alone and among others, in any slot of a table with room for any rank, on any number of threads."""
+    """Alone and with other rows, in any slot of a table with any maximum rank, with any number of threads."""
     slots = [2, 0, 0, 0, 0, 2, -1, 3, 2, 2, 2, 2, 2, 2, 2, 2, 0]
     y, x = noise(len(slots), 530, seed=1).to(dtype), noise(len(slots), 333, seed=2).to(dtype)
     set_threads(1)
@@ -89,7 +90,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype) -> None:
 
 @any_way
 def test_a_slot_is_filled_again() -> None:
-    """By a smaller rank: nothing of the last one is left."""
+    """A smaller rank overwrites all of the previous adapter."""
     y, x, table = noise(1, 40, seed=1), noise(1, 24, seed=2), make_table(24, 40, torch.float32)
     table.put(2, noise(3, 24, seed=8), noise(40, 3, seed=9), 2.0)
     assert_near(added(y, x, table, [2]), expected(y, x, table, [2]))
@@ -99,7 +100,7 @@ def test_a_slot_is_filled_again() -> None:
 
 @compiled
 def test_slots_and_ranks_that_no_table_has() -> None:
-    """A row of such a slot stays as it is; a rank counts up to the table's own."""
+    """A row with such a slot is unchanged. A larger rank counts only up to the table's rank."""
     set_threads(2)
     slots, y, x = [2, 4096, 0, -4096], noise(4, 40, seed=1), noise(4, 24, seed=2)
     table, full = (make_table(24, 40, torch.float32, [4, 0, 17, 1], room=17) for _ in range(2))

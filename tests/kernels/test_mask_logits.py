@@ -1,4 +1,4 @@
-"""mask_logits against Python's integers, bit by bit."""
+"""mask_logits compared with Python's integers, bit by bit."""
 
 import math
 
@@ -34,14 +34,14 @@ def test_bans_the_tokens_whose_bit_is_0(dtype: torch.dtype, shape: tuple[int, in
 
 @any_way
 def test_rows_apart() -> None:
-    """Only the tokens of the view are written, whatever lies between its rows or its columns."""
+    """Only the tokens of the view are written, not the memory between its rows or its columns."""
     for view in (slice(3, 36), slice(3, 69, 2)):
         whole = logits_of(4, 80, torch.float32)
         before, bitmask = whole.clone(), masks(4, 33)
         mask_logits(whole[:, view], bitmask[:, :])
         before[:, view] = expected_of(before[:, view], bitmask)
         assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
-    bitmask = masks(4, 80)[:, :2]  # words apart
+    bitmask = masks(4, 80)[:, :2]  # words with a stride
     logits = logits_of(4, 40, torch.float32)
     expected = expected_of(logits, bitmask)
     mask_logits(logits, bitmask)

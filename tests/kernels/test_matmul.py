@@ -1,4 +1,4 @@
-"""The dense product against float64, and its bits against any other batch and number of threads."""
+"""The dense product compared with float64, and bits that do not depend on the batch and the number of threads."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from tests.helpers.ways import any_way, compiled
 ROWS = [1, 2, 3, 7, 8, 9, 63, 65]
 OUTPUTS = [1, 15, 16, 17, 100]
 INPUTS = [8, 31, 32, 64, 65, 127, 1000, 4096]
-# Of the sum of magnitudes. float32: 4096 additions round by 2^-24 each, mostly in both directions. The others: the result is rounded once.
+# Of the sum of magnitudes. float32: 4096 additions round by 2^-24 each, mostly in both directions. Other dtypes: the
+# result is rounded once.
 TOLERANCES = [(torch.float32, 2**-20), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
 
 

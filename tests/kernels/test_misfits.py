@@ -1,6 +1,6 @@
-"""Arguments that do not belong together: the C++ kernels, which would read or write beyond them, are not asked.
+"""Arguments that do not match each other: they never reach the C++ kernels, which would read or write out of bounds.
 
-Torch's operators say what becomes of them: an error, or what the reference makes of one number for all.
+torch's operators define the result: an error, or a broadcast.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tests.helpers.odd_inputs import caches, waves
 from tests.helpers.ways import any_way, compiled, computing
 
 INT32, HALF, DOUBLE = torch.int32, torch.float16, torch.float64
-FAR = 4096  # numbers: what is read this far beyond a tensor is not what is there by chance
+FAR = 4096  # numbers: memory this far beyond a tensor is not read by chance
 
 
 def stored(
@@ -48,7 +48,7 @@ def stored(
 
 
 def attended(values: PagedVectors | None = None, **other: Tensor) -> Sequence[Tensor]:
-    """Three sequences of one new token, of which one argument is another."""
+    """Call attention on three sequences of one new token, with one argument replaced."""
     keys, own_values = caches(16)
     values = values or own_values
     fitting = {
@@ -66,7 +66,7 @@ def attended(values: PagedVectors | None = None, **other: Tensor) -> Sequence[Te
 
 
 def adapted(**other: Tensor) -> Sequence[Tensor]:
-    """Three rows of four inputs and six outputs, of which one argument is another."""
+    """Call lora_add on three rows of four inputs and six outputs, with one argument replaced."""
     fitting = {
         "y": waves(3, 6),
         "x": waves(3, 4),
@@ -175,7 +175,7 @@ def test_starts_that_do_not_fit_are_refused(starts: Tensor) -> None:
 
 @compiled
 def test_a_weight_on_another_device_is_not_read() -> None:
-    """Its address is no memory of ours; torch makes of it what it will."""
+    """Its address is not in this process's memory; torch defines the result."""
     assert linear(torch.ones(2, 8), torch.empty(4, 8, device="meta")).shape == (2, 4)
 
 
@@ -186,7 +186,7 @@ def test_rows_on_another_device_are_refused() -> None:
 
 
 class Unused:
-    """A library of which nothing may be called."""
+    """A library that must not be called."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} reads an address on another device")
@@ -204,7 +204,7 @@ OTHERS: dict[str, Callable[[Tensor], object]] = {  # of a tensor [8] on another 
 @each("name", OTHERS)
 def test_what_lies_on_another_device_is_not_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(build, "library", lambda: Unused())
-    with contextlib.suppress(RuntimeError):  # what torch says of two devices
+    with contextlib.suppress(RuntimeError):  # torch's message about two devices
         OTHERS[name](torch.empty(8, device="meta"))
 
 

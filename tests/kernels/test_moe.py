@@ -1,4 +1,5 @@
-"""Rows grouped by expert and summed again: as the reference says, to the bit; products of groups have the bits of single ones."""
+"""Rows grouped by expert and summed again equal the reference bit for bit; grouped products have the bits of single
+products."""
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_refuses_to_choose_none_or_more_than_there_are(num_chosen: int) -> None:
 
 
 def chosen_by_hand(corrected: list[float], num_chosen: int, num_groups: int, num_kept: int) -> list[int]:
-    """Return a token's experts out of the groups whose two best have the highest sums."""
+    """Return a token's experts from the groups with the highest sum of their two best scores."""
     size = len(corrected) // num_groups
     groups = [range(group * size, (group + 1) * size) for group in range(num_groups)]
     best = sorted(groups, key=lambda group: -sum(sorted(corrected[i] for i in group)[-2:]))[:num_kept]
@@ -140,7 +141,7 @@ def test_what_the_rows_and_the_sum_are() -> None:
     assert torch.equal(experts, chosen)
     parts, weights = randn(21, 5, dtype=torch.bfloat16), torch.rand(7, 3)
     exact = (weights.double()[:, :, None] * parts.double()[places]).sum(1)
-    # the sum is rounded once to 8 bits; what float32 adds to that is far less
+    # the sum is rounded once to 8 bits; the float32 roundings are far smaller
     torch.testing.assert_close(combine_rows(parts, weights, places).double(), exact, rtol=2**-8, atol=1e-6)
 
 
@@ -187,7 +188,7 @@ def test_grouped_product_has_the_bits_of_single_ones(starts: list[int], dtype: t
 @each("first", [0, 1, 2, 3, 5])
 @poisoned()
 def test_grouped_product_of_some_weights(first: int) -> None:
-    """Their rows lie among those of others, and may be none."""
+    """Rows of experts on this rank are between rows of other experts, and may be none."""
     starts, weights = [0, 0, 1, 1, 40, 57, 57, 60], [products.pack(randn(33, 17, i)[:, :, 0]) for i in range(1, 8)]
     x, own = randn(60, 17), slice(starts[first], starts[first + 2])
     whole = products.grouped_matmul(x, products.WeightGroup(weights), torch.tensor(starts))
@@ -249,7 +250,7 @@ def test_numbers_that_do_not_lie_side_by_side() -> None:
     places = group_rows(parts[:7], chosen, 5)[2]
     apart = torch.stack((places, torch.full_like(places, 10**9)), -1)[..., 0]
     exact = (weights.double()[:, :, None] * parts.double()[places]).sum(1)
-    # a sum of two products, rounded thrice by 2^-24 of numbers up to 5
+    # a sum of two products, rounded three times by 2^-24 of numbers up to 5
     for same in (weights, weights.double()):
         torch.testing.assert_close(combine_rows(parts, same, apart).double(), exact, rtol=0, atol=1e-6)
     for found, expected in zip(group_rows(parts[:7], chosen.int(), 5), group_rows(parts[:7], chosen, 5), strict=True):
@@ -262,7 +263,7 @@ def test_refuses_gates_and_partners_that_differ() -> None:
     dense = {n: products.WeightGroup([products.pack(randn(n, 64))] * 2) for n in (17, 18)}
     one, narrow = (products.WeightGroup([products.pack(randn(17, n))]) for n in (64, 63))
     with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 2 of 18 outputs"):
-        products.grouped_matmul(x, dense[17], starts, dense[18])  # as many tiles
+        products.grouped_matmul(x, dense[17], starts, dense[18])  # the same number of tiles
     with pytest.raises(ValueError, match="gates 2 of 17 outputs beside 1 of 17 outputs"):
         products.grouped_matmul(x, dense[17], starts, one)
     with pytest.raises(ValueError, match="cannot be multiplied by a weight of 63 inputs"):

@@ -1,4 +1,4 @@
-"""Every operator with no rows, with no channels, and with numbers that lie apart in memory."""
+"""Every operator with no rows, with no channels, and with inputs that are not contiguous."""
 
 import torch
 
@@ -10,7 +10,7 @@ from tests.helpers.ways import any_way, compiled, computing
 @compiled
 @each("operator, rows, channels", EMPTY)
 def test_nothing_to_compute(operator: str, rows: int, channels: int) -> None:
-    """Results are as empty as the reference's."""
+    """The results are as empty as the reference's."""
     case = CASES[operator]
     found = case(rows, channels, torch.clone)
     with computing("torch"):
@@ -23,7 +23,7 @@ def test_nothing_to_compute(operator: str, rows: int, channels: int) -> None:
 @any_way
 @each("operator", CASES)
 def test_numbers_that_lie_apart(operator: str) -> None:
-    """The bits are those of the same numbers side by side."""
+    """The bits equal those for contiguous inputs."""
     case = CASES[operator]
     for result, expected in zip(case(5, 32, apart), case(5, 32, torch.clone), strict=True):
         assert torch.equal(result, expected)

@@ -1,4 +1,4 @@
-"""The operators as nodes of torch's graphs: what they say of themselves is true, and a graph computes what Python does, to the bit."""
+"""The operators as nodes of torch's graphs: their declarations are true, and a graph has the bits of eager mode."""
 
 import io
 from collections.abc import Callable
@@ -142,7 +142,7 @@ def test_choices(opcheck: Check, dtype: torch.dtype) -> None:
 
 
 def caches_of(name: str) -> list[PagedVectors]:
-    """Keys and values, N=3, B=4, G=2, D=12."""
+    """Return keys and values, N=3, B=4, G=2, D=12."""
     caches = [allocate(format, (3, 4, 2), 12, torch.float32, torch.device("cpu")) for format in formats_of(name, 2)]
     for part in caches[0].tensors + caches[1].tensors:
         part.view(torch.uint8).zero_()
@@ -154,7 +154,7 @@ STARTS, LENGTHS = torch.tensor([0, 3, 5]), torch.tensor([3, 2])
 
 
 @best_and_torch
-@each("name", [name for name in NAMES if "fp8" not in name])  # opcheck multiplies what it compares
+@each("name", [name for name in NAMES if "fp8" not in name])  # opcheck multiplies the tensors that it compares
 def test_the_cache(opcheck: Check, name: str) -> None:
     keys, values = (PARTS.take(cache) for cache in caches_of(name))
     opcheck(ops.kv_store, randn(5, 2, 12), randn(5, 4, 12)[:, ::2], *keys, *values, SLOTS)
@@ -171,7 +171,7 @@ class Attention(nn.Module):
         self.caches = caches
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        """`tensors` are the caches'."""
+        """`tensors`: of the caches."""
         keys, values = self.caches
         keys = replace(keys, tensors=tensors[: len(keys.tensors)])
         values = replace(values, tensors=tensors[len(keys.tensors) :])
@@ -207,7 +207,7 @@ def test_a_cache_is_its_parts(name: str) -> None:
 
 
 class Layer(nn.Module):
-    """A feed-forward layer between a turn and a norm; its weights are packed, quantised or not."""
+    """A feed-forward layer between a rotation and a norm. Its weights are packed, quantised or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def test_an_exported_layer_computes_the_same_bits(strict: bool) -> None:
 @any_way
 def test_a_compiled_layer_computes_the_same_bits() -> None:
     layer = Layer()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)  # inductor would want a compiler of its own
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)  # inductor would need its own compiler
     inputs = randn(5, 64), torch.arange(5)
     assert equal(compiled(*inputs), layer(*inputs))
 

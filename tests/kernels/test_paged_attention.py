@@ -1,4 +1,5 @@
-"""paged_attention against attention written out token by token in float64, over a cache full of NaN where nothing was written."""
+"""paged_attention compared with attention in plain loops in float64, over a cache that is full of NaN where nothing was
+written."""
 
 import math
 
@@ -16,10 +17,11 @@ BLOCK_SIZE = 4
 def check(
     lengths: list[tuple[int, int]], heads: int, groups: int, head_dim: int, value_dim: int, options: Options
 ) -> None:
-    """`lengths`: (new tokens, all tokens) per sequence."""
+    """Compare one call. `lengths`: (new tokens, all tokens) per sequence."""
     generator = torch.Generator().manual_seed(0)
     num_blocks = sum(math.ceil(total / BLOCK_SIZE) for _, total in lengths) + 3
-    free = torch.randperm(num_blocks, generator=generator).tolist()  # any permutation of blocks must give the same
+    # every permutation of blocks must give the same result
+    free = torch.randperm(num_blocks, generator=generator).tolist()
     key_cache = torch.full((num_blocks, BLOCK_SIZE, groups, head_dim), torch.nan)
     value_cache = torch.full((num_blocks, BLOCK_SIZE, groups, value_dim), torch.nan)
     scale, queries, expected, tables = head_dim**-0.5, [], [], []
@@ -45,7 +47,7 @@ def check(
         torch.tensor([total for _, total in lengths]),
         scale,
     )
-    for way in every_way():  # torch's too, with which others are compared
+    for way in every_way():  # including torch's, with which the other ones are compared
         with computing(way):
             # float32 sums of at most 128 terms
             result = paged_attention(*inputs, **options).double()
@@ -85,7 +87,7 @@ def test_sequences_without_new_tokens() -> None:
 
 @any_way
 def test_numbers_that_do_not_lie_side_by_side() -> None:
-    """Between them lie others, which nobody may read."""
+    """The memory between them must not be read."""
     caches = [PagedVectors((torch.randn(6, BLOCK_SIZE, 1, 16),), Unquantised(), 16, torch.float32) for _ in range(2)]
     query, tables = torch.randn(3, 2, 16), torch.tensor([[3, 0], [4, 5]])
     numbers = [torch.tensor([0, 2, 3]), torch.tensor([2, 7])]
@@ -108,7 +110,7 @@ def test_values_may_have_fewer_channels_than_keys() -> None:
 @each("bad", [math.nan, math.inf])
 @each("options", [{}, {"window": 3}, {"prefix_lengths": torch.tensor([2])}])
 def test_what_a_token_does_not_see_may_be_anything(options: Options, bad: float) -> None:
-    """Its weight is 0, which makes NaN of a value that is not finite."""
+    """Its weight is 0; 0 times a value that is not finite would be NaN."""
     caches = [PagedVectors((torch.randn(3, BLOCK_SIZE, 2, 8),), Unquantised(), 8, torch.float32) for _ in range(2)]
     query, numbers = torch.randn(9, 4, 8), (torch.tensor([[1, 0, 2]]), torch.tensor([0, 9]), torch.tensor([9]))
     expected = paged_attention(query, *caches, *numbers, 0.3, **options)

@@ -1,6 +1,7 @@
-"""The C++ attention against the formula in float64 over what the cache holds, and against itself, to the bit, in other company.
+"""The C++ attention compared with the formula in float64 over the cache's content, and bits that do not depend on the
+batch.
 
-S sequences, H query heads in G groups, D channels per key, E per value; of a sequence: Q new tokens, L in all.
+S sequences, H query heads in G groups, D channels per key, E per value. Of a sequence: Q new tokens, L tokens in all.
 """
 
 import ctypes
@@ -25,7 +26,8 @@ from tests.helpers.ways import compiled
 
 Options = dict[str, Any]
 BLOCK_SIZE = 16
-# Sums are float32. Weights and the result of the narrower two are rounded, each to half a unit of 2^-8 (2^-11) of values up to 5.
+# Sums are float32. Weights and the result of the two narrower dtypes are rounded, each by half a unit of 2^-8 (2^-11)
+# of values up to 5.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 3e-3}
 DTYPES = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float16, "none")]
 QUANTISED = [(dtype, name) for dtype in (torch.float32, torch.bfloat16) for name in NAMES[1:]]
@@ -33,7 +35,7 @@ QUANTISED = [(dtype, name) for dtype in (torch.float32, torch.bfloat16) for name
 
 @dataclass(frozen=True)
 class Filled:
-    """A cache with the keys and values of S sequences; everything else in it is NaN, or 99 where there is none."""
+    """A cache with the keys and values of S sequences. All other elements are NaN, or 99 in dtypes without NaN."""
 
     keys: PagedVectors
     values: PagedVectors
@@ -42,7 +44,7 @@ class Filled:
     queries: list[Tensor]  # of every sequence [L, H, D]
 
     def vectors(self, cache: PagedVectors, s: int) -> Tensor:
-        """What the cache holds of sequence s: [L, G, channels] float64."""
+        """Return the cached vectors of sequence s: [L, G, channels] float64."""
         blocks = self.tables[s, : -(-self.lengths[s] // BLOCK_SIZE)]
         stored = tuple(part[blocks].flatten(0, 1)[: self.lengths[s]] for part in cache.tensors)
         return cache.format.decode(stored)[..., : cache.channels].to(cache.dtype).double()
@@ -51,7 +53,7 @@ class Filled:
 def fill(
     lengths: list[int], sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, name: str = "none"
 ) -> Filled:
-    """`sizes`: H, G, D, E; values of 0 channels are the keys' first 2/3."""
+    """Return a filled cache. `sizes`: H, G, D, E. Values of 0 channels are the first 2/3 of the keys."""
     heads, groups, head_dim, value_dim = sizes
     generator = torch.Generator().manual_seed(1)
     counts = [math.ceil(length / BLOCK_SIZE) for length in lengths]
@@ -76,7 +78,7 @@ def fill(
 
 
 def attend(filled: Filled, steps: list[tuple[int, int, int]], options: Options) -> list[Tensor]:
-    """`steps`: sequence, its tokens before this step and after it. Returns each one's [Q, H, E]."""
+    """Compute a step. `steps`: sequence, and its token counts before and after this step. Returns [Q, H, E] of each."""
     sequences = [s for s, _, _ in steps]
     query = torch.cat([filled.queries[s][first:last] for s, first, last in steps])
     counts = [last - first for _, first, last in steps]
@@ -95,7 +97,7 @@ def attend(filled: Filled, steps: list[tuple[int, int, int]], options: Options) 
 
 
 def formula(filled: Filled, s: int, first: int, options: Options) -> Tensor:
-    """The tokens of sequence s from `first` on: [Q, H, E] float64."""
+    """Return the formula's result for the tokens of sequence s from `first` on: [Q, H, E] float64."""
     keys, values = filled.vectors(filled.keys, s), filled.vectors(filled.values, s)
     query = filled.queries[s][first:].double()
     repeats = query.shape[1] // keys.shape[1]
@@ -207,7 +209,8 @@ def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
 def test_heads_that_share_a_key_are_the_same_to_the_bit_on_any_number_of_threads(dtype: torch.dtype) -> None:
     filled = fill([200, 70, 257], (24, 1, 48, 32), dtype)
     short = ([(0, 199, 200)], [(0, 199, 200), (1, 69, 70)], [(1, 60, 70)])
-    for steps in (*short, [(2, 256, 257)], [(2, 255, 257)]):  # the last: one token sees 256 keys, a split, and one 257
+    # the last: one token attends to 256 keys, a split, and one to 257
+    for steps in (*short, [(2, 256, 257)], [(2, 255, 257)]):
         set_threads(1)
         alone = attend(filled, steps, {})
         for threads in range(2, 5):
@@ -221,7 +224,8 @@ def attend_before_the_end_of_a_page() -> None:
         pages.append(mmap.mmap(-1, 2 * mmap.PAGESIZE))
         start = ctypes.addressof(ctypes.c_char.from_buffer(pages[-1]))
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
-        shape = (1, 16, mmap.PAGESIZE // 16 // 32, 8)  # it fills the first page; the second one may not be read
+        # the sequence fills the first page; the second page must not be read
+        shape = (1, 16, mmap.PAGESIZE // 16 // 32, 8)
         cache = torch.frombuffer(pages[-1], dtype=torch.float32, count=mmap.PAGESIZE // 4).view(shape).normal_()
         caches.append(PagedVectors((cache,), Unquantised(), 8, torch.float32))
     one = torch.tensor([[0], [1], [16]])
@@ -232,7 +236,8 @@ def attend_before_the_end_of_a_page() -> None:
 @pytest.mark.forks
 @compiled
 def test_nothing_behind_a_cache_is_read() -> None:
-    """Of caches that `allocate` did not make, such as those that an exported step is given. A read would end the process."""
+    """For caches that `allocate` did not make, such as caches passed to an exported step. A read beyond them would end
+    the process."""
     child = multiprocessing.get_context("fork").Process(target=attend_before_the_end_of_a_page)
     child.start()
     child.join()
@@ -257,7 +262,7 @@ def test_what_is_not_a_number_shows() -> None:
 def test_a_token_has_the_bits_of_a_step_without_those_after_it(
     dtype: torch.dtype, name: str, options: Options, bad: float
 ) -> None:
-    """Whatever their values are, of which it takes none."""
+    """The later tokens have any values, because the token does not attend to them."""
     filled = fill([150], (4, 2, 24, 24), dtype, name)
     value = torch.ones(1, 2, 24, dtype=dtype)
     value[0, :, 7] = bad

@@ -1,5 +1,5 @@
-"""Rows as codes: alone, and by the operators that make them - norm and activation - against the formula in float64, and to the bit against
-one another."""
+"""Rows as codes, from quantize_rows and from the operators with fused quantisation (norms and activations): compared
+with the formula in float64, and bit for bit with each other."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_same(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """To the bit, whatever the bits of a NaN."""
+    """Compare bit for bit, except the bits of NaN."""
     for result, wanted in zip(results, expected, strict=True):
         assert result.dtype == wanted.dtype
         torch.testing.assert_close(result.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
@@ -46,7 +46,7 @@ def test_equals_formula(codes: ActivationFormat, num_inputs: int) -> None:
         scale[scale == 0] = 1
         assert torch.equal(scales[:, group, None], scale)
         ratio = whole.double() / scale.double()
-        # float8 has 3 bits after its first; where the ratio's float32 rounds to a tie, the code may be on its other side
+        # float8 has 3 bits after its first; if the ratio's float32 rounds to a tie, the code may be on its other side
         half_step = 0.5 if codes == INT8 else (ratio.abs() * 2**-4).clamp(min=2**-10)
         assert ((part.double() - ratio).abs() <= half_step + 1e-5 * ratio.abs()).all()
     assert not found[3].float().any()
@@ -63,7 +63,7 @@ def test_ties_become_even() -> None:
 @any_way
 @each("dtype", DTYPES)
 def test_float8_codes_are_those_of_torch(dtype: torch.dtype) -> None:
-    """Under a scale of 1, of numbers at, beside and between all codes, and beyond them."""
+    """With a scale of 1: numbers at, next to and between all codes, and beyond them."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles, ulp = (codes[1:] + codes[:-1]) / 2, 1 + 2**-20
     numbers = torch.cat([codes, middles, middles * ulp, middles / ulp, codes * ulp, torch.tensor([449.0, 1e30])])
@@ -79,7 +79,7 @@ def test_float8_codes_are_those_of_torch(dtype: torch.dtype) -> None:
 @each("num_scales", [1, 20])
 @poisoned()
 def test_static_scales(codes: ActivationFormat, dtype: torch.dtype, num_scales: int) -> None:
-    """They saturate; rows that are not finite have NaN for a scale. A norm and a gate make the same codes."""
+    """Codes saturate, and rows that are not finite have the scale NaN. A norm and a gate make the same codes."""
     x, weight, residual = odd_rows((20, 144), dtype), randn(144, dtype=dtype), randn(20, 144, dtype=dtype)
     given = (*codes[:2], torch.linspace(1e-4, 0.02, num_scales))
     assert_same(quantize_rows(x, *given), reference.quantize_rows(x, *given))
@@ -92,7 +92,7 @@ def test_static_scales(codes: ActivationFormat, dtype: torch.dtype, num_scales: 
 
 
 def odd_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """With zeros, NaN and infinities, and magnitudes that the dtype has no scale of its own for."""
+    """Return rows with zeros, NaN and infinities, and with magnitudes whose scale the dtype cannot represent."""
     x = randn(*shape, dtype=dtype)
     if len(x) > 6:
         x[1], x[2, 0], x[3, -1], x[4, 0] = 0, torch.nan, torch.inf, -torch.inf

@@ -1,4 +1,4 @@
-"""rms_norm against the formula in float64; add_rms_norm against rms_norm of torch's sum, to the bit."""
+"""rms_norm compared with the formula in float64; add_rms_norm with rms_norm of torch's sum, bit for bit."""
 
 import torch
 
@@ -32,7 +32,7 @@ def test_equals_formula(shape: tuple[int, int], dtype: torch.dtype, tolerance: f
 @each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @poisoned()
 def test_with_an_offset_nothing_is_rounded_before_the_end(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """To the bit the norm of float32 rows times offset + weight, which in bfloat16 would lose digits."""
+    """Bit for bit the norm of float32 rows times offset + weight, which would lose digits in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(shape, generator=generator) * 3).to(dtype)
     weight = (torch.randn(shape[1], generator=generator) * 0.01).to(dtype)

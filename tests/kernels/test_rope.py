@@ -1,4 +1,4 @@
-"""rope against complex multiplication in float64."""
+"""rope compared with complex multiplication in float64."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tests.helpers.cases import each
 from tests.helpers.poison import poisoned
 from tests.helpers.ways import any_way, compiled
 
-NARROW = [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)]  # the reference rounds thrice
+NARROW = [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)]  # the reference rounds three times
 
 
 @any_way
@@ -33,7 +33,7 @@ def test_equals_complex_rotation(head_dim: int, num_tokens: int) -> None:
 def test_neighbours_may_be_the_pairs_and_channels_may_stay() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 3, 24, generator=generator)
-    angles = torch.rand(7, 5, generator=generator) * 100  # 10 of the 24 channels turn
+    angles = torch.rand(7, 5, generator=generator) * 100  # 10 of the 24 channels are rotated
     pairs = torch.complex(x[..., 0:10:2].double(), x[..., 1:10:2].double())
     turned = pairs * torch.polar(torch.ones_like(angles).double(), angles.double())[:, None]
     expected = torch.cat((torch.view_as_real(turned).flatten(-2), x[..., 10:].double()), -1)
@@ -67,7 +67,7 @@ def test_angles_are_those_of_float64(num_tokens: int) -> None:
     frequencies = 10000.0 ** (-torch.arange(40) / 40)
     exact = (
         positions[:, None].float() * frequencies
-    ).double()  # an angle is rounded to float32, as models' own code does
+    ).double()  # an angle is rounded to float32, as in the models' own code
     for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-9)):
         cos, sin = rope_angles(positions, frequencies, 1.25, dtype)
         for result, expected in ((cos, exact.cos()), (sin, exact.sin())):

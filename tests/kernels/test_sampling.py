@@ -1,4 +1,5 @@
-"""Draws without sorting against draws that sort, to the token, whatever the row, the settings, the ties and the number; likely tokens."""
+"""Draws without sorting equal draws with sorting, for any row, settings, ties and uniform number; and the most likely
+tokens."""
 
 from collections.abc import Callable
 
@@ -55,9 +56,9 @@ def test_draws_the_same_tokens_as_with_sorting(kind: str, vocab_size: int) -> No
 @each("vocab_size", [1, 2, 7, 16, 17, 512, 5003])
 @poisoned()
 def test_the_most_likely_is_the_first_of_the_highest(vocab_size: int, dtype: torch.dtype) -> None:
-    """As numpy finds it in float64, which holds every number of the others."""
+    """Compared with numpy in float64, which represents every number of the other dtypes."""
     generator = torch.Generator().manual_seed(vocab_size)
-    rows = [KINDS[kind](vocab_size, generator) for kind in KINDS if kind != "large"]  # which is infinite in float16
+    rows = [KINDS[kind](vocab_size, generator) for kind in KINDS if kind != "large"]  # infinite in float16
     logits = torch.stack([*rows, torch.full((vocab_size,), -torch.inf)]).to(dtype)
     expected = logits.double().numpy().argmax(-1).tolist()
     assert most_likely(logits).tolist() == expected
@@ -68,7 +69,7 @@ def test_the_most_likely_is_the_first_of_the_highest(vocab_size: int, dtype: tor
 @any_way
 @each("setting", SETTINGS)
 def test_keeps_exactly_the_same_tokens(setting: tuple[float, int, float, float]) -> None:
-    """A number in the middle of each kept token's share draws that token."""
+    """A uniform number in the middle of each kept token's share draws that token."""
     logits = (4 * torch.randn(300, generator=torch.Generator().manual_seed(3))).round(decimals=1)
     temperature, top_k, top_p, min_p = (torch.tensor([[number]], dtype=torch.float64) for number in setting)
     kept = (logits.double() - logits.amax()) / temperature
@@ -84,7 +85,7 @@ def test_keeps_exactly_the_same_tokens(setting: tuple[float, int, float, float])
 
 @any_way
 def test_numbers_on_the_border_between_two_tokens() -> None:
-    """What is too close to call for sums in another order is left to the reference."""
+    """Numbers too close to a border for sums in another order are left to the reference."""
     logits = 2 * torch.randn(1, 5003, generator=torch.Generator().manual_seed(4))
     cumulative = (logits.double() - logits.amax()).softmax(-1).cumsum(-1)[0]
     numbers = (cumulative / cumulative[-1])[:-1:20].tolist()
@@ -103,7 +104,7 @@ def test_decides_alone_on_a_large_vocabulary(
     settings = torch.tensor([(*setting, number) for number in numbers.tolist()], dtype=torch.float64)
     expected = reference.draw(logits, settings)
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "draw", None)  # the way out of what is too close to call is not taken
+        patch.setattr(reference, "draw", None)  # the reference is not called
         for num_threads in (1, 2, 3):
             set_threads(num_threads)
             assert torch.equal(draw(logits, settings), expected)
@@ -119,7 +120,7 @@ def test_refuses_other_shapes_and_dtypes() -> None:
 
 @any_way
 def test_rows_with_nan_are_left_to_the_reference() -> None:
-    """More tokens are asked for than there are beside NaN, too."""
+    """Also if more tokens are requested than there are tokens without NaN."""
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     logits[0, 30:] = torch.nan
     settings = torch.tensor([(*each, 0.4) for each in (*SETTINGS, (1.0, 35, 1.0, 0.0))], dtype=torch.float64)

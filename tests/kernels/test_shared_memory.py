@@ -1,4 +1,4 @@
-"""Collectives of processes that share memory, against what torch makes of all pieces."""
+"""Collectives of processes with shared memory, compared with torch's results over all pieces."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="shared memory needs the
 
 
 def start(stack: ExitStack, fd: int, rank: int, size: int, job: str) -> "subprocess.Popen[str]":
-    """Start a rank; the stack ends it."""
+    """Start a rank. The stack ends it."""
     command = [sys.executable, "-m", "tests.helpers.shared_ranks", *map(str, (fd, rank, size)), job]
     process = subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE, text=True)
     stack.enter_context(process)
@@ -70,7 +70,7 @@ def test_abort_wakes_all_ranks_and_they_need_no_processor_while_they_wait() -> N
 
 @pytest.mark.long
 def test_sleepers_that_nobody_wakes_see_the_abort_word() -> None:
-    """As where the rank that aborts is killed before it wakes the others."""
+    """For example if the aborting rank is killed before it wakes the other ranks."""
     assert LIBRARY is not None
     fd = create_shared_memory(LIBRARY, 2)
     with ExitStack() as stack:

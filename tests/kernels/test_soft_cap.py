@@ -1,4 +1,4 @@
-"""soft_cap against its formula in float64."""
+"""soft_cap compared with its formula in float64."""
 
 import torch
 
@@ -39,4 +39,4 @@ def test_to_the_bit_on_any_number_of_threads() -> None:
     for threads in range(1, 5):
         set_threads(threads)
         assert torch.equal(soft_cap(x, 2.0), alone)
-        assert torch.equal(soft_cap(x.T, 2.0), alone.T)  # whose numbers lie apart
+        assert torch.equal(soft_cap(x.T, 2.0), alone.T)  # not contiguous

@@ -1,4 +1,4 @@
-"""swiglu against the formula in float64."""
+"""swiglu compared with the formula in float64."""
 
 import torch
 
@@ -35,7 +35,7 @@ def test_far_from_zero() -> None:
 @poisoned()
 def test_one_row_for_all_and_none() -> None:
     gate, up = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)), torch.arange(33.0)[None]
-    # with rows of their own another exp, off by 2 units of the last place
+    # contiguous rows use another exp, off by 2 units of the last place
     torch.testing.assert_close(swiglu(gate, up), swiglu(gate, up.expand(5, 33)), rtol=1e-6, atol=0)
     assert swiglu(gate[:0], gate[:0]).shape == (0, 33)
 

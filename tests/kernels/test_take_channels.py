@@ -1,4 +1,4 @@
-"""take_channels against torch's index."""
+"""take_channels compared with torch's index."""
 
 import torch
 
@@ -18,9 +18,9 @@ def test_equals_an_index(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert take_channels(x, order).equal(x.index_select(1, order))
     some = order[: shape[1] // 2]
     assert take_channels(x, some).equal(x.index_select(1, some))
-    apart = torch.cat((x, x), dim=1)[:, shape[1] :]  # whose rows lie apart
+    apart = torch.cat((x, x), dim=1)[:, shape[1] :]  # rows with a stride
     assert take_channels(apart, order).equal(x.index_select(1, order))
-    columns = x.T.contiguous().T  # whose channels lie apart
+    columns = x.T.contiguous().T  # channels with a stride
     assert take_channels(columns, order).equal(x.index_select(1, order))
 
 

@@ -1,4 +1,5 @@
-"""Products by the tiles of the AMX unit, and by kernels/tiles.h in plain C++, against the arithmetic that Intel documents."""
+"""Products on the tiles of the AMX unit, and with kernels/tiles.h in plain C++, compared with the arithmetic that Intel
+documents."""
 
 import multiprocessing
 import threading
@@ -39,7 +40,8 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def documented(x: Tensor, weight: Tensor) -> Tensor:
-    """TDPBF16PS over 32 inputs at a time: [M, N]. A product of two bfloat16 is exact in float32, so a sum of it is a fused multiply-add."""
+    """Compute TDPBF16PS over 32 inputs at a time: [M, N]. A product of two bfloat16 is exact in float32, so adding it
+    is a fused multiply-add."""
     padding = -x.shape[1] % 32
     a, b = (flush(functional.pad(each.float(), (0, padding)).numpy()) for each in (x, weight))
     total = np.zeros((len(a), len(b)), np.float32)
@@ -69,7 +71,7 @@ def compressed(weight: FloatWeight) -> FloatWeight:
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:
-    """To the bit, but for which NaN it is."""
+    """Compare bit for bit; any NaN equals any other."""
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
 
@@ -134,7 +136,8 @@ def test_products_of_integers_have_the_bits_of_vectors(bits: int, group: int, ze
 
 
 def documented_float8(x: Activations, codes: Tensor, scales: Tensor) -> Tensor:
-    """Each group's sum, which zeros fill up to whole steps, times both scales, added to the groups before it: [M, N] float32."""
+    """Return [M, N] float32: each group's sum, padded with zeros to whole steps, times both scales, added to the groups
+    before it."""
     groups = scales.shape[1]
     rows = x.codes if isinstance(x, QuantizedActivations) else x
     x_scales = x.scales.expand(-1, groups) if isinstance(x, QuantizedActivations) else torch.ones(len(x), groups)
@@ -146,7 +149,7 @@ def documented_float8(x: Activations, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def random_float8(*shape: int) -> Tensor:
-    """Any finite codes, those below 2^-6 as well."""
+    """Return any finite codes, including codes below 2^-6."""
     codes = torch.randint(0, 256, shape, dtype=torch.uint8)
     return codes.where((codes & 127) != 127, 0).view(torch.float8_e4m3fn)
 
@@ -242,7 +245,7 @@ def product_in_a_child(expected: Tensor, send: Callable[[bool], None]) -> None:
 def test_tiles_belong_to_threads_and_children_and_not_to_torch() -> None:
     ready, found = threading.Event(), []
     older = threading.Thread(target=lambda: (ready.wait(), found.append(matmul(x, weight))))
-    older.start()  # before the process asks for tiles
+    older.start()  # before the process requests tiles
     x, weight = torch.ones(20, 64).bfloat16(), pack(torch.ones(20, 64).bfloat16())
     expected = matmul(x, weight)
     torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()  # may configure the tiles of this thread

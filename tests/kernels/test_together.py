@@ -1,4 +1,5 @@
-"""Several weights in one call, and a gate with its partner: to the bit what their products are one by one, which are proved elsewhere."""
+"""Several weights in one call, and a gate with its partner: bit for bit equal to their single products, which other
+tests prove."""
 
 import itertools
 
@@ -27,7 +28,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def biases_of(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor | None]:
-    """Every second one."""
+    """Return a bias for every second weight."""
     return [randn(size, dtype=dtype) if i % 2 == 0 else None for i, size in enumerate(sizes)]
 
 
@@ -81,7 +82,7 @@ def rows_of(x: Tensor, kind: str) -> Activations:
 
 
 def product(rows: Activations, weight: products.IntWeight, bias: Tensor | None) -> Tensor:
-    """By the single functions, with the bias added in rows' dtype."""
+    """Compute with the single functions; the bias is added in the rows' dtype."""
     y = products.matmul(rows, weight)
     return y if bias is None else y + bias
 

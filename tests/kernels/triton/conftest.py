@@ -1,4 +1,5 @@
-"""Memory that nobody wrote is NaN, or the largest integer, in every comparison here; and Triton's interpreter computes as a GPU does."""
+"""Uninitialised memory is NaN, or the largest integer, in every comparison here; and Triton's interpreter computes as a
+GPU does."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,14 +25,15 @@ FLOATS = {
 def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
-    with np.errstate(all="ignore"):  # what a GPU says nothing about either
+    with np.errstate(all="ignore"):  # warnings that a GPU does not print either
         yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _language_is_patched_once() -> Iterator[None]:
-    """The interpreter replaces all of `triton.language` at each call of a device function: two fifths of its time. (triton 3.9)"""
+    """Patch once. The interpreter replaces all of `triton.language` at each call of a device function: two fifths of
+    its time. (triton 3.9)"""
     if DEVICE != "cpu":
         yield
         return
@@ -44,8 +46,9 @@ def _language_is_patched_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _arithmetic_of_narrow_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter truncates to bfloat16, takes integers for its bits, and in `tl.dot` its bits for integers; rounding to float8 it
-    loses the carry (1.98 becomes 1). A GPU rounds to the nearest, and float8 saturates. (triton 3.9)"""
+    """Correct the interpreter's arithmetic. It truncates to bfloat16, treats integers as bfloat16 bits, and in `tl.dot`
+    bfloat16 bits as integers; rounding to float8 loses the carry (1.98 becomes 1). A GPU rounds to the nearest, and
+    float8 saturates. (triton 3.9)"""
     if DEVICE != "cpu":
         return
     cast_impl, create_dot = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot

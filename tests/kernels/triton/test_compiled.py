@@ -11,8 +11,11 @@ import pytest
 from tests.helpers.triton_cases import SHARED_BYTES
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-STACK_BYTES = 64  # prefill over latents of 576 channels needs 56, 4,096 rows of float8 experts 48; all others none
-TIGHT = (  # parts of names: every kernel, every kind of code in one of them, and what leaves the least registers and shared memory
+# prefill over latents of 576 channels needs 56, 4,096 rows of float8 experts 48; all other launches none
+STACK_BYTES = 64
+# parts of names: every kernel, one kernel with every kind of codes, and the launches that leave the fewest registers
+# and the least shared memory
+TIGHT = (
     "attention decode 1 llama",
     "attention decode 64 int",
     "attention prefill gemma",
@@ -41,7 +44,7 @@ TIGHT = (  # parts of names: every kernel, every kind of code in one of them, an
     [pytest.param(TIGHT, id="tight", marks=pytest.mark.long), pytest.param((), id="all", marks=pytest.mark.matrix)],
 )
 def test_compiles_for_sm_90(names: tuple[str, ...]) -> None:
-    """In a process of its own, because what is imported here is interpreted. `pytest -s` shows the table."""
+    """In a separate process, because this process runs kernels in the interpreter. `pytest -s` shows the table."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compile_ahead", *names]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

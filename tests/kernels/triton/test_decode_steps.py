@@ -1,4 +1,5 @@
-"""Padded decode steps of a whole model over the GPU's kernels, in which rows that pad must be stored nowhere and disturb nobody."""
+"""Padded decode steps of a whole model with the GPU's kernels: padding rows must not be stored and must not change
+other rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 def padded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Return the engine with decode steps of three sizes over the GPU's kernels."""
+    """Return the engine with decode steps of three sizes with the GPU's kernels."""
     for module, kernel in (
         (models.layers.attention, kernels.paged_attention.triton.paged_attention),
         (models.layers.norm, kernels.rms_norm.triton.rms_norm),
@@ -68,10 +69,10 @@ def test_an_engine_gives_the_cpus_tokens(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that pad are NaN
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # padding rows are NaN
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_so_does_one_whose_layers_are_joined(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries, keys and values, and gate and up, come to the kernels that follow as views with rows that lie apart."""
+    """Queries, keys and values, and gate and up, are views with strided rows in the following kernels."""
     write_llama(tmp_path)
     activations = Activations.none if scheme == "int8" else Activations.dynamic
     run = run_config(tmp_path)
@@ -104,7 +105,7 @@ def test_so_does_one_with_quantised_experts(scheme: str, monkeypatch: pytest.Mon
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_so_does_one_whose_rows_have_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of different ranks, and a row without: three rows, padded to four."""
+    """Rows with adapters of different ranks, and a row without: three rows, padded to four."""
     write_llama(tmp_path / "base")
     names, layers = ["fr", None, "de"], ["o_proj", "down_proj"]
     for rank, name in ((3, "fr"), (20, "de")):

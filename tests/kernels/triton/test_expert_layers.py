@@ -1,4 +1,5 @@
-"""Experts in the GPU's form: together against one by one, in whole models, and in steps that a graph can hold."""
+"""Experts in the GPU's form: together compared with one by one, in whole models, and in steps that a graph can
+capture."""
 
 import itertools
 
@@ -32,7 +33,7 @@ def _weights_are_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_experts(scheme: LinearScheme | None, count: int = 3, dtype: torch.dtype = torch.float32) -> Experts:
-    """Of floats if `scheme` is None."""
+    """Return unquantised experts if `scheme` is None."""
     experts = Experts((MLP(HIDDEN, CHANNELS) for _ in range(count)), 2).to(DEVICE, dtype)
     for number, (expert, name) in enumerate((expert, name) for expert in experts for name in NAMES):
         weight = noise(*getattr(expert, name).weight.shape, seed=number) / 16
@@ -52,7 +53,7 @@ def inputs(tokens: int, count: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def own_forwards(experts: Experts) -> list[nn.Module]:
-    """Filled with the experts that compute by themselves."""
+    """The experts that compute by themselves are added to it."""
     called: list[nn.Module] = []
     for expert in experts:
         expert.register_forward_pre_hook(lambda module, inputs: called.append(module))
@@ -71,12 +72,12 @@ def test_together_they_are_what_each_is_alone(weights: str, activations: Activat
     num_bytes = sum(parameter.nbytes for parameter in experts.parameters())
     experts.merge()
     called = own_forwards(experts)
-    # where activations are codes, one that lies between two may fall to either side: silu is not rounded before its product here
+    # a code between two values may be rounded to either: silu is not rounded before its product here
     tolerance = 1e-5 if activations is Activations.none else 1e-2
     assert_near(experts(*inputs(tokens)), one_by_one, tolerance)
     assert called == []
     assert sum(parameter.nbytes for parameter in experts.parameters()) == num_bytes
-    # each layer has become a piece of what all are read from
+    # each layer has become a view of the stacked weight
     held = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
     assert len(held) == 2 * len(list(experts[0].gate_proj.parameters()))
 
@@ -96,7 +97,7 @@ def test_floats_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.inference_mode()
 def test_activations_auto_count_the_rows_of_all_experts() -> None:
-    """From 8 rows an expert on they are quantised: 14 pairs for 2 experts are fewer, 16 are not."""
+    """From 8 rows per expert on they are quantised: 14 pairs for 2 experts are fewer, 16 are not."""
     auto, none, dynamic = (
         make_experts(LinearScheme(WEIGHTS["int8"], activations), 2)
         for activations in (Activations.auto, Activations.none, Activations.dynamic)

@@ -1,4 +1,4 @@
-"""Layers that share an input, in the GPU's form: as pieces of one weight against each alone."""
+"""Layers that share an input, in the GPU's form: as parts of one fused weight compared with each layer alone."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_joined_they_are_what_each_is_alone(kind: str, activations: Activations,
 @torch.inference_mode()
 def test_so_are_floats_and_blocks(rows: int) -> None:
     check_joined(make_layers(FLOATS), noise(rows, 256).to(DEVICE))
-    outputs = (128, 256, 70)  # blocks of 128 outputs end with a weight's, but for the last
+    outputs = (128, 256, 70)  # blocks of 128 outputs do not cross weights, except the last
     check_joined(make_layers(BLOCKS, Activations.dynamic, outputs), noise(rows, 256).to(DEVICE))
 
 
@@ -57,7 +57,7 @@ def test_without_biases(kind: str) -> None:
     check_joined(make_layers(kind, has_bias=False), noise(3, 256).to(DEVICE))
 
 
-@each("rows", [7, 8])  # from 8 on they are quantised
+@each("rows", [7, 8])  # from 8 rows on they are quantised
 @torch.inference_mode()
 def test_activations_auto_count_the_rows_of_all(rows: int) -> None:
     check_joined(make_layers("int8", Activations.auto), noise(rows, 256).to(DEVICE))
@@ -72,7 +72,7 @@ def test_in_one_order_of_channels() -> None:
 
 
 def apart() -> dict[str, list[Linear]]:
-    """Layers of which no kernel makes one product."""
+    """Return layers that cannot be fused into one product."""
     int4, int8, permuted = make_layers("int4 groups"), make_layers("int8"), make_layers("int8")
     permuted[1].method.permutation = torch.arange(256, device=DEVICE).flip(0)  # type: ignore[attr-defined]
     static = make_layers("int8", Activations.static)

@@ -1,4 +1,4 @@
-"""Launches that were measured: which are found, what a damaged file says, and that a product takes the one of its shape."""
+"""Measured launches: how they are found, errors of damaged files, and the use of a product's own shape."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def _is_that_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device of the tests."""
+    """Use the file of the tests' device."""
     monkeypatch.setattr(launches, "_launches_on", lambda device: read(GPU))
 
 
@@ -82,7 +82,7 @@ def test_a_file_is_of_one_gpu(file: Path) -> None:
 
 def test_a_file_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
-    device = torch.device("cuda", 99)  # one whose launches nobody else has asked for, or will
+    device = torch.device("cuda", 99)  # a shape that no other code has looked up
     assert launches._launches_on(device) == {SHAPE: LAUNCH}
     file.unlink()
     assert launches._launches_on(device) == {SHAPE: LAUNCH}
@@ -159,7 +159,7 @@ def test_a_product_takes_the_measured_launch(rows: int, file: Path) -> None:
     write(file, [])
     expected = triton.matmul(x, weight)
     write(file, [entry_of(shape, Launch(32, 16, 2, 2), 1e-6, 2e-6)])
-    with patch.multiple(triton, LAUNCHES={}, LARGE=None):  # whoever launches by the constants fails
+    with patch.multiple(triton, LAUNCHES={}, LARGE=None):  # a launch by the constants fails
         assert_near(triton.matmul(x, weight), expected)
 
 
@@ -174,7 +174,7 @@ def test_experts_take_the_measured_launches(tokens: int, file: Path) -> None:
 
 
 def test_the_fastest_right_launch_is_kept() -> None:
-    """By a timer that looks at the launch; one gives other numbers, one does not run."""
+    """The timer inspects the launch; one launch gives other numbers, one does not run."""
     wrong, broken, slow, fast = (Launch(outputs, 16, 4, 2) for outputs in (16, 32, 64, 128))
     launching = tune_gpu.Launching("product")
 
@@ -205,7 +205,7 @@ def test_the_file_holds_what_was_worth_it(file: Path) -> None:
     again = tune_gpu.Tuned(gpu | {"date": "tomorrow"})
     again.add(other, {LAUNCH: 7.0}, 10.0)
     assert read(GPU) == {SHAPE: LAUNCH, other: LAUNCH}
-    newer = tune_gpu.Tuned(gpu | {"triton": "4"})  # whose compiler makes other code
+    newer = tune_gpu.Tuned(gpu | {"triton": "4"})  # its compiler produces other code
     newer.add(other, {LAUNCH: 7.0}, 10.0)
     assert read(GPU) == {other: LAUNCH}
     newer.add(other, {LAUNCH: 9.9}, 10.0)
@@ -222,8 +222,8 @@ def test_the_cases_are_in_the_files_terms() -> None:
 
 @pytest.mark.long
 def test_candidates_compile_for_sm_90() -> None:
-    """The largest and the smallest tiles of each list, with codes of 4 bits and of 8. What does not fit into the shared memory of another
-    shape is no error there, but no candidate either."""
+    """The largest and the smallest tiles of each list, with codes of 4 and of 8 bits. A launch that exceeds the shared
+    memory for another shape is not an error, but not a candidate either."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", COMPILE]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

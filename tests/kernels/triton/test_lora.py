@@ -1,4 +1,5 @@
-"""Adapters of many ranks in Triton against the reference; what no row's own adapter holds is NaN."""
+"""Adapters of many ranks in Triton compared with the reference; all values that a row's own adapter does not have are
+NaN."""
 
 import torch
 
@@ -44,7 +45,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_a_rows_bits_do_not_depend_on_the_others() -> None:
-    """Nor on the table's room."""
+    """Nor do they depend on the table's maximum rank."""
     slots = [2, 0, -1, *[2] * 17]
     y, x = noise(len(slots), 70, seed=1).to(DEVICE), noise(len(slots), 150, seed=2).to(DEVICE)
     together = y.clone()

@@ -1,4 +1,4 @@
-"""The Triton kernel against the reference, to the bit."""
+"""The Triton kernel equals the reference bit for bit."""
 
 from itertools import product
 

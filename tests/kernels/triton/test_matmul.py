@@ -1,4 +1,4 @@
-"""Products with quantised weights against float64, with the weight written out from its codes."""
+"""Products with quantised weights compared with float64 products of the dequantised weights."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from kernels.quantize_rows.triton import quantize_rows
 from tests.helpers.triton_cases import DEVICE, assert_near, noise, tiers
 from tests.helpers.triton_products import check_weight, on_device, random_codes, values
 
-ROWS = [1, 5, 17, 70]  # one for each way to launch
+ROWS = [1, 5, 17, 70]  # one per way to launch
 
 
 @tiers(
@@ -36,11 +36,11 @@ def test_rows_of_int8(rows: int, format: tuple[int, int | None], one_scale: bool
     weight = on_device(gpu_weight.pack(codes, scales, None, bits))
     result = triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32), weight)
     x = x_codes.cpu().double() * x_scales.cpu().double()
-    # integers are exact: what remains is float32 scaling
+    # integers are exact: only the float32 scaling rounds
     assert_near(result, x @ values(codes, scales, None, group_size or 328).T, 1e-6)
 
 
-# of the weight: what shares a scale, and its inputs; inputs of the rows that do
+# scale group of the weight in outputs and inputs; scale group of the rows in inputs
 FLOAT8 = [
     ("tensor", None, None),
     ("rows", None, None),
@@ -61,7 +61,7 @@ def test_float8(rows: int, format: tuple[str, int | None, int | None]) -> None:
         scales = scales[::128].repeat_interleave(128, 0)[:outputs]
     x_codes, x_scales = quantize_rows(noise(rows, inputs).to(DEVICE), torch.float8_e4m3fn, x_group_size)
     weight = on_device(gpu_weight.pack(codes, scales, None, 8))
-    assert weight.has_blocks == (kind == "blocks")  # whose scales are held once
+    assert weight.has_blocks == (kind == "blocks")  # its scales are stored once
     result = triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32, x_group_size), weight)
     whole = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
     # Hopper's matrix units add float8 products of a chunk with 14 bits

@@ -1,4 +1,4 @@
-"""All experts in two launches against one expert after the other, in float64; experts that nobody chose are NaN."""
+"""All experts in two launches compared with one expert after the other, in float64. Experts without tokens are NaN."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ def test_quantised_experts(kind: str, chosen: list[list[int]]) -> None:
 
 @each("kind, tokens", product(["w8a8", "fp8"], [1, 4]))
 def test_each_expert_quantises_with_its_own_scale(kind: str, tokens: int) -> None:
-    """Some of what is quantised lies beyond the largest code."""
+    """Some values are beyond the largest code."""
     chosen, (weights, x) = choose(tokens, 5, 2), (noise(tokens, 2, seed=1).abs(), noise(tokens, 136))
     gate_up, gate_up_values = make_experts(10, 40, 136, kind)
     down, down_values = make_experts(5, 136, 40, kind)
@@ -42,7 +42,7 @@ def test_all_tokens_at_one_expert(kind: str) -> None:
     check_mixture(kind, torch.full((20, 1), 2), 4, 130, 40)  # a program has 16
 
 
-# one for each way to launch
+# one per way to launch
 @tiers("kind, tokens_and_experts", ["w8a16", "w4a16 g32 zero", "fp8 weight"], [(1, 3), (40, 3), (130, 2)])
 def test_quantised_experts_in_bfloat16(kind: str, tokens_and_experts: tuple[int, int]) -> None:
     tokens, experts = tokens_and_experts
@@ -60,13 +60,13 @@ def test_experts_of_floats(tokens: int, experts: int, dtype: torch.dtype) -> Non
     gate_up[idle], gate_up[[experts + number for number in idle]], down[idle] = torch.nan, torch.nan, torch.nan
     expected = reference.mixture(x.double(), gate_up.double(), down.double(), weights, chosen)
     stacked = of_floats(gate_up.to(DEVICE)), of_floats(down.to(DEVICE))
-    # `hidden` is rounded to bfloat16, too
+    # `hidden` is also rounded to bfloat16
     assert_near(triton.mixture(x.to(DEVICE), *stacked, weights.to(DEVICE), chosen.to(DEVICE)), expected)
 
 
 @tiers(
     "sizes, renormalise, dtype",
-    [(160, 6), (1, 1), (3, 2), (8, 2), (60, 4), (128, 8)],  # experts, those of a token
+    [(160, 6), (1, 1), (3, 2), (8, 2), (60, 4), (128, 8)],  # experts, experts per token
     [True, False],
     [torch.bfloat16, torch.float32, torch.float16],
 )
@@ -98,7 +98,7 @@ def test_damaged_logits_are_chosen_as_the_reference_does() -> None:
 @each("tokens, experts, per_token", [(2, 1, 1), (7, 20, 4), (800, 5, 3)])
 def test_pairs_are_sorted_by_expert(tokens: int, experts: int, per_token: int) -> None:
     chosen = choose(tokens, experts, per_token)
-    chosen = torch.where(chosen == 3, 4, chosen)  # one without pairs, one that a token may have twice
+    chosen = torch.where(chosen == 3, 4, chosen)  # one expert without pairs, one that a token may have twice
     pairs = triton._sorted(chosen.to(DEVICE), experts + 1)
     flat = chosen.flatten()
     assert torch.equal(pairs.order.cpu().long(), flat.argsort(stable=True))

@@ -1,4 +1,4 @@
-"""The cases of tests/kernels/test_odd_inputs.py with the Triton kernels in the operators' places."""
+"""The cases of tests/kernels/test_odd_inputs.py with the Triton kernels instead of the operators."""
 
 from unittest.mock import patch
 

@@ -1,4 +1,4 @@
-"""The attention kernel against the reference, over caches full of NaN where nothing was written."""
+"""The attention kernel compared with the reference, over caches that are full of NaN where nothing was written."""
 
 from itertools import product
 from typing import Any
@@ -33,7 +33,7 @@ def test_reads_every_format_of_the_cache(kv_cache: str, numbers: tuple[torch.dty
         {"window": 6},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
         {"prefix_lengths": torch.tensor([10, 3, 9, 1, 29, 0])},
-        {"prefix_lengths": torch.tensor([60, 9, 2, 1, 25, 19])},  # also of tokens still to come
+        {"prefix_lengths": torch.tensor([60, 9, 2, 1, 25, 19])},  # also of later tokens
         {"soft_cap": 2.0, "window": 9, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])},
     ],
 )
@@ -48,7 +48,7 @@ def test_values_of_other_width_than_keys(key_dim: int, value_dim: int) -> None:
 
 @each("kv_cache, options", product(["none", "int4"], [{}, {"window": 200}]))
 def test_long_sequences_are_split(kv_cache: str, options: dict[str, Any]) -> None:
-    """520 positions have four parts; the other sequence has nothing in most of them."""
+    """520 positions have four splits; most splits of the other sequence are empty."""
     assert triton.num_splits(2, 520) == 4
     check([(1, 520), (2, 3)], 4, 1, 16, kv_cache=kv_cache, **options)
 

@@ -1,4 +1,4 @@
-"""Layers of every scheme in the GPU's form, against the same layers in the CPU's."""
+"""Layers of every scheme in the GPU's form, compared with the same layers in the CPU's form."""
 
 from unittest.mock import patch
 
@@ -36,8 +36,9 @@ def test_a_layer_is_the_cpus(weights: str, activations: Activations, dtype: torc
     with patch.object(kernels.linear, "_on_gpu", lambda tensor: True):
         layer = make_layer(stored, scheme, bias, dtype, DEVICE)
     assert isinstance(layer.method.weight, GPUWeight)
-    # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: float8 weights, or their products, are rounded
-    # once more on a CPU, and results and their sum with the bias everywhere.
+    # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: a CPU rounds float8 weights, or
+    # their products,
+    # once more; both round the result and its sum with the bias.
     tolerance = 1e-4 if dtype is torch.float32 else 4 * 2**-9
     assert_near(layer(x.to(DEVICE), None), expected, tolerance)
     assert_near(layer(x[2:3].to(DEVICE), None), expected[2:3], tolerance)
@@ -69,12 +70,12 @@ def test_a_norm_and_swiglu_leave_nothing_to_quantise(weights: str, dtype: torch.
         rows, again = norm.to(DEVICE)(x.to(DEVICE), update.to(DEVICE), [gate, up])
         result = down(gate_up.swiglu(rows, None, [down]), None)
     assert torch.equal(again.cpu(), total)
-    # what lies between two codes may fall to either side: those of int8 are 1/127 apart, of float8 1/16
+    # a value between two codes may round to either: int8 codes are 1/127 apart, float8 codes 1/16
     assert_near(result, expected, 1 / 127 if scheme.weights.kind is CodeKind.INT else 1 / 16)
 
 
 def num_bytes(stored: StoredWeight, scheme: LinearScheme) -> int:
-    """256 inputs are whole chunks, so nothing is padded; scales are one for each output."""
+    """256 inputs are whole chunks, so nothing is padded; there is one scale per output."""
     weight, (outputs, groups) = stored.weight, (70, stored.weight.scales.shape[1])
     zeros = 0 if weight.zero_points is None else outputs * groups
     return weight.codes.numel() * scheme.weights.bits // 8 + 4 * outputs * groups + zeros

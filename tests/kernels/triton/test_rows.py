@@ -1,4 +1,4 @@
-"""The kernels that work row by row - norm, activation, rotation, cache writing - against their references."""
+"""The row-wise kernels (norms, activations, rotation, cache writes) compared with their references."""
 
 from collections.abc import Callable
 from itertools import product
@@ -29,7 +29,7 @@ from tests.helpers.triton_cases import DEVICE, FP8, assert_near, noise, tiers
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CODES = [ActivationFormat(torch.int8), ActivationFormat(FP8), ActivationFormat(FP8, 128), ActivationFormat(FP8, 48)]
-# 48 channels no program can cut out
+# no program can split a row into groups of 48 channels
 
 
 @each("dtype, shape", product(DTYPES, [(1, 16), (5, 80), (3, 1000), (2, 3, 64)]))
@@ -54,7 +54,7 @@ def test_layer_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         expected = kernels.layer_norm.reference.layer_norm(x, *given, 1e-5)
         assert_near(kernels.layer_norm.triton.layer_norm(x.to(DEVICE), *placed, 1e-5), expected)
     codes, scales = kernels.layer_norm.triton.layer_norm_quantize(x.to(DEVICE), *placed, 1e-5, torch.int8, None)
-    assert_near((codes.float() * scales).to(dtype), expected, 1 / 127)  # half a code, and a neighbour
+    assert_near((codes.float() * scales).to(dtype), expected, 1 / 127)  # half a code, and an adjacent code
 
 
 @each("dtype, shape", product(DTYPES, [(1, 1), (5, 80), (3, 1030)]))
@@ -99,8 +99,8 @@ def test_quantize_rows(dtype: torch.dtype, group_size: int | None) -> None:
 def test_norms_and_swiglu_make_codes_in_one_launch(
     codes: ActivationFormat, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """To the bit what the kernels of norm or activation and of codes give one after the other; natively, where threads share a row in
-    other ways, the last bit of a norm may turn a code to its neighbour."""
+    """Bit for bit equal to the kernels of norm or activation and of codes in sequence. On a GPU, threads share a row in
+    another way, and the last bit of a norm may change a code to an adjacent one."""
     x, residual, both = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[0], 2 * shape[1])
     if len(x) > 1:
         x[1], x[2, 7], residual[1], residual[3, 0] = 0, torch.nan, 0, -torch.inf
@@ -120,7 +120,7 @@ def test_norms_and_swiglu_make_codes_in_one_launch(
     for results, expected in pairs:
         for result, wanted in zip(results, expected, strict=True):
             assert result.dtype == wanted.dtype
-            # a step between two codes, or a unit of bfloat16 in what makes a scale
+            # a step between two codes, or a unit of bfloat16 in the number that defines a scale
             rtol, atol = (0, 0) if DEVICE == "cpu" else (1 / 8, 1) if result.itemsize == 1 else (2**-7, 0)
             torch.testing.assert_close(result.float(), wanted.float(), rtol=rtol, atol=atol, equal_nan=True)
     if len(x) > 1:
@@ -196,7 +196,7 @@ def test_padding_is_not_stored(kv_cache: str) -> None:
         assert torch.equal(untouched.float(), torch.full(untouched.shape, 77.0).to(part.dtype).float())
 
 
-# query heads (a program has eight), key/value heads, channels, those that turn, whether neighbours turn together
+# query heads (a program has eight), key/value heads, channels, rotated channels, whether the rotation is interleaved
 SIZES = [(9, 2, 80, 20, True), (1, 1, 16, 16, False), (6, 3, 34, 34, False)]
 
 
@@ -205,7 +205,7 @@ SIZES = [(9, 2, 80, 20, True), (1, 1, 16, 16, False), (6, 3, 34, 34, False)]
 def test_turning_and_storing_in_one_launch(
     kv_cache: str, sizes: tuple[int, int, int, int, bool], dtype: torch.dtype
 ) -> None:
-    """To the bit what the kernels of norm, turn and store give one after the other; padding is not stored."""
+    """Bit for bit equal to the kernels of norm, rotation and store in sequence; padding is not stored."""
     heads, groups, channels, turning, interleaved = sizes
     fused = noise(3, heads + 2 * groups, channels, dtype=dtype).to(DEVICE)
     query, key, value = fused.split((heads, groups, groups), dim=1)

@@ -1,4 +1,4 @@
-"""Draws without sorting against draws that sort in float64."""
+"""Draws without sorting compared with draws with sorting in float64."""
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def test_same_tokens_as_with_sorting(options: dict[str, float], vocab_size: int)
 
 @each("options", [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 9, "top_p": 0.7}])
 def test_ties_are_kept_as_with_sorting(options: dict[str, float]) -> None:
-    """Some eight values for 300 tokens; draws of one row."""
+    """Eight different values for 300 tokens; draws of one row."""
     logits = noise(300).round(decimals=0).expand(3, -1).contiguous()
     chosen = settings(3, temperature=1.5, **options)  # type: ignore[arg-type]
     assert torch.equal(triton.draw(*on(DEVICE, logits, chosen)).cpu(), reference.draw(logits, chosen))
