@@ -51,7 +51,7 @@ def layers_that_add(ranks: list[list[Step]]) -> set[str]:
         frozenset(
             name.rpartition(".")[2]
             for name, module in steps[0].model.named_modules()
-            if isinstance(module, Linear) and isinstance(module.pieces, RowParallelReduce)
+            if isinstance(module, Linear) and isinstance(module.row_parallel, RowParallelReduce)
         )
         for steps in ranks
     }
@@ -92,7 +92,7 @@ def test_families(name: str, tmp_path: Path) -> None:
         assert layers_that_add(ranks) == {
             name.rpartition(".")[2]
             for name, module in ranks[0][0].model.named_modules()
-            if isinstance(module, Linear) and module.pieces
+            if isinstance(module, Linear) and module.row_parallel
         }
 
 

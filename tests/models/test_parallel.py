@@ -256,7 +256,9 @@ def test_pieces_are_joined_where_heads_and_channels_are_read(tmp_path: Path) -> 
     write_llama(tmp_path)
     model = rank_plan(run_config(tmp_path), ParallelLayout(2), Threads.of(2)[0]).model
     joined = {
-        name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, Linear) and layer.pieces
+        name.rpartition(".")[2]
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear) and layer.row_parallel
     }
     assert joined == {"o_proj", "down_proj"}
 

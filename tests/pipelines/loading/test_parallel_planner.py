@@ -212,7 +212,7 @@ def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
     """Groups of 32: of 96 channels two ranks cut one, of four heads of 16 inputs three ranks do."""
     write_llama(tmp_path, intermediate_size=96)
     for model in check_ranks(tmp_path, GROUPS, tp, 1, sum=Sum.reduce):
-        rows = [(name, layer.pieces) for name, layer in model.named_modules() if isinstance(layer, Linear)]
+        rows = [(name, layer.row_parallel) for name, layer in model.named_modules() if isinstance(layer, Linear)]
         assert {name.rpartition(".")[2] for name, pieces in rows if isinstance(pieces, RowParallelGather)} == {*joined}
         assert any(isinstance(pieces, RowParallelReduce) for _, pieces in rows)
 
