@@ -245,9 +245,8 @@ DENSE = {
         ],
     ),
     # transformers has no InternLM3. InternLM3's own code computes Llama's layers. `qkv_bias` adds the bias of queries,
-    # keys and
-    # values, and `bias` the bias of every other projection: Seed-OSS's layers with attention_out_bias and mlp_bias
-    # alike.
+    # keys and values, and `bias` the bias of every other projection: Seed-OSS's layers with attention_out_bias and
+    # mlp_bias alike.
     "internlm3": Family(
         "InternLM3Twin",
         sizes={**BASE, "head_dim": 16, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False},

@@ -19,8 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_BYTES = 227 * 1024  # per program on compute capability 9.0
 
 # Relative to the largest element: rounding of the result, and of the one intermediate result that only a reference
-# rounds.
-# float32: sums of a few hundred terms in another order.
+# rounds. float32: sums of a few hundred terms in another order.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 FP8 = torch.float8_e4m3fn

@@ -44,8 +44,7 @@ def check_mixture(
     result = triton.mixture(x.to(DEVICE), gate_up, down, weights.to(DEVICE), chosen.to(DEVICE), rows, rows)
     assert result.dtype == dtype
     # A value between two codes may round to either: int8 codes are 1/127 apart, float8 codes 1/16, and 40 or more are
-    # added.
-    # bfloat16 values are rounded before and are between two codes more often: 0.8 % and 1.3 % were measured.
+    # added. bfloat16 values are rounded before and are between two codes more often: 0.8 % and 1.3 % were measured.
     tolerances = {(torch.int8, torch.float32): 2e-3, (FP8, torch.float32): 1e-2, (FP8, torch.bfloat16): 3e-2}
     tolerance = None if rows is None else tolerances.get((rows.dtype, dtype))
     assert_near(result, expected, tolerance)

@@ -1,4 +1,4 @@
-"""Activations give the same bits for an element wherever it stands."""
+"""An element's activation has the same bits at every position."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Adapters beside the weights: what is read, and what only merging can do."""
+"""Adapters of rows: supported files, and adapters that must be merged."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_the_digest_is_of_the_content(base: Path, engine: Engine, tmp_path: Path
 
 
 def test_what_was_read_stays_when_the_file_changes(base: Path, engine: Engine, tmp_path: Path) -> None:
-    """In place, by which a mapping of it would change, too."""
+    """The file changes in place, which a mapping of it would see."""
     folder = write_adapter(tmp_path / "adapter", base, LlamaForCausalLM, r=2, target_modules=["q_proj"])
     file = folder / "adapter_model.safetensors"
     expected = load_file(file)[f"{QUERY}.lora_A.weight"].clone()

@@ -1,4 +1,5 @@
-"""Ranks that add what their inputs give: one process's greedy tokens in float32, and the same bits on all ranks and in every run."""
+"""Ranks that add their products (parallel.sum=reduce): one process's greedy tokens in float32, and equal bits on all
+ranks and in every run."""
 
 import logging
 from dataclasses import replace
@@ -46,7 +47,7 @@ def adding(run: RunConfig, tp: int) -> RunConfig:
 
 
 def layers_that_add(ranks: list[list[Step]]) -> set[str]:
-    """The last parts of their names, which are the same on all ranks."""
+    """Return the last parts of the names of layers that add, which are equal on all ranks."""
     (found,) = {
         frozenset(
             name.rpartition(".")[2]
@@ -60,7 +61,7 @@ def layers_that_add(ranks: list[list[Step]]) -> set[str]:
 
 @each("tp", [2, 3, 4])
 def test_llama(tp: int, tmp_path: Path) -> None:
-    """Of 4 query and 2 key heads, with biases, which are added once."""
+    """With 4 query and 2 key heads, and biases, which are added once."""
     write_llama(tmp_path / str(tp), attention_bias=True, mlp_bias=True)
     run = run_config(tmp_path / str(tp))
     whole, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, tp), tp, PROMPTS)
@@ -86,7 +87,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     prompts = prompts_for(name)
     run = run_config(tmp_path, allow_pickle=True)
     whole = whole_steps(run, prompts)
-    for tp in (2,) if name == "chatglm_28layers" else (2, 3):  # which has two heads
+    for tp in (2,) if name == "chatglm_28layers" else (2, 3):  # has two heads
         ranks = divided_steps(adding(run, tp), tp, prompts)
         assert_same_tokens(whole, ranks)
         assert layers_that_add(ranks) == {
@@ -115,7 +116,7 @@ def test_sums_are_float32_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
 
 
 def test_in_bfloat16(tmp_path: Path) -> None:
-    """What a rank gives is rounded once more than what one process gives: off by a few of 8 bits."""
+    """A rank's product is rounded once more than one process's: off by a few units of 8 bits."""
     write_llama(tmp_path)
     run = run_config(tmp_path)
     run = replace(run, model=replace(run.model, dtype=DType.bfloat16))
@@ -137,17 +138,18 @@ SUMS = {
 
 @each("case", SUMS)
 def test_codes(case: str, tmp_path: Path) -> None:
-    """Each layer adds where its groups can be divided: attention's inputs are 64 in heads of 16, the feed-forward layer's are 96."""
+    """Each layer adds if its groups can be sharded: attention's inputs are 64 in heads of 16, the feed-forward layer's
+    inputs are 96."""
     quant, tp, expected = SUMS[case]
     write_llama(tmp_path / case, intermediate_size=96)
     run = replace(run_config(tmp_path / case), quant=quant)
     whole, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, tp), tp, PROMPTS)
     assert layers_that_add(ranks) == expected
-    # with rows of 16 bits, whose scale is that of up to 128 inputs of a rank
+    # with 16-bit rows, whose scale covers up to 128 inputs of a rank
     assert_same_tokens(whole, ranks, tolerance=1e-3)
 
 
-CALIBRATED_SUMS = {  # what gathers gives one process's bits
+CALIBRATED_SUMS = {  # layers that gather have one process's bits
     "int4 gptq": BOTH,
     "int4 gptq, act-order": set(),
     "a8w8 static": BOTH,
@@ -172,7 +174,7 @@ def test_schemes(scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert layers_that_add(ranks) == adds
     said = [record.getMessage() for record in caplog.records if "parallel.sum" in record.getMessage()]
     if adds:
-        # Of static activations a last bit may round a value between two codes to the other one, which moves logits by hundredths.
+        # With static activations a last bit may round a value to the other code, which changes logits by hundredths.
         assert_same_tokens(whole, ranks, tolerance=5e-2 if "static" in scheme else 1e-3)
         assert said == []
     else:

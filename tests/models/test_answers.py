@@ -1,4 +1,4 @@
-"""Answers of models: their content, reasoning and tool calls, whatever the pieces that they come in."""
+"""Answers of models: content, reasoning and tool calls, independent of the split into pieces."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,8 @@ CLOCK = ToolCall("clock", "{}")
 def parts_of(
     form: str, pieces: list[str], names: tuple[str, ...] = NAMES, reasons: bool = False
 ) -> tuple[list[Part], bool]:
-    """The parts of an answer that comes in pieces, neighbours of a kind joined, and whether a call was broken."""
+    """Return the parts of an answer that arrives in pieces, with adjacent parts of a kind joined, and whether a call
+    was broken."""
     reader = AnswerReader(FORMATS[form], names, reasons)
     parts: list[Part] = []
     for part in [part for piece in pieces for part in reader.read(piece)] + reader.end():
@@ -85,7 +86,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         ],
     ),
     (
-        "kimi",  # cut by length after the arguments; a name with what separates its parts
+        "kimi",  # truncated after the arguments; a name with the separator
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.a.b:c:2<|tool_call_argument_begin|>{}",
         [ToolCall("a.b:c", "{}", "functions.a.b:c:2")],
     ),

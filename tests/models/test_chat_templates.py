@@ -98,7 +98,7 @@ def test_tools_are_refused_where_no_template_reads_them(tmp_path: Path) -> None:
 
 
 def spelled(value: Any, name: str) -> Any:
-    """The texts of a conversation, each with a token's name in it."""
+    """Return the texts of a conversation, each with a token's name in it."""
     if isinstance(value, str):
         return f"{value} a{name}b{name[:3]}"
     if isinstance(value, dict):
@@ -116,7 +116,7 @@ def test_what_a_conversation_spells_is_no_control_token(style: str, kind: Any, t
     clean = ours.encode_messages(CALLED, None, tools=TOOLS)[1]
     for name in [*special, *(token for token in added if not token.isspace()), "</s>"]:
         id = theirs.convert_tokens_to_ids(name)
-        # Answers keep what is not special, so that templates find <think> there; transformers marks it, too.
+        # Answers keep tokens that are not special, because templates search for <think>; transformers marks it, too.
         messages = [m if m["role"] == "assistant" and name in added else spelled(m, name) for m in CALLED]
         text, ids = ours.encode_messages(messages, None, tools=spelled(TOOLS, name))
         named = {"tools": spelled(TOOLS, name), "add_generation_prompt": True}
@@ -190,7 +190,7 @@ def test_sentencepiece_reads_the_run_around_a_spelled_token_as_one_text() -> Non
     from sentencepiece import SentencePieceProcessor
 
     library = SentencePieceProcessor(model_file=str(REAL / "llama2" / "tokenizer.model"))
-    assert ids[1:] == library.encode("[INST] a</s>b<s> [/INST]")  # the library reads no control piece in a text
+    assert ids[1:] == library.encode("[INST] a</s>b<s> [/INST]")  # the library never reads a control piece from a text
 
 
 @pytest.mark.long
@@ -256,7 +256,8 @@ def test_chatglm3_has_tools_as_its_repository_has() -> None:
 
 @each("own", [None, CHATML])
 def test_the_template_of_a_processor(own: str | None, tmp_path: Path) -> None:
-    """Older multimodal checkpoints have it in chat_template.json; that of the tokenizer's own settings wins."""
+    """Older multimodal checkpoints have it in chat_template.json; the template in the tokenizer's own settings has
+    precedence."""
     save(byte_level(), tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": own}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -272,7 +273,8 @@ WITH_TOOLS = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{{ me
 @pytest.mark.long
 @each("is_list", [False, True])
 def test_templates_by_name(is_list: bool, tmp_path: Path) -> None:
-    """transformers 4.50 and later save each in a file, others in a list; for tools there may be one of its own. They stay after convert."""
+    """transformers 4.50 and later save one file per template, earlier versions a list; there may be a separate template
+    for tools. convert keeps them."""
     source = tmp_path / "source"
     write_model(source, LlamaForCausalLM, vocab_size=330)
     save(byte_level(), source)
@@ -295,7 +297,7 @@ def test_templates_by_name(is_list: bool, tmp_path: Path) -> None:
         assert tokenizer is not None
         for tools in (None, TOOLS):
             text, _ = tokenizer.encode_messages(PLAIN, None, tools=tools)
-            if is_list or not tools:  # transformers takes the byte-order mark for a character
+            if is_list or not tools:  # transformers treats the byte-order mark as a character
                 rendered = plain.apply_chat_template(PLAIN, tools=tools, tokenize=False, add_generation_prompt=True)
                 assert text == rendered.removeprefix("\ufeff")
             assert text.startswith("[") == bool(tools)
@@ -335,7 +337,8 @@ def test_files_with_a_template(tmp_path: Path) -> None:
 
 
 def test_telechats_conversations(tmp_path: Path) -> None:
-    """Its code joins ids: user_token_id, a text, bot_token_id, an answer, eos_token_id; roles besides these it leaves out."""
+    """Its code concatenates ids: user_token_id, a text, bot_token_id, an answer, eos_token_id. It ignores all other
+    roles."""
     backend = byte_level()
     backend.add_special_tokens(["<_user>", "<_bot>", "<_end>"])
     save(backend, tmp_path)
@@ -360,7 +363,7 @@ def test_telechats_conversations(tmp_path: Path) -> None:
     assert (spelled_ids.count(bot), spelled_ids[-1]) == (1, bot)
     with pytest.raises(UserError, match="does not take these messages: the roles are user and assistant"):
         ours.encode_messages([{"role": "system", "content": "x"}], None)
-    file.write_text(json.dumps(settings | {"chat_template": own_template}))  # as TeleChat2 has one
+    file.write_text(json.dumps(settings | {"chat_template": own_template}))  # TeleChat2 has one
     ours = load_tokenizer(tmp_path)
     assert ours is not None
     assert ours.encode_messages(messages, None)[0].startswith("<s>[user] ")

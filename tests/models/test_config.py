@@ -1,4 +1,4 @@
-"""config.json is untrusted: what is wrong or not supported is refused by name."""
+"""config.json is untrusted: wrong or unsupported values are refused by name."""
 
 import copy
 import json
@@ -273,7 +273,7 @@ def test_parameters_without_a_type_are_the_default(key: str) -> None:
 
 
 def test_two_spellings_at_once_are_refused() -> None:
-    """transformers takes rope_scaling of a Llama, and both together of a Gemma 3."""
+    """transformers reads rope_scaling for a Llama, and merges both for a Gemma 3."""
     both = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}
     with pytest.raises(UserError, match="has rope_parameters and rope_scaling: leave one of them out"):
         rotary(**both)

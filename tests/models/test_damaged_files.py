@@ -1,4 +1,5 @@
-"""Any damage to a checkpoint's files ends in one UserError, or in a model: never in another exception, a crash or a huge allocation."""
+"""Any damage to a checkpoint's files ends in one UserError, or in a model: never in another exception, a crash or a
+huge allocation."""
 
 import json
 import shutil
@@ -40,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_damaged(whole: Path, folder: Path, name: str, content: bytes) -> None:
-    """The model of `whole`, of whose files the one of this name has this content, loads, or one line says why it does not."""
+    """Load the model of `whole` with this content in the file of this name. It loads, or one line gives the reason."""
     shutil.rmtree(folder, ignore_errors=True)
     with_others_of(whole, folder)
     (folder / name).unlink()
@@ -54,7 +55,7 @@ def load_damaged(whole: Path, folder: Path, name: str, content: bytes) -> None:
 
 
 def with_others_of(whole: Path, folder: Path) -> Path:
-    """`folder` with links to the files of `whole`, but to its weights only where it has none of its own."""
+    """Return `folder` with links to the files of `whole`. Its weights are linked only if `folder` has none."""
     has_weights = folder.exists()
     folder.mkdir(exist_ok=True)
     for file in whole.iterdir():
@@ -88,7 +89,7 @@ def test_damage_of_1000_files_is_a_user_error(
 
 @pytest.fixture(scope="module")
 def in_shards(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model in two files with an index."""
+    """Return the same model in two files with an index."""
     folder = tmp_path_factory.mktemp("shards")
     tensors, index = load_file(whole / "model.safetensors"), {}
     for number in range(2):

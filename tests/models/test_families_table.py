@@ -1,4 +1,5 @@
-"""The table of families in models/README.md is the registry's and tested; `python -m tests.models.test_families_table` prints it."""
+"""The table of families in models/README.md equals the registry and the tests; `python -m
+tests.models.test_families_table` prints it."""
 
 import re
 
@@ -20,7 +21,8 @@ def table() -> str:
 
 
 def proof(architecture: Architecture) -> str:
-    """The goldens of its original code that are tests, and what its row of the table, or its own file, compares with."""
+    """Return the goldens of its original code that are tested, and the comparisons of its row of the table or its own
+    file."""
     goldens = [
         name for name in GOLDEN_FAMILIES if find_architecture(ConfigReader.from_folder(GOLDENS / name)) is architecture
     ]

@@ -1,4 +1,4 @@
-"""Every architecture has a config in tests/bench/family_configs.py, of a size that a measurement takes."""
+"""Every architecture has a config in tests/bench/family_configs.py, small enough to measure."""
 
 from pathlib import Path
 

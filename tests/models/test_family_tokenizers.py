@@ -1,4 +1,5 @@
-"""Tokenizers of families against their original classes and published vectors, on the real vocabularies and on tiny ones."""
+"""Tokenizers of families compared with their original classes and published vectors, on the real vocabularies and on
+tiny ones."""
 
 import json
 import shutil
@@ -27,7 +28,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 def real(name: str, tmp_path: Path, **config: Any) -> Tokenizer:
-    """The real vocabulary beside a config.json that names its family."""
+    """Return the real vocabulary next to a config.json that names its family."""
     for file in (REAL / name).iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -65,7 +66,7 @@ def test_equals_the_original_class(family: str) -> None:
     for case in golden["texts"]:
         assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
         assert tokenizer.encode(case["text"], add_special_tokens=True) == case.get("ids_with_special", case["ids"])
-        # Qwen reads special tokens in a text; the others have none to show.
+        # Qwen reads special tokens in a text; the other tokenizers have none to show.
         assert tokenizer.decode(case["ids"], skip_special_tokens=family != "qwen") == case["decode_of_ids"]
     for case in golden["chat"]:
         text, ids = tokenizer.encode_messages(messages_of(case), None)
@@ -145,7 +146,7 @@ def test_chatglm2_and_3_conversations(version: int, tmp_path: Path) -> None:
 
 @each("version", [2, 3])
 def test_chatglm2_and_3_of_paddlenlp(version: int, tmp_path: Path) -> None:
-    """Its names of the family and of the length, beside which a length of training may stand."""
+    """PaddleNLP uses its own names for the family and the length, and may add a training length."""
     length = 32768 if version == 2 else 8192
     tokenizer = real("chatglm2", tmp_path, model_type="chatglm_v2", max_sequence_length=length, seq_length=2048)
     vectors = json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))[f"chatglm{version}-6b"]
@@ -181,7 +182,7 @@ def test_gpt_of_paddlenlp(tmp_path: Path) -> None:
 def test_baichuan_conversations(tmp_path: Path) -> None:
     tokenizer = real("baichuan1", tmp_path, model_type="baichuan")
     with pytest.raises(UserError, match="has no chat template: give predict.chat_template=PATH"):
-        tokenizer.encode_messages(conversation("你好"), None)  # the base model names no ids for turns
+        tokenizer.encode_messages(conversation("你好"), None)  # the base model has no ids for turns
     (tmp_path / "generation_config.json").write_text('{"user_token_id": 195, "assistant_token_id": 196}')
     chat, vectors = load(tmp_path), json.loads((TINY / PROMPTS).read_text(encoding="utf-8"))["baichuan-13b-chat (v1)"]
     for text, ids in vectors["plain"].items():
@@ -193,7 +194,7 @@ def test_baichuan_conversations(tmp_path: Path) -> None:
 
 
 def test_special_tokens_in_the_place_of_pieces(tmp_path: Path) -> None:
-    """InternLM2 has only tokenizer.model, and names pieces of it again in tokenizer_config.json."""
+    """InternLM2 has only tokenizer.model, and renames pieces in tokenizer_config.json."""
     (tmp_path / "tokenizer.model").symlink_to(REAL / "llama2" / "tokenizer.model")
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     added = {"1": "<s>", "31998": "<|im_start|>", "31999": "<|im_end|>", "32000": "<|plugin|>"}
@@ -253,7 +254,8 @@ WITH_TOKENS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real vocabularies stand beside the repository")
 @each("name", WITH_TOKENS)
 def test_tokens_that_other_files_add_to_the_pieces(name: str, tmp_path: Path) -> None:
-    """As transformers reads them. It reads double spaces otherwise than sentencepiece, by which such models were trained."""
+    """Read as transformers reads them. It treats double spaces differently from SentencePiece, which trained such
+    models."""
     shutil.copy(REAL / "llama2" / "tokenizer.model", tmp_path)
     for file, values in {"config.json": {"model_type": "llama"}, **WITH_TOKENS[name]}.items():
         (tmp_path / file).write_text(json.dumps(values))
@@ -296,7 +298,7 @@ def test_damaged_files_are_refused(tmp_path: Path, file: str, content: bytes, co
 
 @each("family, name", [("llama", "LlamaTokenizer"), ("qwen2", "Qwen2Tokenizer")])
 def test_settings_without_a_vocabulary_are_refused(family: str, name: str, tmp_path: Path) -> None:
-    """transformers makes a tokenizer of them that has special tokens alone and leaves out all else."""
+    """transformers would make a tokenizer with only special tokens and ignore all text."""
     settings = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))

@@ -1,4 +1,5 @@
-"""Joint products and norms that add: a model's logits are to the bit what its layers give one by one, with torch's sums between them."""
+"""Fused products, and norms that add: a model's logits equal those of its single layers with torch's sums, bit for
+bit."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Every family against logits and greedy tokens of its original code (tests/goldens: random weights). A new family is a new row."""
+"""Every family compared with logits and greedy tokens of its original code (tests/goldens: random weights). A new
+family is a new row."""
 
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def spellings(family: str) -> list[str]:
     return [file.name for file in sorted((GOLDENS / family).glob("config*.json"))]
 
 
-QUICK = ("baichuan-7b", "baichuan2-13b", "chatglm", "chatglm3", "qwen")  # of which transformers has no class
+QUICK = ("baichuan-7b", "baichuan2-13b", "chatglm", "chatglm3", "qwen")  # transformers has no class for it
 
 
 @each(
@@ -41,7 +42,7 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
     expected_batch = golden["batch_greedy_ids"].tolist()
     assert greedy(engine, prompts, len(expected_batch[0])) == expected_batch
     small_blocks = engine_of(folder, allow_pickle=True, block_size=4)
-    for knows_the_prompt in (False, True):  # the second time over a cache that may
+    for knows_the_prompt in (False, True):  # the second time with a prefix cache, if allowed
         request = small_blocks.request(0, prompt, DecodeConfig(max_new_tokens=len(expected), ignore_eos=True))
         (output,) = small_blocks.generate([request])
         assert output.completions[0].token_ids == expected
@@ -59,7 +60,8 @@ def test_equals_the_original_code(family: str, spelling: str, tmp_path: Path, mo
 
 @each("family", GOLDEN_FAMILIES, quick=QUICK)
 def test_beams_of_every_family(family: str, tmp_path: Path) -> None:
-    """Each score is the mean log probability of the beam's tokens, computed again in one prefill; beams in company are those alone."""
+    """Each score is the mean log probability of the beam's tokens, computed again in one prefill. Beams do not depend
+    on the batch."""
     engine = engine_of(link(family, tmp_path), allow_pickle=True)
     prompt = load_file(GOLDENS / family / "golden.safetensors")["input_ids"][0].tolist()
     decode = DecodeConfig(

@@ -1,4 +1,5 @@
-"""Models as torch.export sees them: a step is a graph of our operators that computes the same bits and stores the same keys and values."""
+"""Models traced by torch.export: a step is a graph of our operators that computes the same bits and stores the same
+keys and values."""
 
 import itertools
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ NODES = {"floats": FLOATS, "int4, and a cache of int8": FLOATS, "a8w8": [*CODES,
 
 
 class Step(nn.Module):
-    """The logits of a batch. The cache's tensors are inputs, its formats are the engine's."""
+    """Returns the logits of a batch. The cache's tensors are inputs; its formats are the engine's."""
 
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ def take(vectors: PagedVectors, tensors: Iterator[Tensor]) -> PagedVectors:
 
 
 def batch_of(*token_ids: int) -> Tensor:
-    """The prompts of two sequences, of three tokens and of two."""
+    """Return the prompts of two sequences, with three tokens and two."""
     places, slots, tables, lengths = [0, 1, 2, 0, 1], [0, 1, 2, 16, 17], [[0], [1]], [3, 3, 3, 2, 2]
     batch = Batch.of([*token_ids], places, slots, tables, [0, 3, 5], [3, 2], lengths, [(), ()], [2, 4], [0, 1, 2])
     assert batch.shape == SHAPE
@@ -80,7 +81,8 @@ def test_an_exported_step(tmp_path: Path, scheme: str, dtype: DType, strict: boo
     nodes = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("quintet")]
     names = [name.removeprefix("quintet.").removesuffix(".default").removeprefix("quant_") for name in nodes]
     assert [name for name in names if name != "quantize_rows"] == NODES[scheme]
-    # norms make the codes for q, k and v and for gate and up; what o, down and the head read is quantised by themselves
+    # norms quantise the inputs of q, k and v and of gate and up; the inputs of o, down and the head are quantised
+    # separately
     assert names.count("quantize_rows") == (2 + 2 + 1 if scheme == "a8w8" else 0)
     weights = {value.data_ptr() for value in step.parameters()}
     held = [*program.state_dict.values(), *program.constants.values()]

@@ -1,4 +1,4 @@
-"""Other heads than the vocabulary's: labels as transformers' classifiers have them, none, and what is refused."""
+"""Heads other than the vocabulary: labels as in transformers' classifiers, no head, and refused heads."""
 
 import json
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_bidirectional_models_are_refused_by_name(tmp_path: Path, config: dict[s
 
 @each("kind", ["ForRewardModel", "ForProcessRewardModel", "ForTokenClassification"])
 def test_other_heads_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    """Qwen2ForRewardModel has two layers with a ReLU between them, process rewards one output for each token."""
+    """Qwen2ForRewardModel has two layers with a ReLU between them; process rewards have one output per token."""
     write_model(tmp_path, LlamaForSequenceClassification)
     change(tmp_path, architectures=[f"Qwen2{kind}"])
     message = f"architectures='Qwen2{kind}' has a head that is not supported: give a reward model that is a ...ForSeq"

@@ -1,4 +1,4 @@
-"""Published configs are read without a warning, and describe the model that transformers makes of them."""
+"""Published configs are read without a warning, and describe the same model as transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from tests.helpers.hub_configs import CONFIGS
 from tests.helpers.published_models import write_config
 
 NUM_LAYERS = 4  # a pattern of windows or of rotation, and dense layers before sparse ones
-ITS_OWN_CODE = ("internlm2", "internlm3", "telechat")  # their classes are beside the checkpoints
+ITS_OWN_CODE = ("internlm2", "internlm3", "telechat")  # their classes are in the checkpoints
 THEIRS = {"kimi_k2": "deepseek_v3", "minimax": "minimax_m2"}
-"""transformers' name of the model, where it is another one."""
+"""transformers' name of the model, if it differs."""
 SIZES = {"internlm2_5-7b-chat": 7.74, "internlm3-8b-instruct": 8.80}
-"""In billions of parameters, as the hub says."""
+"""In billions of parameters, as the hub states."""
 
 
 def num_parameters(model: torch.nn.Module) -> int:
-    """Corrections of routers are buffers in transformers."""
+    """Routers' corrections are buffers in transformers."""
     buffers = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
     return sum(each.numel() for each in (*model.parameters(), *buffers))
 
@@ -37,7 +37,7 @@ def built(values: dict[str, Any], folder: Path) -> torch.nn.Module:
 
 
 def shortened(values: dict[str, Any]) -> dict[str, Any]:
-    """The config of the first layers."""
+    """Return the config of the first layers."""
     num_layers = values["num_hidden_layers"]
     lists = {
         key: each[:NUM_LAYERS] for key, each in values.items() if isinstance(each, list) and len(each) == num_layers
@@ -71,7 +71,7 @@ def test_has_the_published_size(name: str, tmp_path: Path) -> None:
 
 
 def test_another_minimax_is_refused(tmp_path: Path) -> None:
-    """Of the first files of MiniMax-M2 only the name of the class tells which model they are."""
+    """In the first files of MiniMax-M2 only the class name identifies the model."""
     values = CONFIGS["MiniMax-M2"] | {"architectures": ["MiniMaxForCausalLM"]}
     config = open_checkpoint(write_config(tmp_path, values), allow_pickle=False).config
     with pytest.raises(UserError, match="model_type='minimax' is not supported: only "):

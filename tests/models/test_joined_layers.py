@@ -1,4 +1,4 @@
-"""Layers that share an input, as pieces of one weight, in whole models: floats as a GPU holds them, on the CPU."""
+"""Layers that share an input, fused into one weight, in whole models: a GPU's unquantised layers, on the CPU."""
 
 from pathlib import Path
 
@@ -36,9 +36,9 @@ def merged_layers(model: nn.Module) -> list[MergedLinear]:
 
 
 def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
-    """Those that are called with the same tensor."""
+    """Return the layers that are called with the same tensor."""
     found: dict[int, list[Linear]] = {}
-    inputs: list[Tensor] = []  # kept, so that no other tensor gets the number of one
+    inputs: list[Tensor] = []  # kept alive, so that no other tensor gets the same id
 
     def note(layer: nn.Module, args: tuple[Tensor, object]) -> None:
         inputs.append(args[0])
@@ -57,7 +57,7 @@ def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
 @pytest.mark.long
 @each("family", GOLDEN_FAMILIES, quick=QUICK)
 def test_every_family_joins_what_it_can(family: str, tmp_path: Path) -> None:
-    """No layer is called beside another with the same input any more, and logits and tokens are the original code's."""
+    """No two layers are called with the same input any more, and logits and tokens are the original code's."""
     golden = load_file(GOLDENS / family / "golden.safetensors")
     prompt, tokens = golden["input_ids"][0].tolist(), golden["greedy_ids"][0].tolist()
     engine = unpacked(link(family, tmp_path))
@@ -81,7 +81,7 @@ def test_queries_and_latents_of_deepseek(name: str, tmp_path: Path) -> None:
     version, config = CASES[name]
     build(version, **config).save_pretrained(tmp_path)
     engine, prompt = unpacked(tmp_path), list(range(2, 20))
-    expected = all_logits(engine, prompt)  # transformers', as tests/models/families/test_deepseek.py says
+    expected = all_logits(engine, prompt)  # transformers', as in tests/models/families/test_deepseek.py
     assert layers_by_input(engine, prompt)
     merge_layers(engine.executor.model)
     assert layers_by_input(engine, prompt) == []

@@ -1,4 +1,4 @@
-"""Kimi's tokenizer against its published split pattern in another engine of regular expressions, and merges by the definition."""
+"""Kimi's tokenizer compared with its published split pattern in another regex engine, and with merges by definition."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from models.tokenizers.kimi import LONGEST_RUN, LONGEST_TEXT, pieces
 from tests.helpers.cases import each
 from tests.helpers.small_tokenizers import MIXED, TEXTS, TRICKY, make_ranks, merged
 
-# as tokenization_kimi.py has it
+# as in tokenization_kimi.py
 PUBLISHED = "|".join(
     [
         r"""[\p{Han}]+""",
@@ -86,7 +86,7 @@ def test_borders_matter_to_the_test() -> None:
 
 
 def test_special_tokens(tmp_path: Path) -> None:
-    """All 256 ids are read in a text; those that the settings do not call special are a part of answers."""
+    """All 256 ids are recognised in a text. Tokens that the settings do not call special are part of answers."""
     write(tmp_path)
     tokenizer, first = load(tmp_path), len(RANKS)
     assert tokenizer.size == first + 256
@@ -107,7 +107,7 @@ def test_conversations(tmp_path: Path) -> None:
 
 
 def published_pieces(text: str) -> list[str]:
-    """By counting characters one by one."""
+    """Split by counting single characters."""
     result = []
     for start in range(0, len(text), LONGEST_TEXT):
         part = text[start : start + LONGEST_TEXT]

@@ -1,4 +1,4 @@
-"""What each architecture's layers say of the readers of their norms, against what reads the norms' outputs in a step."""
+"""The readers of norms that each architecture's layers declare, compared with the actual readers in a step."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from tests.helpers.deepseek import CASES, build
 
 
 def readers_of(layer: nn.Module, compute: Any) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """By each norm of a layer: the linear layers that are called with its output, and the layers that it is given."""
-    made: dict[int, tuple[str, Tensor]] = {}  # the tensors stay alive, so that no other gets the number of one
+    """Return, for each norm of a layer, the linear layers that are called with its output, and the declared layers."""
+    made: dict[int, tuple[str, Tensor]] = {}  # the tensors stay alive, so that no other gets the same id
     seen: dict[str, set[str]] = {}
     given: dict[str, set[str]] = {}
     names = {module: name for name, module in layer.named_modules()}
@@ -53,7 +53,7 @@ def check_readers(folder: Path) -> None:
         assert given == seen
 
 
-# ChatGLM-6B, whose prompts cannot be any, names no norm: its residual stream is normed
+# ChatGLM-6B, which accepts only some prompts, declares no norm: its residual stream is normed
 @each("family", [family for family in GOLDEN_FAMILIES if family not in WHOLE_PROMPTS])
 @torch.inference_mode()
 def test_of_every_family(family: str, tmp_path: Path) -> None:

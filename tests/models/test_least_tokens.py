@@ -1,4 +1,4 @@
-"""The number of tokens that a text has at least, told without encoding it: never more than it has."""
+"""The minimum number of tokens of a text, computed without encoding: never more than the real number."""
 
 import unicodedata
 from pathlib import Path
@@ -31,7 +31,7 @@ HOSTILE = (
     "你",
     "\0",
 )
-"""Texts of which one token may have taken many, or whose bytes a normaliser makes fewer."""
+"""Texts in which one token may cover many characters, or whose bytes a normaliser reduces."""
 
 
 def wrapped(backend: Backend) -> HuggingFaceTokenizer:
@@ -82,7 +82,7 @@ def test_any_text(text: str) -> None:
 def test_bytes_are_those_of_the_text_in_its_normal_form() -> None:
     backend = byte_level()
     plain = wrapped(backend).max_token_bytes
-    assert plain == max(len(token) for token in backend.get_vocab())  # a letter for each byte
+    assert plain == max(len(token) for token in backend.get_vocab())  # one letter per byte
     backend.normalizer = normalizers.NFC()
     tokenizer = wrapped(backend)
     check_all(tokenizer)
@@ -110,4 +110,4 @@ def test_nothing_is_known_where_a_token_may_stand_for_any_text() -> None:
         (unknown, "你" * 999),
         (cut, " " * 999),
     ):
-        assert len(wrapped(backend).encode(text, add_special_tokens=False)) <= 1  # and this is why
+        assert len(wrapped(backend).encode(text, add_special_tokens=False)) <= 1  # this is the reason

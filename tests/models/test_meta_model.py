@@ -1,4 +1,4 @@
-"""A config that describes far more than the files hold is refused before a model of its size is built."""
+"""A config that describes far more than the files contain is refused before a model of its size is built."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def change(folder: Path, **values: Any) -> None:
 
 @pytest.fixture
 def num_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers of a decoder and linear layers were begun."""
+    """Return the number of decoder layers and linear layers whose construction began."""
     counts = [0]
 
     def counted(kind: type) -> None:
@@ -70,7 +70,7 @@ def test_sizes_are_bounded_by_the_weights(
     change(tmp_path, **changes)
     with pytest.raises(UserError, match=REFUSED):
         engine_of(tmp_path)
-    assert num_made[0] < 3000  # of the million that the config asks for
+    assert num_made[0] < 3000  # of the million in the config
 
 
 def test_every_layout_and_task_is_bounded(tmp_path: Path, num_made: list[int]) -> None:

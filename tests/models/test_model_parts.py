@@ -1,4 +1,4 @@
-"""A model computed in parts is the model; a layer cut in two as its layout says is the layer."""
+"""A model computed in parts equals the model; a layer sharded by its layout equals the layer."""
 
 import copy
 from pathlib import Path
@@ -28,13 +28,13 @@ RANKS = 2
 
 
 def float_engine(family: str, folder: Path) -> Engine:
-    """In float32, with layers as the architecture made them."""
+    """Return a float32 engine with layers as the architecture made them."""
     write_family(folder, family)
     return unpacked_engine(run_config(folder, allow_pickle=True), 3)
 
 
 def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch:
-    """Two prompts; of each the last so many tokens are output rows."""
+    """Return a batch of two prompts. The last tokens of each, this number, are output rows."""
     golden = GOLDENS / family / "golden.safetensors"
     prompt = load_file(golden)["input_ids"][0].tolist() if golden.is_file() else list(range(3, 12))
     prompts = [prompt, prompt[:1] + prompt[2:]] if len(prompt) > 8 else [prompt, prompt]
@@ -47,7 +47,7 @@ def batch_of(engine: Engine, family: str, num_outputs: tuple[int, int]) -> Batch
 @each("family", [*GOLDEN_FAMILIES, "v3"], quick=QUICK)
 @torch.inference_mode()
 def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
-    """To the bit, also where only the sum of a stream goes on; a part without the last layer drops no rows."""
+    """Bit for bit, also if only the sum of a stream is passed on. A part without the last layer drops no rows."""
     engine = float_engine(family, tmp_path)
     model, cache, batch = engine.executor.model, engine.executor.cache, batch_of(engine, family, (1, 2))
     whole, num_layers = model(batch, cache), model.config.num_hidden_layers
@@ -80,7 +80,7 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
 
 
 def shard(tensor: Tensor, axis: int, rank: int, sections: list[tuple[int, int]]) -> Tensor:
-    """A rank's units of every section, given by the number of units and their size."""
+    """Return a rank's units of every section, which is given by the number of units and their size."""
     rows: list[int] = []
     start = 0
     for count, size in sections:
@@ -91,7 +91,7 @@ def shard(tensor: Tensor, axis: int, rank: int, sections: list[tuple[int, int]])
 
 
 def cut_layer(model: CausalLM, rank: int) -> nn.Module:
-    """A rank's first layer, by the layout alone."""
+    """Return a rank's first layer, sharded only by the layout."""
     layout, layer = model.layout, copy.deepcopy(model.layers[0])
     attention: Any = layer.get_submodule(layout.attention)
     h = attention.heads
@@ -131,12 +131,13 @@ ernie4_5 ernie4_5_moe gemma3 glm glm4 glm4_moe internlm2 ministral3 phi3 telecha
 @each("family", CUT)
 @torch.inference_mode()
 def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
-    """Each rank's inputs of row-parallel layers are its share of the whole layer's, and their outputs add up to the whole's."""
+    """Each rank's inputs of row-parallel layers are its share of the whole layer's inputs, and the outputs add up to
+    the whole layer's."""
     engine = float_engine(family, tmp_path)
     model, batch = engine.executor.model, batch_of(engine, family, (1, 1))
     stream, inputs = model.embed(batch), model.layer_inputs(batch, torch.float32)
     ranks = [cut_layer(model, rank) for rank in range(RANKS)]
-    whole: dict[str, tuple[Tensor, Tensor]] = {}  # by a row-parallel layer its input and output
+    whole: dict[str, tuple[Tensor, Tensor]] = {}  # input and output by row-parallel layer
     for name, module in row_parallel_layers(model, model.layers[0]).items():
         module.register_forward_hook(lambda _, x, y, name=name: whole.update({name: (x[0].clone(), y.clone())}))
     expected = model.layers[0](stream, *inputs, batch, engine.executor.cache.layers[0])
@@ -169,7 +170,7 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
 @each("dtype", [DType.bfloat16, DType.float16])
 @torch.inference_mode()
 def test_the_sum_of_a_stream_is_rounded_as_norms_round_it(dtype: DType) -> None:
-    """So that a stage may send it in place of both."""
+    """Therefore a stage may send the sum instead of both tensors."""
     x, update = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype.name))
     norm = AddRMSNorm(64, 1e-5)
     norm.weight = nn.Parameter(torch.rand(64).to(x.dtype), False)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the formula in float64, and the same bits for a token in any company."""
+"""Mixtures of experts: the formula in float64, and a token's bits do not depend on the batch."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.helpers.cases import each
 HIDDEN, INTERMEDIATE = (
     40,
     32,
-)  # torch's silu has other bits in other numbers of rows where 32 channels do not fill vectors
+)  # torch's silu has other bits for other numbers of rows if 32 channels do not fill vectors
 
 
 def random_experts(count: int, dtype: torch.dtype, num_experts_per_tok: int, packed: bool = False) -> Experts:

@@ -1,4 +1,4 @@
-"""What the last layer leaves out, because nobody wants its outputs, changes nothing of what is wanted."""
+"""The last layer omits rows without outputs, which does not change the output rows."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A CUDA graph can hold every family's decode step: it waits for no number, and rows that pad it change nothing."""
+"""A CUDA graph can hold every family's decode step: the step does not synchronise, and padding rows change nothing."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ WAITS = (aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim,
 
 
 class NeverWaits(TorchDispatchMode):
-    """Refuses what makes a GPU's host wait: numbers that it wants to know, and shapes that depend on them."""
+    """Refuses operations that make a GPU's host wait: reads of values, and shapes that depend on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket not in WAITS, func
@@ -36,7 +36,7 @@ class NeverWaits(TorchDispatchMode):
 
 
 def store_own(key: Tensor, value: Tensor, keys: Any, values: Any, slots: Tensor) -> None:
-    """As the GPU's kernel does: what has no slot is stored nowhere."""
+    """Replaces kv_store as the GPU's kernel behaves: tokens without a slot are not stored."""
     with _disable_current_modes():
         count = int((slots >= 0).sum())
         kv_store(key[:count], value[:count], keys, values, slots[:count])
@@ -54,7 +54,7 @@ def turn_and_store_own(
     *how: Any,
     **named: Any,
 ) -> Tensor:
-    """The same; of what has no slot the query is any numbers."""
+    """Replaces rope_and_store in the same way; the query of a token without a slot is arbitrary."""
     with _disable_current_modes():
         count = int((slots >= 0).sum())
         own = (part[:count] for part in (query, key, value, cos, sin))
@@ -64,7 +64,7 @@ def turn_and_store_own(
 
 
 def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
-    """As the GPU's kernel does: tokens of no sequence have any numbers."""
+    """Replaces attention as the GPU's kernel behaves: tokens without a sequence get arbitrary values."""
     tables, starts, contexts, scale, soft_cap, window, slopes, prefixes = where
     with _disable_current_modes():
         count = int((starts.diff() > 0).sum())

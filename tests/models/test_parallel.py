@@ -1,4 +1,4 @@
-"""A model whose ranks are threads gives the bits of one process."""
+"""A model whose ranks are threads has the bits of one process."""
 
 from dataclasses import replace
 from itertools import chain
@@ -47,7 +47,8 @@ def of_dtype(run: RunConfig, dtype: str) -> RunConfig:
 
 @each("dtype", ["float32", "bfloat16", "float16"])
 def test_llama(dtype: str, tmp_path: Path) -> None:
-    """Of 4 query and 2 key heads: a rank with a key, two ranks that share one beside one that does not, two that share each."""
+    """With 4 query and 2 key heads: a rank with a key head, two ranks that share one next to a rank that does not, and
+    two pairs that share."""
     write_llama(tmp_path / dtype)
     run = of_dtype(run_config(tmp_path / dtype), dtype)
     whole = whole_steps(run, PROMPTS)
@@ -65,12 +66,12 @@ def test_odd_numbers_of_heads(heads: int, keys: int, tp: int, tmp_path: Path) ->
 
 
 def test_adapters(tmp_path: Path) -> None:
-    """Also of the head, and of layers that join pieces."""
+    """Including adapters of the head, and of layers that gather."""
     write_llama(tmp_path / "base")
     modules = [*ALL_LINEAR, "lm_head"]
     write_adapter(tmp_path / "one", tmp_path / "base", LlamaForCausalLM, r=5, target_modules=modules)
     copies = [name for name in load_file(tmp_path / "one" / "adapter_model.safetensors") if "lora" not in name]
-    change_adapter(tmp_path / "one", {}, dict.fromkeys(copies))  # PEFT's copy of the head beside its factors
+    change_adapter(tmp_path / "one", {}, dict.fromkeys(copies))  # PEFT's copy of the head next to its factors
     plain = run_config(tmp_path / "base")
     run = replace(plain, model=replace(plain.model, adapters={"one": str(tmp_path / "one")}))
     whole = whole_steps(run, PROMPTS)
@@ -101,13 +102,13 @@ def test_each_part_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_llama(tmp_path / "base", attention_bias=True)
     run = run_config(tmp_path / "base", keep_packed=True)
     whole = whole_steps(run, PROMPTS)
-    for num_parts in (3, 3):  # made, and found
+    for num_parts in (3, 3):  # written, and found
         assert_same_bits(whole, divided_steps(run, 2, PROMPTS))
         assert len([*(tmp_path / "packed").glob("*.safetensors")]) == num_parts
 
 
 def layouts_of(name: str) -> list[tuple[int, str]]:
-    """Every number of ranks in each dtype; of chatglm_28layers, which has two heads, two ranks."""
+    """Return every number of ranks in each dtype; for chatglm_28layers, which has two heads, two ranks."""
     numbers = (2,) if name == "chatglm_28layers" else (2, 3, 4)
     return [(tp, dtype) for tp in numbers for dtype in ("float32", "bfloat16")]
 
@@ -122,7 +123,7 @@ def check_layouts(name: str, parallel_layouts: list[tuple[int, str]], folder: Pa
 
 @pytest.mark.parametrize("name", tiers(MODELS, quick=[*LAYER_KINDS.values()], long=MODELS))
 def test_families(name: str, tmp_path: Path) -> None:
-    """Each in one division; all families together in all of them."""
+    """Each family in one layout; all families together in all layouts."""
     parallel_layouts = layouts_of(name)
     check_layouts(name, [parallel_layouts[MODELS.index(name) % len(parallel_layouts)]], tmp_path)
 
@@ -130,7 +131,8 @@ def test_families(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", LAYER_KINDS)
 def test_kinds_of_layers(kind: str, tmp_path: Path) -> None:
-    """Cutting is arithmetic over the units that a family declares: families with layers of one kind are cut alike."""
+    """Sharding is arithmetic over the units that a family declares, so families with the same kind of layers are
+    sharded alike."""
     check_layouts(LAYER_KINDS[kind], layouts_of(LAYER_KINDS[kind]), tmp_path)
 
 
@@ -154,7 +156,7 @@ IN_STAGES = [name for name in MODELS if name != "chatglm_28layers"]
 
 
 def check_stages(name: str, numbers: tuple[int, ...], folder: Path) -> None:
-    """In two stages of so many ranks."""
+    """Compare two stages with this number of ranks."""
     (folder / name).mkdir()
     write_family(folder / name, name)
     prompts = prompts_for(name)
@@ -191,7 +193,8 @@ def test_many_stages(tp: int, pp: int, tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_stage_has_its_layers_alone(tmp_path: Path) -> None:
-    """Under the names that they have in the whole model, and of what is outside the layers what it computes."""
+    """The layers keep their names of the whole model. Of the modules outside the layers, a stage has those that it
+    computes."""
     write_llama(tmp_path, num_hidden_layers=5)
     run, group = run_config(tmp_path), Threads.of(1)[0]
     files = [set(rank_plan(run, ParallelLayout(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
@@ -212,7 +215,7 @@ def test_a_tied_embedding_is_at_both_ends(tmp_path: Path) -> None:
 
 
 def test_adapters_of_stages(tmp_path: Path) -> None:
-    """A stage takes what is of its layers, and refuses what is of no stage."""
+    """A stage loads the tensors of its layers, and refuses tensors that no stage has."""
     write_llama(tmp_path / "base", num_hidden_layers=4)
     write_adapter(tmp_path / "one", tmp_path / "base", LlamaForCausalLM, r=5, target_modules=ALL_LINEAR)
     run = run_config(tmp_path / "base")
@@ -234,7 +237,7 @@ def test_a_layer_that_predicts_ahead_needs_one_stage(tmp_path: Path) -> None:
 
 
 def test_ranks_divide_the_weights(tmp_path: Path) -> None:
-    """Of the linear layers, the embedding and the head each rank has its part, of the norms all."""
+    """Linear layers, the embedding and the head are sharded; norms are replicated."""
     write_llama(tmp_path, attention_bias=True)
     run = run_config(tmp_path)
     whole = {name: parameter.numel() for name, parameter in plan_of(run).model.named_parameters()}
@@ -243,7 +246,7 @@ def test_ranks_divide_the_weights(tmp_path: Path) -> None:
         for group in Threads.of(3)
     ]  # fmt: skip
     shared = {name for name in whole if "norm" not in name}
-    keys = {name for name in shared if "k_proj" in name or "v_proj" in name}  # of two heads for three ranks
+    keys = {name for name in shared if "k_proj" in name or "v_proj" in name}  # two heads for three ranks
     for name, count in whole.items():
         found = [rank[name] for rank in ranks]
         if name in keys:

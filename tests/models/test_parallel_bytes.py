@@ -1,4 +1,4 @@
-"""The bytes of the ranks of published models, on the meta device, against sums by hand.
+"""The bytes of the ranks of published models, on the meta device, compared with sums by hand.
 
 E hidden channels, F feed-forward channels, D channels of a head, L layers, V vocabulary.
 """
@@ -71,7 +71,7 @@ def test_qwen2_7b_on_eight_ranks_has_its_four_keys_twice() -> None:
 
 @pytest.mark.parametrize("layers", tiers([(21,), (61,)], long=[(21,)]))
 def test_deepseek_v3_on_four_stages_of_sixteen_ranks(layers: int) -> None:
-    """Of all its layers, and of the first ones, which are of both kinds."""
+    """For all its layers, and for the first layers, which are of both kinds."""
     config = DEEPSEEK_V3 | {"num_hidden_layers": layers}
     e, v, h, dense, x = 7168, 129280, 128, 3, 256
     attention = h * 192 * 1536 + 512 * h * 256 + e * h * 128
@@ -88,7 +88,7 @@ def test_deepseek_v3_on_four_stages_of_sixteen_ranks(layers: int) -> None:
 
 
 def test_stages_of_a_large_vocabulary_differ_by_less_than_a_layer() -> None:
-    """With the vocabulary at both ends these have fewer layers."""
+    """With the vocabulary at both ends, the outer stages have fewer layers."""
     model = build(QWEN2_7B)
     found = stage_layers(model, 4, torch.bfloat16)
     assert [len(stage) for stage in found] == [6, 8, 8, 6]

@@ -1,4 +1,4 @@
-"""What a tokenizer is for the runner without Python; test_runner.py compares what the runner makes of it."""
+"""A tokenizer in the form of the C++ runner; test_runner.py compares the runner's results."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ranks have is, together, all there is, for any numbers of heads, channels, layers and ranks."""
+"""The ranks' shards cover everything exactly, for any numbers of heads, channels, layers and ranks."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ def test_every_query_is_of_one_rank_with_the_keys_that_it_reads(num_keys: int, g
     for rank in ranks:
         assert rank.queries
         assert list(rank.keys) == sorted({query // group for query in rank.queries})
-        assert len(rank.queries) % len(rank.keys) == 0  # as attention wants it
+        assert len(rank.queries) % len(rank.keys) == 0  # as attention requires
         assert tp < num_keys or len(rank.keys) == 1
     sizes = [len(rank.queries) for rank in ranks]
     assert max(sizes) - min(sizes) <= max(1, group)
@@ -56,7 +56,7 @@ SECTIONS = [
 
 @given(num_keys=COUNTS, group=COUNTS, width=st.integers(1, 5), tp=COUNTS, which=st.sampled_from(SECTIONS))
 def test_sections_of_heads(num_keys: int, group: int, width: int, tp: int, which: object) -> None:
-    """Each section alone is shared as its heads are."""
+    """Each section is sharded like its heads."""
     num_queries = num_keys * group
     assume(tp <= num_queries)
     units, total = which  # type: ignore[misc]
@@ -102,7 +102,7 @@ def test_no_borders_make_the_largest_stage_smaller(layers: list[int], first: int
 
 
 def test_embedding_and_head_count() -> None:
-    """A vocabulary of three layers' bytes at both ends: the inner stages have the layers that the outer ones have not."""
+    """A vocabulary with the bytes of three layers is at both ends, so the inner stages get more layers."""
     assert [len(stage) for stage in stages([1] * 10, 3, 3, 4)] == [1, 4, 4, 1]
 
 

@@ -1,4 +1,5 @@
-"""A config that ties the head to the embedding, beside files that hold a head: transformers 5 uses a head that differs, and so do we."""
+"""A config that ties the head to the embedding, with files that contain a head: like transformers 5 we use a head that
+differs."""
 
 import shutil
 from dataclasses import replace
@@ -61,7 +62,7 @@ def test_a_head_without_an_embedding_is_both(name: str, tmp_path: Path, caplog: 
 
 
 def test_it_is_kept_in_every_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is made of it has a config that ties nothing, so that it loads without a warning."""
+    """The written config ties nothing, so the model loads without a warning."""
     folder = tied(tmp_path / "source")
     expected = all_logits(engine_of(folder), PROMPT)
     for format, parallel_layout in (

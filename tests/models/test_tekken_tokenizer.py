@@ -1,4 +1,4 @@
-"""Mistral's tekken.json against transformers' own converter of it, which starts no text with BOS."""
+"""Mistral's tekken.json compared with transformers' own converter, which adds no BOS."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST]{{ m.content }}[/INST]{%
 
 
 def content() -> dict[str, Any]:
-    """A file in the form of Mistral Small's."""
+    """Return a file in Mistral Small's form."""
     ranks = sorted(make_ranks().items(), key=lambda pair: pair[1])
     vocab = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for token, rank in ranks
@@ -56,7 +56,7 @@ def test_equals_transformers(text: str, tmp_path: Path) -> None:
 
 
 def test_conversations(tmp_path: Path) -> None:
-    """The template is in a file of its own; what a message spells is no special token."""
+    """The template is in a separate file. Text in a message that spells a special token is not one."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = load_tokenizer(write(tmp_path, content()))
     assert tokenizer is not None

@@ -1,4 +1,5 @@
-"""Chat templates are bounded: time, memory and length each end one conversation, and the next one is rendered."""
+"""Chat templates are limited in time, memory and length. A violation ends one conversation, and the next one is
+rendered."""
 
 import gc
 import os
@@ -27,7 +28,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that are started from now on."""
+    """Return the processes that are started from now on."""
     processes: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
 

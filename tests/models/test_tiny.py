@@ -1,4 +1,5 @@
-"""The bundled model: it answers what it was never trained on, tells a story, and its corpus keeps the two apart."""
+"""The bundled model: it answers questions that it was not trained on, tells a story, and its corpus separates training
+from held-out text."""
 
 import itertools
 import json

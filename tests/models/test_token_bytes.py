@@ -1,4 +1,4 @@
-"""Bytes of single tokens: joined they are the text, and each is what `decode` adds after another token."""
+"""Bytes of single tokens: their concatenation is the text, and each token adds the same bytes as in `decode`."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,8 @@ NUM_TRIED = 2000  # tokens of each vocabulary
 
 
 def check_texts(tokenizer: Tokenizer, texts: list[str]) -> None:
-    """A text's tokens joined are the text as the tokenizer normalises it, but for the space that sentencepiece puts before it."""
+    """Check that a text's joined tokens equal the normalised text, except the space that SentencePiece adds before
+    it."""
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         parts, text = [tokenizer.token_bytes(id) for id in ids], tokenizer.decode(ids, skip_special_tokens=False)
@@ -28,7 +29,8 @@ def check_texts(tokenizer: Tokenizer, texts: list[str]) -> None:
 
 
 def check_each_token(tokenizer: Tokenizer) -> None:
-    """After another token `decode` adds the same; tokens that are no whole characters by themselves are in the texts."""
+    """Check that `decode` adds the same bytes after another token. Tokens that are not whole characters are part of the
+    texts."""
     anchor = tokenizer.encode("a", add_special_tokens=False)
     before = tokenizer.decode(anchor, skip_special_tokens=True)
     num_whole = 0

@@ -1,4 +1,4 @@
-"""The tokenizer: exact text both ways, templates in a sandbox, damaged files refused, no code from a checkpoint."""
+"""The tokenizer: exact text both ways, sandboxed templates, damaged files refused, no code from a checkpoint."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str, tmp_path: Path
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
-    """A server's event loop is one of them."""
+    """A server's event loop is such a thread."""
     ends: list[float] = []
 
     def encode() -> None:
@@ -75,7 +75,7 @@ def test_templates(tokenizer: Tokenizer) -> None:
         "{{ raise_exception('no system role') }}",
         "{{ messages[0].nope.nope }}",
         "{% for %}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # out of the sandbox
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # escapes from the sandbox
     ],
 )
 def test_a_template_that_fails_is_one_clear_error(tokenizer: Tokenizer, template: str) -> None:
@@ -107,6 +107,6 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
     settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with contextlib.suppress(UserError):  # refused or read as a plain tokenizer, either will do
+    with contextlib.suppress(UserError):  # refused or read as a plain tokenizer; both are acceptable
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,5 @@
-"""tokenizer.json read without transformers: the same ids, texts and special tokens as transformers', for every way to say them."""
+"""tokenizer.json read without transformers: the same ids, texts and special tokens as transformers', for every
+spelling."""
 
 import json
 from pathlib import Path
@@ -45,7 +46,7 @@ def cut_and_padded() -> Backend:
 
 
 def with_plain_end() -> Backend:
-    """Whose list of added tokens has one as not special that the settings name."""
+    """Return settings that name an added token which tokenizer.json does not call special."""
     backend = byte_level()
     text = json.loads(backend.to_str())
     for token in text["added_tokens"]:
@@ -172,13 +173,14 @@ OF_FAMILIES = [
     (family, declared)
     for family in sorted({*ARCHITECTURES, *TEXT_MODELS, "minimax"})
     for declared in ("GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast")
-    if (family, declared) != ("qwen2", "LlamaTokenizer")  # whose own class has no steps for a vocabulary of pieces
+    if (family, declared) != ("qwen2", "LlamaTokenizer")  # its own class has no steps for a vocabulary of pieces
 ]
 
 
 @each("family, declared", OF_FAMILIES, quick=[case for case in OF_FAMILIES if case[0] in ("minimax", "olmo2", "llama")])
 def test_families_have_the_class_of_transformers(family: str, declared: str, tmp_path: Path) -> None:
-    """Hub files of OLMo, Granite, MiniMax-M2 and others declare a class that cuts texts otherwise than their tokenizer.json."""
+    """Hub files of OLMo, Granite, MiniMax-M2 and other families declare a class that splits texts differently from
+    their tokenizer.json."""
     backend = gemma_like() if declared == "LlamaTokenizer" else llama3_like()
     backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": declared, **BOTH}))
@@ -198,7 +200,7 @@ def test_families_have_the_class_of_transformers(family: str, declared: str, tmp
 def test_real_vocabularies(name: str, tmp_path: Path) -> None:
     """As transformers saves them, on the texts of the published vectors."""
     source = SHARED / "data" / "tokenizers" / name
-    if name == "gpt2":  # whose folder has no settings
+    if name == "gpt2":  # its folder has no settings
         theirs: Any = GPT2Tokenizer(str(source / "vocab.json"), str(source / "merges.txt"))
     else:
         theirs = AutoTokenizer.from_pretrained(source)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors become a model's parameters: every value by its name, and every fault in one error."""
+"""A checkpoint's tensors become a model's parameters: every value by its name, and all faults in one error."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -36,7 +36,7 @@ ROUTER = {f"model.layers.1.mlp.gate.{name}" for name in ("weight", "e_score_corr
 
 
 class MemoryFile:
-    """Tensors as a file of weights."""
+    """Tensors as a weight file."""
 
     def __init__(self, tensors: dict[str, Tensor], is_mapped: bool = False) -> None:
         self.path = Path("/nowhere/model.safetensors")
@@ -49,7 +49,7 @@ class MemoryFile:
 
 
 def tensors_of(model: CausalLM) -> dict[str, Tensor]:
-    """Other values for every parameter."""
+    """Return other values for every parameter."""
     torch.manual_seed(1)
     return {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -57,7 +57,7 @@ def tensors_of(model: CausalLM) -> dict[str, Tensor]:
 def load(
     model: CausalLM, *files: WeightFile, dtype: torch.dtype = torch.float32, ignored: tuple[str, ...] = ()
 ) -> list[tuple[int, int]]:
-    """What is told of the progress."""
+    """Load the tensors and return the reported progress."""
     told: list[tuple[int, int]] = []
     load_weights(model, list(files), ignored, dtype, CPU, lambda done, total: told.append((done, total)))
     return told
@@ -65,7 +65,7 @@ def load(
 
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_every_parameter_is_the_tensor_of_its_name(dtype: torch.dtype) -> None:
-    """In the model's dtype, but for those that stay float32; from any number of files."""
+    """In the model's dtype, except tensors that stay float32; from any number of files."""
     model = build(DEEPSEEK)
     tensors = tensors_of(model)
     names = list(tensors)

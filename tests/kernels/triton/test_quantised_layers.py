@@ -37,8 +37,7 @@ def test_a_layer_is_the_cpus(weights: str, activations: Activations, dtype: torc
         layer = make_layer(stored, scheme, bias, dtype, DEVICE)
     assert isinstance(layer.method.weight, GPUWeight)
     # float32: the CPU has 16 bits of an activation that is not quantised. bfloat16: a CPU rounds float8 weights, or
-    # their products,
-    # once more; both round the result and its sum with the bias.
+    # their products, once more; both round the result and its sum with the bias.
     tolerance = 1e-4 if dtype is torch.float32 else 4 * 2**-9
     assert_near(layer(x.to(DEVICE), None), expected, tolerance)
     assert_near(layer(x[2:3].to(DEVICE), None), expected[2:3], tolerance)

@@ -1,4 +1,4 @@
-"""Baichuan: how version and size are told apart, and the head of unit rows. The numbers: test_goldens.py."""
+"""Baichuan: detection of version and size, and the head of unit rows. test_goldens.py compares the numbers."""
 
 import json
 import logging
@@ -40,9 +40,7 @@ def test_the_head_is_normalised_once(family: str, tmp_path: Path) -> None:
     assert isinstance(model.lm_head, NormHead)
     stored, num_parameters = model.lm_head.weight, len(list(model.parameters()))
     logits = all_logits(engine, golden["input_ids"][0].tolist())
-    assert (
-        logits - golden["logits_unnormalised_head"][0]
-    ).abs().max() > 0.5  # what a plain head gives is 0.7 to 1 away
+    assert (logits - golden["logits_unnormalised_head"][0]).abs().max() > 0.5  # a plain head's logits are 0.7 to 1 away
     bits = model.lm_head.unit_rows().clone()
     all_logits(engine, golden["input_ids"][0].tolist())
     assert model.lm_head.unit_rows().equal(bits)
@@ -56,7 +54,7 @@ def test_a_head_that_is_loaded_again_is_normalised_again() -> None:
     with torch.device("meta"):
         model = Baichuan(read_config(reader(vocab_size=125696)))
     assert isinstance(model.lm_head, NormHead)
-    assert model.lm_head.unit_rows().is_meta  # asked for too early
+    assert model.lm_head.unit_rows().is_meta  # requested too early
     model.lm_head.weight = torch.nn.Parameter(torch.full((5, 32), 3.0), requires_grad=False)
     torch.testing.assert_close(model.lm_head.unit_rows().norm(dim=1), torch.ones(5))
 

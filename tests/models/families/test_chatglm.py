@@ -1,4 +1,4 @@
-"""ChatGLM-6B: positions, masks, and an engine whose prompts must not be cut. The numbers of plain prompts: test_goldens.py."""
+"""ChatGLM-6B: positions, masks, and an engine that does not split prompts. test_goldens.py compares plain prompts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.helpers.cases import each
 from tests.helpers.catalog import GOLDENS, TOLERANCE, greedy, link
 
 MASK, GMASK, SOP = 280, 281, 284
-KEY_VALUE_BYTES = 2 * 2 * 64 * 4  # of a token: K and V, layers, channels, float32
+KEY_VALUE_BYTES = 2 * 2 * 64 * 4  # per token: K and V, layers, channels, float32
 PROMPTS = [
     [*range(5, 20), GMASK, SOP],
     [30, GMASK, SOP],
@@ -50,7 +50,7 @@ def golden() -> dict[str, Tensor]:
 
 
 def observe_plans(engine: Engine) -> list[StepPlan]:
-    """The plans of all steps to come; each of them is checked to cut no prompt."""
+    """Record the plans of all later steps, and check that none splits a prompt."""
     plans: list[StepPlan] = []
     make_plan = engine.scheduler.plan
 
@@ -66,7 +66,7 @@ def observe_plans(engine: Engine) -> list[StepPlan]:
 
 @torch.inference_mode()
 def hidden_states(engine: Engine, tokens: list[int]) -> Tensor:
-    """[T, E] of a prompt, in one prefill that wants all of them."""
+    """Return hidden states [T, E] of a prompt, from one prefill in which every token is an output."""
     group = engine.add(engine.request(0, tokens, DecodeConfig(max_new_tokens=1, penalty_alpha=0.5, top_k=2)))
     hidden = engine.executor.execute(build_batch(engine.scheduler.plan(), engine.block_size)).hidden
     engine.scheduler.cancel(group)
@@ -106,9 +106,9 @@ def test_scale_and_frequencies_are_the_published_ones(tmp_path: Path) -> None:
         logits = all_logits(engine_of(link(family, tmp_path / family)), golden["input_ids"][0].tolist())
         difference = (logits - golden["logits"][0]).abs().max()
         exact = (logits - golden["logits_exact_inv_freq"][0]).abs().max()
-        assert exact > 3 * difference  # 5e-6 and more, against rounding noise of 1e-6
+        assert exact > 3 * difference  # at least 5e-6, while rounding is 1e-6
         other_scale = (logits - golden["logits_alpha_from_config"][0]).abs().max()
-        assert (other_scale > 1) == (family == "chatglm")  # 28 layers are what the published code always scales by
+        assert (other_scale > 1) == (family == "chatglm")  # the published code always scales by 28 layers
 
 
 def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) -> None:
@@ -118,9 +118,9 @@ def test_large_scores_fit_in_float16(folder: Path, golden: dict[str, Tensor]) ->
         engine = unpacked_engine(replace(run, model=replace(run.model, dtype=dtype)), 1)
         for name, parameter in engine.executor.model.named_parameters():
             if "query_key_value" in name:
-                parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # queries and keys: products are above 65504
+                parameter.unflatten(0, (4, 3, 16))[:, :2].mul_(100)  # products of queries and keys are above 65504
         logits.append(all_logits(engine, golden["input_ids"][0].tolist()).float())
-    # 0.01: float16 has 11 bits and logits are up to 3.5; every softmax takes one token, so scores add no error
+    # 0.01: float16 has 11 bits and logits are up to 3.5; every softmax has one token, so scores add no error
     torch.testing.assert_close(*logits, atol=0.01, rtol=0)
 
 
@@ -214,9 +214,9 @@ def test_whole_prompts_in_small_steps_and_pools_change_no_token(
         assert [output.completions[0].token_ids for output in outputs] == expected
         assert [output.num_cached_tokens for output in outputs] == [0] * len(
             PROMPTS
-        )  # also those that were seen before
+        )  # including prompts that were seen before
     admissions = sum(item.num_new_tokens > 1 for plan in plans for item in plan.scheduled)
-    assert (admissions > 2 * len(PROMPTS)) == ("kv_cache_memory" in device)  # preempted ones are computed again
+    assert (admissions > 2 * len(PROMPTS)) == ("kv_cache_memory" in device)  # preempted rows are computed again
     assert (
         max(sum(item.num_new_tokens for item in plan.scheduled) for plan in plans) <= other.scheduler.max_batched_tokens
     )

@@ -1,4 +1,5 @@
-"""ChatGLM2's layout with GLM-4's fields against transformers' GLM, and what is refused. ChatGLM2 and ChatGLM3: test_goldens.py."""
+"""ChatGLM2's layout with GLM-4's fields compared with transformers' GLM, and refused values. ChatGLM2 and ChatGLM3:
+test_goldens.py."""
 
 import json
 from pathlib import Path
@@ -55,7 +56,7 @@ def reader(**changes: Any) -> ConfigReader:
 
 
 def write_glm4(folder: Path, config: dict[str, Any]) -> GlmForCausalLM:
-    """A random GLM of transformers, written as the model's own code has it."""
+    """Write a random GLM of transformers in the layout of the model's own code."""
     torch.manual_seed(0)
     ratio = config["rope_ratio"]
     stretched = {"rope_type": "default", "rope_theta": 10000.0 * ratio}

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and -V3 against transformers, which computes keys and values of every head: so absorbed attention equals the naive one."""
+"""DeepSeek-V2 and -V3 compared with transformers, which computes keys and values of every head; absorbed attention must
+equal it."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def test_prompts_that_the_cache_knows(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_experts_in_every_second_layer(tmp_path: Path) -> None:
-    """moe_layer_freq: what the model's own code does, and transformers leaves out."""
+    """moe_layer_freq follows the model's own code; transformers ignores it."""
     reference = build(2, first_k_dense_replace=0)
     dense = DeepseekV2MLP(reference.config)
     reference.model.layers[1].mlp = dense
@@ -48,7 +49,7 @@ def test_experts_in_every_second_layer(tmp_path: Path) -> None:
 
 
 def add_layer(folder: Path, layer: int) -> None:
-    """A further layer like the last one, with what V3's multi-token prediction adds."""
+    """Add a layer like the last one, with the additional tensors of V3's multi-token prediction."""
     tensors = load_file(folder / "model.safetensors")
     last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
     added = {name.replace("layers.2.", f"layers.{layer}."): tensor.clone() for name, tensor in last.items()}
@@ -89,7 +90,7 @@ def test_the_router_stays_float32(tmp_path: Path) -> None:
 
 @each("dtype", [DType.float32, DType.bfloat16], quick=[DType.float32])
 def test_log_probabilities_are_the_same_to_the_bit_in_any_company(dtype: DType, tmp_path: Path) -> None:
-    # Whole vectors of 64: torch's loop over elements computes what is left over at its end in another way.
+    # Whole vectors of 64: torch's loop over elements uses other arithmetic for a remainder.
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "n_routed_experts": 64}
     build(3, **V3_GROUPS, **sizes).save_pretrained(tmp_path)
     run = run_config(tmp_path)

@@ -1,4 +1,5 @@
-"""What single families have beside their row of the table: files that transformers does not write, and numbers of their own."""
+"""Details of single families that their row of the table cannot express: files that transformers does not write, and
+special numbers."""
 
 import json
 import math
@@ -51,7 +52,7 @@ def test_gemmas_norm_equals_transformers_in_bfloat16() -> None:
 
 
 def test_settings_of_gemma3s_first_files(tmp_path: Path) -> None:
-    """Which name the speeds of rotation and the pattern of windows one by one."""
+    """They name the rotary bases and the pattern of windows separately."""
     rope = {FULL: SCALED, SLIDING: {"rope_type": "default", "rope_theta": 100.0}}
     sizes = ROWS["gemma3"].sizes | {"num_hidden_layers": 4, "sliding_window_pattern": 3}
     reference = ROWS["gemma3"].write(tmp_path, **sizes, rope_parameters=rope)
@@ -62,7 +63,7 @@ def test_settings_of_gemma3s_first_files(tmp_path: Path) -> None:
 
 
 def test_what_gemma3s_files_leave_out() -> None:
-    """google/gemma-3-4b-it names sizes of its layers alone; its context is that after scaling."""
+    """google/gemma-3-4b-it names only the sizes of its layers; its context is the context after scaling."""
     given = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -135,7 +136,7 @@ def test_log_probabilities_of_a_mixture_are_the_same_to_the_bit_in_any_company(t
 
 @each("base_seqlen, alpha", [(128, 1), (127, 3), (64, 3), (50, 7), (200, 1)], quick=[(64, 3)])
 def test_longer_training_of_telechat_grows_the_base(base_seqlen: int, alpha: int, tmp_path: Path) -> None:
-    """By the original code's formula: 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1, at least 1."""
+    """The original code's formula: 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1, at least 1."""
     theta = 10000.0 * alpha ** (16 / 14)  # heads of 16 channels
     reference = ROWS["telechat"].write(tmp_path, rope_theta=theta)
     change_file(tmp_path, base_seqlen=base_seqlen)

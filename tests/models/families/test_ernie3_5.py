@@ -1,4 +1,4 @@
-"""Ernie 3.5 SE against its formulas in float64, from checkpoints as PaddleNLP writes them."""
+"""Ernie 3.5 SE compared with its formulas in float64, from checkpoints in PaddleNLP's layout."""
 
 import json
 import math
@@ -35,7 +35,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 SECTIONS = {"qkv_gate_up_proj": (3 * HIDDEN, WIDE, WIDE), "o_proj": (WIDE, HIDDEN)}
 PROMPT = [7, 0, 60, 3, 3, 19, 44, 5, 11]
-TOLERANCE = 1e-4  # float32 against float64; the logits are of order 1 to 10
+TOLERANCE = 1e-4  # float32 compared with float64; the logits are of order 1 to 10
 
 
 Weights = dict[str, Tensor]
@@ -56,7 +56,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    """x [T, D]"""
+    """Return x [T, D] rotated."""
     half = positions[:, None] * 10000.0 ** (-torch.arange(0, x.shape[1], 2).double() / x.shape[1])
     angles = torch.cat([half, half], -1)
     first, second = x.chunk(2, -1)
@@ -64,7 +64,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """[T, H, D] each."""
+    """Return attention [T, H, D] of inputs with the same shape."""
     later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
     heads = []
     for head in range(HEADS):
@@ -74,7 +74,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
 
 
 def expected_logits(config: dict[str, Any], arrays: Arrays, prompt: list[int]) -> Tensor:
-    """[T, V]; Ernie35ForCausalLM in float64, layer by layer."""
+    """Return logits [T, V] of Ernie35ForCausalLM in float64, layer by layer."""
     w = {name.removeprefix("ernie."): torch.from_numpy(array).double() for name, array in arrays.items()}
     shape = len(prompt), HEADS, -1
     positions = torch.arange(len(prompt)).double()
@@ -100,7 +100,7 @@ def expected_logits(config: dict[str, Any], arrays: Arrays, prompt: list[int]) -
 
 
 def assert_formulas(folder: Path, config: dict[str, Any], arrays: Arrays) -> None:
-    """Logits at every position, and greedy tokens, also of a prompt in chunks."""
+    """Compare logits at every position, and greedy tokens, also of a prompt in chunks."""
     expected = expected_logits(config, arrays, PROMPT)
     assert 1 < expected.abs().max() < 100
     torch.testing.assert_close(
@@ -141,7 +141,7 @@ def test_ranks(is_hatf: bool, tmp_path: Path) -> None:
 
 
 def test_the_context(tmp_path: Path) -> None:
-    """Positions are 8 apart up to 4,096 tokens; those of longer texts would depend on their length."""
+    """Positions are 8 apart up to 4,096 tokens; in longer texts they would depend on the length."""
     write(tmp_path, make_arrays(CONFIG), CONFIG)
     values = open_checkpoint(tmp_path, False).config.values
     for length, random, expected in ((1024, True, 128), (32768, True, 4096), (65536, True, 4096), (1024, False, 1024)):
@@ -200,11 +200,11 @@ def test_a_converted_folder_divided(is_hatf: bool, tmp_path: Path) -> None:
 
 @each("kv_cache", ["none", "int8", "fp8"])
 def test_quantised(kv_cache: str, tmp_path: Path) -> None:
-    """Made by rounding int8 weights, and with a cache in codes: near the floats'."""
+    """Rounded int8 weights, and a quantised cache, give results near the float model's."""
     write(tmp_path, make_arrays(CONFIG), CONFIG)
     floats = all_logits(engine_of(tmp_path), PROMPT)
     quant = QuantConfig(scheme=QuantScheme.int8, kv_cache=KVCacheFormat[kv_cache])
     logits = all_logits(load_engine(replace(run_config(tmp_path), quant=quant), 3), PROMPT)
     assert not logits.equal(floats)
-    # int8 rounds a weight by up to 1/254 of its row's largest; 4 layers move logits of order 10 by tenths
+    # int8 rounds a weight by up to 1/254 of its row's largest; 4 layers change logits of order 10 by tenths
     assert (logits - floats).abs().mean() < 0.3

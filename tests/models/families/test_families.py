@@ -1,4 +1,5 @@
-"""Every row of the table: the architecture computes what its class in transformers does, and reads or refuses what config.json says."""
+"""Every row of the table: the architecture computes the same as its class in transformers, and reads or refuses the
+values of config.json."""
 
 from operator import attrgetter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Llama on real weights. Against transformers: test_families.py."""
+"""Llama with real weights. test_families.py compares it with transformers."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Phi-3 at the border beyond which every key of a text is another. What it computes below and above: test_families.py."""
+"""Phi-3 at its long RoPE threshold, beyond which every key of a text differs. test_families.py tests it below and
+above."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def engine(folder: Path, reference: Any) -> Engine:
     return engine_of(folder)
 
 
-# The first new token, the second, one in the middle and the last one take the text past the border; 61 is past it from the start.
+# The first new token, the second, one in the middle and the last one cross the threshold; 61 is beyond it from the
+# start.
 CROSSING = random_prompts(96, (60, 59, 45, 29, 61))
 
 
@@ -46,7 +48,7 @@ def test_growing_past_the_border_equals_transformers(folder: Path, reference: An
 
 
 def test_the_border_is_seen(folder: Path, reference: Any, engine: Engine) -> None:
-    """Without the second computation the tokens would be others, so that the tests of it prove something."""
+    """Without recomputation the tokens would differ; otherwise the tests would prove nothing."""
     decode = DecodeConfig(max_new_tokens=32)
     crossed = [output.token_ids for output in complete(engine, CROSSING, decode)]
     stays = engine_of(folder)
@@ -76,14 +78,14 @@ def test_chunks_company_cached_prefixes_and_preemption_change_nothing_across_the
 
     alone = [tokens(engine, [prompt])[0] for prompt in CROSSING]
     assert tokens(engine, CROSSING) == alone
-    # One row has room at its full length, but not the three that run at once; and no prompt goes through one step.
+    # One row fits at its full length, but three rows do not; and no prompt fits one step.
     num_blocks = 24 * NUM_SEQUENCES[name] + 13
     small = engine_of(folder, max_batched_tokens=11, block_size=4, kv_cache_memory=str(num_blocks * BLOCK_BYTES))
     assert tokens(small, CROSSING) == alone
     assert preempted
     assert (
         tokens(small, CROSSING) == alone
-    )  # over a cache that knows the prompts, some of them on both sides of the border
+    )  # with a prefix cache that has the prompts, some of them on both sides of the threshold
 
 
 def test_beams_across_the_border_equal_transformers(reference: Any, engine: Engine) -> None:

@@ -1,4 +1,5 @@
-"""Qwen of 2023 above its training context, where no golden set goes, against its formulas in float64; and what config.json may not say."""
+"""Qwen of 2023 above its training context, where no golden set exists, compared with its formulas in float64; and
+refused values of config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ LENGTHS = (5, 16, 17, 32, 33, 70)  # below, at and above the training context, t
 
 
 def reference_logits(w: Weights, ids: list[int], prompt_length: int, ntk: bool, logn: bool) -> Tensor:
-    """The whole sequence without a cache."""
+    """Compute the whole sequence without a cache."""
     return qwen(w, ids, NO_PREFIX, prompt_length if ntk else 0, logn=logn)
 
 
 def assert_greedy(w: Weights, prompt: list[int], answer: list[int], ntk: bool, logn: bool) -> None:
-    """Each token of the answer is the likeliest one after those before it."""
+    """Check that each token of the answer is the most likely one after the tokens before it."""
     logits = reference_logits(w, prompt + answer, len(prompt), ntk, logn)
     assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == answer
 
@@ -39,9 +40,10 @@ def test_equals_the_formulas_in_float64(ntk: bool, logn: bool, tmp_path: Path) -
     engine = engine_of(tmp_path, block_size=4)
     for prompt in prompts:
         expected = reference_logits(weights, prompt, len(prompt), ntk, logn).float()
-        # 1e-4: float32 against float64; the logits are of order 1 to 10
+        # 1e-4: float32 compared with float64; the logits are of order 1 to 10
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=1e-4, rtol=0)
-    prompts += [prompts[-1][:20], prompts[-1][:40]]  # beginnings of others, which the cache may not give them
+    # prefixes of other prompts, whose keys the cache must not return for them
+    prompts += [prompts[-1][:20], prompts[-1][:40]]
     decode = DecodeConfig(max_new_tokens=NEW_TOKENS)
     expected_ids = [complete(engine, [prompt], decode)[0].token_ids for prompt in prompts]
     for prompt, answer in zip(prompts, expected_ids, strict=True):

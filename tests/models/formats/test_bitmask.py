@@ -1,4 +1,4 @@
-"""Files of compressed-tensors up to 0.14, whose weights lack their zeros."""
+"""Files of compressed-tensors up to 0.14, which store weights without their zeros."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.uint8)
 
 
-# What version 0.13 of the package wrote of the weights below.
+# Written by version 0.13 of the package from the weights below.
 NUMBERS, FOURS = torch.arange(33).reshape(3, 11), torch.arange(24).reshape(2, 12)
 UNSTRUCTURED = torch.where(NUMBERS * 7 % 5 < 2, NUMBERS - 16.0, 0.0).bfloat16()
 TWO_OF_FOUR = torch.where((FOURS + FOURS // 4) % 4 < 2, (FOURS - 11) / 4, 0.0).to(torch.float8_e4m3fn)
@@ -47,7 +47,7 @@ WRITTEN = {
 
 
 def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Path:
-    """A checkpoint in two files, which no module respects."""
+    """Write a checkpoint in two files, so that the tensors of a module are in both."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config or {"model_type": "llama"}))
     names = sorted(tensors, key=lambda name: (name.rpartition(".")[2], name))

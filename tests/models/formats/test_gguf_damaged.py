@@ -1,4 +1,4 @@
-"""GGUF files with damaged headers, cut short or with changed bytes: each is refused in one line."""
+"""GGUF files with damaged headers, truncated files and changed bytes: each is refused in one line."""
 
 import struct
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A model of a kilobyte with a vocabulary."""
+    """Return a model of a kilobyte with a vocabulary."""
     folder = tmp_path_factory.mktemp("small")
     sizes = {"hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1, "num_key_value_heads": 1}
     write_model(folder, LlamaForCausalLM, num_hidden_layers=1, vocab_size=5, max_position_embeddings=16, **sizes)
@@ -105,7 +105,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def load_damaged(data: bytes, file: Path) -> str:
-    """The error, or nothing where the damage is one that no check can see."""
+    """Return the error; None if the damage is undetectable."""
     file.write_bytes(data)
     message = ""
     try:

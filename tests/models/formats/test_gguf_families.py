@@ -1,4 +1,5 @@
-"""GGUF files of the newer families: logits of transformers' own model, and equal tokens; what their keys may not say."""
+"""GGUF files of the newer families: logits of transformers' model, and equal tokens; and refused values of their
+keys."""
 
 import json
 import re
@@ -36,13 +37,13 @@ from tests.helpers.gguf_models import (
 )
 from tests.helpers.oracle import random_prompts
 
-# Rows of a multiple of 32, as a block of Q8_0 is long, and few layers to add errors.
+# Row lengths are multiples of 32, the block of Q8_0, and there are few layers, which keeps errors small.
 WIDE: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 2, "layer_types": None},
     "deepseek_v3": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32}
     | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
     | {"num_experts_per_tok": 8, **ONE_GROUP},
-    # all experts: a choice would turn a last bit, which another kernel gives, into another one
+    # all experts: a choice could depend on a last bit, which another kernel changes
     "qwen3_moe": {"num_experts_per_tok": 6},
     "gpt2": {"n_embd": 64},
     "bloom": {"hidden_size": 96},
@@ -57,7 +58,7 @@ def opened(file: Path) -> list[WeightFile]:
 def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = build(tmp_path, name)
     file = write_family(tmp_path, tmp_path / "twin.gguf")
-    caplog.clear()  # what transformers said of its config
+    caplog.clear()  # values of transformers' config
     assert_equals_transformers(file, reference)
     assert [
         name for name, _, _ in caplog.record_tuples if not name.startswith("transformers")
@@ -71,7 +72,7 @@ def test_equals_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_every_tensor_is_the_other_layouts(tmp_path: Path) -> None:
-    """To the bit, but for Gemma's norms, from which 1 is taken again."""
+    """Equal bits, except Gemma's norms, from which 1 is subtracted."""
     for name in CASES:
         build(tmp_path, name)
         files = opened(write_family(tmp_path, tmp_path / "twin.gguf"))
@@ -92,7 +93,7 @@ def test_deepseek_before_its_latent_was_split(tmp_path: Path) -> None:
 
 
 def test_halves_in_two_files(tmp_path: Path) -> None:
-    """attn_k_b ends the first file, attn_v_b begins the second."""
+    """attn_k_b is the last tensor of the first file, attn_v_b the first of the second."""
     reference = build(tmp_path, "deepseek_v3")
     whole = gguf.GGUFReader(write_family(tmp_path, tmp_path / "twin.gguf"))
     tensors = {tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in whole.tensors}
@@ -121,14 +122,14 @@ PACKED = {
 @pytest.mark.long
 @each("name", PACKED)
 def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> None:
-    """The file stays packed, and its logits are near those of transformers with the package's rounded weights."""
+    """The weights stay packed, and the logits are near those of transformers with the package's dequantised weights."""
     reference = build(tmp_path, name, **WIDE.get(name, {}))
     file = write_family(tmp_path, tmp_path / "twin.gguf", "Q8_0")
     with torch.no_grad():
         read = {key: tensor for each in opened(file) for key, tensor in each.read(each.shapes)}
         state = load_file(tmp_path / "model.safetensors")
         for key, tensor in read.items():
-            # half a step of the codes, and float16's rounding of the scale; rows in another order differ by far more
+            # half a step of the codes, and float16's rounding of the scale; wrongly ordered rows differ by far more
             assert (tensor - state[key]).abs().max() <= state[key].abs().max() * (1 / 254 + 2**-11), key
         save_file({key: tensor.contiguous() for key, tensor in read.items()}, tmp_path / "model.safetensors")
     rounded = type(reference).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
@@ -139,7 +140,8 @@ def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> No
     for prompt in random_prompts(96):
         with torch.no_grad():
             expected = rounded(torch.tensor([prompt])).logits[0]
-        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
+        # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order
+        # 10.
         torch.testing.assert_close(all_logits(engine, prompt), expected, atol=2e-3, rtol=0)
 
 
@@ -153,7 +155,7 @@ def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> No
 def test_blocks_are_in_the_order_of_the_weight(
     name: str, settings: dict[str, int], module: str, tmp_path: Path
 ) -> None:
-    """Rows are moved in blocks as they are in floats; a block is [O, I], also where Hugging Face holds [I, O]."""
+    """Rows of blocks are permuted like rows of floats; a block is [O, I], also where Hugging Face stores [I, O]."""
     build(tmp_path, name, **settings)
     config = json.loads((tmp_path / "config.json").read_text())
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", name)
@@ -196,7 +198,8 @@ ROWS_OF_256: dict[str, dict[str, Any]] = {  # whole blocks of K-quants, and a ro
 
 
 def write_random_blocks(folder: Path) -> tuple[Path, Path]:
-    """A model whose matrices are random blocks, all four types in turn, and the floats that the package makes of them."""
+    """Write a model whose matrices are random blocks of all four types in turn. Return the package's dequantised
+    floats."""
     config = json.loads((folder / "config.json").read_text())
     architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
     files = folder / "packed.gguf", folder / "floats.gguf"
@@ -224,7 +227,7 @@ def write_random_blocks(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.long
 @each("name", ROWS_OF_256)
 def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
-    """They stay packed, and logits are near those of the package's own dequantisation of the same file."""
+    """The weights stay packed, and the logits are near those with the package's own dequantisation of the same file."""
     build(tmp_path, name, **ROWS_OF_256[name])
     packed, floats = write_random_blocks(tmp_path)
     own, expected = engine_of(packed), engine_of(floats)
@@ -232,12 +235,13 @@ def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
         module for key, module in own.executor.model.named_modules() if ".1." in key and isinstance(module, Linear)
     ]
     in_blocks = [module for module in layers if isinstance(module.method, BlockMethod)]
-    assert len(in_blocks) >= len(layers) - 1 >= 3  # DeepSeek's kv_b_proj, which the file has in two, is of floats
+    assert len(in_blocks) >= len(layers) - 1 >= 3  # DeepSeek's kv_b_proj, split in the file, is not quantised
     for prompt in random_prompts(96):
         logits = all_logits(expected, prompt)
         differences = (all_logits(own, prompt) - logits).abs().amax(1)
-        # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of larger numbers,
-        # at every layer. Where random attention is nearly undecided between two tokens, one row's error can be a hundred times the others'.
+        # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of
+        # larger numbers, at every layer. If random attention is nearly undecided between two tokens, one row's error
+        # can be a hundred times larger.
         assert differences.median() <= 5e-4 * logits.abs().max()
         assert differences.max() <= 2e-2 * logits.abs().max()
 
@@ -253,7 +257,7 @@ def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_dtype(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
-    """Gemma's hidden states are larger than float16 can be."""
+    """Gemma's hidden states exceed the range of float16."""
     build(tmp_path, name)
     file = write_family(tmp_path, tmp_path / "twin.gguf", kind)
     assert open_checkpoint(file, allow_pickle=False).config.raw("torch_dtype") == dtype
@@ -262,14 +266,15 @@ def test_dtype(name: str, kind: str, dtype: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @each("name, layers, scale", [("gemma2", 46, 12.0), ("gemma3", 62, 12.0), ("gemma3", 61, 16.0)])
 def test_scale_of_the_largest_gemmas(name: str, layers: int, scale: float, tmp_path: Path) -> None:
-    """Gemma 2 and 3 27B divide by the root of hidden_size / heads; their files do not say it, and llama.cpp knows it by the layers."""
+    """Gemma 2 and 3 27B divide by the root of hidden_size / heads. Their files lack it, and llama.cpp infers it from
+    the number of layers."""
     build(tmp_path, name, hidden_size=48, num_hidden_layers=layers, layer_types=None)
     file = write_family(tmp_path, tmp_path / "twin.gguf")
     assert open_checkpoint(file, allow_pickle=False).config.raw("query_pre_attn_scalar") == scale
 
 
 def test_gemma2_without_its_keys(tmp_path: Path) -> None:
-    """The caps and the window are then those of transformers' own defaults, which are those of all published Gemma 2."""
+    """The caps and the window are transformers' defaults, which are the values of all published Gemma 2 models."""
     published = transformers.Gemma2Config()
     keys = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
     own = {key: getattr(published, key) for key in keys}
@@ -289,14 +294,14 @@ def test_gemma2_without_its_keys(tmp_path: Path) -> None:
 
 
 def test_the_pattern_of_gemma3s_windows(tmp_path: Path) -> None:
-    """Where the file names it. Every second layer of three sees everything."""
+    """The file names the pattern. Every second of three layers has full attention."""
     reference = build(tmp_path, "gemma3", num_hidden_layers=3, layer_types=[SLIDING, FULL, SLIDING])
     file = write_family(tmp_path, tmp_path / "twin.gguf", gemma3__attention__sliding_window_pattern=2)
     assert_equals_transformers(file, reference)
 
 
 def test_every_share_of_a_head_is_its_channels_again() -> None:
-    """Readers of config.json multiply and round down: of 44 channels the share of 30 would be 29."""
+    """config.json readers multiply and round down: of 44 channels the share of 30 would become 29."""
     assert int(44 * (30 / 44)) == 29
     for head_dim in range(2, 257, 2):
         for channels in range(2, head_dim + 1, 2):
@@ -387,7 +392,7 @@ def test_halves_that_do_not_fit(changed: Callable[[np.ndarray], np.ndarray], sha
 
 
 def test_halves_and_their_whole(tmp_path: Path) -> None:
-    """One of the two would be left unread."""
+    """One of the two would stay unread."""
     build(tmp_path, "deepseek_v2")
     whole = converted_tensors(tmp_path, splits_latent=False)["blk.1.attn_kv_b.weight"]
     file = write_deepseek(tmp_path, converted_tensors(tmp_path) | {"blk.1.attn_kv_b.weight": whole})
@@ -407,7 +412,7 @@ def test_a_half_alone(missing: str, tmp_path: Path) -> None:
 
 
 def test_the_dtype_of_halves(tmp_path: Path) -> None:
-    """Theirs where they have the same, else that which holds both."""
+    """The dtype of both halves if it is the same, else the dtype that can represent both."""
     build(tmp_path, "deepseek_v2")
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "deepseek2")
     add_family_shape(writer, json.loads((tmp_path / "config.json").read_text()), splits_latent=True)

@@ -1,4 +1,5 @@
-"""GGUF of the families that have code of their own, Qwen v1 and ChatGLM2 to GLM-4: written, named as the gguf package names, and read."""
+"""GGUF of families with code of their own (Qwen v1 and ChatGLM2 to GLM-4): written, with the gguf package's names, and
+read."""
 
 import base64
 import json
@@ -45,7 +46,7 @@ def logits(path: Path) -> Iterator[Tensor]:
 
 
 def test_written_and_read_to_the_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """llama.cpp's own logits of such files are in models/README.md."""
+    """models/README.md has llama.cpp's own logits of such files."""
     for name, golden, architecture, config in (
         ("qwen", "qwen", gguf.MODEL_ARCH.QWEN, {}),
         ("qwen_plain", "qwen", gguf.MODEL_ARCH.QWEN, {"use_dynamic_ntk": False, "use_logn_attn": False}),
@@ -145,7 +146,8 @@ def test_ranks_of_a_small_qwen(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_published_vocabularies(
     golden: str, vocabulary: str, key: str, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A word with ChatGLM's `eop` in it is cut there, as in the files of llama.cpp's converter: a text can name GGUF's tokens."""
+    """A word that contains ChatGLM's `eop` is split there, as in files of llama.cpp's converter: a text can contain
+    GGUF's tokens."""
     folder = copy_golden(golden, tmp_path / golden, **{key: size})
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Quantised GGUF files against llama.cpp's own quantiser: its bytes, and the type that it gives each tensor."""
+"""Quantised GGUF files compared with llama.cpp's own quantiser: its bytes, and the type of each tensor."""
 
 import hashlib
 from pathlib import Path
@@ -18,7 +18,7 @@ from models.formats.gguf.writer import write_gguf
 from tests.helpers.builders import complete, engine_of
 from tests.helpers.oracle import write_model
 
-DIGESTS = {  # sha256 of what ggml_quantize_chunk makes of `rows()` (libggml-base of llama-cpp-python 0.3.36)
+DIGESTS = {  # sha256 of ggml_quantize_chunk's output for `rows()` (libggml-base of llama-cpp-python 0.3.36)
     "Q4_0": "d7d0d0d14c55cbf9c13e85f886003248b2694cf4370b9bdcad7e43f69c77e8db",
     "Q4_1": "7d6302dadc558e5d96c4ab2f4c9b54ad210dd9dcc66122baefbcac2aa84edcb1",
     "Q5_0": "8bf78468e28b51798ef8848d9921629e749996168f1eed5c4d3f7656f529597c",
@@ -47,7 +47,8 @@ OF_80 = "6" * 10 + "446" * 20 + "6" * 10  # the first and last eighth, and each 
 
 
 def rows() -> np.ndarray:
-    """24 rows of 768 values without a library's generator: even, heavy-tailed, equal, of one sign, tiny, and with groups of these."""
+    """Return 24 rows of 768 values, made without a library's generator: even, heavy-tailed, equal, of one sign, tiny,
+    and mixed groups."""
     n = np.arange(24 * 768, dtype=np.uint32)
     for _ in range(2):
         n = (n ^ n >> np.uint32(16)) * np.uint32(0x45D9F3B)
@@ -70,7 +71,8 @@ def test_bytes_are_llama_cpps() -> None:
 
 
 def test_types_are_llama_quantizes() -> None:
-    """Types by kind of tensor, a letter for each layer, as llama-quantize wrote them; all other matrices have the first type."""
+    """Types by kind of tensor, one letter per layer, as llama-quantize wrote them. All other matrices have the first
+    type."""
     untied = {"token_embd.weight": (96, 256), "output.weight": (96, 256)}
     fused = {"attn_qkv": (384, 256), "attn_output": SQUARE, "ffn_up": (512, 256), "ffn_down": SQUARE}
     latent = {"attn_kv_b": SQUARE, "attn_output": (256, 160), "ffn_down": SQUARE}
@@ -109,7 +111,8 @@ def test_types_are_llama_quantizes() -> None:
 
 
 def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each is what the package dequantises it to, and nearer to the floats with more bits; rows of 88 values are float16."""
+    """Each tensor equals the package's dequantisation, and more bits are closer to the floats. Rows of 88 values are
+    float16."""
     write_model(
         tmp_path / "hf", LlamaForCausalLM, hidden_size=256, intermediate_size=88, num_attention_heads=4, head_dim=64
     )
@@ -151,4 +154,4 @@ def test_values_beyond_a_scale_are_refused(tmp_path: Path) -> None:
                 UserError, match=rf"blk.1.ffn_up.weight holds {named.replace('+', '.')}, which Q\d_\w cannot"
             ):
                 write_gguf(open_checkpoint(tmp_path / "hf", False), tmp_path / "x.gguf", dtype)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # nothing half-written
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # no partial file

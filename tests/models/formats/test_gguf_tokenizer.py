@@ -1,4 +1,5 @@
-"""Tokenizers inside GGUF files: equal to the plain tokenizers on real vocabularies; damaged and unknown ones refused by name."""
+"""Tokenizers inside GGUF files: equal to the plain tokenizers on real vocabularies; damaged and unknown ones are
+refused by name."""
 
 import json
 import sys
@@ -42,7 +43,7 @@ def load(file: Path) -> Tokenizer:
 
 
 def write(file: Path, template: str | None = None, **keys: Any) -> Path:
-    """A file of a vocabulary alone; a key that is None is left out."""
+    """Write a vocabulary-only file. A key whose value is None is left out."""
     writer = gguf.GGUFWriter(file, "llama")
     for key, value in keys.items():
         if value is not None:
@@ -76,7 +77,8 @@ def test_published_vectors(file: str, name: str) -> None:
 
 @real
 def test_baichuan() -> None:
-    """Its sentencepiece model folds characters (NFKC) and has pieces that are matched before all others; the file has lost both."""
+    """Its SentencePiece model normalises characters (NFKC) and has pieces that are matched before all other pieces; the
+    file has lost both."""
     plain = SentencePieceProcessor(model_file=str(REAL / "baichuan1" / "tokenizer.model"))
     tokenizer = load(REAL / "gguf" / "ggml-vocab-baichuan.gguf")
     cases = json.loads((REAL / "llama2" / "vectors.json").read_text(encoding="utf-8"))["cases"]
@@ -92,17 +94,17 @@ def test_special_tokens_of_phi3() -> None:
     text, ids = tokenizer.encode_messages([{"role": "user", "content": "Hi"}], None)
     assert text.startswith("<s><|user|>")
     assert ids[:2] == [1, 32010]
-    # llama.cpp's ids: white space behind a special token is part of it, but for <s>, <unk> and <|endoftext|>
+    # llama.cpp's ids: white space after a special token belongs to it, except after <s>, <unk> and <|endoftext|>
     assert tokenizer.encode("<|user|>\nHello<|end|>\n<|assistant|>\n", True) == [1, 32010, 15043, 32007, 32001]
     assert tokenizer.encode("x </s>  y<|endoftext|> y", False) == [921, 29871, 2, 343, 32000, 29871, 343]
     assert {*tokenizer.turn_end_ids} == {2, 32000, 32007}
-    assert tokenizer.max_token_bytes is None  # a token may stand for any number of spaces
+    assert tokenizer.max_token_bytes is None  # a token may represent any number of spaces
 
 
 @pytest.mark.long
 @real
 def test_a_byte_without_a_token_is_left_out() -> None:
-    """SmolLM2's file has no token for 21 bytes; transformers reads it, too, and llama.cpp gives the same ids and ends."""
+    """SmolLM2's file has no token for 21 bytes. transformers reads it, too, and llama.cpp gives the same ids."""
     file = next((SHARED / "data" / "models" / "smollm2_135m_instruct").glob("*.gguf"))
     tokenizer, plain = load(file), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     for text in (
@@ -145,7 +147,7 @@ NORMAL, CONTROL, OWN, UNUSED = 1, 3, 4, 5
             {2, 8, 9},
             {"<|end|>", "<|start|>"},
         ),
-        # beside Gemma 4's token </s> is a text
+        # with Gemma 4's token present, </s> is a text
         ({"<|tool_response>": CONTROL, "<turn|>": CONTROL}, {8, 9}, {}),
     ],
 )
@@ -227,7 +229,8 @@ def test_qwen2(tmp_path: Path) -> None:
     ],
 )
 def test_how_texts_are_cut(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
-    """A token for each of the words and for what they join to: the text is cut only where the pattern cuts."""
+    """There is a token for each word and for each concatenation of words: the text is split only where the pattern
+    splits it."""
     letters = byte_level().pre_tokenizer.alphabet()
     text_in_letters = text.replace(" ", "Ġ").replace("\n", "Ċ")
     tokens, merges = sorted(letters), []
@@ -246,7 +249,7 @@ def test_how_texts_are_cut(pre: str, text: str, words: list[str], tmp_path: Path
 
 
 def split(*alternatives: str) -> dict[str, Any]:
-    """A step of tokenizer.json, whose pattern are these alternatives."""
+    """Return a step of tokenizer.json with a pattern of these alternatives."""
     return {"type": "Split", "pattern": {"Regex": "|".join(alternatives)}, "behavior": "Isolated", "invert": False}
 
 
@@ -254,10 +257,10 @@ CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
-PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, as DeepSeek-V2 and -V3, BLOOM, Phi-4-mini and GLM-4 have it
+PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, of DeepSeek-V2 and -V3, BLOOM, Phi-4-mini and GLM-4
     "deepseek-llm": [
         split("[\r\n]"),
-        split(r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ]+"),  # of its letters those that the texts have
+        split(r"\s?[A-Za-zµÀ-ÖØ-öø-ƺ]+"),  # only the letters of the tests' texts
         split("\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+"),
         split(r"\s+$"),
         split("[一-龥ࠀ-一가-\ud7ff]+"),
@@ -289,7 +292,8 @@ PUBLISHED = {  # pre_tokenizer of tokenizer.json, before ByteLevel, as DeepSeek-
 
 @each("pre", PUBLISHED)
 def test_ids_are_those_of_tokenizer_json(pre: str, tmp_path: Path) -> None:
-    """A vocabulary that was learnt of texts cut as the family's tokenizer.json says, read by transformers and from GGUF."""
+    """A vocabulary trained on texts that are split as the family's tokenizer.json says, read by transformers and from
+    GGUF."""
     settings = json.loads(byte_level().to_str())
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*PUBLISHED[pre], to_bytes]}
@@ -310,7 +314,7 @@ def test_ids_are_those_of_tokenizer_json(pre: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_cased_letters_are_letters_with_a_case() -> None:
-    """By the categories of Unicode, which tell a range that was mistyped."""
+    """By Unicode categories, which reveal a mistyped range."""
     cut = pre_tokenizers.Split(Regex(f"[{CASED_LETTERS}]"), "removed")
     categories = {chr(code): unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1)}
     others = "".join(letter for letter, kind in categories.items() if kind not in ("Lu", "Ll", "Lt", "Cs"))
@@ -319,7 +323,7 @@ def test_cased_letters_are_letters_with_a_case() -> None:
 
 
 def test_gemma(tmp_path: Path) -> None:
-    """Its pieces are matched before all others where they are user-defined; nothing is put before a text, and no space is lost."""
+    """User-defined pieces are matched first. Nothing is added before a text, and no space is lost."""
     own = ["<start_of_turn>", "▁▁", "▁▁▁", "\n\n"]
     SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 20),
@@ -343,9 +347,7 @@ def test_gemma(tmp_path: Path) -> None:
     keys = {
         "model": "llama",
         "pre": "default",
-        "tokens": [
-            piece.piece for piece in model.pieces
-        ],  # llama.cpp's converter writes spaces in those of a user's own
+        "tokens": [piece.piece for piece in model.pieces],  # llama.cpp's converter writes spaces in user-defined pieces
         "scores": [piece.score for piece in model.pieces],
         "token_type": [piece.type for piece in model.pieces],
         "bos_token_id": 2,

@@ -1,4 +1,4 @@
-"""Checkpoints written as GGUF: read back to equal tensors and token ids, with the keys that llama.cpp asks for."""
+"""Checkpoints written as GGUF: read back to equal tensors and token ids, with the keys that llama.cpp requires."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_reads_back_equal(family: str, dtype: str, tmp_path: Path) -> None:
 
 
 def test_q8_0_is_the_packages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_model(tmp_path / "hf", LlamaForCausalLM)  # its intermediate_size of 88 is no multiple of 32
+    write_model(tmp_path / "hf", LlamaForCausalLM)  # its intermediate_size of 88 is not a multiple of 32
     found = weights(convert(tmp_path / "hf", "q8_0"))
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     for name, tensor in weights(tmp_path / "hf").items():
@@ -109,7 +109,7 @@ def test_q8_0_is_the_packages(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 @each("family", ["llama", "mixtral", "qwen2"])
 def test_is_what_llama_cpp_reads(family: str, tmp_path: Path) -> None:
-    """By the package's own reader: the same tensors and keys as a twin made by llama.cpp's rules."""
+    """With the package's own reader: the same tensors and keys as a twin written by llama.cpp's rules."""
     model_class, config = MODELS[family]
     write_model(tmp_path / "hf", model_class, **config)
     ours = gguf.GGUFReader(convert(tmp_path / "hf", "float32"))
@@ -126,7 +126,8 @@ def test_is_what_llama_cpp_reads(family: str, tmp_path: Path) -> None:
 
 @each("name", [name for name in CASES if name not in UNKNOWN], quick=["gemma3"])
 def test_architectures_that_are_read(name: str, tmp_path: Path) -> None:
-    """Logits of transformers, and the tensors and keys of a twin by llama.cpp's rules. llama.cpp's own are in models/README.md."""
+    """Logits of transformers, and the tensors and keys of a twin by llama.cpp's rules. models/README.md has llama.cpp's
+    own logits."""
     reference = build(tmp_path / "hf", name)
     file = convert(tmp_path / "hf", "float32")
     assert_equals_transformers(file, reference)
@@ -164,7 +165,7 @@ def test_peak_memory_is_about_a_tensor(tmp_path: Path) -> None:
     write_gguf(checkpoint, tmp_path / "warm.gguf", "float32")  # imports and caches
     tracemalloc.start()
     write_gguf(checkpoint, tmp_path / "x.gguf", "float32")
-    peak = tracemalloc.get_traced_memory()[1]  # of numpy's memory, which holds what is to be written
+    peak = tracemalloc.get_traced_memory()[1]  # numpy's memory, which holds the data to write
     tracemalloc.stop()
     assert peak < 2.5 * 1000 * 512 * 4 < (tmp_path / "x.gguf").stat().st_size / 2
 
@@ -183,7 +184,7 @@ def test_tokenizers_of_tokenizer_json(make: Any, tmp_path: Path) -> None:
     ours, other = (open_checkpoint(path, False).load_tokenizer() for path in (file, tmp_path / "hf"))
     assert ours is not None
     assert other is not None
-    assert ours.size == other.size  # though the file has 700 tokens, as the model has
+    assert ours.size == other.size  # although the file has 700 tokens, like the model
     assert (ours.bos_token_id, ours.eos_token_id) == (other.bos_token_id, other.eos_token_id)
     for text in ("Once upon a time 12345", "<s>今天</s> 🙂\n\n  x", ""):
         for special in (True, False):
@@ -242,7 +243,7 @@ def test_the_bundled_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def with_tokenizer(folder: Path, *files: Path, **config: Any) -> Path:
-    """A random model beside these tokenizer files."""
+    """Write a random model next to these tokenizer files."""
     write_model(folder, LlamaForCausalLM, **{"vocab_size": 520, **config})
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -251,8 +252,8 @@ def with_tokenizer(folder: Path, *files: Path, **config: Any) -> Path:
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
 def test_spaces_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The tokenizer.json keeps spaces and adds one only where a text begins with none, which GGUF cannot say; the tokenizer.model beside
-    it removes repeated ones, which GGUF can say."""
+    """tokenizer.json keeps spaces and adds one only if a text begins without, which GGUF cannot represent. The
+    tokenizer.model next to it removes repeated spaces, which GGUF can represent."""
     source = SHARED / "data" / "models" / "stories260K"
     vectors = json.loads((SHARED / "data" / "tokenizers" / "llama2" / "vectors.json").read_text(encoding="utf-8"))
     texts = [*(case["text"] for case in vectors["cases"]), *TEXTS, TRICKY, *SPACES]
@@ -299,7 +300,8 @@ def test_missing_bytes_of_byte_pairs(tmp_path: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.long
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies stand beside the repository")
 def test_tokens_that_other_files_add_to_the_pieces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An added one, and one in the place of a piece; the text behind such a token begins without a space, which llama.cpp puts there."""
+    """An added token, and a token that replaces a piece. The text after such a token begins without a space, but
+    llama.cpp adds one."""
     folder = with_tokenizer(
         tmp_path / "hf", SHARED / "data" / "tokenizers" / "llama2" / "tokenizer.model", vocab_size=32008
     )
@@ -380,7 +382,7 @@ def test_refused(model_class: Any, config: dict[str, Any], dtype: str, message: 
     write_model(tmp_path / "hf", model_class, **config)
     with pytest.raises(UserError, match=message):
         convert(tmp_path / "hf", dtype)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # nothing half-written
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # no partial file
 
 
 def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:

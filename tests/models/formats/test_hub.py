@@ -1,4 +1,4 @@
-"""From model.path to a folder: local folders, the hub's cache, one clear error where there is neither."""
+"""From model.path to a folder: local folders, the hub's cache, one clear error if there is neither."""
 
 import shutil
 import socket
@@ -41,7 +41,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path) -> None:
 
 
 def store(*files: str) -> Path:
-    """The hub's cache with org/name, which holds these files alone."""
+    """Write the hub's cache of org/name with only these files."""
     entry, commit = Path(constants.HF_HUB_CACHE) / "models--org--name", "0" * 40
     shutil.rmtree(entry, ignore_errors=True)
     (entry / "refs").mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_a_tag_of_no_one_file(tag: str, message: str) -> None:
 
 @each("path", ["org/name-GGUF", "org/name.gguf"])
 def test_a_repository_of_gguf_files_needs_a_tag(path: str) -> None:
-    """Not a download of its other files, and an error for weights that are missing in them."""
+    """It does not download the other files, or report weights that they lack."""
     with pytest.raises(
         UserError, match=f"model.path={path} does not select one .*: add the end of a file's name, as in {path}:Q4"
     ):
@@ -156,7 +156,7 @@ def test_nothing_there_is_one_clear_error(path: str, message: str) -> None:
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Online as far as the client knows, and without a proxy."""
+    """Make the client online and without a proxy."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -173,7 +173,7 @@ def refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.usefixtures("direct")
 def test_without_a_network_the_answer_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # but nobody listens
+        unused.bind(("127.0.0.1", 0))  # but no server listens
         line = refused(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
     assert line == (
         "there is no folder org/name, and as a hub id it cannot be downloaded (127.0.0.1 cannot be reached): "
@@ -195,14 +195,14 @@ def test_a_network_that_swallows_everything_is_not_waited_for(monkeypatch: pytes
     monkeypatch.setattr(models.formats.hub, "CONNECT_S", 0.01)
     assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
     assert "(hub.invalid cannot be reached)" in refused("https://hub.invalid", monkeypatch)
-    assert begun.wait(60)  # a busy machine may begin it after it was given up
-    assert (names, ended.is_set()) == ([("hub.invalid", 443)], False)  # once in a process
+    assert begun.wait(60)  # on a busy machine it may begin after it was given up
+    assert (names, ended.is_set()) == ([("hub.invalid", 443)], False)  # once per process
     ended.set()
 
 
 @pytest.mark.usefixtures("direct")
 def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an IPv6 route that swallows everything, whose address comes first."""
+    """For example an IPv6 route that drops everything and whose address comes first."""
     ended = threading.Event()
 
     def hangs(address: tuple[str, int], timeout: float) -> socket.socket:
@@ -232,12 +232,12 @@ def test_what_cannot_be_reached_is_looked_for_in_the_cache_alone(
     proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(path: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
-        assert local_files_only == (proxy is None)  # what a proxy reaches only the client can tell
+        assert local_files_only == (proxy is None)  # only the client can tell what a proxy reaches
         return "/found"
 
     if proxy:
         monkeypatch.setenv("https_proxy", proxy)
-    monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{1 if proxy else 2}")  # where nobody listens
+    monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{1 if proxy else 2}")  # no server listens there
     monkeypatch.setattr(huggingface_hub, "snapshot_download", found)
     assert find_checkpoint("org/name", with_weights=True, allow_pickle=False) == Path("/found")
 
@@ -250,7 +250,7 @@ def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(tmp_path: Path) -> None:
-    """Of the cache, where each is a folder of its own."""
+    """In the cache, where each revision is a separate folder."""
     entry, commit = store("config.json").parent.parent, "1" * 40
     (entry / "refs" / "v1").write_text(commit)
     (entry / "snapshots" / commit).mkdir()

@@ -1,4 +1,4 @@
-"""Loading checkpoints, good and bad, from folders that the tests write."""
+"""Loading valid and invalid checkpoints from folders that the tests write."""
 
 import logging
 from pathlib import Path
@@ -37,7 +37,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def split(tensors: dict[str, Tensor], num_shards: int) -> list[dict[str, Tensor]]:
-    names = sorted(tensors, key=lambda name: tensors[name].numel())  # so that shards are of about one size
+    names = sorted(tensors, key=lambda name: tensors[name].numel())  # so that the shards have similar sizes
     return [{name: tensors[name] for name in names[i::num_shards]} for i in range(num_shards)]
 
 
@@ -55,7 +55,7 @@ def test_loaded_values_do_not_depend_on_the_file(tmp_path: Path) -> None:
     tensors = make_tensors()
     parameters = load(write_whole(tmp_path, tensors))
     file = tmp_path / "model.safetensors"
-    with open(file, "r+b") as stream:  # in place, as a mapping would see it
+    with open(file, "r+b") as stream:  # in place, so that a mapping would see it
         stream.write(b"\xff" * file.stat().st_size)
     assert_same(parameters, tensors)
 
@@ -253,8 +253,8 @@ def test_peak_memory_is_the_model_and_one_tensor(tmp_path: Path) -> None:
         max(tensor.nbytes for tensor in tensors.values()),
     )
     peak = peak_of_loading(small, large)
-    # The model, the tensor that is being copied, and as much again for what the allocator holds back. A loader that keeps
-    # the file mapped, or reads all before it casts, takes two models.
+    # The model, the tensor that is being copied, and as much again that the allocator retains. A loader that keeps the
+    # file mapped, or reads everything before it casts, needs two models.
     assert total * 0.9 < peak < total + 2 * largest
     assert largest * 4 < total
 

@@ -1,4 +1,4 @@
-"""Experts in tensors of three dimensions, both ways round, against transformers' whole model."""
+"""Experts in three-dimensional tensors, in both orders, compared with transformers' whole model."""
 
 import json
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def change_experts(folder: Path, changed: Callable[[str, Tensor], Tensor]) -> No
 
 
 def turn(folder: Path) -> None:
-    """As the checkpoints of the hub have it: inputs before outputs."""
+    """Return the tensor as checkpoints of the hub have it: inputs before outputs."""
     change_experts(folder, lambda _, tensor: tensor.mT)
 
 
 @each(
-    "channels, is_turned",  # of 48 hidden ones: gates with ups, none, or downs are square
+    "channels, is_turned",  # fused gates and ups, separate ones, or square downs, of 48 hidden channels
     [(channels, is_turned) for channels in (24, 32, 48) for is_turned in (False, True)],
     quick=[(32, True)],
 )
@@ -136,7 +136,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_experts_always_add_up_to_1(tmp_path: Path) -> None:
-    """Other files of Qwen 3's mixtures say whether they do; this family's code does not ask."""
+    """Other files of Qwen 3's mixtures have a key for it; this family's code does not read it."""
     write_random(tmp_path, reference_of("qwen3_vl_moe"))
     change(tmp_path, norm_topk_prob=False)
     with pytest.raises(UserError, match="norm_topk_prob=False is not supported: only True, None"):

@@ -1,4 +1,4 @@
-"""Merged adapters against PEFT's own merge_and_unload() in transformers."""
+"""Merged adapters compared with PEFT's own merge_and_unload() in transformers."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def merge(tmp_path: Path) -> list[WeightFile]:
 
 
 def merged_logits(tmp_path: Path) -> Tensor:
-    """Logits [T, V] of the engine whose weights are the merged ones."""
+    """Return logits [T, V] of an engine with the merged weights."""
     engine = unpacked_engine(run_config(tmp_path / "base"), 3)
     load_weights(
         engine.executor.model, merge(tmp_path), (), torch.float32, torch.device("cpu"), lambda done, total: None
@@ -59,7 +59,8 @@ def merged_logits(tmp_path: Path) -> Tensor:
 
 
 def assert_as_peft(tmp_path: Path, expected: Tensor, base: PreTrainedModel) -> None:
-    """Both compute in float32, and sum in other orders: 1e-4 of the largest logit. The adapter must matter, or nothing is shown."""
+    """Compare with PEFT. Both use float32 sums in different orders: 1e-4 of the largest logit. The adapter must change
+    the logits."""
     with torch.inference_mode():
         unchanged = base(torch.tensor([PROMPT])).logits[0]
     tolerance = 1e-4 * expected.abs().max().item()
@@ -94,7 +95,7 @@ def test_llama_as_peft(config: dict[str, Any], tmp_path: Path) -> None:
 
 @each("prefix", ["model.language_model.", "language_model.model."])
 def test_an_adapter_of_a_multimodal_model(prefix: str, tmp_path: Path) -> None:
-    """Its tensors, and the patterns of its ranks, have the names of the text in the whole."""
+    """Its tensors, and the patterns of its ranks, have the names of the text model within the whole model."""
     base = write_llama(tmp_path / "base")
     module = "model.layers.1.self_attn.q_proj"
     expected = write_adapter(
@@ -130,7 +131,7 @@ def test_tied_heads_stay_tied(tied: bool, tmp_path: Path) -> None:
 
 @each("bias", ["none", "all"])
 def test_gpt2_whose_matrices_are_transposed(bias: str, tmp_path: Path) -> None:
-    """c_proj of attention is square, so that its shape does not tell."""
+    """attention's c_proj is square, so its shape does not show the order."""
     base = write_gpt2(tmp_path / "base")
     modules = ["c_attn", "c_proj", "c_fc"]
     expected = write_adapter(tmp_path / "adapter", base, target_modules=modules, fan_in_fan_out=True, bias=bias)
@@ -138,7 +139,7 @@ def test_gpt2_whose_matrices_are_transposed(bias: str, tmp_path: Path) -> None:
 
 
 def test_gpt2_with_a_head_of_its_own(tmp_path: Path) -> None:
-    """Convolutions and a linear layer: of the two PEFT saves one value of fan_in_fan_out."""
+    """For convolutions and a linear layer, PEFT saves a single value of fan_in_fan_out."""
     base = write_gpt2(tmp_path / "base", tie_word_embeddings=False)
     expected = write_adapter(tmp_path / "adapter", base, target_modules=["c_attn", "c_proj", "wte", "lm_head"])
     assert_as_peft(tmp_path, expected, base)
@@ -165,12 +166,12 @@ def test_other_tensors_are_untouched_and_dtypes_kept(tmp_path: Path) -> None:
                 assert torch.equal(tensor, before[name]), name
                 continue
             a, b = (adapter[f"base_model.model.{name[:-7]}.lora_{x}.weight"].double() for x in "AB")
-            # lora_alpha / r is 1. Summed in float32 it may fall on the other side of a half in bfloat16, an 8-bit mantissa.
+            # lora_alpha / r is 1. A float32 sum may be rounded to the other side in bfloat16, which has 8 bits.
             torch.testing.assert_close(tensor.double(), before[name].double() + b @ a, rtol=2**-8, atol=1e-6)
 
 
 def write_changed(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]) -> None:
-    """An adapter of q_proj with other settings, and with tensors changed, added or (None) taken away."""
+    """Write an adapter of q_proj with other settings, and with tensors changed, added or (None) removed."""
     base = write_llama(tmp_path / "base")
     write_adapter(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     file = tmp_path / "adapter" / "adapter_config.json"
@@ -297,7 +298,7 @@ def test_a_quantised_base(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And none that PEFT itself writes."""
+    """No key that PEFT itself writes is reported."""
     write_changed(tmp_path, {}, {})
     merge(tmp_path)
     assert not caplog.records

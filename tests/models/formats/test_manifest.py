@@ -1,4 +1,4 @@
-"""manifest.json against hashlib, and every way in which a folder can differ from it."""
+"""manifest.json compared with hashlib, and every difference that a folder can have from it."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def test_every_file_is_listed_with_size_and_sha256(folder: Path) -> None:
     }
     (folder / ".DS_Store").write_text("hidden")
     verify_manifest(folder)
-    verify_manifest(folder / "model.safetensors")  # where one file is the model
+    verify_manifest(folder / "model.safetensors")  # if a single file is the model
 
 
 def test_a_hash_that_is_known_is_not_computed_again(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Meta's own layout against the same weights in Hugging Face's, which transformers wrote and computes."""
+"""Meta's layout compared with the same weights in Hugging Face's layout, which transformers wrote and computes."""
 
 import io
 import json
@@ -59,16 +59,16 @@ def test_bytes_of_progress_are_those_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_peak_memory_is_the_model_and_what_is_open(tmp_path: Path) -> None:
-    """Parameters are the merged tensors themselves; of the shards, about a layer is mapped."""
+    """The parameters are the merged tensors themselves; about a layer of the shards is mapped."""
     for scale, name in ((1, "small"), (56, "large")):
         tensors, dim = make_tensors(scale), 32 * scale
-        sizes = {"dim": dim, "multiple_of": 48 * scale, "ffn_dim_multiplier": 0.1}  # up to multiple_of
+        sizes = {"dim": dim, "multiple_of": 48 * scale, "ffn_dim_multiplier": 0.1}  # rounded up to multiple_of
         write_meta(tmp_path / name, tensors, 2, **sizes)
     sizes_of_all = sorted(tensor.nbytes for tensor in tensors.values())
     total, largest = sum(sizes_of_all), sizes_of_all[-1]
     peak = peak_of_loading(tmp_path / "small", tmp_path / "large")
-    # As in test_checkpoint, and what is mapped: at most the largest tensors of as many as are read at once. This model has only two
-    # layers; a loader that keeps all mapped takes two models.
+    # As in test_checkpoint, plus the mapped bytes: at most the largest tensors, as many as are read at once. This model
+    # has only two layers; a loader that keeps everything mapped needs two models.
     assert total * 0.9 < peak < total + 2 * largest + sum(sizes_of_all[-AT_ONCE:])
 
 
@@ -89,7 +89,7 @@ def test_params_in_the_terms_of_config_json(tmp_path: Path) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
     assert (config.rms_norm_eps, config.rotary.theta, config.rotary.type) == (1e-5, 500000.0, "default")
     assert read(tmp_path, n_kv_heads=None).num_key_value_heads == 4
-    assert read(tmp_path, ffn_dim_multiplier=None).intermediate_size == 176  # 170, up to 8s
+    assert read(tmp_path, ffn_dim_multiplier=None).intermediate_size == 176  # 170, rounded up to a multiple of 8
     assert read(tmp_path, vocab_size=80).vocab_size == 80
 
 
@@ -106,7 +106,8 @@ def test_params_in_the_terms_of_config_json(tmp_path: Path) -> None:
 def test_sizes_of_published_models(
     dim: int, multiple_of: int, multiplier: float, expected: int, tmp_path: Path
 ) -> None:
-    """Llama 1 and 2 of 7, 13 and 70 billion parameters, Llama 3 of 8, Llama 3.2 of 1: intermediate_size of their config.json."""
+    """intermediate_size of the config.json of Llama 1 and 2 (7, 13 and 70 billion parameters), Llama 3 8B and Llama 3.2
+    1B."""
     config = read(tmp_path, dim=dim, n_heads=32, n_kv_heads=8, multiple_of=multiple_of, ffn_dim_multiplier=multiplier)
     assert config.intermediate_size == expected
 
@@ -262,7 +263,7 @@ def test_llama_3_stops_where_metas_code_does(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real tokenizers stand beside the repository")
 @each("name, bos, eos, special", [("llama2", 1, 2, {}), ("llama3", 128000, 128001, {"<|eot_id|>": 128009})])
 def test_bare_tokenizer(name: str, bos: int, eos: int, special: dict[str, int], tmp_path: Path) -> None:
-    """Against ids of sentencepiece and tiktoken themselves."""
+    """Compared with ids of sentencepiece and tiktoken themselves."""
     source = SHARED / "data" / "tokenizers" / name
     (tmp_path / "tokenizer.model").symlink_to(source / "tokenizer.model")
     tokenizer = load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Axes against transformers' own plans for tensor parallelism, where it has them, and against Megatron's rule by hand."""
+"""Sharding axes compared with transformers' tensor parallel plans, if it has them, and with Megatron's rule by hand."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_axes_are_those_of_transformers(model_type: str) -> None:
     assert {split_axis(model, name) for name in norms} == {None}
 
 
-# The last parts of a layer's tensors by axis; what is not named is whole.
+# The last parts of a layer's tensor names, by axis; all other tensors are whole.
 AXES = {
     "baichuan-7b": ({"W_pack.weight", "gate_proj.weight", "up_proj.weight"}, {"o_proj.weight", "down_proj.weight"}),
     "bloom": (
@@ -49,7 +49,8 @@ AXES = {
         {"query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight"},
         {"dense.weight", "dense_4h_to_h.weight"},
     ),
-    # Transposed: c_proj is cut along its first axis, which are its inputs, as are the biases of the others along their only one.
+    # Transposed: c_proj is sharded along its first axis, its inputs, and the biases of the other layers along their
+    # only axis.
     "gpt2": ({"c_attn.bias", "c_fc.bias", "c_proj.weight"}, {"c_attn.weight", "c_fc.weight"}),
     "mixtral": (
         {"q_proj.weight", "k_proj.weight", "v_proj.weight", "w1.weight", "w3.weight"},
@@ -83,19 +84,19 @@ def test_embeddings_and_heads_are_cut_along_the_vocabulary_and_tables_of_positio
     assert [split_axis(gpt2, name) for name in ("transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight")] == [
         0, None, 0,
     ]  # fmt: skip
-    assert split_axis(baichuan2, "lm_head.weight") == 0  # whose rows are normalised
+    assert split_axis(baichuan2, "lm_head.weight") == 0  # its rows are normalised
     assert split_axis(opt, "model.decoder.embed_positions.weight") is None
 
 
 def cuts_of(model: CausalLM, layer: str) -> dict[str, tuple[int, ...]]:
-    """Of what is outside of the layers, and of one layer, by the last parts of their names."""
+    """Return the axes of the tensors outside the layers and of one layer, by the last parts of their names."""
     outside = {name: tensor for name, tensor in expected_tensors(model).items() if not re.search(r"\.\d+\.", name)}
     inside = {name: tensor for name, tensor in expected_tensors(model).items() if layer in name}
     return {".".join(name.split(".")[-2:]): tensor.shard_axes for name, tensor in (outside | inside).items()}
 
 
 def test_slices_that_ranks_may_hold() -> None:
-    """Embeddings along either axis; of what is fused nobody knows how it was cut."""
+    """Embeddings along either axis. For fused tensors the slicing is unknown."""
     rows, columns, whole = (0,), (1,), ()
     llama = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "attention_bias": True})
     assert cuts_of(llama, "layers.1.") == {

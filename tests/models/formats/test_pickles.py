@@ -1,4 +1,4 @@
-"""Pickles, `pytorch_model.bin`: refused without leave, and never run."""
+"""Pickles, `pytorch_model.bin`: refused without permission, and never executed."""
 
 import io
 import zipfile
@@ -36,7 +36,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
         load(tmp_path, allow_pickle=True)
     assert not trace.exists()
     torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
-    assert trace.exists()  # so the file is as dangerous as it was meant to be
+    assert trace.exists()  # the file is as dangerous as intended
 
 
 @each(
@@ -54,7 +54,7 @@ def test_pickle_of_something_else(tmp_path: Path, content: object) -> None:
 
 
 def with_pickle_bytes(content: bytes, pickled: bytes) -> bytes:
-    """A file of torch.save with another pickle in it."""
+    """Return a torch.save file with another pickle in it."""
     result = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(result, "w") as new:
         for name in old.namelist():

@@ -1,4 +1,4 @@
-"""Files of soft prefixes that are damaged, of another model, or for models that take none."""
+"""Soft prefix files that are damaged, belong to another model, or are used with unsupported models."""
 
 import json
 from pathlib import Path

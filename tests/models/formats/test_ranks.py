@@ -1,4 +1,5 @@
-"""Checkpoints cut for tensor-parallel and pipeline ranks against the same weights whole, which transformers wrote."""
+"""Checkpoints sharded for tensor-parallel and pipeline ranks compared with the whole weights, which transformers
+wrote."""
 
 import shutil
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def test_rank_folders(num_ranks: int, num_stages: int, tied: bool, tmp_path: Pat
 
 
 def test_key_value_heads_that_ranks_share(whole: Path, tmp_path: Path) -> None:
-    """Four ranks and two such heads: ranks 0 and 1 hold the first."""
+    """Four ranks and two key/value heads: ranks 0 and 1 hold the first."""
     tensors = load_file(whole / "model.safetensors")
     ranks = cut(tensors, 4)
     for name in (name for name in tensors if "k_proj" in name or "v_proj" in name):
@@ -68,7 +69,8 @@ def test_an_embedding_cut_along_its_channels(whole: Path, tmp_path: Path) -> Non
 
 
 def sharded_state_rank(tensors: dict[str, Tensor], rank: int, num_ranks: int) -> dict[str, Tensor]:
-    """What vLLM's modules of a Llama with two key/value heads hold, of tensors in one memory only the first by name."""
+    """Return the state of vLLM's modules of a Llama with two key/value heads. Of tensors that share memory, only the
+    first name is kept."""
 
     def piece(name: str) -> Tensor:
         num_pieces = min(num_ranks, 2) if "k_proj" in name or "v_proj" in name else num_ranks
@@ -110,7 +112,7 @@ def test_sharded_state_of_vllm(num_ranks: int, tied: bool, tmp_path: Path) -> No
 
 
 def test_biases_of_fused_matrices(tmp_path: Path) -> None:
-    """attention_bias: queries, keys and values have biases that are cut, and o_proj one that is not."""
+    """attention_bias: the biases of queries, keys and values are sharded, o_proj's bias is not."""
     write_llama(tmp_path / "whole", attention_bias=True)
     tensors = load_file(tmp_path / "whole" / "model.safetensors")
     ranks = cut(tensors, 2)
@@ -133,7 +135,7 @@ def cut_norm(ranks: Ranks) -> None:
 
 
 def cut_output_rows(ranks: Ranks) -> None:
-    """As an optimizer's parallelism does."""
+    """Cut the output rows, as an optimizer's parallelism does."""
     for tensors in ranks:
         tensors[OUTPUT] = torch.ones(32, 64)
 
@@ -153,7 +155,7 @@ def other_dtype(ranks: Ranks) -> None:
 
 
 def optimizer_slices(ranks: Ranks) -> None:
-    """Two pieces of 32 rows would make up the matrix, and there are four that differ."""
+    """Two pieces of 32 rows would fill the matrix, but there are four different pieces."""
     ranks += [dict(tensors) for tensors in ranks]
     ranks[3][QUERY] = torch.ones(32, 64)
 
@@ -236,7 +238,8 @@ def test_the_same_tensor_in_two_parts(whole: Path, tmp_path: Path) -> None:
 
 
 def test_fused_matrices_of_the_model_itself_are_not_joined(tmp_path: Path) -> None:
-    """Phi-3 has qkv_proj: its pieces may be cut part by part or straight through, which nothing tells."""
+    """Phi-3 has qkv_proj. Its pieces may be sliced part by part or straight through, and the files do not tell
+    which."""
     config = Phi3Config(**{**SMALL, "pad_token_id": 0})
     Phi3ForCausalLM(config).save_pretrained(tmp_path / "whole")
     tensors = load_file(tmp_path / "whole" / "model.safetensors")

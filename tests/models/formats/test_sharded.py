@@ -1,4 +1,4 @@
-"""The sharded layout: what is written is what the safetensors library reads, and whatever is wrong in a folder is one UserError."""
+"""The sharded layout: the safetensors library reads the written files, and each fault of a folder is one UserError."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ TENSORS = {
     "shared": torch.randn(2, 3),
 }
 FIRST, LAST = ("whole", "rows", "empty", "mask", "bytes", "numbers", "shared"), ("columns", "cube", "scalar", "shared")
-CUTS: dict[str, list[Shard | None]] = {  # of two ranks: equal, unequal, in two ranges, overlapping, the same
+CUTS: dict[str, list[Shard | None]] = {  # for two ranks: equal, unequal, in two ranges, overlapping, identical
     "rows": [Shard(0, (range(3),)), Shard(0, (range(3, 4),))],
     "columns": [Shard(1, (range(2),)), Shard(1, (range(2, 4),))],
     "cube": [Shard(1, (range(1), range(3, 5))), Shard(1, (range(1, 3), range(5, 6)))],
@@ -85,7 +85,7 @@ def test_every_type_and_shape_comes_back(source: SafetensorsFile, tmp_path: Path
         "rank_1_0.safetensors",
         "rank_1_1.safetensors",
     ]
-    total = sum(tensor.nbytes for tensor in TENSORS.values()) + TENSORS["shared"].nbytes  # which is of both stages
+    total = sum(tensor.nbytes for tensor in TENSORS.values()) + TENSORS["shared"].nbytes  # both stages have it
     assert [total for _, total in progress] == [total] * (len(TENSORS) + 1)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
     assert progress[-1][0] == total
@@ -128,11 +128,11 @@ def test_the_index_says_where_pieces_are(sharded: Path) -> None:
     ]
     content = TENSORS["whole"].numpy().tobytes()
     assert layout["tensors"]["whole"]["pieces"][0]["sha256"] == hashlib.sha256(content).hexdigest()
-    assert len((sharded / LAYOUT).read_text().splitlines()) == len(TENSORS) + 2  # a tensor is a line
+    assert len((sharded / LAYOUT).read_text().splitlines()) == len(TENSORS) + 2  # one line per tensor
 
 
 def test_the_index_has_the_digest_of_each_piece(sharded: Path) -> None:
-    """As `sha256sum` would give it of the piece's bytes in a file."""
+    """Equal to `sha256sum` of the piece's bytes in a file."""
     num_cut = 0
     for name, entry in json.loads((sharded / LAYOUT).read_text())["tensors"].items():
         for piece in entry["pieces"]:
@@ -148,7 +148,7 @@ def test_the_index_has_the_digest_of_each_piece(sharded: Path) -> None:
     [ParallelLayout(), ParallelLayout(2, 2, 1, 0), ParallelLayout(2, 2, 0, 1), ParallelLayout(4, 1, 3)],
 )
 def test_any_ranges_are_read(sharded: Path, parallel_layout: ParallelLayout) -> None:
-    """Along the axis that is cut or another one, of one piece or several."""
+    """Along the sharded axis or another one, of one piece or several."""
     file = ShardedFile(sharded).of_rank(parallel_layout)
     for name, tensor in TENSORS.items():
         for axis, size in enumerate(tensor.shape):
@@ -178,7 +178,8 @@ def test_a_rank_of_the_same_division_reads_its_own_file_alone(
 
 
 def write_version_1(folder: Path) -> Path:
-    """A matrix in equal pieces along each axis, and what one file has for both ranks, as version 1 had it."""
+    """Write a matrix in equal pieces along each axis, and a tensor that one file has for both ranks, as version 1
+    did."""
     tensors = {name: TENSORS[name] for name in ("columns", "whole", "scalar")} | {"rows": TENSORS["rows"]}
     axes = {"rows": 0, "columns": 1}
     entries = {}
@@ -214,7 +215,7 @@ def test_the_library_reads_mixed_types_of_one_file(source: SafetensorsFile, tmp_
     header = json.loads((tmp_path / "model.safetensors").read_bytes()[8 : 8 + header_size])
     assert header.pop("__metadata__") == {"format": "pt"}
     assert header_size % 8 == 0
-    for name, entry in header.items():  # each begins where its type may
+    for name, entry in header.items():  # each begins at its type's alignment
         assert entry["data_offsets"][0] % TENSORS[name].dtype.itemsize == 0
 
 

@@ -1,4 +1,4 @@
-"""A rank's files: what they show, what they read, and how much of it is in memory."""
+"""A rank's files: their tensors, the bytes that they read, and the memory that they use."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ PARTS = {
 
 
 class Watched:
-    """A file of whole tensors that are no views of it. Counts those that are alive when the next is read."""
+    """A file of whole tensors that are not views of it. Counts the tensors that are alive at the next read."""
 
     path, is_mapped = Path("watched"), False
 
@@ -86,7 +86,7 @@ def test_one_whole_tensor_at_a_time() -> None:
 
 
 def test_the_ranks_read_each_byte_once_but_what_all_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here no two ranks share a key."""
+    """No two ranks share a key here. Only replicated tensors are read by every rank."""
     write_llama(tmp_path, num_key_value_heads=4, attention_bias=True)
     read, read_whole = 0, SafetensorsFile.read
     read_ranges = SafetensorsFile.read_ranges
@@ -114,7 +114,7 @@ def test_the_ranks_read_each_byte_once_but_what_all_have(tmp_path: Path, monkeyp
 
 
 def test_names_that_lack_their_first_part(tmp_path: Path) -> None:
-    """GPT-2's files say h.0 for transformer.h.0, and hold a second copy of nothing."""
+    """GPT-2's files name h.0 instead of transformer.h.0, and no second copy is held."""
     link("gpt2", tmp_path)
     run, groups = run_config(tmp_path), Threads.of(2)
     shapes = [rank_plan(run, ParallelLayout(2, 1, group.rank), group).files[0].shapes for group in groups]

@@ -1,4 +1,5 @@
-"""The text of multimodal checkpoints against transformers' whole model, in every spelling of configs and names that is around."""
+"""The text model of multimodal checkpoints compared with transformers' whole model, in every published spelling of
+configs and names."""
 
 import json
 import logging
@@ -22,7 +23,7 @@ from tests.helpers.wrapped_models import TEXT, assert_equal, change, reference_o
 
 
 def rename(folder: Path, prefixes: dict[str, str]) -> None:
-    """Give the tensors' names other beginnings: the first that fits."""
+    """Replace the beginnings of the tensors' names, by the first that matches."""
     file = folder / "model.safetensors"
 
     def renamed(name: str) -> str:
@@ -65,7 +66,7 @@ def test_equals_transformers(model_type: str, spelling: str, tmp_path: Path) -> 
 
 
 def test_settings_beside_those_of_pictures(tmp_path: Path) -> None:
-    """The files of Qwen2-VL on the hub, whose tensors of text have no prefix, either."""
+    """The hub's files of Qwen2-VL, whose text tensors have no prefix either."""
     reference = write_random(tmp_path, reference_of("qwen2_vl"))
     rename(tmp_path, {"model.language_model.": "model.", "language_model.model.": "model.", "model.visual.": "visual."})
     config = json.loads((tmp_path / "config.json").read_text())

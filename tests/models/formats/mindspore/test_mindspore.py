@@ -1,4 +1,4 @@
-"""MindSpore checkpoints against the same weights in Hugging Face's layout."""
+"""MindSpore checkpoints compared with the same weights in Hugging Face's layout."""
 
 import shutil
 from pathlib import Path
@@ -59,8 +59,9 @@ def test_peak_memory(tmp_path: Path) -> None:
     def write(file: Path, held: dict[str, Tensor]) -> None:
         file.with_suffix(".ckpt").write_bytes(ckpt(renamed(held)))
 
-    # A piece is copied from the mapping, because its bytes are not aligned, and below 32 MB malloc keeps the holes of such copies;
-    # and the packed weight is made beside the whole one. Seen: 2.2 and 2.7 tensors above a model of 9.5, once 6.1 among other tests.
+    # A piece is copied from the mapping, because its bytes are not aligned, and below 32 MB malloc keeps the freed
+    # memory of such copies; the packed weight is made while the whole one exists. Measured: 2.2 and 2.7 tensors above a
+    # model of 9.5, once 6.1 among other tests.
     assert_one_tensor_at_a_time(tmp_path, write, spare=7)
 
 
@@ -145,7 +146,7 @@ def test_tensors_of_other_models_are_unexpected(whole: Path, folder: Path) -> No
 
 
 def test_told_by_content(whole: Path, folder: Path) -> None:
-    """Other programs call archives of theirs .ckpt, and safetensors go first."""
+    """Other programs name their archives .ckpt, too, and safetensors have precedence."""
     (folder / "other.ckpt").write_bytes(b"PK\x03\x04")
     shutil.copy(whole / "config.json", folder)
     with pytest.raises(UserError, match=r"has no weights: expected model\.safetensors"):

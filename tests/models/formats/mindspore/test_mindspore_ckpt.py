@@ -1,4 +1,4 @@
-"""MindSpore's files alone: types, sizes, and damage that is refused by name."""
+"""MindSpore's files alone: types, sizes, and refused damage."""
 
 import time
 from pathlib import Path
@@ -112,7 +112,8 @@ def test_damaged_bytes(
             assert tensor.nbytes <= len(content)
     except UserError as error:
         refusal = str(error)
-    # A file of 1 kB takes far less; a reader that goes on where nothing is would not. Of the processor, which others may be using.
+    # A file of 1 kB takes far less; a reader that continues into missing data would not. Processor time, because the
+    # machine may be busy.
     assert time.process_time() - before < 0.5
     assert "\n" not in refusal
     assert len(refusal) < 2000

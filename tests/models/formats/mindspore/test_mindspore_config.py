@@ -1,4 +1,4 @@
-"""MindFormers' YAML in the terms of config.json, or refused."""
+"""MindFormers' YAML converted to the keys of config.json, or refused."""
 
 import shutil
 from pathlib import Path

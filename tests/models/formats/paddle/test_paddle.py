@@ -1,4 +1,4 @@
-"""PaddleNLP's layout against golden logits of the same weights in Hugging Face's."""
+"""PaddleNLP's layout compared with golden logits of the same weights in Hugging Face's layout."""
 
 import json
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_bfloat16_is_stored_as_uint16(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_model_config_of_older_versions(tmp_path: Path) -> None:
-    """A nested one, of GPT: its code's formulas are in test_paddle_gpt.py."""
+    """A nested GPT config. test_paddle_gpt.py compares the model with its code's formulas."""
     arrays, config = write_paddle(tmp_path, GOLDENS / "llama3")
     save_pdparams(tmp_path / "model_state.pdparams", arrays)
     (tmp_path / "config.json").unlink()
@@ -134,7 +134,7 @@ def test_pickles_are_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_every_setting_of_training_is_known(tmp_path: Path) -> None:
-    """No setting stays that nobody read, and linear scaling is Hugging Face's."""
+    """No setting stays unread, and linear scaling is converted to Hugging Face's."""
     write_paddle(tmp_path, GOLDENS / "llama3", seq_length=2048, rope_scaling_type="linear", rope_scaling_factor=2.0)
     config = open_paddle_config(tmp_path)
     assert config["rope_scaling"] == {"type": "linear", "factor": 2.0}
@@ -176,7 +176,7 @@ def test_settings_that_compute_something_else(changes: dict[str, object], messag
     ],
 )
 def test_safetensors_of_other_families_are_one_line(model_type: str, name: str, tmp_path: Path) -> None:
-    """Not a list of tensors that are missing in Hugging Face's layout."""
+    """The error is not a list of tensors that are missing in Hugging Face's layout."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "paddlenlp_version": "3.0.0"}))
     save_safetensors(tmp_path / "model.safetensors", {name: np.zeros((2, 2), np.float32)})
     line = f"PaddleNLP's model_type='{model_type}' is not supported: only bloom, .*: give the model in Hugging Face"

@@ -1,4 +1,4 @@
-"""PaddleNLP's GPT (GPT-2 and GPT-3 by its own names) against the formulas of its code, in float64."""
+"""PaddleNLP's GPT (GPT-2 and GPT-3 with its own names) compared with the formulas of its code, in float64."""
 
 import json
 import math
@@ -36,7 +36,7 @@ CONFIG = {
     "paddlenlp_version": "3.0.0",
 }
 PROMPT = [7, 0, 60, 3, 3, 19, 44]
-TOLERANCE = 1e-4  # float32 against float64; the logits are of order 1 to 10
+TOLERANCE = 1e-4  # float32 compared with float64; the logits are of order 1 to 10
 
 
 def make_arrays() -> Arrays:
@@ -59,7 +59,7 @@ def make_arrays() -> Arrays:
 
 
 def expected_logits(arrays: Arrays, prompt: list[int]) -> torch.Tensor:
-    """[T, V]; GPTModel and GPTLMHead in float64, layer by layer."""
+    """Return logits [T, V] of GPTModel and GPTLMHead in float64, layer by layer."""
     w = {name.removeprefix("gpt."): torch.from_numpy(array).double() for name, array in arrays.items()}
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -89,7 +89,7 @@ def expected_logits(arrays: Arrays, prompt: list[int]) -> torch.Tensor:
 
 
 def split(arrays: Arrays) -> Arrays:
-    """With queries, keys and values apart: fuse_attention_qkv=False."""
+    """Split queries, keys and values: fuse_attention_qkv=False."""
     result = {}
     for name, array in arrays.items():
         if "qkv_proj" not in name:
@@ -130,7 +130,7 @@ def test_apart_in_safetensors(tmp_path: Path) -> None:
 
 @each("head", ["lm_head.weight", "lm_head.decoder_weight", "lm_head.decoder.weight"])
 def test_a_stored_head(head: str, tmp_path: Path) -> None:
-    """The embedding's copy, under the names of three versions."""
+    """A copy of the embedding with the names of three versions."""
     arrays = make_arrays()
     write(tmp_path, arrays | {head: arrays["gpt.embeddings.word_embeddings.weight"]})
     assert_formulas(tmp_path, arrays)

@@ -1,4 +1,4 @@
-"""`.pdparams`: arrays as pickle itself reads them, and nothing else, whatever a pickle holds."""
+"""`.pdparams`: arrays equal to those that pickle reads, and no other objects, whatever a pickle contains."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ from tests.helpers.damage import RunsCode
 RANDOM = np.random.default_rng(0)
 ARRAYS = {
     "half": RANDOM.normal(size=(3, 5)).astype(np.float16),
-    "single": RANDOM.normal(size=(129, 200)).astype(np.float32),  # above 64 KB, which pickle puts outside its frames
+    "single": RANDOM.normal(size=(129, 200)).astype(np.float32),  # above 64 KB, which pickle writes outside its frames
     "double": RANDOM.normal(size=7),
     "bytes": RANDOM.integers(-128, 127, (2, 3, 4), np.int8),
     "words": RANDOM.integers(0, 9, 3, np.int64),
@@ -57,7 +57,7 @@ def test_an_ordered_dictionary(tmp_path: Path) -> None:
 
 
 class Pair:
-    """A tensor outside of a state dictionary, as Paddle pickles it."""
+    """A tensor outside a state dictionary, as Paddle pickles it."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -96,7 +96,7 @@ def test_code_does_not_run(tmp_path: Path) -> None:
             read(tmp_path, content)
     assert not trace.exists()
     pickle.loads(content)
-    assert trace.exists()  # so the file is as dangerous as it was meant to be
+    assert trace.exists()  # the file is as dangerous as intended
 
 
 class Calls:
@@ -129,7 +129,7 @@ class Calls:
         ),
         (pickle.dumps({"a": 1.5}), "is b'G', an opcode that arrays do not need"),
         (b"\x80\x04}q\x00h\x07.", "value 7, which is read .*, was never stored"),
-        (b"\x80\x04r\xff\xff\xff\x7f.", "damaged"),  # a place in the memo before there is a value
+        (b"\x80\x04r\xff\xff\xff\x7f.", "damaged"),  # a memo index without a value
         (
             b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
             "it ends at byte 12, inside the value that begins at byte 11",
@@ -180,7 +180,7 @@ def test_sizes_that_the_content_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.long
 @each("protocol", [2, 4])
 def test_every_end_and_every_changed_byte(protocol: int, tmp_path: Path) -> None:
-    """A line or tensors, never another error: all truncations, and each byte set to a few values."""
+    """All truncations, and each byte set to several values: the result is a line or tensors, never another error."""
     content = pickle.dumps({"a": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float16)}, protocol)
     changed = [content[:end] for end in range(len(content))]
     changed += [

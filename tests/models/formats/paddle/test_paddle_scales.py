@@ -1,4 +1,5 @@
-"""PaddleNLP's quantised checkpoints: what its own formulas give, and a compressed-tensors folder by task=convert."""
+"""PaddleNLP's quantised checkpoints: the results of its own formulas, and a compressed-tensors folder by
+task=convert."""
 
 import json
 from pathlib import Path
@@ -53,8 +54,9 @@ def test_logits_of_int8(tmp_path: Path) -> None:
     golden = load_file(GOLDENS / FAMILY / "golden.safetensors")["logits"][0]
     logits = all_logits(engine_of(tmp_path / "source"), PROMPT)
     differences = (logits.double() - expected).abs().amax(-1)
-    # A token is as near as float32 is to float64, unless a value of it or of an earlier one lies in the middle between two codes and is
-    # rounded to the other one, which moves its logits by hundredths (0.06 seen; 3 of 17 tokens have no such value).
+    # A token's error is that of float32, unless a value of it or of an earlier token is in the middle between two codes
+    # and is rounded to the other one, which changes its logits by hundredths (measured: 0.06; 3 of 17 tokens have no
+    # such value).
     assert differences.min() < 1e-5
     assert differences.max() < 0.2
     assert (golden.double() - expected).abs().amax(-1).min() > 0.01
@@ -75,7 +77,7 @@ def test_fp8(tmp_path: Path) -> None:
 
 
 def test_the_cache(tmp_path: Path) -> None:
-    """A threshold for each query head, of which a group's first is the key/value head's."""
+    """There is one threshold per query head; the first one of a group is the key/value head's."""
     quantise(tmp_path / "source", 127.0, "a8w8c8")
     made = tensors_in(convert(tmp_path / "source", tmp_path / "made"))
     expected = torch.tensor([3.0, 3.5]).reshape(GROUPS, 1, 1) / 127

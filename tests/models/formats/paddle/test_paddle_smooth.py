@@ -1,4 +1,5 @@
-"""Factors of inputs in PaddleNLP's quantised checkpoints: what its own formula gives in float64, and what no folder can say."""
+"""Input factors in PaddleNLP's quantised checkpoints: the results of its formula in float64, and cases that no folder
+can represent."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,8 @@ SMOOTHED = ("o_proj", "down_proj")
 
 
 def factors_of(arrays: Arrays) -> Arrays:
-    """By module factors from a quarter to one, so that no input is clipped; query heads that read the same value have the same ones."""
+    """Return factors by module, from a quarter to one, so that no input is clipped. Query heads with the same value
+    head have equal factors."""
     generator = np.random.default_rng(5)
     factors = {}
     for name in [name for name in arrays if name.endswith(tuple(f"{module}.weight" for module in SMOOTHED))]:
@@ -37,7 +39,8 @@ def factors_of(arrays: Arrays) -> Arrays:
 
 
 def smooth(folder: Path, arrays: Arrays, factors: Arrays, **changes: np.ndarray) -> None:
-    """Change a quantised folder into what PTQ leaves with `smooth_all_linears`: wrapped layers, whose parameters have two names."""
+    """Change a quantised folder to PTQ's output with `smooth_all_linears`: wrapped layers, whose parameters have two
+    names."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["shift_smooth_all_linears"] = True
     (folder / "config.json").write_text(json.dumps(config))
@@ -56,7 +59,7 @@ def smooth(folder: Path, arrays: Arrays, factors: Arrays, **changes: np.ndarray)
 
 
 def skip(folder: Path, arrays: Arrays, module: str) -> None:
-    """Leave a module out of the quantised ones, as skip_list_names does."""
+    """Exclude a module from quantisation, as skip_list_names does."""
     for file in ("act_scales.json", "weight_scales.json"):
         scales = json.loads((folder / file).read_text())
         if file == "weight_scales.json":
@@ -68,7 +71,7 @@ def skip(folder: Path, arrays: Arrays, module: str) -> None:
 
 @each("float_module", [None, "mlp.up_proj", "self_attn.v_proj"])
 def test_logits(float_module: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the layer that takes the factors has floats, and where the layer that had them has."""
+    """Also if the layer that reads the factors, or the layer that had them, is not quantised."""
     arrays = quantise(tmp_path / "source", 127.0, "a8w8")
     factors = factors_of(arrays)
     if float_module:
@@ -86,7 +89,7 @@ def test_logits(float_module: str | None, tmp_path: Path, monkeypatch: pytest.Mo
     smooth(tmp_path / "source", arrays, factors)
     logits = all_logits(engine_of(tmp_path / "source"), PROMPT)
     differences = (logits.double() - expected).abs().amax(-1)
-    # As without factors: near as float32 is, unless a value lies in the middle between two codes.
+    # As without factors: the error is that of float32, unless a value is in the middle between two codes.
     assert differences.min() < 1e-5
     assert differences.max() < 0.2
     assert (plain - expected).abs().amax(-1).min() > 0.05
@@ -141,7 +144,7 @@ def test_what_has_no_scale(tmp_path: Path) -> None:
 
 
 def test_factors_behind_a_cache_with_scales(tmp_path: Path) -> None:
-    """Its values are coded before they are multiplied; factors of down_proj alone are taken."""
+    """Its values are quantised before they are multiplied, so only factors of down_proj are accepted."""
     arrays = quantise(tmp_path, 127.0, "a8w8c8")
     factors = factors_of(arrays)
     smooth(tmp_path, arrays, factors)
@@ -154,7 +157,7 @@ def test_factors_behind_a_cache_with_scales(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_of_the_groups(tmp_path: Path) -> None:
-    """Of a config with other heads than the weights."""
+    """The config has other heads than the weights."""
     own, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
     save_file({f"{maker}.weight": torch.ones(5, 5), f"{own}.smooth_weight": torch.ones(15)}, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
@@ -164,7 +167,8 @@ def test_values_that_are_not_of_the_groups(tmp_path: Path) -> None:
 
 @each("is_coded", [True, False])
 def test_values_of_groups_and_their_biases(is_coded: bool, tmp_path: Path) -> None:
-    """Six query heads read the values of two; a mean of values times a factor is a mean of values that were multiplied."""
+    """Six query heads read the values of two heads. The mean of values times a factor equals the mean of multiplied
+    values."""
     generator = torch.Generator().manual_seed(2)
     own, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
     weight, bias = torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator)
