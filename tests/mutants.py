@@ -79,12 +79,13 @@ class Mutant:
     file: str
     function: str
     kind: str
-    index: int  # among the mutants of this kind in this function: with file and function, the identity when lines have moved
+    # among the mutants of this kind in this function; with file and function, the identity that survives moved lines
+    index: int
     old: str
     new: str
     start: int = field(compare=False)
     end: int = field(compare=False)
-    line: int = field(compare=False)  # before which a probe can be put; 0 where none can (a Triton kernel)
+    line: int = field(compare=False)  # a probe is inserted before it; 0 if that is impossible (a Triton kernel)
 
     @property
     def key(self) -> str:
@@ -95,7 +96,7 @@ class Mutant:
 
 
 def replacement(node: ast.AST, text: str) -> tuple[str, str] | None:
-    """Return the kind of the mutant that `node` gives and its new text; None if it gives none."""
+    """Return the kind of the mutant of `node` and its new text; None if the node has no mutant."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
             return "swapped comparison", ast.unparse(
@@ -146,7 +147,8 @@ class Finder(ast.NodeVisitor):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             self._visit_definition(node)
         elif isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.AnnAssign | ast.Import | ast.ImportFrom):
-            pass  # texts of errors and types are no behaviour; positions inside an f-string are wrong before Python 3.12
+            # texts of errors, and types, are not behaviour; positions inside an f-string are wrong before Python 3.12
+            pass
         elif isinstance(node, ast.stmt) and self.scope:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 return  # a docstring
@@ -186,7 +188,7 @@ def python_mutants(file: str) -> list[Mutant]:
 
 
 def cpp_mutants(file: str) -> list[Mutant]:
-    """Changes of single tokens inside indented lines of code."""
+    """Return changes of single tokens inside indented lines of code."""
     text, found = (REPOSITORY / file).read_text(encoding="utf-8"), list[Mutant]()
     at, counts = 0, defaultdict[str, int](int)
     for number, line in enumerate(text.splitlines(keepends=True), 1):
@@ -202,7 +204,7 @@ def cpp_mutants(file: str) -> list[Mutant]:
 
 
 def draw() -> list[Mutant]:
-    """Draw as many mutants of each kind, and within a kind each as likely as another."""
+    """Draw the same number of mutants of each kind; within a kind all are equally likely."""
     chance, drawn = random.Random(SEED), list[Mutant]()
     for package in PACKAGES:
         files = sorted(str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / package).rglob("*.py"))
@@ -215,7 +217,7 @@ def draw() -> list[Mutant]:
 
 
 def recorded() -> tuple[dict[str, dict[str, str]], list[Mutant]]:
-    """Return tests/mutants.json and its mutants, found again in today's code."""
+    """Return tests/mutants.json and its mutants, located in the current code."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     files = {key.partition(":")[0] for key in record}
     known = {
@@ -227,7 +229,7 @@ def recorded() -> tuple[dict[str, dict[str, str]], list[Mutant]]:
 
 
 def copy_repository(target: Path) -> None:
-    """Copy what tests read; the real models beside the repository, if any, are linked beside the copy."""
+    """Copy the files that tests read. The real models next to the repository, if any, are linked next to the copy."""
     left_out = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache", "build")
     shutil.copytree(REPOSITORY, target, symlinks=True, ignore=left_out)
     (target / "outputs").mkdir()
@@ -256,7 +258,8 @@ def write_probes(tree: Path, log: Path) -> None:
 
 
 def launches(file: str) -> list[int]:
-    """Return the first lines of the functions that launch Triton kernels: of a file, those that are not kernels themselves."""
+    """Return the first lines of the functions that launch Triton kernels: the functions of a file that are not
+    kernels."""
     tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [
@@ -284,7 +287,7 @@ def chosen_tests(mutant: Mutant, reached: dict[str, set[str]], durations: dict[s
 
 
 def tests_of_kernel(file: str, durations: dict[str, float]) -> set[str]:
-    """Return the tests of an operator's folder; of a header that many share, all tests of kernels."""
+    """Return the tests of an operator's folder; for a header that several folders include, all tests of kernels."""
     folder = Path(file).parent.name
     names = {test for test in durations if test.startswith("tests/kernels/") and "/triton/" not in test}
     own = {test for test in names if folder != "kernels" and folder in test.partition("::")[0]}
@@ -320,7 +323,8 @@ def outcome(mutant: Mutant, tests: list[str], tree: Path) -> str:
         names = Path(folder) / "tests"
         names.write_text("\n".join(tests), encoding="utf-8")
         file.write_text(mutant.apply(original), encoding="utf-8")
-        os.utime(file, (time.time(), random.randrange(10**9)))  # a .pyc is told from another by seconds and size
+        # a .pyc is matched to its source by seconds and size only
+        os.utime(file, (time.time(), random.randrange(10**9)))
         try:
             options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
             command = [sys.executable, "-m", "pytest", *options, f"@{names}"]
@@ -346,7 +350,7 @@ def outcome(mutant: Mutant, tests: list[str], tree: Path) -> str:
 
 
 def run_mutants(name: str, log: Path, times: Path, jobs: int) -> None:
-    """Run the tests of every mutant that has no outcome under `name` yet; the record is written after each."""
+    """Run the tests of every mutant without an outcome under `name`. The record is written after each."""
     record, mutants = recorded()
     reached, durations = read_log(log), read_durations(times)
     trees: SimpleQueue[Path] = SimpleQueue()

@@ -1,4 +1,5 @@
-"""Adapters on every scheme and every format of the cache, and on many families: a row's bits alone and mixed; PEFT and merged twins."""
+"""Adapters with every scheme and every cache format, and in many families: a row's bits alone and mixed; PEFT's and
+merged models' results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,7 +91,7 @@ def engine_of(base: Path, adapters: dict[str, Path], quant: QuantConfig | None =
 
 
 def check_bits(base: Path, adapters: dict[str, Path], quant: QuantConfig | None = None) -> None:
-    """Alone, mixed, in chunks; and rows without an adapter as without adapters."""
+    """Compare rows alone, mixed and in chunks; and rows without an adapter with an engine without adapters."""
     engine = engine_of(base, adapters, quant)
     alone = [outputs(engine, [row])[0].completions for row in MIXED]
     assert completions(outputs(engine, MIXED)) == alone
@@ -137,7 +138,7 @@ def test_families_as_peft(family: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["baichuan-7b", "baichuan2-13b", "chatglm2", "qwen"])
 def test_families_that_peft_cannot_load(family: str, tmp_path: Path) -> None:
-    """Fused matrices: the bits of a row, and the merged twin's log probabilities."""
+    """Fused matrices: the bits of a row, and the merged model's log probabilities."""
     base = GOLDENS / family
     model = engine_of(base, {}).executor.model
     adapters = {
@@ -162,7 +163,7 @@ def test_the_merged_twin(models: Path, tmp_path: Path) -> None:
 
 
 def check_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Log probabilities within 1e-4 in float32, of which the products are added in another order."""
+    """Compare log probabilities within 1e-4 in float32; the products are added in another order."""
     decode, prompt = DecodeConfig(max_new_tokens=1, prompt_logprobs=0), [token % 60 + 3 for token in range(20)]
     ours = outputs(engine_of(base, {"one": adapter}), [(prompt, "one")], decode)[0]
     twin = outputs(engine_of(convert(base, tmp_path / "merged", lora=str(adapter)), {}), [(prompt, None)], decode)[0]
@@ -174,7 +175,8 @@ def check_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapted_head(models: Path, tmp_path: Path) -> None:
-    """PEFT may save copies of the base's head and embedding with it. They change nothing, unless they are no copies."""
+    """PEFT may save copies of the base's head and embedding with it. They are ignored if they equal the base, else
+    refused."""
     base = models / "float"
     adapter = write_adapter(tmp_path / "head", base, LlamaForCausalLM, r=4, target_modules=["lm_head", "q_proj"])
     peft = peft_model(base, LlamaForCausalLM, {"head": adapter})
@@ -199,7 +201,7 @@ def test_an_adapted_head(models: Path, tmp_path: Path) -> None:
 
 
 def test_drafts_change_nothing(models: Path) -> None:
-    """Rows with adapters, speculated from their own outputs."""
+    """Rows with adapters get drafts from their own outputs."""
     engine = engine_of(models / "float", {name: models / name for name in ("one", "two")})
     plain = outputs(engine, MIXED, replace(GREEDY, max_new_tokens=20))
     drafted = DecodeConfig.replaced(replace(GREEDY, max_new_tokens=20), {"speculate": "ngram"})

@@ -1,4 +1,4 @@
-"""Slots of adapters: beside a list of what must be in them, for any order of events, and in the scheduler."""
+"""Slots of adapters: compared with a list of their expected content, for any order of events, and in the scheduler."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,10 +19,10 @@ IDS = [AdapterId(name, digest) for name in "ab" for digest in ("one", "two", "th
     events=st.lists(st.tuples(st.sampled_from(["use", "end", "forget"]), st.sampled_from(IDS))),
 )
 def test_any_order_of_events(num_slots: int, events: list[tuple[str, AdapterId]]) -> None:
-    """What is used stays where it is, whoever else comes and goes; of the others the one goes first whose last use began first."""
+    """An adapter in use stays in its slot. Among the unused ones, the adapter whose last use began first is evicted."""
     contents: dict[int, AdapterId] = {}
     slots = AdapterSlots(num_slots, contents.__setitem__)
-    users: dict[AdapterId, list[int]] = {id: [] for id in IDS}  # the slots that its users were given
+    users: dict[AdapterId, list[int]] = {id: [] for id in IDS}  # the slots that its users got
     by_use: list[AdapterId] = []
     for event, id in events:
         if event == "use":
@@ -51,7 +51,8 @@ def group_of(id: int, num_tokens: int, adapter: AdapterId) -> SequenceGroup:
 
 
 def test_a_group_that_waits_holds_neither_a_slot_nor_blocks() -> None:
-    """One that has no blocks leaves the slot to others, one that has no slot the blocks, also those that the cache knows."""
+    """A group without blocks leaves the slot to other groups, and a group without a slot leaves the blocks, including
+    cached ones."""
     slots = AdapterSlots(1, lambda slot, id: None)
     scheduler = Scheduler(BlockManager(5, 4), 4, 64, ModelCapabilities(), slots)
     first, second = IDS[:2]
@@ -69,7 +70,7 @@ def test_a_group_that_waits_holds_neither_a_slot_nor_blocks() -> None:
     assert slots.resident == [first]
     assert scheduler.block_manager.num_free_blocks == 3
     end_all()
-    scheduler.block_manager.allocate(4)  # so that there is place for one
+    scheduler.block_manager.allocate(4)  # so that one more fits
     scheduler.add(group_of(3, 5, second))
     assert scheduler.plan().scheduled == []
     assert slots.resident == [first]

@@ -1,4 +1,4 @@
-"""Rows with adapters of their own: PEFT's numbers, and a row's bits whatever runs beside it."""
+"""Rows with adapters: PEFT's results, and a row's bits do not depend on the batch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ NAMES = [*RANKS, None]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama, `base`, and its adapters, each of another rank and of other layers."""
+    """Return a Llama, `base`, and its adapters, each with another rank and other layers."""
     folder = tmp_path_factory.mktemp("adapters")
     write_llama(folder / "base")
     for seed, (name, rank) in enumerate(RANKS.items()):
@@ -48,7 +48,8 @@ def engine_with(models: Path, names: list[str | None] = NAMES, max_adapters: int
 
 
 def test_as_peft_unmerged(models: Path) -> None:
-    """Four adapters of ranks 4 to 64 and none in one batch: greedy tokens, and log probabilities within 1e-4, both in float32."""
+    """Four adapters of ranks 4 to 64 and none in one batch: greedy tokens, and log probabilities within 1e-4, both in
+    float32."""
     peft = peft_model(models / "base", LlamaForCausalLM, {name: models / name for name in RANKS})
     rows = list(zip(PROMPTS, NAMES, strict=True))
     results = outputs(engine_with(models), rows)
@@ -59,7 +60,8 @@ def test_as_peft_unmerged(models: Path) -> None:
 
 
 def test_rows_alone_and_together(models: Path) -> None:
-    """Log probabilities to the bit: alone, mixed, in chunks, after a preemption, and where adapters take turns in one slot."""
+    """Equal log probability bits: alone, mixed, in chunks, after a preemption, and if adapters replace each other in
+    one slot."""
     rows = [*zip(PROMPTS, NAMES, strict=True), ([7, 3, 90, 20], "eight"), ([7, 3, 90, 20], None)]
     engine = engine_with(models)
     alone = [outputs(engine, [row])[0] for row in rows]
@@ -77,7 +79,7 @@ def test_rows_alone_and_together(models: Path) -> None:
 
 @pytest.mark.long
 def test_other_ranks_and_residency_change_no_bit(models: Path) -> None:
-    """An adapter's rows are the same in an engine that knows it alone."""
+    """Rows of an adapter equal those of an engine that has only this adapter."""
     rows = list(zip(PROMPTS, NAMES, strict=True))
     mixed = outputs(engine_with(models), rows)
     for (prompt, name), output in zip(rows, mixed, strict=True):
@@ -118,7 +120,7 @@ def test_beams_samples_and_searches(models: Path) -> None:
 
 
 def test_recorded_steps_survive_a_load(models: Path) -> None:
-    """One slot, which holds another adapter by then: the step is replayed, and reads it."""
+    """There is one slot, which then contains another adapter. The step is replayed and reads it."""
     engine = engine_with(models, ["sixty_four", "four", "eight"], max_adapters=1)
     first = outputs(engine, [(PROMPTS[0], "sixty_four")])
     shapes = engine.executor.decode_steps.shapes  # type: ignore[attr-defined]
@@ -145,7 +147,7 @@ def test_a_larger_rank_is_loaded_later(models: Path) -> None:
 
 
 def test_the_prefix_cache_knows_the_content(models: Path) -> None:
-    """Another adapter under the same name finds none of the old one's blocks, nor does the base; the same content does."""
+    """Another adapter with the same name finds no blocks of the old one, nor does the base; equal content does."""
     prompt = [*range(5, 15), 20, 21]
     cached = replace(GREEDY, prefix_cache=True)
     engine = engine_with(models, ["four", "eight"], block_size=4)

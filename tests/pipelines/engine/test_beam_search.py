@@ -1,4 +1,4 @@
-"""Beam search against transformers, token for token."""
+"""Beam search compared with transformers, token by token."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def engine(folder: Path, model: LlamaForCausalLM) -> Engine:
 
 
 def expected(model: LlamaForCausalLM, prompt: list[int], **settings: Any) -> tuple[list[list[int]], list[float]]:
-    """transformers' sequences without their padding, and their scores."""
+    """Return transformers' sequences without their padding, and their scores."""
     eos = settings.pop("eos_token_id", EOS)
     output = model.generate(
         torch.tensor([prompt]),
@@ -78,7 +78,7 @@ def test_equal_to_transformers(
     for prompt, output in zip(FOUR_PROMPTS, outputs, strict=True):
         check(output, *expected(model, prompt, **settings))
         lengths |= {len(completion.token_ids) for completion in output.completions}
-    # Some ended by eos, so the stopping rules had something to decide; long beams are what a high penalty is for.
+    # Some beams ended by eos, so the stopping rules had to decide; a high penalty favours long beams.
     assert len(lengths) > 1 or length_penalty > 2
 
 

@@ -1,4 +1,4 @@
-"""Contrastive search against its definition, computed without a cache by transformers' model."""
+"""Contrastive search compared with its definition, computed without a cache by transformers' model."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def test_chunks_blocks_preemption_and_company_change_nothing(
     if blocks := device.pop("blocks", None):
         device["kv_cache_memory"] = str(blocks * 4 * 2 * 2 * 2 * 16 * 4)
     other = engine_of(folder, batch_size=3, **device)
-    for _ in range(2):  # the second time over a cache that knows the prompts
+    for _ in range(2):  # the second time with the prompts in the prefix cache
         assert [output.token_ids for output in complete(other, FOUR_PROMPTS, decode)] == wanted
     assert bool(preempted) == bool(blocks)
 

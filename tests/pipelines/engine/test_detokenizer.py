@@ -1,4 +1,4 @@
-"""Text in pieces equals text at once, and stop strings are found wherever the token boundaries are."""
+"""Text in pieces equals the text at once, and stop strings are found at any token boundaries."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def decode_with(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Decod
 def pieces(
     decode: Decode, prompt: list[int], output: list[int], stop: tuple[str, ...] = (), include_stop: bool = False
 ) -> tuple[list[str], str | None]:
-    """The text in pieces, and the stop string that ended it."""
+    """Return the text in pieces, and the stop string that ended it."""
     detokenizer = Detokenizer(decode, prompt, stop, include_stop)
     result = []
     for token in output:
@@ -57,7 +57,8 @@ def test_random_texts_join_to_the_whole(kind: Callable[[], Tokenizer]) -> None:
 
 
 def test_stop_strings_are_found_in_special_tokens_that_are_not_shown() -> None:
-    """As transformers finds them: the token alone, a part of it, and with text on its sides. What does not stop there is shown."""
+    """As in transformers: the whole token text, a part of it, and with text before and after. Text that does not stop
+    is shown."""
     tokenizer = byte_level()
     ids = tokenizer.encode("ab</s>c<s>de").ids[1:]
     specials = {tokenizer.token_to_id(name): name for name in ("<s>", "</s>")}
@@ -162,7 +163,7 @@ def test_no_stop_before_it_may() -> None:
 
 
 def brute_force(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:
-    """By the definition: the string that ends first, of several that end there the longest."""
+    """By definition: the string that ends first; of several that end there, the longest."""
     for end in range(1, len(text) + 1):
         if found := max((len(s) for s in stop if text[:end].endswith(s)), default=0):
             return text[: end if include_stop else end - found], text[end - found : end]
@@ -196,7 +197,7 @@ def test_stop_strings_read_each_character_once_however_long_the_text_is(monkeypa
 
 
 class Counting:
-    """A decoder that counts the tokens which it is given."""
+    """A decoder that counts its input tokens."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -210,7 +211,7 @@ class Counting:
 @each("kind", [byte_level, byte_fallback])
 @each("silent", ["special token", "stray byte", "first byte", "bytes and special tokens"])
 def test_tokens_without_text_cost_as_much_as_others(kind: Callable[[], Tokenizer], silent: str) -> None:
-    """The work is a bounded number of tokens for each new one, and what comes after them is the text that it always is."""
+    """Each new token causes a bounded amount of work, and the following text is unchanged."""
     tokenizer = kind()
     first, _, _, stray = tokenizer.encode("🙂").ids[-4:]
     special = tokenizer.token_to_id("</s>")
@@ -222,13 +223,13 @@ def test_tokens_without_text_cost_as_much_as_others(kind: Callable[[], Tokenizer
         decode, output = Counting(plain), (outputs[silent] * num)[:num]
         got, _ = pieces(decode, prompt, output + after)
         assert plain(prompt) + "".join(got) == plain(prompt + output + after)
-        assert decode.num_tokens < 60 * num  # 16 that are known, 17 pending, and what it takes to shorten them
+        assert decode.num_tokens < 60 * num  # 16 complete, 17 pending, and the tokens that shorten the window
 
 
 def test_a_character_that_comes_after_many_stray_bytes_is_whole() -> None:
     tokenizer = byte_level()
     stray, character = tokenizer.encode("今").ids[-1], tokenizer.encode("🙂").ids
-    for num in range(1, 60):  # wherever the window is cut
+    for num in range(1, 60):  # wherever the window is split
         got, _ = pieces(decode_with(tokenizer), tokenizer.encode("a").ids, [stray] * num + character)
         assert "".join(got) == "\ufffd" * num + "🙂"
 

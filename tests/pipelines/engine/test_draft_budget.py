@@ -1,4 +1,4 @@
-"""How many drafts a row gets, on a clock of its own: costs of steps are formulas here, and nothing waits."""
+"""The number of drafts of a row, with a simulated clock: step costs are formulas, and nothing waits."""
 
 import random
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def test_a_size_takes_its_least_time_after_its_first_ones() -> None:
     assert costs.seconds(4) == 2.0
     for _ in range(8):
         costs.took(4, 3.0)
-    assert costs.seconds(4) == 3.0  # the old ones are forgotten
+    assert costs.seconds(4) == 3.0  # the old times are forgotten
 
 
 def test_sizes_between_are_on_the_line_and_larger_ones_take_as_long_while_weights_are_read_once() -> None:
@@ -61,13 +61,13 @@ def test_sizes_beyond_one_reading_of_the_weights_grow_as_they_did_last() -> None
     costs = costs_of({16: 1.0, 24: 3.0})
     assert [costs.seconds(n) for n in (20, 25, 36, 37)] == [2.0, 3.25, 6.0, float("inf")]
     assert costs_of({24: 2.0}).seconds(36) == 2.0
-    assert costs_of({24: 2.0, 32: 1.0}).seconds(40) == 1.0  # a measured time that fell was an accident
+    assert costs_of({24: 2.0, 32: 1.0}).seconds(40) == 1.0  # a time that decreases with size was an outlier
 
 
 def test_the_share_is_the_mean_of_a_beta_distribution_over_drafts_that_were_tried() -> None:
     share = AcceptanceRate()
     assert share.chance(0.25) == 0.25
-    share.add(2, 5)  # the third was wrong, the fourth and fifth say nothing
+    share.add(2, 5)  # the third was rejected; the fourth and fifth carry no information
     share.add(3, 3)
     assert share.chance(0.25) == (5 + 2 * 0.25) / (6 + 2)
 
@@ -75,11 +75,11 @@ def test_the_share_is_the_mean_of_a_beta_distribution_over_drafts_that_were_trie
 @each(
     "chances, seconds, expected",
     [
-        ([0.8], {1: 1.0, 16: 1.0}, [15]),  # more tokens for nothing
-        ([0.8], {1: 1.0, 16: 16.0}, [0]),  # each token its price
-        ([0.9, 0.1], {2: 1.0, 4: 1.1, 32: 15.0}, [2, 0]),  # to whom it pays
+        ([0.8], {1: 1.0, 16: 1.0}, [15]),  # further tokens are free
+        ([0.8], {1: 1.0, 16: 16.0}, [0]),  # each token costs the same
+        ([0.9, 0.1], {2: 1.0, 4: 1.1, 32: 15.0}, [2, 0]),  # only rows whose drafts pay
         ([0.0], {1: 1.0, 16: 1.0}, [0]),
-        ([0.99], {}, [0]),  # before the price is known
+        ([0.99], {}, [0]),  # before the cost is known
     ],
 )
 def test_lengths_give_the_most_tokens_per_second(
@@ -91,7 +91,8 @@ def test_lengths_give_the_most_tokens_per_second(
 def simulate(
     rows: list[Sequence], acceptance: float, cost: Callable[[int], float], num_steps: int = 400
 ) -> tuple[float, int]:
-    """Tokens per second over the plain ones, where the first two steps of a size seem to take longer; and how many steps drafted."""
+    """Return tokens per second relative to plain steps, if the first two steps of a size seem slower, and the number of
+    steps with drafts."""
     budget, generator, seen = DraftBudget(), random.Random(0), dict[int, int]()
     most = [row.params.speculation.num_tokens for row in rows]
     num_tokens, seconds, drafting = 0, 0.0, 0
@@ -149,7 +150,7 @@ def test_fixed_lengths_know_no_price() -> None:
 
 
 def test_paddles_lengths_grow_by_two_and_shrink_by_one() -> None:
-    """PaddleNLP's speculate_update.cu: as many accepted as there may be +2 up to the most, else -1 down to 1."""
+    """PaddleNLP's speculate_update.cu: if all drafts are accepted +2 up to the maximum, else -1 down to 1."""
     budget, (row,) = DraftBudget(), rows_of(1, order=DraftOrder.paddle, num_tokens=5)
     got = []
     for accepted_all in (True, False, False, False, False, False, True, True, True):
@@ -157,12 +158,13 @@ def test_paddles_lengths_grow_by_two_and_shrink_by_one() -> None:
         got.append(length)
         budget.learn(row, length if accepted_all else length - 1, length)
     assert got == [5, 5, 4, 3, 2, 1, 1, 3, 5]
-    budget.learn(row, 2, 2)  # all that there were to copy, and fewer than there might have been
+    budget.learn(row, 2, 2)  # all available tokens were copied, fewer than the limit
     assert budget.lengths([row], [5], 1) == [4]
 
 
 def test_a_row_whose_drafts_are_wrong_is_asked_for_few(chatty: Path) -> None:
-    """The engine tells the budget what steps took and what became of drafts; proposers are not called where nothing is drafted."""
+    """The engine reports step times and accepted drafts to the budget. Proposers are not called for rows without
+    drafts."""
     engine, now, calls = engine_of(chatty, tokenizer=""), [0.0], []
     engine.speculator = Speculator(engine.scheduler, lambda: now[0])
     execute = engine.executor.execute

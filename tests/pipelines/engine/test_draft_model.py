@@ -1,4 +1,5 @@
-"""A model that drafts: it changes no token, computes what it missed and nothing twice, and drafts of the model itself all stay."""
+"""A draft model: it changes no token, computes missing tokens only once, and if it equals the model all drafts are
+accepted."""
 
 import itertools
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of other weights and sizes: a quarter of the keys and values."""
+    """Return a model with other weights and sizes: a quarter of the keys and values."""
     folder = tmp_path_factory.mktemp("smaller")
     write_llama(folder, hidden_size=32, num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2)
     return folder
@@ -61,7 +62,7 @@ def drafted(decode: DecodeConfig) -> DecodeConfig:
 
 
 def devices_of(same: bool) -> dict[str, dict[str, Any]]:
-    """A block has the keys and values of both models: as many again, or a quarter."""
+    """A block contains the keys and values of both models: twice as many bytes, or a quarter more."""
     return devices(24 * 4 * KEY_VALUE_BYTES * (8 if same else 5) // 4)
 
 
@@ -90,7 +91,7 @@ def test_drafts_change_nothing(
     expected = [output.completions for output in generate(engine_of(folder), PROMPTS, decode)]
     engine = drafting_engine(folder, folder if same else smaller, **devices_of(same)[device])
     preempted.clear()
-    for _ in range(2):  # the second time over what the prefix cache knows
+    for _ in range(2):  # the second time with the prefix cache
         assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
     counts = engine.speculator.counts
     assert counts.num_drafted_tokens > 0
@@ -132,7 +133,7 @@ def test_equals_assisted_generation(folder: Path, smaller: Path) -> None:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[int]]:
-    """Make the function that returns the numbers of tokens of the draft model's batches, from now on."""
+    """Return a function that returns the token counts of the draft model's batches from now on."""
 
     def watch(engine: Engine) -> list[int]:
         executor, sizes = proposer_of(engine).executor, list[int]()
@@ -153,12 +154,12 @@ def test_what_is_held_is_not_computed_again(folder: Path, computed: Callable[[En
     sizes = computed(engine)
     prompt = list(range(3, 33))
     generate(engine, [prompt], drafted(GREEDY))
-    # The prompt and its first token; then one draft after the other, of which the last of each step is computed when it has become a token.
+    # The prompt and its first token; then single drafts. The last draft of a step is computed after it was accepted.
     assert sizes[0] == 31
     assert sum(sizes[1:]) <= 23
     sizes.clear()
     generate(engine, [prompt], drafted(GREEDY))
-    assert sizes[0] == 31 - 28  # seven full blocks are those of the first time
+    assert sizes[0] == 31 - 28  # seven full blocks are from the first time
     sizes.clear()
     generate(engine, [prompt], drafted(replace(GREEDY, prefix_cache=False)))
     assert sizes[0] == 31
@@ -170,7 +171,7 @@ def test_what_a_plain_row_overwrote_is_computed_again(folder: Path) -> None:
     for prompt in (prompts[0], prompts[1], prompts[0]):
         generate(engine, [prompt], drafted(GREEDY))
         generate(engine, [list(range(60, 90)), list(range(20, 70))], GREEDY)  # into all the blocks
-        generate(engine, [prompt], GREEDY)  # whose blocks the model alone has filled
+        generate(engine, [prompt], GREEDY)  # only the model has filled these blocks
     assert engine.speculator.counts.num_accepted_tokens == engine.speculator.counts.num_drafted_tokens > 0
 
 
@@ -209,7 +210,7 @@ def test_a_block_is_counted_with_both_models_keys_and_values(folder: Path, small
 
 @pytest.mark.parametrize("device", ["roomy", "chunks"])
 def test_rows_behind_soft_prefixes_and_with_adapters(folder: Path, tmp_path: Path, device: str) -> None:
-    """The draft model has neither, which costs drafts and no token."""
+    """The draft model uses neither, which reduces acceptance and changes no token."""
     write_paddle(tmp_path / "pre_caches.npy", 7)
     write_adapter(tmp_path / "fr", folder, LlamaForCausalLM, r=4, target_modules=["q_proj", "down_proj"])
     run = drafting_run(folder, folder, **devices_of(same=True)[device])

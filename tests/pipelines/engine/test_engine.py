@@ -1,4 +1,4 @@
-"""The engine: stops, lengths, seeds and log probabilities, alone and in company."""
+"""The engine: stops, lengths, seeds and log probabilities, alone and in a batch."""
 
 import itertools
 import time
@@ -157,7 +157,7 @@ def test_prompt_logprobs_are_those_of_the_next_prompt_token(engine: Engine, tmp_
     prompt = list(range(5, 45))
     expected = all_logits(engine, prompt)[:-1].log_softmax(-1)
     small = engine_of(tmp_path, max_batched_tokens=7, block_size=4)
-    for other in (engine, small, small):  # at once, in chunks, and over a cache that knows the prompt
+    for other in (engine, small, small):  # at once, in chunks, and with the prompt in the prefix cache
         output = next(other.generate([other.request(0, prompt, DecodeConfig(max_new_tokens=3, prompt_logprobs=2))]))
         assert output.prompt_logprobs is not None
         for step, row, token in zip(output.prompt_logprobs, expected, prompt[1:], strict=True):
@@ -221,7 +221,7 @@ Pieces = dict[int, tuple[list[int], str, list[TokenLogprobs]]]
 
 
 def streamed(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> tuple[list[Output], list[Pieces]]:
-    """Outputs, and what the sink of each had by sample, joined."""
+    """Return the outputs, and the joined pieces that each sink received, by sample."""
     pieces: list[Pieces] = [{} for _ in prompts]
 
     def sink_of(row: int) -> Sink:
@@ -284,7 +284,7 @@ def test_a_waiting_request_is_queued_before_it_begins(engine: Engine) -> None:
 
 
 def test_small_budgets_change_no_token(engine: Engine) -> None:
-    """Budgets of the caller's own cut prompts into chunks; every sequence that generates has its token nevertheless."""
+    """The caller's budgets split prompts into chunks. Every generating sequence still gets its token."""
     decode = DecodeConfig(max_new_tokens=12, logprobs=2, prefix_cache=False)
     prompts = [list(range(3, 3 + 20 * n)) for n in (1, 2, 3)]
     expected = complete(engine, prompts, decode)
@@ -427,7 +427,7 @@ def test_damaged_weights_end_in_one_clear_error(tmp_path: Path) -> None:
         (10, {"max_new_tokens": "auto"}, 118),
         (70, {"max_new_tokens": "auto"}, 58),
         (10, {"max_new_tokens": "auto", "max_length": 15}, 5),
-        (10, {"max_new_tokens": 118}, 118),  # as the refusal of 129 says
+        (10, {"max_new_tokens": 118}, 118),  # the same error as for 129
     ],
 )
 def test_lengths_count_as_they_say(

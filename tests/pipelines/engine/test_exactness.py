@@ -1,4 +1,5 @@
-"""What models/README.md guarantees of a row, alone, in company and under any schedule: with the C++ kernels its bits, else its tokens."""
+"""The guarantees of models/README.md for a row, alone, in a batch and with any schedule: with the C++ kernels its bits,
+else its tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from tests.helpers.tiers import tiers
 
 PROMPTS = [[5, 6, 7], [8], list(range(9, 49)), [16, 17, 18, 19], [5, 6, 7], list(range(50, 60)), [1]]
 DECODE = DecodeConfig(max_new_tokens=12, logprobs=20, prefix_cache=False)
-THREADS = 3  # so that the operators have something to split, and not evenly
+THREADS = 3  # so that the operators split the work, unevenly
 DEVICES: dict[str, dict[str, Any]] = {
     "chunks": {"max_batched_tokens": 9, "block_size": 4},
     "preemption": {"block_size": 4, "kv_cache_memory": "0"},
@@ -49,7 +50,7 @@ KINDS = ["float32 none", "bfloat16 none", "float16 none", "float32 int4", "bfloa
     params=tiers(KINDS, quick=["float32 none", "bfloat16 int8"], long=KINDS),
 )
 def engine_of(folder: Path, request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    """Makes engines of one dtype and cache, with the given fields of `device`."""
+    """Return a function that makes engines of one dtype and cache format, with the given fields of `device`."""
     dtype, kv_cache = request.param.split()
     run = replace(run_config(folder), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
 
@@ -71,7 +72,8 @@ def in_order(engine: Engine, order: list[int], batch_size: int) -> dict[int, Com
 
 
 def test_what_was_left_in_the_pool_changes_no_bit(engine_of: Callable[..., Engine]) -> None:
-    """Blocks are used again: whatever an earlier sequence left behind a later one's end, NaN and infinity too, is of no account."""
+    """Blocks are reused: values after a sequence's end, from an earlier sequence, do not matter, even NaN and
+    infinity."""
     torch.set_num_threads(THREADS)
     clean, dirty = engine_of(), engine_of()
     for i, tensor in enumerate(dirty.executor.cache.tensors):
@@ -102,7 +104,7 @@ def test_log_probabilities_are_the_same_to_the_bit_under_any_schedule(
     if "kv_cache_memory" in device:  # as much as the longest row and one more need
         device = device | {"kv_cache_memory": str(4 * 20 * engine.executor.kv_bytes_per_token)}
     other = engine_of(**device)
-    for prefix_cache in (False, True, True):  # over a cache that knows the prompts, the last time
+    for prefix_cache in (False, True, True):  # with a prefix cache that has the prompts, the last time
         decode = replace(DECODE, prefix_cache=prefix_cache)
         requests = [other.request(i, prompt, decode) for i, prompt in enumerate(PROMPTS)]
         outputs = list(other.generate(requests, len(PROMPTS)))
@@ -112,7 +114,7 @@ def test_log_probabilities_are_the_same_to_the_bit_under_any_schedule(
 
 
 def test_without_the_kernels_greedy_tokens_are_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, also where the last bits of torch's products depend on the number of rows, which here they do on every machine."""
+    """In float32, even though the last bits of torch's products depend on the number of rows on every machine here."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: Any = functional.linear) -> Tensor:
         result: Tensor = plain(x, weight, bias)
@@ -138,7 +140,8 @@ def test_without_the_kernels_greedy_tokens_are_equal(folder: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """One whose pool holds a request of four beams, and less than four requests may want: they take blocks from each other."""
+    """Return an engine whose pool fits one request of four beams, but not always four requests, which then preempt each
+    other."""
     folder = tmp_path_factory.mktemp("narrow")
     write_llama(folder, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     bytes_per_block = 4 * 128  # 4 tokens with 2 heads of 8 float32 keys and values
@@ -146,7 +149,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def random_request(random: Random, id: int) -> tuple[list[int], DecodeConfig]:
-    """A prompt that may begin as others do, and any way to choose tokens; samples are seeded."""
+    """Return a request with a prompt that may share a prefix, and any sampling settings; samples are seeded."""
     beginning = random.choice([[], [], [7] * 9, list(range(20, 33))])
     prompt = [*beginning, *(random.randrange(96) for _ in range(random.randrange(1, 12)))]
     settings = random.choice(

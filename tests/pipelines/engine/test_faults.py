@@ -1,4 +1,5 @@
-"""A request that fails inside the engine fails alone: its blocks come back and the others have the tokens that they have alone."""
+"""A request that fails inside the engine fails alone: its blocks are freed, and the other requests keep their
+tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ def engine(chatty: Path) -> Engine:
 
 
 def run(engine: Engine, faulty: dict[str, Any], prompts: list[list[int]] = PROMPTS) -> dict[int, Output]:
-    """All prompts together, greedy ones beside the one that has settings of its own."""
+    """Run all prompts together: greedy requests, and one request with other settings."""
     settings = [faulty if i == FAULTY else {} for i in range(len(PROMPTS))]
     requests = [
         engine.request(i, prompt, DecodeConfig(**LENGTHS, **decode))
@@ -54,7 +55,7 @@ def check_it_failed_alone(engine: Engine, faulty: dict[str, Any], expected: dict
 
 
 def fails_at(number: int, real: Callable[..., Any], belongs: Callable[..., bool]) -> Callable[..., Any]:
-    """`real`, whose call of this number, among those that belong to the request, raises."""
+    """Return `real` with a failure at this number of its calls for the request."""
     calls = []
 
     def hooked(*arguments: Any) -> Any:
@@ -101,7 +102,7 @@ def test_a_prompt_whose_text_cannot_be_made(engine: Engine, monkeypatch: pytest.
 @each("decode", WAYS[:2])
 @each("number", [1, 3])
 def test_a_sampler_that_fails(engine: Engine, decode: dict[str, Any], number: int) -> None:
-    """It fails for all rows of the step at once. Each group alone shows whose fault it is."""
+    """It fails for all rows of the step at once. Running each group alone reveals the one that fails."""
     expected = run(engine, decode)
 
     def is_faulty(logits: torch.Tensor, contexts: list[SamplingContext]) -> bool:
@@ -134,11 +135,11 @@ DAMAGED = 90  # a token whose embedding is not finite
         *WAYS,
         {"prompt_logprobs": 1},
         {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.2},
-        {"allowed_token_ids": [DAMAGED]},  # said first, so that the second step is the one that fails
+        {"allowed_token_ids": [DAMAGED]},  # reported first, so that the second step fails
     ],
 )
 def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any], looks_ahead: bool) -> None:
-    """The others have the bits that they have beside a sound row."""
+    """The other rows have the same bits as next to a valid row."""
     engine = engine_of(chatty, tokenizer="", block_size=4)
     engine.looks_ahead = looks_ahead
     expected = run(engine, {})
@@ -149,7 +150,7 @@ def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any],
     prompts = list(PROMPTS)
     if "allowed_token_ids" not in decode:
         prompts[FAULTY] = [0, 75, DAMAGED]
-    for _ in range(2):  # the second time over the blocks that the first one left
+    for _ in range(2):  # the second time over the freed blocks
         outputs = run(engine, decode, prompts)
         assert "the model's logits are not finite: the weights are damaged" in str(outputs[FAULTY].error)
         assert outputs[FAULTY].completions == []
@@ -159,7 +160,7 @@ def test_a_row_whose_logits_are_not_finite(chatty: Path, decode: dict[str, Any],
 
 def what_torch_raises_where_memory_ends() -> RuntimeError:
     with pytest.raises(RuntimeError) as raised:
-        torch.empty(2**60, dtype=torch.uint8)  # more than processors of 64 bits address
+        torch.empty(2**60, dtype=torch.uint8)  # more than 64-bit processors address
     assert type(raised.value) is RuntimeError
     return raised.value
 
@@ -184,12 +185,12 @@ def test_what_belongs_to_all_ends_all(engine: Engine, raised: BaseException) -> 
             patch.setattr(Detokenizer, place, failing)
             with pytest.raises(type(raised)):
                 run(engine, {})
-    assert run(engine, {})  # with everything given back
+    assert run(engine, {})  # after everything is freed
 
 
 @each("raised", OF_ALL)
 def test_a_sampler_that_was_interrupted_is_not_asked_again(engine: Engine, raised: BaseException) -> None:
-    """It fails once, so asking it again for each group would hide the interrupt."""
+    """It fails once, so repeating it for each group would hide the interrupt."""
     real, num_calls = choices.sample, 0
 
     def failing_once(*arguments: Any) -> Any:
@@ -204,11 +205,11 @@ def test_a_sampler_that_was_interrupted_is_not_asked_again(engine: Engine, raise
         with pytest.raises(type(raised)):
             run(engine, {})
         assert num_calls == 1
-        assert run(engine, {})  # with everything given back
+        assert run(engine, {})  # after everything is freed
 
 
 def test_what_a_sink_raises_is_raised(engine: Engine) -> None:
-    """It is the caller's own, also where it is of a kind that would be a request's fault elsewhere."""
+    """It belongs to the caller, even if its type would otherwise be a request's error."""
 
     def failing(*piece: Any) -> None:
         raise KeyError(piece)

@@ -1,4 +1,5 @@
-"""Decode steps in graphs of a few sizes against steps of the batch alone. A graph is here what it was captured from, computed again."""
+"""Decode steps in graphs of a few sizes compared with unpadded steps. A replay here computes the captured function
+again."""
 
 import logging
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def test_sizes() -> None:
 
 @each("shape", [BatchShape(1, 1, 1, 0, 1), BatchShape(5, 3, 4, 2, 2), BatchShape(7, 7, 3, 1, 7)])
 def test_fields_are_aligned_and_apart(shape: BatchShape) -> None:
-    """At 16 bytes each, whatever the sizes, and no number is in two of them."""
+    """Each begins at a multiple of 16 bytes, whatever the sizes, and none overlap."""
     numbers = torch.zeros(shape.num_numbers, dtype=torch.int64)
     batch = Batch(numbers, shape)
     for field in shape.fields:
@@ -64,7 +65,7 @@ def test_padding_is_sequences_without_tokens() -> None:
     target = Batch(torch.full((100,), 77), BatchShape(4, 4, 3, 1, 4))
     fill(target, batch_of([9, 4], width=2))
     assert target.token_ids.tolist() == [2, 4, 0, 0]
-    assert target.slots.tolist() == [9, 14, -1, -1]  # where nothing is stored
+    assert target.slots.tolist() == [9, 14, -1, -1]  # nothing is stored there
     assert target.query_starts.tolist() == [0, 1, 2, 2, 2]
     assert target.context_lengths.tolist() == [9, 4, 0, 0]
     assert target.prompt_lengths.tolist() == [3, 3, 1, 1]
@@ -82,11 +83,11 @@ def test_a_batch_runs_in_the_smallest_step_that_holds_it() -> None:
     def compute(batch: Batch, token_ids: Tensor | None) -> StepOutputs:
         ran.append(len(batch.token_ids))
         rows = (batch.context_lengths * 100 + batch.block_tables[:, 0])[batch.output_rows, None].double()
-        rows[batch.context_lengths == 0] = torch.nan  # of rows that pad, nobody asks
+        rows[batch.context_lengths == 0] = torch.nan  # outputs of padding rows are not used
         return StepOutputs(rows, 2 * rows, rows[:, 0].isfinite())
 
     steps = GraphSteps(compute, compute_again, 9, 2, 1, CPU)
-    assert ran == [9, 9, 8, 4, 2, 1]  # from large to small; the largest first for the sizes of its outputs
+    assert ran == [9, 9, 8, 4, 2, 1]  # from large to small; the first call determines the sizes of the outputs
     ran.clear()
     assert steps.sizes == [1, 2, 4, 8, 9]
     for lengths in [
@@ -98,7 +99,7 @@ def test_a_batch_runs_in_the_smallest_step_that_holds_it() -> None:
         [3] * 9,
         [11],
         [6] * 10,
-    ]:  # of the last one there is no graph
+    ]:  # the last shape has no graph
         hidden, logits, finite = steps(batch_of(lengths))
         assert hidden[:, 0].tolist() == [100 * length + row + 1 for row, length in enumerate(lengths)]
         assert torch.equal(logits, 2 * hidden)
@@ -122,7 +123,7 @@ def test_what_a_graph_cannot_hold_is_computed_each_time(caplog: pytest.LogCaptur
 
 
 def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
-    """Rows that end one after the other, a group of samples, beams, and more sequences than the largest step has."""
+    """Rows that end one after the other, a group of samples, beams, and more sequences than the largest graph has."""
     write_llama(tmp_path)
     prompts = [[3 + i] * (2 * i + 1) for i in range(7)]
     for decode in (
@@ -143,7 +144,8 @@ def test_an_engine_gives_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_rows_with_adapters_have_graphs_of_their_own(tmp_path: Path) -> None:
-    """Beside rows without one, in slots that change their adapters; steps in which nobody has one are captured as ever."""
+    """Also with rows without an adapter, in slots that change their adapters. Steps without adapters use the ordinary
+    graphs."""
     write_llama(tmp_path / "base")
     names = ["fr", "de"]
     for seed, name in enumerate(names):
@@ -170,7 +172,7 @@ def test_rows_with_adapters_have_graphs_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a batch goes to the graphs that know its shape, a prompt to none. The GPU is a device that computes nothing."""
+    """A batch uses the graphs of its kind, a prompt none. The GPU is a device that computes nothing."""
     write_llama(tmp_path / "base")
     for name, rank in (("fr", 4), ("small", 2), ("large", 5)):
         write_adapter(tmp_path / name, tmp_path / "base", LlamaForCausalLM, r=rank, target_modules=["q_proj"])
@@ -203,9 +205,9 @@ def test_a_gpu_captures_for_adapters_where_there_are_some(tmp_path: Path, monkey
         model, allocate_kv_cache(model.attention_heads, 9, 4, formats, torch.float32, torch.device("meta")), 4
     )
     assert happened(engine, plain, prompt) == ["captured plain", "plain", "computed"]
-    engine.load_adapter("fr", tmp_path / "fr")  # the first one makes the tables
+    engine.load_adapter("fr", tmp_path / "fr")  # the first one creates the tables
     assert happened(engine, plain, adapted, prompt) == [*CAPTURED, "plain", "adapted", "computed"]
-    engine.load_adapter("small", tmp_path / "small")  # these graphs know its table
+    engine.load_adapter("small", tmp_path / "small")  # these graphs use its table
     assert happened(engine, adapted) == ["adapted"]
-    engine.load_adapter("large", tmp_path / "large")  # of a rank for which the tables are made again
+    engine.load_adapter("large", tmp_path / "large")  # its rank requires larger tables
     assert happened(engine, adapted) == [*CAPTURED, "adapted"]

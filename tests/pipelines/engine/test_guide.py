@@ -1,4 +1,5 @@
-"""Guided rows: whole texts are in their grammar, masks have just the tokens that may follow, and no row depends on the others."""
+"""Guided rows: whole texts match their grammar, masks contain exactly the tokens that may follow, and no row depends on
+other rows."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +33,7 @@ PROMPTS = [[0, 70 + i, 9, 4] * (i % 3 + 1) for i in range(len(SETTINGS))]
 
 @pytest.fixture(scope="module")
 def llama_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint whose tokenizer falls back to bytes, and whose model has more tokens than that."""
+    """Return a random checkpoint whose tokenizer has byte fallback, and whose model has more tokens."""
     folder = tmp_path_factory.mktemp("llama")
     tokenizer = byte_fallback()
     write_llama(folder, vocab_size=tokenizer.get_vocab_size() + 5, eos_token_id=2)
@@ -42,7 +43,7 @@ def llama_like(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(engine: Engine, settings: list[DecodeConfig]) -> list[Output]:
-    """What became of each row; blocks add up."""
+    """Return the result of each row, and check the blocks."""
     requests = [
         engine.request(i, prompt, decode) for i, (prompt, decode) in enumerate(zip(PROMPTS, settings, strict=True))
     ]
@@ -53,7 +54,7 @@ def run(engine: Engine, settings: list[DecodeConfig]) -> list[Output]:
 
 @pytest.fixture(scope="module")
 def alone(chatty: Path) -> list[Output]:
-    """Each row by itself."""
+    """Return the result of each row alone."""
     engine = engine_of(chatty, 1, tokenizer="")
     outputs = []
     for i, (prompt, decode) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
@@ -79,11 +80,11 @@ def test_whole_texts_are_in_the_grammar(chatty: Path, llama_like: Path, kind: st
             assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.length, 100)
     assert all(
         whole[i] > 0 for i in whole if "json_object" not in GUIDES[i]
-    )  # whose strings of a random model need not end
+    )  # with a random model its strings may never end
 
 
 def test_the_mask_has_just_the_tokens_that_may_follow(chatty: Path, llama_like: Path) -> None:
-    """Against the members of a finite language, after every beginning of one."""
+    """Compared with the members of a finite language, after every prefix of one."""
     members = ["yes", "yesterday", "今天!", "no  no", " Once upon\n"]
     for folder, eos, vocab_size in ((chatty, 1, 330), (llama_like, 2, 400)):
         tokenizer = load_tokenizer(folder)
@@ -97,7 +98,7 @@ def test_the_mask_has_just_the_tokens_that_may_follow(chatty: Path, llama_like: 
                 allowed = {id for id in range(vocab_size) if mask >> id & 1}
                 goes_on = {i for i, t in enumerate(tokens) if t and any(text.startswith(said + t) for text in texts)}
                 ends = {eos} if said in texts else set()
-                if "json_schema" in guide:  # whose strings may also be written with escapes
+                if "json_schema" in guide:  # its strings may also contain escapes
                     assert goes_on | ends <= allowed
                 else:
                     assert allowed == goes_on | ends
@@ -136,7 +137,7 @@ def test_unguided_rows_keep_their_tokens(chatty: Path) -> None:
 
 @each("right", [None, lambda place: True, at_random(0.6)])
 def test_drafts_change_no_token(chatty: Path, alone: list[Output], right: Callable[[int], bool] | None) -> None:
-    """Drafts are verified by the mask of their own place, also the eos and tokens that no mask has."""
+    """Drafts are verified with the mask of their own position, including the eos and tokens that no mask allows."""
     speculation = SpeculationConfig(adaptive=False)
     drafted = [replace(decode, speculate=Speculate.ngram, speculation=speculation) for decode in SETTINGS]
     engine = engine_of(chatty, 6, tokenizer="")
@@ -154,7 +155,7 @@ def test_an_engine_that_looks_ahead_waits_for_guided_rows(chatty: Path, alone: l
 
 
 def test_the_end_of_the_grammar_ends_a_row(chatty: Path) -> None:
-    """Whatever min_new_tokens says, because nothing can follow; and text that the detokenizer holds back comes with it."""
+    """Also before min_new_tokens, because nothing can follow. Text that the detokenizer holds back is returned."""
     engine = engine_of(chatty, tokenizer="")
     for decode in (DecodeConfig(), DecodeConfig(min_new_tokens=9, max_new_tokens=9)):
         (output,) = engine.generate(
@@ -200,7 +201,7 @@ REFUSED = [
     ({"regex": "a(?=b)"}, "regex cannot be used: .*look-around"),
     ({"lark": "start: foo"}, 'lark cannot be used: unknown name: "foo"'),
     ({"lark": "start: start"}, "lark cannot be used"),
-    # These would take seconds, or memory without end.
+    # These would take seconds, or unlimited memory.
     ({"json_schema": {"properties": {f"p{i}": {} for i in range(3000)}}}, r"too big \(limit for this grammar: 10000\)"),
     ({"json_schema": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}}, "circular"),
 ]
@@ -216,7 +217,7 @@ def test_what_cannot_be_compiled_is_refused(chatty: Path, guide: dict[str, Any],
 
 
 def test_keywords_that_limit_nothing_are_passed_over() -> None:
-    """Unknown formats and values that allow everything are ignored, as JSON Schema says. The other keywords hold."""
+    """Unknown formats and values that allow everything are ignored, as JSON Schema says. The other keywords apply."""
     tokenizer = load_tokenizer(REPOSITORY / "models" / "tiny")
     assert tokenizer is not None
     guides = Guides(tokenizer, tokenizer.size, frozenset({1}))
@@ -235,20 +236,20 @@ def test_keywords_that_limit_nothing_are_passed_over() -> None:
         assert (allows(schema, '"abc"'), allows(schema, '"abcd"')) == (True, False)
     for known in FORMATS:
         assert not allows({"type": "string", "format": known}, '"a b"')
-    for name in ("uniqueItems", "format", "enum"):  # which are no keywords here
+    for name in ("uniqueItems", "format", "enum"):  # not keywords here
         schema = {"type": "object", "properties": {name: {**text, "format": "byte"}}, "required": [name], **free}
         assert (allows(schema, f'{{"{name}":"abc"}}'), allows(schema, '{"a":1}')) == (True, False)
     kept = {"const": {"format": "poem", "uniqueItems": False}}
     assert (allows(kept, '{"format":"poem","uniqueItems":false}'), allows(kept, "{}")) == (True, False)
     assert {allows({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, text) for text in ("0", "7")} == {True}
-    below = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}  # narrower: 2**53 + 2 alone
+    below = {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3}  # only 2**53 + 2
     assert [allows(below, str(2**53 + i)) for i in range(5)] == [False, False, True, False, False]
-    for number in (2**53, 10**18, 2**60, -(10**18)):  # which floats hold
+    for number in (2**53, 10**18, 2**60, -(10**18)):  # exact as a float
         assert (allows({"enum": [number]}, str(number)), allows({"enum": [number]}, str(number + 1))) == (True, False)
 
 
 def test_long_repetitions_cost_no_more_than_short_ones(chatty: Path) -> None:
-    """A text that the grammar forces is not written at once, also where a grammar asks for it."""
+    """Forced text is not written at once, even if a grammar has only one continuation."""
     engine = engine_of(chatty, tokenizer="")
     nested = "(?:(?:(?:a{99}){99}){99}){99}"
     for guide in ({"regex": nested}, {"lark": f'%llguidance {{"no_forcing": false}}\nstart: /{nested}/'}):
@@ -257,7 +258,7 @@ def test_long_repetitions_cost_no_more_than_short_ones(chatty: Path) -> None:
 
 
 def test_what_is_too_much_work_on_its_way_fails_alone(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llguidance's limits of a step; the other rows go on."""
+    """llguidance's limits of a step; the other rows continue."""
     from llguidance import LLParserLimits
 
     tight = LLParserLimits(step_lexer_fuel=2000, verbose_errors=False)
@@ -282,7 +283,7 @@ def test_what_is_too_much_work_on_its_way_fails_alone(chatty: Path, monkeypatch:
     tiers(["llama2", "gpt2", "chatglm-6b", "llama3", "qwen2"], ["llama2", "gpt2"], ["chatglm-6b", "llama3", "qwen2"]),
 )
 def test_real_vocabularies(name: str) -> None:
-    """Every token that begins a choice is allowed, also two of the same bytes; special tokens are named by Lark alone."""
+    """Every token that begins a choice is allowed, also two with equal bytes. Only Lark names special tokens."""
     tokenizer = load_tokenizer(SHARED / "data" / "tokenizers" / name)
     assert tokenizer is not None
     assert tokenizer.eos_token_id is not None
@@ -323,7 +324,7 @@ def test_compiled_guides_are_kept(chatty: Path) -> None:
 
 
 def test_refusals_are_kept(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sends one again gets the same words, and nothing is compiled again."""
+    """A repeated request gets the same error, and nothing is compiled again."""
     from pipelines.engine import guide as module
 
     engine, compiled, lark = engine_of(chatty, tokenizer=""), list[str](), module._lark

@@ -1,4 +1,5 @@
-"""Quantised caches in every family: logits near the floats', and rows of a batch, in chunks too, are those of a row alone."""
+"""Quantised caches in every family: logits near the float cache's, and a row's bits do not depend on the batch, also in
+chunks."""
 
 from itertools import product
 from pathlib import Path
@@ -14,13 +15,14 @@ from tests.helpers.oracle import random_prompts
 from tests.helpers.tiers import in_turn, tiers
 
 PROMPT, *PROMPTS = random_prompts(60, (33, 9, 9, 9))
-# 1.3 to 1.6 times the largest error of any family, as a share of the logits' standard deviation: that of random weights, where a router
-# may take another expert.
+# 1.3 to 1.6 times the largest error of any family, relative to the standard deviation of the logits. Weights are
+# random, so a router
+# may choose another expert.
 BOUNDS = {"int8": 0.09, "fp8": 0.3, "int4": 0.4}
 
 
 def test_every_architecture_is_here(tmp_path: Path) -> None:
-    """But for ChatGLM-6B, whose prompts cannot be cut."""
+    """Except ChatGLM-6B, whose prompts cannot be cut."""
     found = []
     for family, write in FAMILIES.items():
         (tmp_path / family).mkdir()
@@ -30,7 +32,7 @@ def test_every_architecture_is_here(tmp_path: Path) -> None:
     assert architectures == {id(each) for name, each in ARCHITECTURES.items() if name != "chatglm"} | {id(CHATGLM2)}
 
 
-# test_kv_formats.py has every format with layers of every kind.
+# test_kv_formats.py tests every format with layers of every kind.
 @pytest.mark.parametrize(("family", "kv_cache"), tiers(product(FAMILIES, BOUNDS), long=in_turn(FAMILIES, BOUNDS)))
 def test_a_row_is_that_of_the_row_alone(family: str, kv_cache: str, tmp_path: Path) -> None:
     FAMILIES[family](tmp_path)

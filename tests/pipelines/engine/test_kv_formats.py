@@ -1,4 +1,5 @@
-"""Every format of the cache: a row's tokens are those of the row alone with the same format, whatever else the engine does."""
+"""Every format of the cache: a row's tokens equal those of the row alone with the same format, in every use of the
+engine."""
 
 import functools
 from collections.abc import Callable
@@ -23,9 +24,9 @@ STATIC = list(STATIC_CACHES)
 FAMILIES: dict[str, Callable[[Path], object]] = {
     "llama": write_llama,
     "bloom": lambda folder: link("bloom", folder),  # ALiBi
-    "chatglm": lambda folder: link("chatglm", folder),  # prompts that see themselves whole
+    "chatglm": lambda folder: link("chatglm", folder),  # prompts with bidirectional attention
     "gemma2": lambda folder: link("gemma2", folder),  # soft caps and windows
-    "deepseek": lambda folder: build(3, **V3_GROUPS).save_pretrained(folder),  # latents: keys that are the values too
+    "deepseek": lambda folder: build(3, **V3_GROUPS).save_pretrained(folder),  # latents: keys that are also the values
 }
 FAMILIES |= {name: functools.partial(write_other, family=name) for name in ("gemma3", "minimax_m2", "ministral3")}
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
@@ -43,7 +44,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def made(family: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The family's model with static scales; other formats of the cache are for the float model."""
+    """Return the family's model with static scales, or the float model for other cache formats."""
     name, source = family
     folder = tmp_path_factory.mktemp(f"{name}_made")
     data = write_rows(folder / "rows.jsonl", random_rows(18, 16, MARKS.get(name, ())))
@@ -60,7 +61,7 @@ def made(family: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def cache_option(kv_cache: str) -> str:
-    """Of an engine: a model with static scales needs none."""
+    """Return the cache option of an engine: a model with static scales needs none."""
     return "none" if kv_cache in STATIC else kv_cache
 
 
@@ -69,7 +70,7 @@ def tokens(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> li
 
 
 def check(name: str, folder: Path, kv_cache: str, preempted: list[SequenceGroup]) -> None:
-    """The family's tokens in batches, beams, a small pool, chunks and with the prefix cache."""
+    """Compare the family's tokens in batches, beams, a small pool, chunks and with the prefix cache."""
     prompts = [[*prompt, *MARKS.get(name, ())] for prompt in SHARED_PROMPTS]
 
     def engine(**device: Any) -> Engine:
@@ -88,7 +89,7 @@ def check(name: str, folder: Path, kv_cache: str, preempted: list[SequenceGroup]
     assert preempted
     assert tokens(small, prompts, BEAMS) == beams
 
-    if name != "chatglm":  # whose prompts are neither cut nor shared
+    if name != "chatglm":  # its prompts are neither split nor shared
         chunked = engine(max_batched_tokens=5, block_size=4)
         assert tokens(chunked, prompts, GREEDY) == greedy
         assert tokens(chunked, prompts, CACHED) == greedy
@@ -125,7 +126,8 @@ def test_logits_are_near_those_of_the_float_cache(family: tuple[str, Path], made
         engine = engine_of(made(kv_cache), allow_pickle=True, kv_cache=cache_option(kv_cache))
         logits = all_logits(engine, prompt)
         error[kv_cache] = float((logits - exact).norm() / exact.norm())
-    # Steps of 1/127, 1/16 and 1/15 of what they round. A router may make another expert of a small step: there is no order then.
+    # Steps of 1/127, 1/16 and 1/15 of the rounded value. A small step may change the expert that a router chooses: then
+    # there is no order.
     assert all(0 < size < 0.5 for size in error.values())
     assert name in ("deepseek", "minimax_m2") or error["int8"] < min(error["fp8"], error["int4"])
 
@@ -153,9 +155,10 @@ WINDOW, NUM_WINDOWS = 250, 40
 @pytest.mark.long
 @pytest.mark.skipif(not BABYLLAMA.is_dir(), reason="needs the real models beside the repository")
 def test_perplexity_of_a_real_model(tmp_path: Path) -> None:
-    """The text of DECISIONS.md (KV cache), which has +0.011, +0.37 and +0.71 %, with static scales +0.080 and +0.81 %.
+    """The text of DECISIONS.md (KV cache), which reports +0.011, +0.37 and +0.71 %, with static scales +0.080 and +0.81
+    %.
 
-    The limits are what the formats are meant to keep.
+    The limits are the goals of the formats.
     """
     stories = (SHARED / "data" / "text" / "tiny_stories_944k.txt").read_text()
     text = stories[200_000 : 200_000 + WINDOW * NUM_WINDOWS * 2]

@@ -1,4 +1,5 @@
-"""An engine with a step of lookahead against one without, on the CPU, where a launched step is computed at once."""
+"""An engine with a step of lookahead compared with one without, on the CPU, where a launched step is computed at
+once."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(engine: Engine, decodes: list[DecodeConfig]) -> list[Any]:
-    """All that is said of every request, whose settings alternate. Blocks add up after every step, and at the end all are free."""
+    """Return all results of every request, with alternating settings. Checks the blocks after every step, and that all
+    are free at the end."""
     requests = [engine.request(i, prompt, decodes[i % len(decodes)]) for i, prompt in enumerate(PROMPTS)]
     outputs = list(engine.generate(requests, on_step=engine.scheduler.check_integrity))
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
@@ -39,11 +41,11 @@ def run(engine: Engine, decodes: list[DecodeConfig]) -> list[Any]:
 
 GREEDY = DecodeConfig(max_new_tokens=11, ignore_eos=True)
 LONG = DecodeConfig(max_new_tokens=25, ignore_eos=True)
-SHORT = DecodeConfig(max_new_tokens=3, ignore_eos=True)  # of rows beside which nobody looks ahead
+SHORT = DecodeConfig(max_new_tokens=3, ignore_eos=True)  # settings with which no step looks ahead
 DRAWN = DecodeConfig(max_new_tokens=9, temperature=1.3, top_p=0.9, top_k=20, seed=5)
 
 PENALISED = replace(DRAWN, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
-BANNED = replace(DRAWN, allowed_token_ids=[7], stop_token_ids=[7], min_new_tokens=2)  # whose first token is none
+BANNED = replace(DRAWN, allowed_token_ids=[7], stop_token_ids=[7], min_new_tokens=2)  # its first token is none
 
 
 @pytest.mark.long
@@ -86,13 +88,13 @@ def test_the_same_outputs(folder: Path, decodes: list[DecodeConfig], device: dic
     engine = engine_of(folder, **device)
     ahead = look_ahead(engine)
     assert run(engine, decodes) == expected
-    assert run(engine, decodes) == expected  # over what the prefix cache knows from the first time
+    assert run(engine, decodes) == expected  # with the prefix cache of the first time
     assert any(ahead)
 
 
 @each("device", [{}, {"block_size": 1}])
 def test_rows_that_stop_in_the_middle(folder: Path, device: dict[str, Any]) -> None:
-    """What was computed after a stop is dropped, also where it would fill a block, and the others go on."""
+    """Results after a stop are dropped, also if they would fill a block, and the other rows continue."""
     free = [output.completions[0].token_ids for output in run(engine_of(folder), [DRAWN])]
     stops = [replace(DRAWN, stop_token_ids=[tokens[i % 7]]) for i, tokens in enumerate(free)]
     expected = run(engine_of(folder), stops)
@@ -104,7 +106,7 @@ def test_rows_that_stop_in_the_middle(folder: Path, device: dict[str, Any]) -> N
 
 
 def test_preempted_rows(folder: Path, preempted: list[SequenceGroup]) -> None:
-    """A pool for the longest row and a little more: a plan that must take blocks away is made when all tokens are known."""
+    """A pool for slightly more than the longest row: a plan that must preempt is made after all tokens are known."""
     device = {"block_size": 4, "kv_cache_memory": str(11 * 4 * KEY_VALUE_BYTES)}
     decodes = [replace(GREEDY, max_new_tokens=20), replace(DRAWN, max_new_tokens=20)]
     expected = run(engine_of(folder), decodes)
@@ -184,7 +186,7 @@ def test_a_cancelled_row_takes_nobody_along(folder: Path) -> None:
         engine.step()
         engine.scheduler.check_integrity()
     assert kept.completions[0] == expected[0].completions[0]
-    assert run(engine, [GREEDY]) == expected  # and what was ahead of the last one disturbs nobody
+    assert run(engine, [GREEDY]) == expected  # the launched next step does not disturb other rows
 
 
 def test_damaged_weights_are_found(folder: Path) -> None:

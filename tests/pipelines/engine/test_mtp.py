@@ -1,4 +1,5 @@
-"""Drafts of DeepSeek-V3's layer for further tokens: those of its definition in float64, and no token changes by them."""
+"""Drafts of DeepSeek-V3's multi-token prediction layer: equal to its definition in float64, and they change no
+token."""
 
 import itertools
 from dataclasses import replace
@@ -28,7 +29,7 @@ from tests.helpers.deepseek import V3_GROUPS, YARN, NextTokenReference, build, c
 from tests.helpers.drafts import DRAWN, GREEDY, PROMPTS, SETTINGS, devices
 from tests.helpers.tiers import tiers
 
-LATENT_BYTES = 4 * (24 + 8) * 4  # of a token: layers with the one that drafts, channels, float32
+LATENT_BYTES = 4 * (24 + 8) * 4  # per token: layers including the MTP layer, channels, float32
 DEVICES = devices(24 * 4 * LATENT_BYTES)
 DRAFTED = SpeculationConfig(adaptive=False, num_tokens=3)
 
@@ -36,7 +37,7 @@ DRAFTED = SpeculationConfig(adaptive=False, num_tokens=3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepseek")
-    # Whole vectors of 64: torch's loop over elements computes what is left over at its end in another way.
+    # Whole vectors of 64: torch's loop over elements uses other arithmetic for a remainder.
     NextTokenReference(folder, intermediate_size=64, moe_intermediate_size=64, n_routed_experts=64)
     return folder
 
@@ -53,7 +54,7 @@ def drafted(decode: DecodeConfig) -> DecodeConfig:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Engine:
-    """One that does not draft."""
+    """Return an engine without drafts."""
     return engine_of(folder)
 
 
@@ -62,10 +63,10 @@ def plain(folder: Path) -> Engine:
 def test_drafts_change_nothing(folder: Path, plain: Engine, device: str, preempted: list[SequenceGroup]) -> None:
     engine, num_drafted = load_engine(mtp_run(folder, **DEVICES[device]), 3), 0
     for setting in SETTINGS:
-        decode = replace(SETTINGS[setting], cache_salt=setting)  # a setting finds no blocks of another
+        decode = replace(SETTINGS[setting], cache_salt=setting)  # no setting finds blocks of another
         expected = [output.completions for output in generate(plain, PROMPTS, decode)]
         preempted.clear()
-        for _ in range(2):  # the second time over what the prefix cache knows
+        for _ in range(2):  # the second time with the prefix cache
             assert [output.completions for output in generate(engine, PROMPTS, drafted(decode))] == expected
         assert engine.speculator.counts.num_drafted_tokens > num_drafted
         assert bool(preempted) == (device == "preemption")
@@ -73,7 +74,7 @@ def test_drafts_change_nothing(folder: Path, plain: Engine, device: str, preempt
 
 
 def watch_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Sequences and the drafts after them, of all proposals from now on."""
+    """Record the sequences and their drafts of all later proposals."""
     proposer = engine.speculator.proposers[Speculate.mtp]
     assert isinstance(proposer, MtpProposer)
     propose, seen = proposer.propose, list[tuple[list[int], list[int]]]()
@@ -120,7 +121,7 @@ def test_drafts_are_those_of_the_definition(
 def test_families_of_the_same_form_draft_as_it_does(
     tmp_path: Path, model_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kimi K2 and GLM-4.7-Flash have one group of experts. The latter may name its layers, but not the one that drafts."""
+    """Kimi K2 and GLM-4.7-Flash have one group of experts. The latter may name its layers, but not the MTP layer."""
     rotary = {key: value for key, value in changes.items() if key == "rope_parameters"}
     reference = NextTokenReference(tmp_path, n_group=1, topk_group=1, routed_scaling_factor=1.8, **rotary)
     plain = [output.completions for output in generate(engine_of(tmp_path), PROMPTS, GREEDY)]
@@ -138,7 +139,7 @@ def test_families_of_the_same_form_draft_as_it_does(
 def test_what_waited_for_a_draft_is_computed_before_it(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some rows draft in every eleventh step, others in between, after steps whose drafts were wrong or that had none."""
+    """Some rows draft in every eleventh step, others in between, after steps with rejected drafts or without drafts."""
     reference = NextTokenReference(tmp_path)
     engine = load_engine(mtp_run(tmp_path, **DEVICES[device]), 3)
     seen, steps = watch_drafts(engine, monkeypatch), itertools.count()
@@ -160,7 +161,8 @@ def test_what_waited_for_a_draft_is_computed_before_it(
 def test_without_drafts_the_layer_computes_many_tokens_at_once(
     folder: Path, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows of 45 tokens and no draft: 16 of each at once, or as many as a step takes. The last ones are never needed."""
+    """Two rows of 45 tokens without drafts: 16 of each at once, or as many as a step takes. The last tokens are never
+    needed."""
     engine = load_engine(mtp_run(folder, max_batched_tokens=budget), 3)
     monkeypatch.setattr(engine.speculator._budget, "lengths", lambda rows, most, num_tokens: [0] * len(rows))
     model, sizes = engine.executor.model, list[int]()
@@ -211,7 +213,7 @@ def test_rows_that_do_not_draft_leave_no_rubbish_to_those_that_do(folder: Path, 
 
 @pytest.mark.long
 def test_rows_with_adapters_of_the_head(folder: Path, tmp_path: Path) -> None:
-    """The layer reads all of a prompt's hidden states, and the head its last one, which has the row's adapter."""
+    """The layer reads all hidden states of a prompt, and the head the last one, with the row's adapter."""
     names = ["q_b_proj", "lm_head"]
     adapter = write_adapter(tmp_path / "fr", folder, DeepseekV3ForCausalLM, r=4, target_modules=names)
     change_adapter(adapter, {}, {"base_model.model.lm_head.base_layer.weight": None})  # PEFT copies the adapted head

@@ -1,4 +1,4 @@
-"""Repeated n-grams: the index says what a search through all tokens says, and reads two tokens for each new one."""
+"""Repeated n-grams: the index equals a search through all tokens, and reads two tokens per new token."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.helpers.drafts import Counted
 
 
 def followers(token_ids: list[int], size: int) -> set[int]:
-    """By the definition."""
+    """Compute by definition."""
     last = token_ids[len(token_ids) - size + 1 :]
     starts = range(len(token_ids) - size + 1)
     return {token_ids[i + size - 1] for i in starts if token_ids[i : i + size - 1] == last}
@@ -24,7 +24,7 @@ def test_it_says_what_a_search_says_while_sequences_grow_and_fork(size: int) -> 
     branches = [(NgramIndex(size), [rng.randrange(3) for _ in range(60)]) for _ in range(3)]
     for _ in range(150):
         index, tokens = rng.choice(branches)
-        if rng.random() < 0.1:  # the one goes on as if the other were not there
+        if rng.random() < 0.1:  # one index continues as if the other did not exist
             branches.append((index.copy(), list(tokens)))
         start = rng.randrange(len(tokens) + 1)
         tokens += tokens[start : start + 60] if rng.random() < 0.1 else [rng.randrange(3)]

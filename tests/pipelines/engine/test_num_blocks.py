@@ -1,4 +1,4 @@
-"""How many blocks of the KV cache a rank has, beside others on its machine and elsewhere."""
+"""The number of KV cache blocks of a rank, with other ranks on the same machine and on other machines."""
 
 import pytest
 import torch

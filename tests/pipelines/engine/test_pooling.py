@@ -1,4 +1,5 @@
-"""Requests for a vector of their prompt: transformers' hidden states and logits, and bits that depend on the prompt alone."""
+"""Requests for a vector of their prompt: transformers' hidden states and logits, and bits that depend only on the
+prompt."""
 
 import copy
 from pathlib import Path
@@ -53,12 +54,12 @@ def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
             }
         for pooling in Pooling:
             assert found[pooling][i].dtype == torch.float32
-            # Logits are of order 10, and float32 sums in another order; hidden states are of order 1.
+            # Logits are of order 10, with float32 sums in another order; hidden states are of order 1.
             torch.testing.assert_close(found[pooling][i], wanted[pooling], atol=1e-5, rtol=1e-5)
 
 
 def test_a_mean_is_added_up_in_float64(folder: Path) -> None:
-    """In float32 ones would vanish beside 2**24."""
+    """In float32, ones would vanish next to 2**24."""
     engine, hidden = engine_of(folder), torch.tensor([[2.0**24], [1.0], [1.0], [1.0], [1.0]])
     group = engine.add(engine.pooled_request(0, [5], Pooling.mean, DecodeConfig()))
     assert group.search is not None
@@ -77,7 +78,7 @@ def test_bits_depend_on_the_prompt_alone(
     prompts = random_prompts(96, LENGTHS)
     whole = vectors(engine_of(folder), prompts, pooling, prefix_cache=False)
     engine = engine_of(folder, batch_size, **device)
-    for order in (prompts, prompts[::-1]):  # the second time with what the prefix cache has kept
+    for order in (prompts, prompts[::-1]):  # the second time with the prefix cache
         again = vectors(engine, order, pooling)
         for wanted, vector in zip(whole if order is prompts else whole[::-1], again, strict=True):
             assert torch.equal(vector, wanted)
@@ -110,7 +111,7 @@ def test_the_last_token_alone_takes_what_the_prefix_cache_has(folder: Path) -> N
     for pooling in (Pooling.mean, Pooling.last, Pooling.last, Pooling.cls, Pooling.mean):
         (output,) = engine.generate([engine.pooled_request(0, prompt, pooling, DecodeConfig())])
         cached.append(output.num_cached_tokens)
-    assert cached == [0, 28, 28, 0, 0]  # a mean leaves blocks to others, and needs every hidden state itself
+    assert cached == [0, 28, 28, 0, 0]  # a mean needs every hidden state, but it fills blocks that other requests reuse
     salted = engine.pooled_request(0, prompt, Pooling.last, DecodeConfig(cache_salt="mine"))
     assert next(engine.generate([salted])).num_cached_tokens == 0
 

@@ -1,4 +1,5 @@
-"""Soft prefixes of families that count positions or distances in their own way, against formulas in float64."""
+"""Soft prefixes of families with their own way of counting positions or distances, compared with formulas in
+float64."""
 
 import json
 from pathlib import Path
@@ -16,14 +17,14 @@ from tests.helpers.oracle import random_prompts
 from tests.helpers.soft_prefixes import engine_with
 from tests.helpers.written_models import GMASK, HEAD_DIM, HEADS, LAYERS, NO_PREFIX, SOP, WRITTEN, qwen, write_written
 
-LENGTHS = (1, 5, 17)  # of prefixes: within a block, of more than a block of 4
+LENGTHS = (1, 5, 17)  # of prefixes: within a block, and more than a block of 4
 GREEDY = DecodeConfig(max_new_tokens=10, ignore_eos=True)
-# float32 against float64: the logits are of order 1 to 10, and two builds in float32 are up to 3e-5 apart
+# float32 compared with float64: the logits are of order 1 to 10, and two float32 builds differ by up to 3e-5
 TOLERANCE = 1e-4
 
 
 def prompts_of(family: str) -> list[list[int]]:
-    """Of several lengths: Qwen's base would grow from 17 tokens on, and again from 33 on."""
+    """Return prompts of several lengths: Qwen's base would grow from 17 tokens on, and again from 33 on."""
     prompts = random_prompts(96, (3, 1, 40, 17))
     return [[*prompt, GMASK, SOP] for prompt in prompts] if family == "chatglm" else prompts
 
@@ -40,7 +41,8 @@ def write_prefixes(folder: Path) -> dict[str, Tensor]:
 
 @each("family", WRITTEN)
 def test_families_equal_their_formulas(family: str, tmp_path: Path) -> None:
-    """Logits of prompts of any length; then rows of one batch, each with a prefix of its own or none, whole and in chunks."""
+    """Logits of prompts of any length; then rows of one batch, each with a prefix of its own or none, whole and in
+    chunks."""
     weights, prefixes, written = write_written(tmp_path, family), write_prefixes(tmp_path), WRITTEN[family]
     prompts, paths = prompts_of(family), {name: tmp_path / name for name in prefixes}
     engine = engine_with(tmp_path, paths)

@@ -1,4 +1,4 @@
-"""With the C++ kernels no product goes through torch on a CPU: there the order of a sum may depend on the number of rows."""
+"""With the C++ kernels no product uses torch on a CPU, where the order of a sum may depend on the number of rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def check(
     quant: QuantConfig | None = None,
     prompts: list[list[int]] = PROMPTS,
 ) -> None:
-    """Prompts, chunks of them and tokens are computed without a product of torch's."""
+    """Check that prompts, chunks and tokens are computed without torch's products."""
     run = run_config(folder, allow_pickle=True)
     run = replace(run, model=replace(run.model, dtype=DType[dtype]), quant=quant or QuantConfig())
     engine = load_engine(replace(run, device=replace(run.device, max_batched_tokens=24)), 3)

@@ -1,4 +1,4 @@
-"""Who drafts from texts, on tables made by hand."""
+"""Proposers that copy texts, with hand-written tables."""
 
 from typing import Any
 
@@ -32,13 +32,14 @@ def draft(row: Sequence, most: int = 3, proposer: NgramProposer | None = None) -
 @each(
     "prompt, said, settings, expected",
     [
-        ([1, 2, 3, 4, 5, 1], [2], {}, [3, 4, 5]),  # what followed 1 2
-        ([1, 2, 3, 4, 1, 2, 6, 7, 9, 1], [2], {}, [6, 7, 9]),  # the latest place
-        ([3, 1, 2, 5, 5, 4, 1, 2, 6, 6, 3, 1], [2], {}, [5, 5, 4]),  # the longest n-gram before the latest place
+        ([1, 2, 3, 4, 5, 1], [2], {}, [3, 4, 5]),  # the tokens after 1 2
+        ([1, 2, 3, 4, 1, 2, 6, 7, 9, 1], [2], {}, [6, 7, 9]),  # the latest position
+        # the longest n-gram has precedence over the latest position
+        ([3, 1, 2, 5, 5, 4, 1, 2, 6, 6, 3, 1], [2], {}, [5, 5, 4]),
         ([3, 1, 2, 5, 5, 4, 1, 2, 6, 6, 3, 1], [2], {"max_ngram": 2}, [6, 6, 3]),
         ([1, 9, 8, 1], [1], {}, []),  # one token is too few
         ([1, 9, 8, 5], [1], {"min_ngram": 1}, [9, 8, 5]),
-        ([7, 1], [2, 1, 2], {}, [1, 2, 1]),  # a text that repeats itself goes on
+        ([7, 1], [2, 1, 2], {}, [1, 2, 1]),  # a text that repeats itself continues
         ([7, 8], [9], {"min_ngram": 1}, []),
     ],
 )
@@ -72,9 +73,9 @@ def test_places_are_those_of_a_search() -> None:
 @each(
     "said, expected",
     [
-        ([4], [5, 6, 7]),  # the output begins as the prediction does
+        ([4], [5, 6, 7]),  # the output begins with the prediction
         ([4, 5, 6], [7, 8]),
-        ([9, 5, 6], [7, 8]),  # a place after the last tokens
+        ([9, 5, 6], [7, 8]),  # a position after the last tokens
         ([4, 5, 6, 7, 8], []),  # its end
         ([9, 9], [1, 9, 9]),  # else the row itself
     ],
@@ -86,15 +87,15 @@ def test_a_prediction_is_looked_at_first(said: list[int], expected: list[int]) -
 @each(
     "prompt, said, max_ngram, most, expected",
     [
-        ([1, 2, 3, 1, 2, 4], [1, 2], 3, 3, [3, 1, 2]),  # the first place in the prompt, not the latest
+        ([1, 2, 3, 1, 2, 4], [1, 2], 3, 3, [3, 1, 2]),  # the first position in the prompt, not the latest
         ([1, 2, 3, 9, 2, 4], [9, 2], 3, 3, [4]),  # clipped at the prompt's end
         ([5, 2, 6], [1, 2], 3, 3, [6]),  # one token is enough
         ([5, 6], [1, 2, 3, 1, 2], 3, 2, [3, 1]),  # then the output
-        ([5, 6], [1, 2, 3, 1, 2], 3, 9, [3, 1]),  # as far as it goes without the last token
+        ([5, 6], [1, 2, 3, 1, 2], 3, 9, [3, 1]),  # up to its last token, which is excluded
         ([5, 6], [7, 6], 3, 3, [7]),  # the prompt's last token is the output's first
-        ([5, 2], [2], 3, 3, []),  # after it stands the last token alone
-        ([5, 2], [2, 3, 2], 3, 3, [2, 3]),  # the first place
-        ([2, 5, 1, 2, 9, 1], [2], 3, 2, [5, 1]),  # one token was generated, so one is looked for
+        ([5, 2], [2], 3, 3, []),  # only the excluded last token follows
+        ([5, 2], [2, 3, 2], 3, 3, [2, 3]),  # the first position
+        ([2, 5, 1, 2, 9, 1], [2], 3, 2, [5, 1]),  # one token was generated, so one is searched
         ([3, 6, 2, 3, 8, 1, 2, 3, 9, 1], [2, 3], 3, 2, [8, 1]),
         ([5, 6], [7], 3, 3, []),
         ([8, 1, 2, 7, 1, 2], [1, 2], 1, 2, [7, 1]),
@@ -107,7 +108,7 @@ def test_paddles_order(prompt: list[int], said: list[int], max_ngram: int, most:
 
 @each("tokens, wanted", [([4, 5, 6], [True, True, False]), ([4, 7], [True, False]), ([None], [False])])
 def test_a_draft_of_weights_ends_where_the_text_does(tokens: list[int | None], wanted: list[bool]) -> None:
-    """At its length, at a stop token, and where all tokens are banned."""
+    """It ends at its length, at a stop token, and if all tokens are banned."""
     decode = DecodeConfig(max_new_tokens=9, stop_token_ids=[7])
     draft = Draft(Sequence.begin(FACTORY.make(0, [1, 2], decode)), most=3)
     assert [draft.add(token) for token in tokens] == wanted

@@ -1,4 +1,4 @@
-"""Every family's steps are recorded, and a replayed one has the bits of a computed one."""
+"""Every family's steps are recorded, and a replayed step has the bits of a computed one."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(build.library() is None, reason="steps are recor
 
 GREEDY = DecodeConfig(max_new_tokens=6, logprobs=2, ignore_eos=True, prefix_cache=False)
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
-SCALED: dict[str, dict[str, Any]] = {  # rotary embedding that asks how long a text is
+SCALED: dict[str, dict[str, Any]] = {  # its rotary embedding depends on the text's length
     "llama, dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     "phi3, longrope": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS},
 }
@@ -37,11 +37,11 @@ def write(name: str, folder: Path) -> list[int]:
     else:
         longer = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
         write_model(folder, Phi3ForCausalLM, pad_token_id=0, eos_token_id=1, rope_parameters=SCALED[name], **longer)
-    return list(range(3, 17))  # which grows past the original length
+    return list(range(3, 17))  # it grows past the original length
 
 
 def answers(engine: Engine, prompt: list[int]) -> list[Any]:
-    """Prompts of one shape come several times, so that their steps are replayed, too."""
+    """Prompts of one shape are repeated, so that their steps are replayed, too."""
     turns = [generate(engine, [prompt, prompt[:1] + prompt[2:]], GREEDY) for _ in range(4)]
     return [(o.completions[0].token_ids, o.completions[0].logprobs) for outputs in turns for o in outputs]
 

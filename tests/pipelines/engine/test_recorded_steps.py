@@ -1,4 +1,4 @@
-"""Recorded steps, of decoding and of prompts, against the same steps computed each time."""
+"""Recorded steps, of decoding and of prompts, compared with the same steps computed each time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ def computed() -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def doubles(computed: list[tuple[int, ...]]) -> Steps:
-    """A model whose outputs are all twice its context lengths; `computed` gets the shapes that were not replayed."""
+    """Return a model whose outputs are twice its context lengths. `computed` gets the shapes that were not replayed."""
 
     def compute(batch: Batch, token_ids: Tensor | None = None) -> StepOutputs:
         computed.append(tuple(batch.block_tables.shape))
@@ -64,9 +64,9 @@ def test_each_shape_is_computed_once_and_recorded_when_it_comes_back(
         doubled = [2 * length for length in lengths]
         expected = [doubled, [length - 2 for length in doubled], doubled]
         assert run(steps, batch_of(lengths, num_blocks)) == expected
-    # 3 blocks have room in a table of 4; what is recorded is computed too
+    # 3 blocks fit a table of 4; recording also computes
     assert computed == [(1, 1), (2, 1), (1, 1), (1, 4), (2, 1), (1, 4)]
-    assert [shape.num_sequences for shape in steps.shapes] == [1, 1, 2]  # the last used one last
+    assert [shape.num_sequences for shape in steps.shapes] == [1, 1, 2]  # the most recent is last
 
 
 @torch.inference_mode()
@@ -78,9 +78,9 @@ def test_tokens_that_the_caller_gives_take_the_place_of_the_batchs(doubles: Step
 
 @torch.inference_mode()
 def test_the_shapes_used_last_are_kept_within_their_bytes(doubles: Steps, computed: list[tuple[int, ...]]) -> None:
-    """A step of the doubles has three results of 8 bytes for each row."""
+    """A step of this model has three results of 8 bytes per row."""
     steps = RecordedSteps(doubles, max_tokens=16, times_before=0, max_bytes=24 * (1 + 3 + 4 + 5))
-    for size in (1, 2, 3, 4, 1, 5):  # 15 rows: 2 is the one to go
+    for size in (1, 2, 3, 4, 1, 5):  # 15 rows: 2 is dropped
         run(steps, batch_of([1] * size))
     assert [shape.num_sequences for shape in steps.shapes] == [3, 4, 1, 5]
     computed.clear()
@@ -89,7 +89,7 @@ def test_the_shapes_used_last_are_kept_within_their_bytes(doubles: Steps, comput
     assert computed == []
     run(steps, batch_of([1] * 2))
     assert computed == [(2, 1)]
-    run(steps, batch_of([1] * 16))  # more than all the bytes, but the one at hand
+    run(steps, batch_of([1] * 16))  # more than all the bytes, but the newest stays
     assert [shape.num_sequences for shape in steps.shapes] == [16]
     assert run(steps, batch_of([4] * 16))[0] == [8] * 16
     assert computed == [(2, 1), (16, 1)]
@@ -101,7 +101,7 @@ def test_a_shape_is_counted_among_those_that_came_last(
 ) -> None:
     monkeypatch.setattr(recorded_steps, "MAX_COUNTED_SHAPES", 2)
     steps = RecordedSteps(doubles, max_tokens=16, times_before=2)
-    for size in (2, 2, 1, 3, 4, 2, 2, 2, 2):  # the first two are forgotten when 4 comes
+    for size in (2, 2, 1, 3, 4, 2, 2, 2, 2):  # the first two are dropped when 4 comes
         run(steps, batch_of([1] * size))
     assert computed == [(size, 1) for size in (2, 2, 1, 3, 4, 2, 2, 2)]
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_recorded_is_not_tried_again(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
-    """Makes engines, with the given fields of `device`."""
+    """Return a function that makes engines with the given fields of `device`."""
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
 
@@ -142,7 +142,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]
 def test_an_engine_gives_the_same_bits_with_recorded_steps(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over rows that end one after the other, and tables that grow from one block to many."""
+    """With rows that end one after the other, and tables that grow from one block to many."""
     decode = DecodeConfig(logprobs=5, ignore_eos=True, prefix_cache=False)
     prompts = [list(range(3, 3 + 7 * n)) for n in range(1, 5)]
 
@@ -174,7 +174,7 @@ def test_a_replayed_prompt_has_the_bits_of_a_computed_one(
     max_batched_tokens: int,
     prompt_logprobs: int | None,
 ) -> None:
-    """Tokens that are all outputs make a decode step, which is recorded up to 16 tokens."""
+    """Tokens that are all outputs form a decode step, which is recorded up to 16 tokens."""
     decode = replace(EVERYTHING, prompt_logprobs=prompt_logprobs)
 
     def results(prompts_before_recording: int) -> tuple[Engine, list[object]]:
@@ -195,7 +195,7 @@ def test_a_replayed_prompt_has_the_bits_of_a_computed_one(
 def test_prompts_over_the_limit_are_computed_each_time(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is of the weights' bytes times the tokens."""
+    """The limit applies to the weights' bytes times the tokens."""
     monkeypatch.setattr(executor, "PROMPTS_BEFORE_RECORDING", 1)
     weight_bytes = int(engine_of().executor.step_weight_bytes(1))
     for num_tokens, recorded in (len(PROMPTS[0]), [len(PROMPTS[0])]), (len(PROMPTS[0]) - 1, []):
@@ -230,7 +230,7 @@ def test_decode_steps_may_have_threads_of_their_own(engine_of: Callable[..., Eng
     assert library is not None
     before, seen = library.get_threads(), []
     engine = engine_of(decode_threads=1, threads=2)
-    for name in ("forward", "logits"):  # a step that is replayed calls neither
+    for name in ("forward", "logits"):  # a replayed step calls neither
         function = getattr(engine.executor.model, name)
         setattr(
             engine.executor.model, name, lambda *args, f=function: (seen.append(library.get_threads()), f(*args))[1]

@@ -1,4 +1,4 @@
-"""Requests that are checked with numbers alone are those that an engine with these numbers makes, and are refused alike."""
+"""Requests checked with numbers alone equal the requests of an engine with these numbers, and are refused alike."""
 
 from dataclasses import replace
 from pathlib import Path

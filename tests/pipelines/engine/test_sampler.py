@@ -1,4 +1,4 @@
-"""The sampler: each rule against its definition, and the whole against the exact distribution."""
+"""The sampler: each rule compared with its definition, and the whole with the exact distribution."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ def context(
 
 
 def processed(logits: torch.Tensor, of: SamplingContext) -> torch.Tensor:
-    """One row [V]."""
+    """Return one processed row [V]."""
     return process_logits(logits[None], [of])[0]
 
 
@@ -104,7 +104,8 @@ def test_bias_and_allowed_tokens() -> None:
 
 
 def test_a_last_token_that_only_the_device_knows() -> None:
-    """Bit for bit as where it is listed: a token that is new, of the prompt, or there before, beside rows that ask for nothing."""
+    """Bit for bit as if it were listed: a token that is new, in the prompt, or generated before, next to rows without
+    processing."""
     settings: list[dict[str, object]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.7, "frequency_penalty": 0.3},
@@ -140,7 +141,8 @@ def test_if_every_token_is_banned_there_is_none() -> None:
 
 
 def test_order_is_penalties_temperature_top_k_top_p_min_p() -> None:
-    # After the penalty token 0 is no longer first; at temperature 2 top_p needs two tokens, at temperature 1 one would do.
+    # After the penalty token 0 is no longer first; at temperature 2 top_p needs two tokens, at temperature 1 one
+    # suffices.
     row = torch.tensor([[5.0, 4.9, 3.0, -9.0]])
     settings = {"temperature": 2.0, "top_p": 0.6, "presence_penalty": 2.0}
     drawn = {sample(row, [context([3], [0], seed=seed, **settings)])[0] for seed in range(200)}
@@ -190,7 +192,7 @@ def test_chi_square_against_the_exact_distribution(settings: dict[str, float]) -
 def exact_distribution(
     logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> list[float]:
-    """By the definitions, in plain Python."""
+    """Compute by the definitions, in plain Python."""
     weights = {i: math.exp(x / temperature) for i, x in enumerate(logits)}
     order = sorted(weights, key=lambda i: -weights[i])[: top_k or None]
     total, before, keep = sum(weights[i] for i in order), 0.0, []
@@ -210,14 +212,15 @@ def test_draw_inverts_the_distribution_function() -> None:
 
 
 def test_uniform_is_the_published_splitmix64_stream() -> None:
-    # First outputs of SplitMix64 from state 1234567 (the reference C code's well-known vector); our state is the mixed seed.
+    # First outputs of SplitMix64 from state 1234567 (the reference C code's well-known vector); our state is the mixed
+    # seed.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     seed = unmix(1234567)
     assert [uniform(seed, step) for step in range(3)] == [(value >> 12) / 2**52 for value in expected]
 
 
 def unmix(x: int) -> int:
-    """The inverse of the mixing function, so that a known state can be reached from a seed."""
+    """Invert the mixing function, so that a seed can produce a known state."""
     mask = 2**64 - 1
     x = x ^ (x >> 31) ^ (x >> 62)
     x = x * pow(0x94D049BB133111EB, -1, 2**64) & mask

@@ -1,4 +1,5 @@
-"""Scheduler: first come, first served; prompts in chunks that stall nobody; preemption; blocks that add up after every step."""
+"""Scheduler: first come, first served; prompt chunks that stall no sequence; preemption; block accounting after every
+step."""
 
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_least_recently_used_blocks_are_evicted_first() -> None:
     for i, prompt in enumerate((old, new, old)):
         scheduler.add(sequence(i, prompt, 1))
         step(scheduler)
-    scheduler.add(sequence(3, 13, 1))  # 4 blocks: the two free ones, and the two cached ones that were used longest ago
+    scheduler.add(sequence(3, 13, 1))  # 4 blocks: the two free ones, and the two least recently used cached ones
     step(scheduler)
     again, other = sequence(4, old, 1), sequence(5, new, 1)
     scheduler.add(again)
@@ -165,9 +166,9 @@ def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
     scheduler = scheduler_of(budget=12, needs_whole_prompt=True)
     for i, (length, new) in enumerate(((7, 3), (6, 2), (5, 2), (10, 2))):
         scheduler.add(sequence(i, length, new, prefix_cache=False))
-    assert step(scheduler) == {0: 7}  # the second would need one token more than there are
+    assert step(scheduler) == {0: 7}  # the second would need one token too many
     assert step(scheduler) == {0: 1, 1: 6, 2: 5}  # exactly twelve
-    assert step(scheduler) == {0: 1, 1: 1, 2: 1}  # no room for ten
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1}  # ten do not fit
     assert step(scheduler) == {3: 10}
     assert step(scheduler) == {3: 1}
     assert step(scheduler) == {}
@@ -178,7 +179,7 @@ def test_whole_prompts_leave_room_for_the_sequences_to_come() -> None:
     scheduler.add(sequence(0, 2, 4, prefix_cache=False, num_beams=4))
     scheduler.add(sequence(1, 6, 4, prefix_cache=False))
     scheduler.add(sequence(2, 5, 1, prefix_cache=False))
-    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams beside the six
+    assert step(scheduler) == {0: 2}  # 2 and 6 tokens would fit, but there will be four beams in addition to the six
     assert [step(scheduler) for _ in range(2)] == [{0: 2}, {0: 3}]  # the fake beams become one more in each step
     assert [group.request.id for group in scheduler.waiting] == [1, 2]  # first come, first served
 
@@ -206,7 +207,7 @@ def test_beginnings_are_shared_only_under_the_same_salt() -> None:
 
 
 def test_a_smaller_budget_is_the_prompts_alone() -> None:
-    """Whoever generates has its token; of what cannot be cut a smaller budget makes nothing."""
+    """A generating sequence gets its token in any case. A prompt that cannot be split ignores a smaller budget."""
     scheduler = scheduler_of(budget=64)
     for i, prompt in enumerate((3, 3, 3, 30)):
         scheduler.add(sequence(i, prompt, 9))
@@ -230,13 +231,14 @@ def test_what_ended_since_the_plan_was_made_is_not_committed() -> None:
     assert [group.origin.num_computed_tokens for group in groups] == [0, 0]
     assert [item.sequence.num_computed_tokens for item in plan.scheduled] == [0, 8]
     scheduler.check_integrity()
-    scheduler.add(again := sequence(0, 9))  # whose beginning nobody finds
+    scheduler.add(again := sequence(0, 9))  # its prefix is not shared
     scheduler.plan()
     assert again.num_cached_tokens == 0
 
 
 class AnyOrderOfEvents(RuleBasedStateMachine):
-    """Arrivals, steps and cancellations in any order and pools of any size: nothing is lost, and every token is as if alone."""
+    """Arrivals, steps and cancellations in any order, with pools of any size: nothing is lost, and every token is as if
+    alone."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
@@ -259,7 +261,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     ) -> None:
         num_blocks, budget = -(-pool_tokens // block_size), max_num_requests + 4 + spare_tokens
         if whole_prompts:
-            budget, long_rope_threshold = budget + 20, None  # else few prompts would fit; and no model has both
+            budget, long_rope_threshold = budget + 20, None  # otherwise few prompts would fit; no model has both
         if whole_prompts or long_rope_threshold:
             num_prefix_tokens = 0  # such models are refused
         self.scheduler = scheduler_of(
@@ -298,7 +300,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         decode: dict[str, Any],
     ) -> None:
         prompt = [prefix[0]] * prefix[1] + rest
-        if self.scheduler._needs_whole_prompt:  # the engine refuses what could never run, and shares no beginnings
+        # the engine refuses requests that could never run, and does not share their prefixes
+        if self.scheduler._needs_whole_prompt:
             prefix_cache = False
             if len(prompt) + max_new_tokens > self.scheduler.max_batched_tokens:
                 return
@@ -410,7 +413,7 @@ def test_a_row_without_blocks_waits_for_those_under_way() -> None:
     first = scheduler.plan(num_microbatches=2)
     second = scheduler.plan(in_flight=[first], num_microbatches=2)
     scheduler.commit(first)
-    groups[0].sequences[0].token_ids.append(7)  # needs a block, of which there is none
+    groups[0].sequences[0].token_ids.append(7)  # needs a block, and there is none
     assert scheduler.plan(in_flight=[second], num_microbatches=2).scheduled == []
     assert (scheduler.running, groups[0].num_preemptions) == (groups, 0)
     scheduler.commit(second)

@@ -1,4 +1,4 @@
-"""Soft prefixes against PEFT's and transformers' own models, and through everything that the engine does with blocks."""
+"""Soft prefixes compared with PEFT's and transformers' own models, and in every use of blocks by the engine."""
 
 import copy
 import logging
@@ -36,7 +36,7 @@ from tests.helpers.soft_prefixes import (
 )
 from tests.helpers.tiers import tiers
 
-LENGTHS = [1, 16, 37]  # within a block, a block of a CPU, and some with a part
+LENGTHS = [1, 16, 37]  # within a block, a block of a CPU, and several with a partial one
 PROMPT = [5, 9, 33, 2, 71, 40, 8, 8, 13, 27, 60]
 GREEDY = DecodeConfig(max_new_tokens=12, ignore_eos=True, prefix_cache=False)
 CACHED = replace(GREEDY, prefix_cache=True)
@@ -52,7 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def greedy(logits_of: Any, count: int) -> list[int]:
-    """Greedy tokens, each from logits of the whole sequence."""
+    """Return greedy tokens, each from logits of the whole sequence."""
     tokens = list(PROMPT)
     for _ in range(count):
         tokens.append(int(logits_of(tokens)[-1].argmax()))
@@ -77,7 +77,7 @@ def test_equals_peft(base: tuple[Path, Any], tmp_path: Path, kind: str, num_toke
 
 @each("num_tokens", LENGTHS)
 def test_positions_behind_pre_caches_begin_at_0(base: tuple[Path, Any], tmp_path: Path, num_tokens: int) -> None:
-    """Against transformers in float64, which is told the positions."""
+    """Compared with transformers in float64 with explicit positions."""
     (folder, model), path = base, tmp_path / str(num_tokens)
     path.mkdir()
     values = write_paddle(path / "pre_caches.npy", num_tokens)
@@ -123,7 +123,8 @@ def test_families_equal_peft(tmp_path: Path, family: str, kind: str) -> None:
 
 
 def test_vectors_stand_behind_a_prefix_too(base: tuple[Path, Any], tmp_path: Path) -> None:
-    """PEFT's logits of the last token, also from the prefix cache, and its mean hidden state, which counts no virtual token."""
+    """PEFT's logits of the last token, also with the prefix cache, and its mean hidden state, which excludes virtual
+    tokens."""
     folder, model = base
     reference = write_peft(tmp_path / "p", copy.deepcopy(model), "prefix_tuning", 9)
     ids = torch.tensor([PROMPT])
@@ -160,7 +161,8 @@ CACHES = ["none", "int8", "fp8", "int4", *STATIC_CACHES]
 def test_the_engine_changes_no_token(
     base: tuple[Path, Any], tmp_path: Path, kv_cache: str, preempted: list[SequenceGroup]
 ) -> None:
-    """In batches, chunks, small pools, with the prefix cache, samples, beams and contrastive search, with P within a block."""
+    """In batches, chunks, small pools, with the prefix cache, samples, beams and contrastive search, with P within a
+    block."""
     folder, model = base
     if kv_cache in STATIC_CACHES:
         folder, kv_cache = write_static(folder, kv_cache, tmp_path), "none"
@@ -183,7 +185,7 @@ def test_the_engine_changes_no_token(
     ]
     outputs = generate(chunked, SHARED_PROMPTS, CACHED, "p")
     assert tokens_of(outputs) == alone[0]
-    # The block that the prefix ends in is found, too: 9 virtual tokens and 7 of a prompt's are 4 blocks of 4.
+    # The block in which the prefix ends is also found: 9 virtual tokens and 7 of a prompt's are 4 blocks of 4.
     assert [output.num_cached_tokens for output in outputs] == [7, 0, 11, 7, 0]
     drafted = replace(CACHED, speculate=Speculate.ngram, speculation=SpeculationConfig(adaptive=False, num_tokens=5))
     assert tokens_of(generate(small, SHARED_PROMPTS, drafted, "p")) == alone[0]
@@ -198,7 +200,7 @@ def stepped(engine: Engine, rows: list[tuple[list[int], str | None]]) -> list[Ou
 
 
 def test_rows_of_one_batch_have_prefixes_of_their_own(base: tuple[Path, Any], tmp_path: Path) -> None:
-    """The prefix cache shares nothing between them, and equal log probabilities show that no bit is another's."""
+    """The prefix cache shares nothing between them. Equal log probabilities show that no row reads another's keys."""
     folder, model = base
     for seed, name in enumerate("ab"):
         write_peft(tmp_path / name, copy.deepcopy(model), "prefix_tuning", 6, seed)
@@ -265,7 +267,7 @@ def test_what_has_no_room_is_refused(base: tuple[Path, Any], tmp_path: Path) -> 
 
 @each("layout", ["pre_caches.npy", "prompt_tuning"])
 def test_numbers_that_the_dtype_does_not_reach_are_refused(base: tuple[Path, Any], tmp_path: Path, layout: str) -> None:
-    """As infinite keys they would fail every row after the prefix."""
+    """Infinite keys would make every row after the prefix fail."""
     if layout == "pre_caches.npy":
         np.save(tmp_path / layout, np.full((2, 2, 2, 3, 16), 7e4, np.float32))
     else:

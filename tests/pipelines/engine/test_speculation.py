@@ -1,4 +1,5 @@
-"""Rows with drafts against the same rows without: not a token, a text, a log probability or a remembered block may differ."""
+"""Rows with drafts compared with the same rows without: tokens, texts, log probabilities and cached blocks must be
+equal."""
 
 import itertools
 from collections.abc import Callable
@@ -42,7 +43,7 @@ RIGHT: dict[str, Callable[[int], bool]] = {
 
 
 def run(engine: Engine, decode: DecodeConfig) -> list[Output]:
-    """Everything that is said of each request. Blocks add up after every step, and at the end all are free."""
+    """Return all results of each request. Checks the blocks after every step, and that all are free at the end."""
     requests = [engine.request(i, prompt, decode) for i, prompt in enumerate(PROMPTS)]
     outputs = list(engine.generate(requests, on_step=engine.scheduler.check_integrity))
     blocks = engine.scheduler.block_manager
@@ -67,7 +68,7 @@ def hostile(engine: Engine, known: list[Output], right: Callable[[int], bool]) -
 
 @pytest.fixture(scope="module")
 def plain(chatty: Path) -> Callable[[str], list[Output]]:
-    """What each of SETTINGS gives without drafts, with room for everything."""
+    """Return the results of each of SETTINGS without drafts, with enough memory."""
     known: dict[str, list[Output]] = {}
 
     def outputs(setting: str) -> list[Output]:
@@ -78,7 +79,8 @@ def plain(chatty: Path) -> Callable[[str], list[Output]]:
     return outputs
 
 
-# Every way to be wrong on every device, with the settings in turn: the property below takes them with steps that are cut anywhere.
+# Every way to be wrong, on every device, with the settings in turn. The property below combines them with arbitrary
+# step splits.
 CHOSEN = [(setting, *place) for place, setting in in_turn(itertools.product(DEVICES, RIGHT), SETTINGS)]
 
 
@@ -94,7 +96,7 @@ def test_drafts_change_nothing(
     expected, decode = plain(setting), drafted(SETTINGS[setting])
     engine = hostile(engine_of(chatty, tokenizer="", **DEVICES[device]), expected, RIGHT[right])
     assert run(engine, decode) == expected
-    assert run(engine, decode) == expected  # over what the prefix cache knows from the first time
+    assert run(engine, decode) == expected  # with the prefix cache of the first time
     assert preempted or device != "preemption" or setting not in ("greedy", "three samples")
     counts = engine.speculator.counts
     assert (counts.num_drafted_tokens > 0) == (setting != "last token")
@@ -197,7 +199,7 @@ def test_remembered_blocks_are_those_of_a_plain_run(
     followed = [
         [*prompt, *output.completions[0].token_ids, 7] for prompt, output in zip(PROMPTS, plain("drawn"), strict=True)
     ]
-    for i, prompt in enumerate(followed):  # what the blocks hold is what a later prompt reads
+    for i, prompt in enumerate(followed):  # a later prompt reads the content of the blocks
         for either in (without, engine):
             either.add(either.request(i, prompt, GREEDY))
     for either in (without, engine):
@@ -238,7 +240,8 @@ def test_what_a_wrong_draft_overflows_to_is_nobodys_error(
 def test_drafts_whose_fate_nobody_learned_are_not_counted_as_accepted(
     chatty: Path, plain: Callable[[str], list[Output]]
 ) -> None:
-    """A sink that raises ends the step: of its drafts those stay that were tokens by then, and the others are computed again."""
+    """A sink that raises ends the step. Drafts that were already tokens stay, and the remaining ones are computed
+    again."""
     engine = hostile(engine_of(chatty, tokenizer=""), plain("greedy"), RIGHT["all right"])
     told = 0
 

@@ -1,4 +1,4 @@
-"""Steps beside those who generate stay under the limit, on machines of any speed."""
+"""Steps with generating sequences stay within the limit, on machines of any speed."""
 
 from pipelines.engine.step_budget import MIN_PROMPT_TOKENS, StepBudget
 from tests.helpers.cases import each

@@ -1,4 +1,4 @@
-"""Counts of tokens for penalties: what a count of the whole text says, for one read of each new token."""
+"""Counts of tokens for penalties: equal to a count of the whole text, with one read per new token."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ def test_it_says_what_a_count_says_while_sequences_grow_and_fork(with_prompt: bo
     branches = [(TokenCounts(len(prompt), with_prompt), list(prompt)) for _ in range(3)]
     for _ in range(200):
         counts, tokens = rng.choice(branches)
-        if rng.random() < 0.1:  # the one goes on as if the other were not there
+        if rng.random() < 0.1:  # one count continues as if the other did not exist
             branches.append((counts.copy(), list(tokens)))
         tokens += rng.choices(range(15), k=rng.randrange(4))
         counts.update(tokens)

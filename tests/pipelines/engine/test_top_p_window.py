@@ -1,4 +1,4 @@
-"""PaddleNLP's verification against its text, in float64: hand-made rows, and whole texts."""
+"""PaddleNLP's verification compared with its description, in float64: hand-made rows, and whole texts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +32,13 @@ def test_candidates_reach_top_p_or_there_are_none() -> None:
     [
         ([7, 4, 1], [1, 1, 1, 1], 2, 3),  # all are candidates
         ([9, 6, 3], [3, 3, 3, 1], 2, 3),
-        ([9, 6, 3], [3, 2, 3, 1], 2, 1),  # the second is none
+        ([9, 6, 3], [3, 2, 3, 1], 2, 1),  # the second is not a candidate
         ([8, 4, 1], [1, 1, 1, 1], 2, 3),  # the second most likely, and a window of the most likely
         ([8, 5, 1], [1, 2, 1, 1], 2, 0),  # a candidate is not the most likely
         ([8, 4], [1, 1, 1], 2, 0),  # a window that the drafts do not fill
-        ([8, 4, 2], [1, 1, 2, 1], 1, 2),  # nothing after the window stays
+        ([8, 4, 2], [1, 1, 2, 1], 1, 2),  # nothing after the window is accepted
         ([9, 4, 1], [1, 1, 1, 1], 2, 0),  # the third most likely
-        ([7, 4, 1], [0, 1, 1, 1], 2, 0),  # where there are no candidates the most likely is none, either
+        ([7, 4, 1], [0, 1, 1, 1], 2, 0),  # without candidates the most likely token is none, either
         ([8, 4, 1], [0, 1, 1, 1], 2, 3),
         ([], [1], 2, 0),
     ],
@@ -58,7 +58,7 @@ def test_the_last_token_is_drawn_among_candidates() -> None:
 
 
 def item_of(drafts: tuple[int, ...], **decode: Any) -> Scheduled:
-    """A sequence of the prompt 1, 2 and the token 3, which is computed with these drafts."""
+    """Return an item for the prompt 1, 2 and the token 3, which is computed with these drafts."""
     speculation = SpeculationConfig(**LOSSY)
     settings = DecodeConfig(max_new_tokens=9, speculate=Speculate.ngram, speculation=speculation, **decode)
     sequence = Sequence.begin(factory_of(8, 64).make(0, [1, 2], settings))
@@ -116,7 +116,7 @@ class Likely(Proposer):
 
 
 def by_the_text(engine: Engine, prompt: list[int], first: int, decode: DecodeConfig, proposer: Likely) -> list[int]:
-    """Tokens by paddlenlp's own description, over logits of whole texts."""
+    """Return tokens by paddlenlp's own description, from logits of whole texts."""
     settings, temperature, top_p = decode.speculation, decode.temperature or 1.0, decode.top_p or 1.0
     said = [first]
     most_tokens = int(decode.max_new_tokens or 0)
@@ -150,7 +150,7 @@ def by_the_text(engine: Engine, prompt: list[int], first: int, decode: DecodeCon
 
 QUICK: list[dict[str, Any]] = [
     {"top_p": 0.9},
-    {"top_p": 0.1, "verify_window": 1, "max_candidates": 1},  # nobody asks for the second most likely
+    {"top_p": 0.1, "verify_window": 1, "max_candidates": 1},  # the second most likely token is not used
 ]
 LONG: list[dict[str, Any]] = [
     {"top_p": 0.5, "num_tokens": 4, "max_candidates": 8},

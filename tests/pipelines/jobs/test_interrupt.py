@@ -1,4 +1,4 @@
-"""A signal waits for the end of a step, but not for input, and never for a second one."""
+"""A first signal waits for the end of a step, but not for input; a second signal does not wait."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def test_no_signal_waits_for_input() -> None:
         items = signals.checked(lines)
         assert next(items) == "one\n"
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(Interrupted):  # the writer is open, so the next line would never come
+        with pytest.raises(Interrupted):  # the writer stays open, so the next line would never come
             next(items)
     os.close(writer)
 

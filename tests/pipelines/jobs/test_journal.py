@@ -1,4 +1,4 @@
-"""A journal holds every row once, whatever happened to the process that wrote it."""
+"""A journal contains every row once, however the process that wrote it ended."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
 @each(
     "damage",
     [
-        ('"index": 1', '"index": 1000000000000000000'),  # which would be exabytes of offsets
+        ('"index": 1', '"index": 1000000000000000000'),  # exabytes of offsets
         ('"index": 1', '"index": 1.5'),
         ('"index": 1', '"index": true'),
         ('"digest": "ff"', '"digest": "fffffffffffffffff"'),  # more than 64 bits
@@ -103,7 +103,7 @@ def test_a_line_that_no_job_wrote_is_broken(tmp_path: Path, damage: tuple[str, s
     lines[2] = lines[2].replace(*damage)
     file.write_text("".join(lines))
     with closing(open_journal("auto", tmp_path, JOB)) as journal:
-        assert read(journal) == [0]  # the last line is as one that was not written whole
+        assert read(journal) == [0]  # the last line is treated as incomplete
     file.write_text("".join([*lines, lines[1]]))
     with (
         closing(open_journal("auto", tmp_path, JOB)) as journal,
@@ -122,7 +122,7 @@ KILLS = st.lists(st.floats(0, 1), max_size=3)
 def test_whatever_happens_to_the_file_every_row_is_there_once_or_nothing_is_touched(
     tmp_path: Path, order: list[int], kills: list[float], mutations: list[tuple[str, float, int]]
 ) -> None:
-    """Processes that are killed amid a write, one after the other, and then any damage."""
+    """Processes are killed in the middle of a write, one after the other; then the file is damaged arbitrarily."""
     rows = {index: record(index, digest=f"{index + 1:x}", text="好" * index) for index in order}
     file = tmp_path / NAME
     file.unlink(missing_ok=True)
@@ -149,8 +149,9 @@ def test_whatever_happens_to_the_file_every_row_is_there_once_or_nothing_is_touc
             assert mutations
             assert file.read_bytes() == damaged
             return
-        assert damaged.startswith(file.read_bytes()) or not done  # only a torn last line is gone, or a torn first one
-        if journal.end > len(order):  # a damaged index: the job says that its input has become shorter
+        # only a truncated last line is gone, or a truncated first one
+        assert damaged.startswith(file.read_bytes()) or not done
+        if journal.end > len(order):  # a damaged index: the job reports that its input has become shorter
             return
         for index in set(order) - set(done):
             journal.append(rows[index])
@@ -185,7 +186,7 @@ def test_another_job_is_refused_and_what_changed_is_named(tmp_path: Path, resume
     assert "decode.n (null -> 2)" in message
     assert "input" not in message.split("these values changed: ")[1].split(". Restore")[0]
     assert (tmp_path / NAME).read_bytes() == before
-    with closing(open_journal("none", tmp_path, other)) as journal:  # and the lock of the refused one is gone
+    with closing(open_journal("none", tmp_path, other)) as journal:  # and the rejected one's lock is free
         assert read(journal) == []
 
 
@@ -203,7 +204,7 @@ def test_two_runs_never_write_one_journal(tmp_path: Path) -> None:
 def test_auto_goes_on_with_the_newest_equal_job_beside(tmp_path: Path) -> None:
     for moment, job in zip(MOMENTS, [JOB, JOB, {**JOB, "decode.seed": 1}, JOB], strict=True):
         write(tmp_path / moment, record(0), fingerprint=job)
-    (tmp_path / MOMENTS[3] / NAME).write_bytes(b"broken\n")  # not to be judged by one that did not name it
+    (tmp_path / MOMENTS[3] / NAME).write_bytes(b"broken\n")  # must not be judged by a caller that did not name it
     write(tmp_path / "named", record(0))
     new = tmp_path / "2026-11-21_11-00-00-000000"
     with closing(open_journal("auto", new, JOB)) as journal:
@@ -216,7 +217,7 @@ def test_auto_goes_on_with_the_newest_equal_job_beside(tmp_path: Path) -> None:
 
 
 def without_seed(file: Path) -> None:
-    """As earlier versions wrote the first line."""
+    """Return the first line as earlier versions wrote it."""
     header, *rest = file.read_text().splitlines()
     values = {name: value for name, value in json.loads(header).items() if name != SEED}
     file.write_text("\n".join([json.dumps(values), *rest, ""]))
@@ -236,7 +237,7 @@ def test_a_journal_without_a_seed_has_the_given_one_or_always_the_same(
         with closing(open_journal(how, tmp_path / MOMENTS[1], job)) as journal:
             assert (journal.folder, read(journal)) == (folder, [0])
             seeds.append(journal.seed)
-        job = {**JOB, "decode.seed": seeds[0]}  # which config.yaml names from now on
+        job = {**JOB, "decode.seed": seeds[0]}  # config.yaml names it from now on
     assert None not in seeds
     assert seeds == [given or seeds[0]] * 2
 

@@ -1,4 +1,4 @@
-"""How rows become token ids: special tokens, templates, ids as given."""
+"""How rows become token ids: special tokens, templates, given ids."""
 
 import contextlib
 import json
@@ -23,12 +23,12 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{
 
 
 def ids(text: str) -> list[int]:
-    """The tokens of a text that is ASCII without spaces: one per character."""
+    """Return the tokens of an ASCII text without spaces: one per character."""
     return [VOCABULARY[character] for character in text]
 
 
 def save_tokenizer(folder: Path, **settings: Any) -> Tokenizer:
-    """A byte-level tokenizer that begins what it encodes with a BOS."""
+    """Save a byte-level tokenizer that adds a BOS."""
     library = Library(models.BPE(vocab=VOCABULARY, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -68,7 +68,7 @@ def test_ids_are_taken_as_they_are(tokenizer: Tokenizer, template: str) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_cut_as_transformers_cuts_it(tmp_path: Path) -> None:
-    """A text keeps the tokens around it; ids, and what a template writes, are cut as they are."""
+    """A text keeps its special tokens; ids, and the output of a template, are cut directly."""
     from transformers import PreTrainedTokenizerFast
 
     own = save_tokenizer(tmp_path, chat_template=TEMPLATE)

@@ -1,4 +1,4 @@
-"""What predict.data means."""
+"""The meaning of predict.data."""
 
 import gzip
 import io
@@ -161,7 +161,7 @@ def test_unused_fields_are_reported(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "id": 1, "decode": {}, "zeta": 1}, {"src": "a", "tgt": "b", "alpha": 2, "zeta": 3}]
     prompts = read_jsonl(tmp_path, *rows)
     assert len(list(prompts)) == 2
-    assert prompts.unused_fields == ["alpha", "tgt", "zeta"]  # tgt is used where src is a list
+    assert prompts.unused_fields == ["alpha", "tgt", "zeta"]  # tgt is used if src is a list
 
 
 def test_jsonl_keeps_the_lines_of_txt(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_text_files_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     Path(path).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
     prompts = read_prompts(name if "~" in name else path)
     assert (texts(prompts), prompts.num_blank_lines) == (["a", "bé"], 1)
-    assert prompts.sha256 == read_txt(tmp_path, content).sha256  # a job goes on with the same rows in another file
+    assert prompts.sha256 == read_txt(tmp_path, content).sha256  # a job continues with the same rows in another file
 
 
 ROWS = [PromptRow(0, "x", prompt='a, "b"\nc'), PromptRow(1, prompt=""), PromptRow(2, "z", prompt="今天")]
@@ -286,7 +286,8 @@ TABLE = '\ufeffprompt,id,note\r\n"a, ""b""\nc",x,1\r\n\r\n,,\r\n今天,z,3'
         ("a.csv", TABLE),
         ("A.CSV.gz", TABLE),
         ("a.json", '[{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}, "", {"prompt": "今天", "id": "z"}]'),
-        ("a.json", '{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}\n{"prompt": ""}\n{"prompt": "今天", "id": "z"}\n'),  # in lines
+        # line by line
+        ("a.json", '{"prompt": "a, \\"b\\"\\nc", "id": "x", "note": 1}\n{"prompt": ""}\n{"prompt": "今天", "id": "z"}\n'),
         ("a.JSON", '\ufeff{"prompt": ["a, \\"b\\"\\nc", "", "今天"],\n"id": ["x", null, "z"], "note": [1, 2, 3]}'),
     ],
 )  # fmt: skip
@@ -367,7 +368,7 @@ def test_an_empty_value_is_refused() -> None:
 @pytest.mark.long
 @each("name", ["a.csv", "a.jsonl.gz"])
 def test_rows_are_read_as_they_are_taken(tmp_path: Path, name: str) -> None:
-    """Of 10 MB no more than 1 MB is in memory at once."""
+    """Of 10 MB at most 1 MB is in memory at once."""
     rows = ["prompt"] if name == "a.csv" else []
     rows += [json.dumps({"prompt": "x" * 5000}) if "json" in name else "x" * 5000] * 2000
     content = "".join(f"{row}\n" for row in rows).encode()
@@ -406,7 +407,7 @@ def test_bad_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
         read_stdin(monkeypatch, content)
 
 
-# What a caller gives
+# Values from a caller
 
 
 def rows(prompts: object) -> list[PromptRow]:

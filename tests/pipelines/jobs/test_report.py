@@ -1,4 +1,4 @@
-"""Files whole or not at all; a progress bar on terminals only."""
+"""Files are written whole or not at all; a progress bar appears on terminals only."""
 
 import os
 import pty
@@ -57,9 +57,10 @@ def test_progress_is_drawn_on_a_terminal() -> None:
     os.close(theirs)
     drawn = b""
     try:
-        while chunk := os.read(ours, 65536):  # while it draws: a terminal holds a few frames, and then keeps it waiting
+        # while it draws: a terminal buffers a few frames, and then blocks the writer
+        while chunk := os.read(ours, 65536):
             drawn += chunk
-    except OSError:  # the other side is closed and all is read
+    except OSError:  # the other side is closed and everything is read
         pass
     process.communicate()
     os.close(ours)
@@ -96,7 +97,7 @@ def test_the_peak_is_since_the_last_reset(tensor_bytes: int) -> None:
 
     nothing, much, again = peak_of(0), peak_of(2**27), peak_of(0)
     assert much > nothing + 2**27 * 0.9
-    assert again < nothing + 2**27 * 0.2  # room for the survivors and what the allocators keep
+    assert again < nothing + 2**27 * 0.2  # allowance for the surviving tensors and the allocators
 
 
 def test_without_proc_the_peak_is_of_the_whole_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

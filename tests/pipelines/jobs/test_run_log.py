@@ -1,4 +1,4 @@
-"""run.log: what a run says of itself, in its own folder."""
+"""run.log: a run's own log in its folder."""
 
 import logging
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def handlers() -> Iterator[None]:
 
 
 def ending(folder: Path, error: BaseException | None) -> str:
-    """Return the log of a run that ends so."""
+    """Return the log of a run that ends like this."""
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, run_log("predict", folder):
         log.warning("before the folder: \x1b[31m")
@@ -48,7 +48,7 @@ def test_a_run_logs_in_its_folder(tmp_path: Path) -> None:
     assert ending(tmp_path / "b", UserError("give more")).endswith(" s by UserError: give more\n")
     assert "Traceback" in (text := ending(tmp_path / "c", KeyError("x")))
     assert text.endswith("KeyError: 'x'\n\n")
-    ending(tmp_path / "a", None)  # a job that goes on in its folder
+    ending(tmp_path / "a", None)  # a job that continues in its folder
     assert len((tmp_path / "a" / "run.log").read_text().splitlines()) == 8
 
 
