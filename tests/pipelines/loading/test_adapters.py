@@ -1,4 +1,4 @@
-"""Adapters by name: in rows, for a whole job, in Python; what a job that goes on must have in common with its beginning."""
+"""Adapters by name: in rows, for a whole job, in Python; and which adapter changes prevent resuming a job."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_rows_name_their_adapters(chatty: Path, adapters: dict[str, str], tmp_path: Path) -> None:
-    """An unknown name, and a path, is an error of its row; `predict.adapter` is for the rows that name none."""
+    """An unknown name, or a path, is an error of its row. `predict.adapter` is for rows that name none."""
     data = tmp_path / "rows.jsonl"
     names = ["fr", None, "de", "it", adapters["fr"], "\x1b\n" + 500 * "x", 7]
     data.write_text("".join(json.dumps({"prompt": "Once", "adapter": name}) + "\n" for name in names))

@@ -1,4 +1,4 @@
-"""Caches are counted as the system describes them; a share of the bandwidth that would say nothing is None, with the reason."""
+"""Caches are counted as the system describes them; a meaningless share of the bandwidth is None, with the reason."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def describe(folder: Path, cpu: int, index: int, level: str, size: str, shared: 
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four processors of which the process may use three; nothing is known of their caches yet."""
+    """Four processors, of which the process may use three; their caches are unknown at first."""
     monkeypatch.setattr(bandwidth, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     return tmp_path
@@ -31,7 +31,8 @@ def test_the_last_levels_that_the_process_may_use_are_added_up(system: Path) -> 
     for cpu in range(4):
         describe(system, cpu, 0, "1", "48K", str(cpu))
         describe(system, cpu, 3, "3", "32M" if cpu < 2 else "16M", "0-1" if cpu < 2 else str(cpu))
-    assert cache_bytes(CPU) == (32 + 16) * 2**20  # one that two share, one of the third; the fourth's is not ours
+    # one shared by two processors, one of the third; the fourth processor's cache is not ours
+    assert cache_bytes(CPU) == (32 + 16) * 2**20
 
 
 @pytest.mark.parametrize(("level", "size"), [("3", "32X"), ("3", ""), ("three", "32M")])

@@ -1,4 +1,4 @@
-"""Loading the model that drafts: what does not fit the run is refused in one line, before a weight is read."""
+"""Loading the draft model: a mismatch with the run is refused in one line, before a weight is read."""
 
 import json
 import shutil
@@ -87,7 +87,7 @@ def test_refuses(
 
 
 def padded_copy(folder: Path, to: Path, num_tokens: int) -> Path:
-    """The checkpoint with further tokens, which no text has: their rows of embedding and head are zeros."""
+    """Return the checkpoint with further tokens, which no text has: their rows of embedding and head are zeros."""
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

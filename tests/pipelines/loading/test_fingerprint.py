@@ -1,4 +1,4 @@
-"""What a job is: contents, not places; and nothing that leaves its rows as they are."""
+"""A job's fingerprint: contents, not paths, and no setting that leaves its rows unchanged."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def test_parts_have_the_names_of_the_config_and_of_the_files(chatty: Path) -> No
     assert parts["model.dtype"] == "float32"
     assert parts["device.type"] == "cpu"
     assert (parts["quant"]["scheme"], parts["quant"]["kv_cache"]) == ("none", "none")
-    assert "sparsity" not in parts["quant"]  # which journals of older versions lack
+    assert "sparsity" not in parts["quant"]  # journals of older versions lack it
     assert (parts["decode.seed"], parts["decode.stop"]) == (None, [])
     assert parts["model/model.safetensors"].startswith(f"{(chatty / 'model.safetensors').stat().st_size} bytes of ")
     assert {"model/config.json", "model/tokenizer.json", "model/tokenizer_config.json"} <= parts.keys()

@@ -1,4 +1,4 @@
-"""What a checkpoint suggests for decoding, against what transformers would do with it."""
+"""A checkpoint's suggestions for decoding, compared with transformers."""
 
 import json
 import logging
@@ -79,7 +79,8 @@ def test_bad_values_are_refused(values: dict[str, Any]) -> None:
 
 
 def test_biases_bans_and_forced_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    """By decode=checkpoint, greedy; beams are compared in test_beam_search. Prompts of one token have a forced first one."""
+    """With decode=checkpoint, greedy; test_beam_search compares beams. Prompts of one token have a forced first
+    token."""
     model = write_llama(tmp_path)
     free = complete(engine_of(tmp_path), [[5, 6, 7], [9]], DecodeConfig(max_new_tokens=12))
     first, second = free[0].token_ids[:2]
@@ -140,7 +141,8 @@ def test_what_is_switched_off_is_no_fault_of_the_checkpoint(tmp_path: Path) -> N
     engine = engine_of(tmp_path)
     greedy = engine.requests.resolve(compose_run_config(["decode=greedy"]).decode)
     assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.length_penalty) == (0.0, None, None, None)
-    sampled = engine.requests.resolve(greedy.replaced({"temperature": 1.0}))  # a row of its own ways in a greedy job
+    # a row with its own settings in a greedy job
+    sampled = engine.requests.resolve(greedy.replaced({"temperature": 1.0}))
     assert (sampled.top_k, sampled.top_p, sampled.length_penalty) == (7, 0.3, None)
     request = engine.request(0, [5, 6], greedy)
     assert (request.params.top_k, request.params.top_p, request.params.length_penalty) == (0, 1.0, 1.0)
@@ -169,7 +171,7 @@ def test_explicit_settings_win_and_the_rest_is_filled(tmp_path: Path) -> None:
     assert (resolved.max_length, resolved.max_new_tokens) == (9, None)
     assert (
         engine.requests.resolve(DecodeConfig(max_new_tokens=30)).max_length is None
-    )  # a length that is set is not cut short
+    )  # an explicit length is not reduced
     assert engine.requests.resolve(DecodeConfig(max_length=30)).max_length == 30
     assert all(getattr(resolved, name) is not None for name in NEUTRAL)
     assert engine.requests.resolve(resolved) == resolved

@@ -1,4 +1,4 @@
-"""Prompts that are kept in a file: equal to the bit in another engine, and refused where anything differs."""
+"""Prompts kept in a file: bit-identical in another engine, and refused after any difference."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ def run_of(folder: Path, **changes: Any) -> RunConfig:
 
 @pytest.mark.parametrize(("kv_cache", "dtype"), tiers(product(CACHES, DTYPES), long=in_turn(CACHES, DTYPES)))
 def test_log_probabilities_are_equal_to_the_bit(folder: Path, tmp_path: Path, kv_cache: str, dtype: DType) -> None:
-    """In every format of the cache, and under other sizes of blocks and steps."""
+    """With every cache format, and with other sizes of blocks and steps."""
     quant = QuantConfig()
     if kv_cache in STATIC_CACHES:
         data = write_rows(tmp_path / "rows.jsonl", random_rows(18, 16))
@@ -78,7 +78,7 @@ def test_log_probabilities_are_equal_to_the_bit(folder: Path, tmp_path: Path, kv
 
 
 def test_what_is_kept_is_what_is_read(folder: Path, tmp_path: Path) -> None:
-    """Other numbers in the file give other log probabilities: they are not computed again."""
+    """Other numbers in the file give other log probabilities, so they are not recomputed."""
     run = run_of(folder)
     keep(run, tmp_path / "kept")
     with safe_open(tmp_path / "kept", framework="pt") as file:
@@ -110,7 +110,7 @@ def test_kept_blocks_stay_while_others_come_and_go(folder: Path, tmp_path: Path)
 
 
 def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -> None:
-    """A soft prefix that ends within a block, whose rest is the prompt's."""
+    """A soft prefix ends within a block, whose remaining slots are the prompt's."""
     write_paddle(tmp_path / "p.npy", 9)
     run = run_of(folder)
     soft = replace(run, model=replace(run.model, prefixes={"p": str(tmp_path / "p.npy")}))
@@ -124,10 +124,10 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
         assert behind.num_cached_tokens == cached
         assert complete(engine, [*BEGINNING, 3]).num_cached_tokens == 0
         engine = with_kept(soft, tmp_path / "kept", block_size=size)
-        behind = complete(engine, [*BEGINNING, 3], salted)  # whose places in the file come after a soft prefix's
+        behind = complete(engine, [*BEGINNING, 3], salted)  # their positions in the file come after a soft prefix's
         assert behind.num_cached_tokens == 32
         assert behind.completions == complete(plain, [*BEGINNING, 3], salted).completions
-        # The soft prefix's own blocks, the rest of 48 places after it, and the 32 of the salted row.
+        # The soft prefix's own blocks, the rest of 48 slots after it, and the 32 of the salted row.
         assert engine.num_blocks - engine.requests.num_blocks == {16: 1 + 3 + 2, 8: 2 + 5 + 4, 4: 3 + 10 + 8}[size]
     with pytest.raises(
         UserError, match="holds a prompt after the soft prefix .{12}..., which is not in model.prefixes"
@@ -136,7 +136,7 @@ def test_salts_and_soft_prefixes_keep_rows_apart(folder: Path, tmp_path: Path) -
 
 
 def test_adapters_keep_rows_apart(folder: Path, tmp_path: Path) -> None:
-    """Another adapter under the same name is another one, and its absence is said."""
+    """Another adapter with the same name does not match, and a missing adapter is reported."""
     for seed, name in enumerate("ab"):
         write_adapter(tmp_path / name, folder, LlamaForCausalLM, seed=seed, target_modules=["q_proj", "v_proj"])
     run = run_of(folder)
@@ -284,7 +284,7 @@ def test_settings_that_are_not_used_are_refused() -> None:
 
 @pytest.mark.long
 def test_a_new_process_predicts_the_same_bytes(tmp_path: Path) -> None:
-    """With the bundled model, by the commands."""
+    """With the bundled model, from the command line."""
     text = "Once upon a time there was a little dog who lived in a big house with a red door and a green garden. " * 3
     data = write_data(tmp_path / "rows.jsonl", *({"prompt": text + end} for end in ("One day", "The dog", "")))
     common = ["device=cpu", "decode.logprobs=2", "decode.max_new_tokens=8"]

@@ -66,7 +66,8 @@ def test_half_precision_is_the_model_rounded(tmp_path: Path, dtype: str) -> None
     run = run_config(tmp_path)
     half = all_logits(load_engine(replace(run, model=replace(run.model, dtype=DType[dtype])), 1), prompt)
     assert half.dtype == getattr(torch, dtype)
-    # Rounding errors of one unit in the last place each, a few dozen of them along the two layers, seldom all of one sign.
+    # Rounding errors of one unit in the last place each, a few dozen of them along the two layers, seldom all with one
+    # sign.
     tolerance = 16 * torch.finfo(half.dtype).eps * exact.abs().max().item()
     torch.testing.assert_close(half.float(), exact, atol=tolerance, rtol=0)
 
@@ -132,7 +133,7 @@ def test_tokenizer_from_another_folder(tmp_path: Path, chatty: Path) -> None:
 def test_ids_of_the_tokenizer_that_the_model_lacks(
     tmp_path: Path, chatty: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gemma 3 1B has one, of its images: a prompt that uses it is an error, and others are not."""
+    """Gemma 3 1B has such an id for images: a prompt with it is an error, and other prompts work."""
     write_llama(tmp_path, vocab_size=329)
     engine = engine_of(tmp_path, tokenizer=str(chatty))
     (message,) = caplog.messages
@@ -148,7 +149,7 @@ def test_tensors_that_hold_nan_are_named(tmp_path: Path, caplog: pytest.LogCaptu
     model = write_llama(tmp_path)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
-        model.model.norm.weight[0], model.model.norm.weight[1] = torch.inf, -torch.inf  # whose sum is NaN
+        model.model.norm.weight[0], model.model.norm.weight[1] = torch.inf, -torch.inf  # its sum is NaN
     model.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
         engine_of(tmp_path)
@@ -171,7 +172,7 @@ def test_an_automatic_pool_has_room_for_a_rows_own_beams_and_takes_no_memory(tmp
     write_llama(tmp_path, max_position_embeddings=2**20)
     pool = engine_of(tmp_path, batch_size=1)
     assert pool.scheduler.block_manager.num_blocks * pool.block_size * pool.executor.kv_bytes_per_token > 2**31
-    assert peak_memory_bytes(engine.device) - before < 2**30  # the pool's pages are not taken yet
+    assert peak_memory_bytes(engine.device) - before < 2**30  # the pool's pages are not allocated yet
 
 
 def test_an_automatic_pool_has_room_for_the_samples_of_all_rows(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_options_of_gpus_are_refused_on_a_cpu(tmp_path: Path, name: str, value: 
 
 
 def test_on_a_gpu_no_more_is_free_than_the_fraction_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1000 bytes others have 100, and this process holds 300, of which it uses 250."""
+    """Other processes use 100 of 1000 bytes. This process has reserved 300, and uses 250 of them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 250)

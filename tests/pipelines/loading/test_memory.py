@@ -1,4 +1,4 @@
-"""What a run needs of a GPU, reckoned on a model without weights."""
+"""The GPU memory that a run needs, estimated on a model without weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +38,13 @@ def on_meta(size: str) -> CausalLM:
 
 @each(("size", "num_parameters"), [("8B", 8_030_261_248), ("1.5B", 1_543_714_304)])
 def test_weights_of_published_models(size: str, num_parameters: int) -> None:
-    """Llama 3.1 8B and Qwen2.5 1.5B have so many parameters, by their model cards' files."""
+    """The parameter counts of Llama 3.1 8B and Qwen2.5 1.5B, by their model cards' files."""
     assert weight_bytes(on_meta(size), torch.bfloat16) == 2 * num_parameters
     assert weight_bytes(on_meta(size), torch.float32) == 4 * num_parameters
 
 
 def test_quantised_weights() -> None:
-    """int4 with groups of 128 is 4 + 32 / 128 bits a weight; the embedding stays as it is."""
+    """int4 with groups of 128 is 4 + 32 / 128 bits per weight; the embedding is unquantised."""
     model = on_meta("8B")
     quantize_while_loading(model, QuantConfig(QuantScheme.int4, group_size=128))
     embedding, norms = 128256 * 4096, 65 * 4096
@@ -53,7 +53,7 @@ def test_quantised_weights() -> None:
 
 
 def test_a_step() -> None:
-    """Around `down_proj`: 14336 in, 4096 out, and the gate; logits of two sequences."""
+    """Around `down_proj`: 14336 inputs, 4096 outputs, and the gate; logits of two sequences."""
     widest = max_layer_values(on_meta("8B"))
     assert widest == 14336 + 4096 + 14336
     assert step_bytes(widest, 128256, torch.bfloat16, 10, 2) == 10 * widest * 2 + 2 * 128256 * (2 + 4)

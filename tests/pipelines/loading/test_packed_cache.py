@@ -1,4 +1,5 @@
-"""A model that is kept packed: the same bits without reading the checkpoint, and what becomes of a file that is not the wanted one."""
+"""A packed model in a file: the same bits without reading the checkpoint, and the handling of files that do not
+match."""
 
 import logging
 import os
@@ -63,7 +64,7 @@ def job(folder: Path, quant: QuantConfig | None = None, dtype: DType = DType.flo
 
 
 def mapped(run: RunConfig) -> Engine:
-    """An engine whose weights do not come from the checkpoint."""
+    """Return an engine whose weights do not come from the checkpoint."""
     with patch("pipelines.loading.weight_loading.load_weights", side_effect=AssertionError("the checkpoint is read")):
         return load_engine(run, 3)
 
@@ -82,7 +83,7 @@ def assert_same_bits(run: RunConfig) -> None:
 
 @each("family", ["llama_tied_bias", "gpt2", "mixtral", "gemma2", "chatglm2"])
 def test_the_same_bits_of_any_family(family: str) -> None:
-    """Tied heads, biases, transposed weights, routers that stay floats."""
+    """Tied heads, biases, transposed weights, unquantised routers."""
     assert_same_bits(job(GOLDENS / family))
 
 
@@ -130,12 +131,13 @@ def test_tensors_begin_where_cache_lines_do(kept: Path) -> None:
 
 @pytest.mark.long
 def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
-    """100 MB of weights: read, they are the process's own; mapped, pages of the file, which it shares with all that map it."""
+    """100 MB of weights. Read weights are the process's own memory; mapped weights are pages of the file, shared with
+    other processes."""
     write_llama(tmp_path, vocab_size=4000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2)
 
     def grown(load: Callable[[], Engine]) -> tuple[int, int]:
-        """Bytes of memory of its own and of mapped files, after every weight was read by a step."""
-        reset_peak_memory()  # gives back what the C library keeps of tensors that are gone, which would hide new ones
+        """Return the growth of private memory and of mapped files, after a step has read every weight."""
+        reset_peak_memory()  # returns the C library's freed memory, which would hide new memory
         before = resident()
         engine = load()
         all_logits(engine, PROMPT)
@@ -145,7 +147,7 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
         return tuple((after[kind] - before[kind]) / size for kind in ("RssAnon", "RssFile"))  # type: ignore[return-value]
 
     load_engine(job(tmp_path), 3)
-    # 20 MB beside the weights: the cache's blocks that were written, the step's tensors, what the allocator keeps.
+    # 20 MB in addition to the weights: written cache blocks, the step's tensors, freed memory.
     own, of_files = grown(lambda: load_engine(run_config(tmp_path), 3))
     assert own > 0.8
     assert of_files < 0.2
@@ -231,7 +233,7 @@ def test_a_foreign_file_is_refused(changes: dict[str, torch.Tensor | None], mess
 
 
 def refused(run: RunConfig, kept: Path, changes: dict[str, torch.Tensor | None]) -> str:
-    """What is said of the file of this job, which is there, when these of its tensors are others."""
+    """Return the error for this job's file if these of its tensors differ."""
     (file,) = kept.iterdir()
     whole = file.read_bytes()
     change(file, changes)
@@ -262,14 +264,12 @@ def test_a_bias_is_compared(scheme: str, kept: Path) -> None:
 def test_packed_weights_of_another_dtype_are_refused(kept: Path) -> None:
     run = job(GOLDENS / "llama3")
     load_engine(run, 3)
-    other = {
-        "model.layers.0.mlp.up_proj.tiles": torch.ones(11, 32, 16, 2).bfloat16()
-    }  # as a model in bfloat16 has them
+    other = {"model.layers.0.mlp.up_proj.tiles": torch.ones(11, 32, 16, 2).bfloat16()}  # a model in bfloat16 has them
     assert "up_proj: packed weights of torch.bfloat16, not torch.float32" in refused(run, kept, other)
 
 
 def test_a_permutation_is_compared(tmp_path: Path, kept: Path) -> None:
-    """Of GPTQ in the order of the channels' activity, whose groups are found on the way."""
+    """GPTQ's order of channels by activity, whose groups are found during calibration."""
     write_llama(tmp_path / "source", tie_word_embeddings=False, hidden_size=64, intermediate_size=96)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f'{{"prompt_token_ids": {list(range(5 + i, 60 + i))}}}\n' for i in range(12)))
@@ -298,7 +298,7 @@ def test_a_permutation_of_weights_that_have_none_is_refused(scheme: str, kept: P
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, torch.Tensor]:
-    """A job, the file that is kept of its model, and the logits."""
+    """Return a job, its packed file, and the logits."""
     folder, run = tmp_path_factory.mktemp("packed"), job(GOLDENS / "llama_tied_bias", SCHEMES["int8"])
     with pytest.MonkeyPatch.context() as context:
         context.setenv("QUINTET_OUTPUTS", str(folder))
@@ -313,7 +313,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, t
 def test_a_damaged_header_is_noticed_or_harmless(
     packed: tuple[RunConfig, Path, torch.Tensor], tmp_path: Path, mutations: list[tuple[str, float, int]]
 ) -> None:
-    """The logits are those of the checkpoint, or one line says why there are none."""
+    """The logits equal the checkpoint's, or one line gives the reason why there are none."""
     run, file, expected = packed
     whole, message = file.read_bytes(), ""
     damaged = mutated(whole, mutations, head=8 + int.from_bytes(whole[:8], "little"))

@@ -1,4 +1,5 @@
-"""`parallel=auto`: what divisions of large models are reckoned to hold and to do, against counts and sums by hand, and golden choices."""
+"""`parallel=auto`: estimated bytes and times of parallel layouts of large models, compared with counts and sums by
+hand, and golden choices."""
 
 import json
 from dataclasses import replace
@@ -129,7 +130,8 @@ def test_golden_plans(
 
 @each("name", CONFIGS)
 def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
-    """The command may take 3 s, of which half are imports; 0.2 s are usual. Processor time, so that other work does not count."""
+    """The command may take 3 s, half of which are imports; 0.2 s are typical. Processor time, so that other work does
+    not count."""
     config = dry_run(write_config(tmp_path / name, CONFIGS[name]), "2x8_gpus", quant=INT8)
     begin = process_time()
     layouts_of(config)
@@ -137,7 +139,7 @@ def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
 
 
 def test_bytes_of_a_rank_of_llama_405b_by_hand(tmp_path: Path) -> None:
-    """Two of its eight ranks share no head: a rank has 16 query heads of 128 channels, and one key/value head of as many."""
+    """Two of its eight ranks share no head: a rank has 16 query heads of 128 channels, and one key/value head."""
     e, f, v = 16384, 53248, 128256
     attention = e * 16 * 128 + 2 * e * 128 + e * e // 8
     layer = attention + 3 * e * f // 8 + 2 * e
@@ -145,13 +147,14 @@ def test_bytes_of_a_rank_of_llama_405b_by_hand(tmp_path: Path) -> None:
     found = candidates_of(dry_run(write_config(tmp_path / "llama", LLAMA_405B), "2x8_gpus"))
     assert found[8, 1, 2].weight_bytes == 2 * (126 * layer + ends)
     assert found[8, 2, 1].weight_bytes == 2 * (63 * layer + v // 8 * e + e)  # the last stage also has the final norm
-    # what is free besides a step's tensors, half of it for the cache, whose blocks of 64 tokens have a key and a value for each layer
+    # half of the memory that a step's tensors leave is for the cache, whose blocks of 64 tokens have a key and a value
+    # for each layer
     free = 0.9 * 80e9 - found[8, 2, 1].weight_bytes - (2048 * (e + f + f) * 2 + 16 * v * (2 + 4))
     assert found[8, 2, 1].cache_tokens == 64 * int(free // 2 // (63 * 2 * 128 * 2 * 64))
 
 
 def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
-    """16 ranks: 8 of 128 heads each, the latents whole, 1/16 of each expert, the router whole and in float32."""
+    """16 ranks: 8 of 128 heads each, whole latents, 1/16 of each expert, the whole router in float32."""
     e, q, latent, rope, nope, d, v = 7168, 1536, 512, 64, 128, 128, 129280
     heads = 128 // 16
     attention = (
@@ -201,7 +204,7 @@ def test_a_divided_model_has_the_bytes_that_are_reckoned(
 @each("quant", [NONE, INT8, A8W8])
 @each("name", GOLDEN_FAMILIES)
 def test_ranks_that_add_have_the_bytes_that_are_reckoned(name: str, quant: QuantConfig, tp: int, pp: int) -> None:
-    """With a scale for each row of activations they gather."""
+    """Layers with one activation scale per row gather."""
     check_ranks(GOLDENS / name, quant, tp, pp, sum=Sum.reduce)
 
 
@@ -209,7 +212,7 @@ def test_ranks_that_add_have_the_bytes_that_are_reckoned(name: str, quant: Quant
 def test_ranks_that_add_some_layers_have_the_bytes_that_are_reckoned(
     tp: int, joined: list[str], tmp_path: Path
 ) -> None:
-    """Groups of 32: of 96 channels two ranks cut one, of four heads of 16 inputs three ranks do."""
+    """Groups of 32: two ranks split one of the groups of 96 channels, and three ranks split heads of 16 inputs."""
     write_llama(tmp_path, intermediate_size=96)
     for model in check_ranks(tmp_path, GROUPS, tp, 1, sum=Sum.reduce):
         rows = [(name, layer.row_parallel) for name, layer in model.named_modules() if isinstance(layer, Linear)]
@@ -230,7 +233,7 @@ def test_whole_experts_have_the_bytes_that_are_reckoned(
 def check_ranks(
     folder: Path, quant: QuantConfig, tp: int, pp: int, packed: bool = False, **given: Any
 ) -> list[CausalLM]:
-    """What is reckoned of each rank is what it has of the model that `shard_model` has divided. Returns the ranks' models."""
+    """Compare each rank's estimated bytes with the model that `shard_model` returns. Returns the ranks' models."""
     parallel = ParallelConfig(ParallelMode.auto, **given)
     config = RunConfig(model=ModelConfig(path=str(folder), weights=Weights.random), quant=quant, parallel=parallel)
     source = resolve_model(config.model)
@@ -257,7 +260,7 @@ def check_ranks(
 @pytest.mark.long
 @each("tied", [False, True])
 def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path) -> None:
-    """Of a tied embedding a CPU's kernels have a copy in their order, which is the head."""
+    """On a CPU a tied embedding has a packed copy, the head."""
     sizes = {"num_hidden_layers": 3, "intermediate_size": 96}  # whole steps of 16, which need no padding
     write_llama(tmp_path, tie_word_embeddings=tied, **sizes)
     config = run_config(tmp_path)
@@ -271,7 +274,7 @@ def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path)
 
 @pytest.mark.skipif(not is_gain(2**20), reason="weights are compressed for AVX-512 and AMX")
 def test_bfloat16_is_held_in_12_bits_from_1_mib_on(tmp_path: Path) -> None:
-    """Of a rank of two no weight is so large, and neither are machines of a file this one."""
+    """With two ranks no weight of a rank is so large, nor are those of topologies in files."""
     write_llama(tmp_path, hidden_size=512, intermediate_size=1536, tie_word_embeddings=False)
     config = run_config(tmp_path)
     config = replace(config, model=replace(config.model, dtype=DType.bfloat16))
@@ -288,7 +291,7 @@ def test_bfloat16_is_held_in_12_bits_from_1_mib_on(tmp_path: Path) -> None:
 def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage that computes while the other waits; two at once have half of it each."""
+    """A stage computes while the other waits, with the full bandwidth; two busy stages have half of it each."""
     link = Link(1e-12, 1e18)
     one_device = Topology("cpu", 1, 1, 10**9, 1e6, 0.75e6, lambda _: 1e15, link, None)
     monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: one_device)
@@ -304,9 +307,10 @@ def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
 
 @each("num_rows", [1, 16])
 def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a quarter, and in the order that all rounds have: bfloat16 of 1.1 B on two cores of a Zen 4, measured just before.
+    """Within a quarter, and in the same order as in all rounds: bfloat16 of 1.1 B on two cores of a Zen 4, measured
+    just before.
 
-    Two divisions of which each was faster in some round, as one process and tp=2, have no order.
+    Two layouts, each of which was faster in some round, such as one process and tp=2, are not ordered.
     """
     rows = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())
     rounds = rows["divisions"][str(num_rows)]["rounds"]
@@ -325,7 +329,7 @@ def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch:
 
 
 def plan_on(machine: dict[str, Any], run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Return the tokens/s that are planned for each division of a machine of ranks.json."""
+    """Return the planned tokens/s of each layout of a machine of ranks.json."""
     flops = {int(rows): each for rows, each in machine["flops"].items()}
     found_then = Topology(**machine | {"link": Link(**machine["link"]), "flops": flops.__getitem__})
     monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: found_then)
@@ -334,7 +338,7 @@ def plan_on(machine: dict[str, Any], run: RunConfig, monkeypatch: pytest.MonkeyP
 
 
 def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
-    """Of a Llama of two layers on two devices: bytes over bandwidth, and what goes over the link after them."""
+    """A Llama of two layers on two devices: bytes divided by bandwidth, and the transfers over the link."""
     write_llama(tmp_path, tie_word_embeddings=False)
     file = tmp_path / "topology.yaml"
     file.write_text(
@@ -353,9 +357,9 @@ def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
     link = (2 * 4 + 2) * 50e-3 + 3 * gathered * 4 / 2 / 2e6
     assert found[2, 1, 1].tokens_per_s == pytest.approx(
         3 / (cut + link), rel=0.02
-    )  # 88 channels are 48 and 40, the larger counts
+    )  # 88 channels are 48 and 40; the larger counts
     assert (found[1, 1, 2].limit, found[2, 1, 1].limit) == ("weights", "link")
-    # of each of the two layers that add, every rank gets the outputs of both
+    # every rank gets both ranks' outputs of each of the two layers that add
     adding = replace(config.parallel, topology=str(file), sum=Sum.reduce)
     added = candidates_of(replace(config, parallel=adding))[2, 1, 1]
     link = (2 * 2 + 2) * 50e-3 + 3 * (2 * 2 * 2 * e + e + v) * 4 / 2 / 2e6
@@ -363,13 +367,13 @@ def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
 
 
 def _of_rows(seconds: float, tokens: int, replicas: int, num_rows: int) -> float:
-    """The seconds with the rows of the fuller of two replicas."""
+    """Return the seconds with the rows of the fuller of two replicas."""
     of_cache = tokens * 2 * 2 * 2 * 16 * 4 / 1e6
     return seconds - of_cache + of_cache * -(-num_rows // replicas) / num_rows
 
 
 def test_stages_are_busy_at_once_where_there_are_as_many_rows(tmp_path: Path) -> None:
-    """One row is in both stages, one after the other; the second row is in the stage that the first has left."""
+    """One row is in both stages, one after the other; the second row is in the stage that the first row has left."""
     folder = write_config(tmp_path / "llama", LLAMA_405B)
     one, two, many = (candidates_of(dry_run(folder, "2x8_gpus", n))[8, 2, 1].tokens_per_s for n in (1, 2, 16))
     assert two == pytest.approx(2 * one, rel=0.01)  # the stages differ by the embedding
@@ -377,7 +381,8 @@ def test_stages_are_busy_at_once_where_there_are_as_many_rows(tmp_path: Path) ->
 
 
 def test_the_slower_stage_sets_the_pace(tmp_path: Path) -> None:
-    """Of three layers one stage has two: in two microbatches a token of both rows takes twice its time, in one both stages' times."""
+    """One stage has two of three layers. With two microbatches a token of both rows takes twice its time; with one,
+    both stages' times."""
     write_llama(tmp_path, num_hidden_layers=3, intermediate_size=960)  # layers that outweigh the vocabulary
     one, two = (candidates_of(dry_run(tmp_path, "two_numa_nodes", rows))[1, 2, 1] for rows in (1, 2))
     assert sorted(map(len, two.stages)) == [1, 2]
@@ -385,7 +390,7 @@ def test_the_slower_stage_sets_the_pace(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_tied_embedding_are_those_of_the_divided_model() -> None:
-    """Whose vocabulary weighs as much as five layers, and is in the first stage and in the last."""
+    """The vocabulary has the bytes of five layers, and is in the first and in the last stage."""
     reader = ConfigReader(dict(GPU_CONFIGS["1.5B"]), "test")
     architecture = find_architecture(reader)
     with torch.device("meta"):
@@ -398,12 +403,12 @@ def test_stages_of_a_tied_embedding_are_those_of_the_divided_model() -> None:
 
 
 def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
-    """One row of Mixtral: two experts of eight in each layer, and not the embedding."""
+    """One row of Mixtral: two experts of eight in each layer, without the embedding."""
     found = candidates_of(dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "one_socket", 1))[1, 1, 1]
     e, f, v = 6144, 16384, 32768
     layer = 2 * e * e + 2 * e * 8 * 128 + 8 * e + 2 * e + 2 * 3 * e * f
     cache = 2048 * 56 * 2 * 8 * 128 * 2
-    # Arithmetic, 0.006 of the memory's time, adds a third of its third power.
+    # Arithmetic takes 0.006 of the memory's time, and adds a third of its third power.
     assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-6)
 
 
@@ -419,7 +424,7 @@ def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
 def test_what_four_ranks_exchange_of_mixtral(
     sum: Sum, experts: ExpertPlacement, of_layer: int, num_gathers: int, tmp_path: Path
 ) -> None:
-    """Of a token two experts' rows: the channels of each before its last product, what each gives, or both."""
+    """For the two experts of a token: the inputs of the last product, its outputs, or both."""
     run = dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "8_gpus")
     parallel = replace(run.parallel, sum=sum, experts=experts)
     _, costs = model_costs(run.model, run.quant, parallel, resolve_model(run.model), 64, packed=False)
@@ -429,7 +434,7 @@ def test_what_four_ranks_exchange_of_mixtral(
 
 
 def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> None:
-    """A model without any is refused."""
+    """A model without experts is refused."""
 
     def whole(folder: Path) -> RunConfig:
         run = dry_run(folder, "8_gpus", quant=INT8)
@@ -449,7 +454,7 @@ def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
     link = Link(1e-6, 1e9)
     six = Topology("cuda", 2, 3, 10**9, 1e9, 1e9, lambda _: 1e12, link, link)
     assert parallel_layouts(six, 16) == [(1, 1, 6), (1, 2, 3), (1, 3, 2), (1, 6, 1), (3, 1, 2), (3, 2, 1)]
-    assert (1, 1, 4) in parallel_layouts(six, 4)  # replicas without rows would do nothing
+    assert (1, 1, 4) in parallel_layouts(six, 4)  # replicas without rows would be idle
     assert parallel_layouts(replace(six, num_machines=1, num_devices=1, network=None), 16) == [
         (1, 1, 1),
         (2, 1, 1),
@@ -458,7 +463,7 @@ def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
 
 
 def test_ranks_of_gpus_that_are_here_are_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run would take them; each replica has a GPU of its own."""
+    """No run would accept them; each replica has a GPU of its own."""
     link = Link(1e-5, 2.5e10)
     gpus = Topology("cuda", 1, 2, 80 * 10**9, 3e12, 3e12, lambda _: 1e15, link, None)
     monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: gpus)

@@ -1,4 +1,4 @@
-"""Soft prefixes in jobs: config, rows, the Python pipeline, and what a job is."""
+"""Soft prefixes in jobs: config, rows, the Python pipeline, and fingerprints."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Models and tokenizers that a script holds: the numbers are those of the folder that save_pretrained writes."""
+"""Models and tokenizers held by a script: the same results as from the folder that save_pretrained writes."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def said(pipe: TextGenerationPipeline) -> list[dict[str, Any]]:
 
 @each("name", ["gpt2", "mixtral", "qwen3_moe", "tied", "bfloat16"], quick=["mixtral"])
 def test_a_model_in_memory_is_its_folder(name: str, chatty: Path, tmp_path: Path) -> None:
-    """Experts are joined in memory and not in files; a tied head is stored once in a file, and twice in memory."""
+    """Experts are fused in memory but not in files; a tied head is stored once in a file, and twice in memory."""
     model, given = made(name), {"device": "cpu", "tokenizer": chatty}
     model.save_pretrained(tmp_path / "saved")
     expected = pipeline("text_generation", model=tmp_path / "saved", **given)
@@ -89,7 +89,7 @@ def test_a_tokenizer_in_memory_is_its_folder(chatty: Path, tmp_path: Path) -> No
     assert folder.is_dir()
     del read
     assert not folder.exists()
-    model.config.name_or_path = str(chatty)  # as from_pretrained leaves it
+    model.config.name_or_path = str(chatty)  # as from_pretrained returns it
     assert pipeline("text_generation", model=model, device="cpu").tokenizer is not None
 
 

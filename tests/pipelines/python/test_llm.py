@@ -1,4 +1,4 @@
-"""vLLM's offline face gives what our own faces give, and a script of vLLM runs with its import line changed."""
+"""vLLM's offline API gives the results of our other APIs, and a vLLM script runs with its import line changed."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def test_prompts_of_token_ids(llm: LLM) -> None:
 
 @pytest.mark.long
 def test_a_script_of_vllm_runs(llm: LLM, tmp_path: Path) -> None:
-    """From a folder of its own; test_a_script_of_vllm_runs_with_its_import_changed has vLLM beside it."""
+    """Run in a separate folder; test_a_script_of_vllm_runs_with_its_import_changed has vLLM installed."""
     script = tmp_path / "ours.py"
     script.write_text(SCRIPT.replace("from vllm import", "from pipelines import"))
     said = said_by(sys.executable, script)
@@ -257,7 +257,7 @@ def test_wrong_calls_are_one_line(llm: LLM, prompts: Any, settings: dict[str, An
 
 
 def test_vllms_own_values_may_be_said(llm: LLM) -> None:
-    """Of arguments and fields that have no other value here."""
+    """Default values of arguments and fields that support no other value."""
     said = {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "cpu_offload_gb": 0, "trust_remote_code": True}
     other = LLM("tiny", dtype=torch.float32, max_model_len=128, overrides=["device=cpu"], **said)
     settings = {"temperature": 0, "max_tokens": 5}
@@ -270,7 +270,7 @@ def test_vllms_own_values_may_be_said(llm: LLM) -> None:
 
 
 def test_every_argument_of_vllm_is_answered(caplog: pytest.LogCaptureFixture) -> None:
-    """A value that is none: it becomes a setting, which has checks of its own, or one line has the name and the reason."""
+    """A wrong value becomes a setting, which has its own checks, or one line has the name and the reason."""
     assert len(ARGUMENTS) > 250
     for name in sorted({*ARGUMENTS, *EARLIER_ARGUMENTS} - {*OWN}):
         caplog.clear()
@@ -297,7 +297,7 @@ def test_every_field_of_vllms_sampling_params_is_answered() -> None:
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """The UserError that the block raises, if it raises one."""
+    """Return the UserError that the block raises, if any."""
     errors: list[str] = []
     try:
         yield errors
@@ -365,7 +365,8 @@ def test_sampling_params_need_one_for_each_prompt(llm: LLM) -> None:
 
 @pytest.mark.long
 def test_scripts_of_vllms_first_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Remote code is never run and memory is a GPU's; a quantisation may be named that the checkpoint has; prompts as token ids."""
+    """Remote code is never executed, and memory settings are for GPUs; a quantisation may be named if the checkpoint
+    has it; prompts may be token ids."""
     data = write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
     quant = QuantConfig(QuantScheme.int4, group_size=64, skip=["lm_head"])
     make(quantize_run(TINY, quant, tmp_path / "awq", data, format=QuantizedFormat.awq), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The Python face: names, arguments, shapes of the result, errors that list what exists."""
+"""The Python API `pipeline`: names, arguments, shapes of the result, errors that list valid names."""
 
 import copy
 import pickle
@@ -80,7 +80,7 @@ def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, mon
         full.setattr(pipe.engine, "step", fills)
         with pytest.raises(UserError, match=message):
             pipe("Once")
-    assert text(pipe, "Once", max_new_tokens=2)  # what failed holds no place
+    assert text(pipe, "Once", max_new_tokens=2)  # failed rows hold no blocks
     monkeypatch.setattr(import_module(TextGenerationPipeline.__module__), "load_engine", fills)
     with pytest.raises(UserError, match=message):
         pipeline("text_generation", device="cpu")
@@ -89,7 +89,7 @@ def test_memory_of_a_gpu_that_ends_is_one_line(pipe: TextGenerationPipeline, mon
 def test_do_sample_false_warns_of_what_it_leaves_unused(
     pipe: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conf.decoding.warn_once.cache_clear()  # others may have been told
+    conf.decoding.warn_once.cache_clear()  # other workers may have been told
     greedy = text(pipe, "Once", max_new_tokens=9)
     assert text(pipe, "Once", max_new_tokens=9, do_sample=False, temperature=0.7, top_k=3, top_p=1) == greedy
     assert caplog.messages[0] == "do_sample=False makes no use of temperature=0.7"
@@ -161,7 +161,7 @@ def test_conversations_are_lists_of_messages(pipe: TextGenerationPipeline) -> No
 
 
 def test_a_generator_is_read_as_places_become_free(pipe: TextGenerationPipeline) -> None:
-    """Without an end, so it cannot be read whole; what is ahead of the results is no more than runs at once."""
+    """The generator never ends, so it cannot be read whole; it is at most one batch ahead of the results."""
     ahead, short = [], {"max_new_tokens": 3, "ignore_eos": True}
     num_read = 0
 
@@ -174,7 +174,7 @@ def test_a_generator_is_read_as_places_become_free(pipe: TextGenerationPipeline)
     free = pipe.engine.scheduler.block_manager.num_free_blocks
     results = pipe(endless(), **short)
     for i in range(40):
-        assert next(results) == pipe([f"story {i}"], **short)[0]  # other calls have their turns between
+        assert next(results) == pipe([f"story {i}"], **short)[0]  # other calls run in between
         ahead.append(num_read - i - 1)
     assert max(ahead) <= 3  # predict.batch_size
     results.close()
@@ -194,7 +194,7 @@ def test_a_call_between_two_results_may_finish_the_rows_that_wait(pipe: TextGene
     expected = pipe(rows)
     results = pipe(iter(rows))
     assert next(results) == expected[0]
-    pipe("other", max_new_tokens=20, ignore_eos=True)  # whose steps are the other rows' steps, too
+    pipe("other", max_new_tokens=20, ignore_eos=True)  # its steps are the other rows' steps, too
     assert list(results) == expected[1:]
 
 

@@ -1,4 +1,4 @@
-"""The Python face of vectors and scores: the numbers of the command, arguments, errors that list what exists."""
+"""The Python API of vectors and scores: the results of the command, arguments, errors that list valid names."""
 
 import json
 import pickle
@@ -39,7 +39,7 @@ def test_vectors_come_in_the_order_of_the_rows(pipe: EmbeddingPipeline) -> None:
     assert vectors.dtype == np.float32
     assert vectors.shape == (5, 64)
     alone = np.concatenate([pipe(text) for text in texts])
-    np.testing.assert_allclose(vectors, alone, atol=1e-6)  # without the C++ kernels sums may run in another order
+    np.testing.assert_allclose(vectors, alone, atol=1e-6)  # without the C++ kernels sums may have another order
     np.testing.assert_array_equal(vectors, pipe(iter(texts)))
     np.testing.assert_allclose((vectors**2).sum(-1), 1, atol=1e-6)
     assert pipe([]).shape == (0, 64)
@@ -75,7 +75,7 @@ def test_arguments_of_a_call_beat_those_of_the_constructor(folder: Path, pipe: E
     np.testing.assert_array_equal(given("a"), plain)
     assert not np.allclose(given("a", instruction=""), plain)
     ids = byte_level().encode("a", add_special_tokens=False).ids
-    row = {"prompt_token_ids": [*ids, 1]}  # with the eos that the tokenizer writes
+    row = {"prompt_token_ids": [*ids, 1]}  # with the eos that the tokenizer adds
     np.testing.assert_array_equal(given(row, instruction=None, normalize=None, pooling="auto"), pipe("a"))
 
 

@@ -62,7 +62,7 @@ def test_pieces_of_several_prompts_are_keyed_and_never_mixed(pipe: TextGeneratio
         order.append(row)
     thread.join()
     assert list(rows.values()) == [row["text_generation_text"][0] for row in results[0]]
-    assert order != sorted(order)  # they did run side by side
+    assert order != sorted(order)  # both ran at the same time
 
 
 def test_skip_prompt_leaves_the_prompt_out(pipe: TextGenerationPipeline) -> None:
@@ -99,7 +99,7 @@ def test_exception_in_the_middle_of_generation(pipe: TextGenerationPipeline) -> 
     thread.join()
     with pytest.raises(OSError, match="disk on fire"):
         list(streamer)
-    assert pipe("Once", max_new_tokens=2)  # and the pipeline still works
+    assert pipe("Once", max_new_tokens=2)  # the pipeline still works
 
 
 def test_timeout_is_honoured_and_is_also_queue_empty() -> None:
@@ -156,7 +156,7 @@ SAMPLES = {"n": 3, "temperature": 1.0, "seed": 5, "max_new_tokens": 15}
 
 
 def test_every_sample_is_a_row_of_its_own(pipe: TextGenerationPipeline) -> None:
-    """Counted as the texts of the results are, also where a prompt has a number of samples of its own."""
+    """Counted like the texts of the results, also if a prompt sets its own number of samples."""
     rows = [{"prompt": "Once", "decode": {"n": 2}}, "x"]
     streamer = TextIteratorStreamer(timeout=60)
     thread, results = in_thread(pipe, streamer, rows, **SAMPLES)
@@ -202,7 +202,7 @@ def test_text_streamer_takes_a_writer_that_knows_no_terminals() -> None:
         write = staticmethod(written.append)
 
         def flush(self) -> None:
-            """Nothing is held back."""
+            """Do nothing: no text is held back."""
 
     streamer = TextStreamer(file=Writer())  # type: ignore[arg-type]
     streamer.start(1)

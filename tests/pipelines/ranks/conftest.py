@@ -1,4 +1,4 @@
-"""The rows of a job, and its runs that several tests compare with, each of which runs once."""
+"""The rows of a job, and runs that several tests compare with; each of them runs once."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,7 +16,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_of(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return what runs the job once by some settings, and gives the folder of that run."""
+    """Return a function that runs the job once with some settings, and returns the folder of that run."""
 
     @cache
     def run(*settings: str) -> Path:

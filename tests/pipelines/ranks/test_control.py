@@ -1,4 +1,5 @@
-"""Rank 0 and the others' sockets: it ends with a lost rank, whatever a thread of it waits for."""
+"""The sockets between rank 0 and the other ranks: rank 0 ends when a rank is lost, whatever one of its threads waits
+for."""
 
 import subprocess
 import sys
@@ -33,7 +34,7 @@ except RankLost as error:
 
 
 def said(event: str) -> str:
-    """What rank 0 says of what has happened before it waits for an answer. It ends."""
+    """Return rank 0's message about an event before it waits for an answer. Rank 0 ends."""
     command = [sys.executable, "-c", BEGIN + event + END]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, "")
@@ -42,20 +43,20 @@ def said(event: str) -> str:
 
 @pytest.mark.long
 def test_no_thread_holds_a_process_that_has_lost_a_rank() -> None:
-    """As gloo does, which waits 30 s for a rank that has come and is lost before it was reached."""
+    """gloo waits 30 s for a rank that has come and was lost before it was reached."""
     assert said("threading.Thread(target=time.sleep, args=(600,)).start(); theirs.close()") == "rank 1 has ended\n"
 
 
 @pytest.mark.long
 def test_a_rank_that_stops_within_a_message_is_silent() -> None:
-    """As by SIGSTOP while it sends logits, of which a socket takes a part alone."""
+    """For example by SIGSTOP while it sends logits, which a socket accepts only in parts."""
     part = "theirs.sendall(LENGTHS.pack(2, 1 << 20) + b'{}' + bytes(1000))"
     assert said(f"heartbeat_s = 1.0; {part}") == "rank 1 has been silent for 1 s\n"
 
 
 @pytest.mark.long
 def test_a_process_of_many_files_watches_over_its_ranks() -> None:
-    """Numbers of file descriptors from 1024 on are more than `select` takes."""
+    """`select` does not support file descriptors from 1024 on."""
     limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     many = "ours = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1500))"
     assert said(f"{limit}; {many}; theirs.close()") == "rank 1 has ended\n"
@@ -71,5 +72,5 @@ def test_a_process_of_many_files_watches_over_its_ranks() -> None:
     ],
 )
 def test_how_a_rank_has_ended(end: str, how: str) -> None:
-    """A signal without a name ended the thread that watches, and the run waited for ever."""
+    """A signal without a name would end the watching thread, and the run would wait forever."""
     assert said(f"process = subprocess.Popen(['bash', '-c', '{end}']); theirs.close()") == f"rank 1 {how}\n"

@@ -1,4 +1,4 @@
-"""Processes that compute one model, with layers or parts of layers, give what one process gives, to the bit."""
+"""Processes that compute one model in stages or shards give the bits of one process."""
 
 import gc
 import os
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     scope="module", params=[(2, 1), (3, 1), (1, 2), (2, 2), (1, 3)], ids=lambda each: "tp{} pp{}".format(*each)
 )
 def engines(request: pytest.FixtureRequest, model: RunConfig) -> Iterator[tuple[Engine, Engine]]:
-    """Of one process, and of several: the model has two key heads."""
+    """Return the engines of one process and of several; the model has two key heads."""
     cpus = os.sched_getaffinity(0)
     divided = load_engine(parallel(model, *request.param), 3)
     yield load_engine(model, 3), divided
@@ -104,13 +104,13 @@ def test_ranks_that_wait_take_no_processor_time(engines: tuple[Engine, Engine]) 
     assert isinstance(divided.executor, DriverExecutor)
     pids = [process.pid for process in divided.executor.driver.workers.processes]
     before = [processor_s(pid) for pid in pids]
-    time.sleep(IDLE_S)  # what is measured
+    time.sleep(IDLE_S)  # the measurement
     for pid, start in zip(pids, before, strict=True):
         assert processor_s(pid) - start < 0.01 * IDLE_S
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processor time of a process's threads, by the scheduler."""
+    """Return the seconds of processor time of a process's threads, by the scheduler."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
@@ -146,7 +146,7 @@ def test_quantised_models_with_a_cache_of_int8_that_is_too_small(
 def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None:
     alone, divided = (engine.executor for engine in engines)
     context = divided.driver.context.parallel_layout  # type: ignore[attr-defined]
-    keys = max(context.tp, 2) / 2  # of which two have copies where three ranks share them
+    keys = max(context.tp, 2) / 2  # if three ranks share them, two have copies
     assert divided.kv_bytes_per_token == keys * alone.kv_bytes_per_token
     for own, whole in (
         (divided.weight_bytes, alone.weight_bytes),
@@ -161,7 +161,7 @@ def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None
     ("tp", "pp", "tied"), [(2, 1, False), (1, 2, False), (2, 2, False), (1, 2, True), (2, 1, True)]
 )
 def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tied: bool, tmp_path: Path) -> None:
-    """Of parts of whole steps of 16 outputs, which need no padding."""
+    """The parts are whole steps of 16 outputs, which need no padding."""
     write_llama(tmp_path, num_hidden_layers=3, intermediate_size=96, head_dim=16, tie_word_embeddings=tied)
     run = parallel(run_config(tmp_path), tp, pp)
     _, costs = model_costs(run.model, run.quant, run.parallel, resolve_model(run.model), 16, packed=True)
@@ -173,9 +173,10 @@ def test_ranks_have_the_bytes_that_were_planned(tp: int, pp: int, tied: bool, tm
 
 @pytest.mark.long
 def test_the_cache_has_the_blocks_of_the_rank_with_fewest(tmp_path: Path) -> None:
-    """Of four layers the second of three stages has two, and a third of the memory: rank 0 alone would have twice as many blocks."""
+    """The second of three stages has two of four layers, and a third of the memory. Rank 0 alone would have twice as
+    many blocks."""
     write_llama(tmp_path, num_hidden_layers=4)
-    layer_bytes = 16 * KEY_VALUE_BYTES // 2  # of a block, where KEY_VALUE_BYTES are of two layers
+    layer_bytes = 16 * KEY_VALUE_BYTES // 2  # of a block; KEY_VALUE_BYTES are of two layers
     device = DeviceConfig(DeviceType.cpu, kv_cache_memory=str(3 * 24 * layer_bytes))
     divided = load_engine(parallel(replace(run_config(tmp_path), device=device), 1, 3), 3)
     assert divided.executor.model.local_layers == range(1)
@@ -188,13 +189,13 @@ def test_the_memory_of_others_is_what_the_system_says(engines: tuple[Engine, Eng
     processes = divided.driver.workers.processes  # type: ignore[attr-defined]
     status = [Path(f"/proc/{process.pid}/status").read_text() for process in processes]
     peaks = [int(text.partition("VmHWM:")[2].split()[0]) * 1024 for text in status]
-    # the answer itself may take a page
+    # the answer itself may use a page
     assert sum(peaks) <= divided.other_ranks_peak_bytes < sum(peaks) + (1 << 20)
     assert alone.other_ranks_peak_bytes == 0
 
 
 def test_a_model_that_cannot_be_divided_is_one_line(model: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a rank is started: of too many a machine has not the memory."""
+    """The error precedes the start of the ranks, because the machine may lack memory for too many."""
     monkeypatch.setattr(start_driver, "spawn", lambda size: pytest.fail(f"{size} ranks"))
     with pytest.raises(UserError, match="tp=5 is more than the 4 query heads of this model: give at most 4"):
         load_engine(parallel(model, 5), 3)
@@ -215,7 +216,7 @@ def test_the_ranks_end_with_the_engine(model: RunConfig) -> None:
 @pytest.mark.long
 @true_starts()
 def test_the_ranks_outlive_the_thread_that_has_started_them(model: RunConfig) -> None:
-    """Linux ends a process that wants to end with its parent with that thread."""
+    """With PR_SET_PDEATHSIG, Linux ends a process together with the thread that started it."""
     decode = DecodeConfig(max_new_tokens=8)
     with ThreadPoolExecutor(1) as threads:
         divided = threads.submit(load_engine, parallel(model, 2), 3).result()
@@ -234,7 +235,7 @@ def test_a_script_that_a_launcher_has_started_several_times_is_one_line(
 
 
 def test_ranks_that_are_bound_keep_their_processors() -> None:
-    """As Slurm binds tasks: each would have half of its own otherwise, as of those that both may use."""
+    """Slurm binds tasks like this. Otherwise ranks with the same processors would each get half of them."""
     context = joined(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     with socket.socket() as stream:
         for cpus, found in (({2, 3}, [[0, 1], [2, 3]]), ({1, 2}, [None, None])):

@@ -1,4 +1,4 @@
-"""Adapters, prefixes, drafts and kept models on ranks: what one process says, to the bit."""
+"""Adapters, prefixes, drafts and kept models on ranks: bit-identical to one process."""
 
 import shutil
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ ADAPTED = DecodeConfig(max_new_tokens=8, ignore_eos=True, logprobs=3)
 
 @contextmanager
 def divided(run: RunConfig, tp: int = 2, batch_size: int = 3) -> Iterator[Engine]:
-    """With tp=1 of two stages."""
+    """Return the engine of two stages for tp=1."""
     parallel = ParallelConfig(ParallelMode.tp, tp=tp) if tp > 1 else ParallelConfig(ParallelMode.pp, pp=2)
     engine = load_engine(replace(run, parallel=parallel), batch_size)
     assert isinstance(engine.executor, DriverExecutor)
@@ -60,10 +60,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of all linear layers, of some, and one of a larger rank."""
+    """Adapters of all linear layers, of some, and one with a larger rank."""
     folder, kind = tmp_path_factory.mktemp("adapters"), LlamaForCausalLM
     write_adapter(folder / "all", llama, kind, 1, r=4, target_modules=ALL_LINEAR)
-    # with the copy of the head that PEFT saves, of which a rank has a part
+    # with PEFT's copy of the head, of which a rank has a part
     write_adapter(folder / "some", llama, kind, 2, r=8, target_modules=["q_proj", "o_proj", "down_proj", "lm_head"])
     write_adapter(folder / "large", llama, kind, 3, r=32, target_modules=ALL_LINEAR)
     return {name: str(folder / name) for name in ("all", "some", "large")}
@@ -76,7 +76,7 @@ def with_adapters(run: RunConfig, adapters: dict[str, str], max_adapters: int = 
 
 @pytest.mark.parametrize(("tp", "slots", "scheme"), [(2, 8, "none"), (3, 1, "none"), (2, 1, "int4"), (1, 1, "none")])
 def test_adapters(llama: Path, adapters: dict[str, str], tp: int, slots: int, scheme: str) -> None:
-    """With one slot adapters take each other's place."""
+    """With one slot, adapters replace each other."""
     run = replace(run_config(llama), quant=QuantConfig(QuantScheme[scheme]))
     run = with_adapters(run, adapters, slots)
     expected = completions(outputs(load_engine(run, 3), ROWS, ADAPTED))
@@ -90,7 +90,7 @@ def test_adapters(llama: Path, adapters: dict[str, str], tp: int, slots: int, sc
 def test_another_adapter_under_the_same_path_ends_the_run(
     llama: Path, adapters: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on another machine: what rank 0 has read is exchanged before the others read it."""
+    """As on another machine: it is replaced after rank 0 has read it and before the other ranks read it."""
     folder = shutil.copytree(adapters["some"], tmp_path / "some")
     load = Adapters.load
 
@@ -115,7 +115,7 @@ def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:
         before = completions(outputs(alone, ROWS, ADAPTED))
         assert completions(outputs(engine, ROWS, ADAPTED)) == before
         for each in (alone, engine):
-            each.load_adapter("large", adapters["large"])  # of a rank for which no table has room
+            each.load_adapter("large", adapters["large"])  # its rank exceeds the tables
         loaded = completions(outputs(alone, rows, ADAPTED))
         assert completions(outputs(engine, rows, ADAPTED)) == loaded != before
         for each in (alone, engine):
@@ -131,7 +131,7 @@ def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:
 
 
 def test_an_adapter_comes_while_stages_compute(llama: Path, adapters: dict[str, str]) -> None:
-    """The steps of other rows, which are under way when the first row is done, are of tables without room for it."""
+    """Steps of other rows, in flight when the first row ends, use tables that are too small for it."""
     run = with_adapters(run_config(llama), adapters)
     alone = load_engine(run, 3)
 
@@ -152,7 +152,7 @@ def test_an_adapter_comes_while_stages_compute(llama: Path, adapters: dict[str, 
 
 @pytest.mark.parametrize(("tp", "kv_cache"), [(2, "none"), (3, "int8"), (1, "int8")])
 def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> None:
-    """Keys and values, and embeddings, which run through the divided model."""
+    """Keys and values, and embeddings, which run through the sharded model."""
     write_paddle(tmp_path / "pre_caches.npy", 21)
     base = LlamaForCausalLM.from_pretrained(llama)
     write_peft(tmp_path / "tuned", base, "prompt_tuning", 9)
@@ -168,7 +168,7 @@ def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> N
 
 @each("family", WRITTEN)
 def test_soft_prefixes_of_other_families(tmp_path: Path, family: str) -> None:
-    """ALiBi's slopes of a rank's own heads, and masks and scales that count the prefix, on ranks and on stages."""
+    """ALiBi's slopes of a rank's heads, and masks and scales that count the prefix, on ranks and on stages."""
     write_written(tmp_path, family)
     write_paddle(tmp_path / "p.npy", 21, heads=4)
     run = run_config(tmp_path, prefixes={"p": str(tmp_path / "p.npy")})
@@ -214,7 +214,7 @@ def test_a_kept_prefix_of_a_model_with_latents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.matrix), 1])
 def test_a_model_drafts(llama: Path, tmp_path: Path, tp: int) -> None:
-    """The model itself, so that drafts stay: rank 0 has it whole."""
+    """The draft model equals the model, so drafts are accepted; rank 0 has it whole."""
     run = run_config(llama)
     own = replace(DRAFTED, model_path=str(llama))
     with_model = replace(run, decode=replace(run.decode, speculate=Speculate.model, speculation=own))
@@ -222,14 +222,14 @@ def test_a_model_drafts(llama: Path, tmp_path: Path, tp: int) -> None:
 
 
 def test_the_next_tokens_layer_drafts(tmp_path: Path) -> None:
-    """Every rank has the layer whole, and part of the head: as many drafts stay as in one process."""
+    """Every rank has the whole layer, and part of the head; acceptance equals one process's."""
     NextTokenReference(tmp_path, intermediate_size=64, moe_intermediate_size=64, n_routed_experts=64)
     run = run_config(tmp_path)
     check_drafts(replace(run, decode=replace(run.decode, speculate=Speculate.mtp)), 2, Speculate.mtp)
 
 
 def check_drafts(run: RunConfig, tp: int, kind: Speculate) -> None:
-    """Answers are those of one process, twice: then the prefix cache knows some; and as many drafts stay."""
+    """Compare answers with one process's, twice, the second time with the prefix cache; acceptance is equal."""
     alone = load_engine(run, 3)
     with divided(run, tp) as engine:
         for name in ("greedy", "penalties", "three samples"):
@@ -257,7 +257,7 @@ def test_a_model_is_kept_packed_in_a_file_for_each_rank(llama: Path, tp: int) ->
         for path in files_of(llama) - known:
             path.unlink()
     assert len(made[0]) == 2
-    assert made[0] == made[1]  # the second start makes no file
+    assert made[0] == made[1]  # the second start writes no file
 
 
 def files_of(model: Path) -> set[Path]:

@@ -1,4 +1,4 @@
-"""Where ranks come from, how many they are, and which cores they have."""
+"""How ranks are started, how many there are, and which cores they use."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def test_who_leaves_a_launcher_starts_its_ranks_itself() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_does_not_end_a_rank_that_begins(number: signal.Signals) -> None:
-    """A terminal sends it to all, and rank 0 answers: also where the others have not said yet that they ignore it."""
+    """A terminal sends it to all ranks, and rank 0 answers, also if the other ranks do not yet ignore it."""
     (rank,) = spawn(2)
     assert rank.process is not None
     os.kill(rank.pid, number)
@@ -139,7 +139,7 @@ def test_each_rank_has_a_gpu() -> None:
         check_gpus(3, 2)
     assert [gpu_of(rank, 2, None) for rank in range(3)] == ["0", "1", "0"]
     assert [gpu_of(rank, 2, "5, GPU-1f") for rank in range(3)] == ["5", "GPU-1f", "5"]
-    assert gpu_of(3, 1, "7") == "7"  # which a launcher has given to this process
+    assert gpu_of(3, 1, "7") == "7"  # a launcher has given it to this process
 
 
 def ranks_of(tp: int | None, mode: ParallelMode = ParallelMode.tp, pp: int | None = None) -> ParallelConfig:

@@ -1,4 +1,5 @@
-"""Ranks that are lost, stopped and interrupted: what is said, how soon it ends, and what is left. Real processes."""
+"""Ranks that are lost, stopped and interrupted: the messages, the time until the end, and the files that are left. Real
+processes."""
 
 import os
 import signal
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(build.library() is None, reas
 
 THREE = ("parallel=tp", "parallel.tp=3")
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2")
-# Steps of one token each: all but two in a hundred are of a prompt.
+# Steps of one token each: 98 % of the steps compute a prompt.
 PROMPTS = ("device.max_batched_tokens=1", "predict.batch_size=1", "decode.max_new_tokens=1")
 
 
@@ -66,7 +67,7 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
     wait_for_rows(process, lost)
     line = lose(process, workers, rank, number)
     assert f" rows are done and kept, go on with: python run.py predict.resume={lost}" in line
-    again = how if rank == 1 else ()  # the division decides nothing
+    again = how if rank == 1 else ()  # the parallel layout does not change the rows
     done(start(data, lost, *again, *settings, f"predict.resume={lost}"))
     assert same_files(lost, run_of(*settings))
 
@@ -125,7 +126,7 @@ def test_an_interrupt_while_ranks_load_ends_them(data: Path, tmp_path: Path) -> 
 
 
 def test_ranks_share_memory_without_a_name(data: Path, tmp_path: Path) -> None:
-    """So that it is gone with them, and of a small /dev/shm nothing is taken."""
+    """It is freed with the ranks, and does not use a small /dev/shm."""
     process = start(data, tmp_path / "run", *THREE)
     workers = workers_of(process, 2)
     wait_for_rows(process, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Ranks over TCP: the files of one process, two machines imitated on one, and what is said of ranks that are lost."""
+"""Ranks over TCP: the files of one process, two machines simulated on one, and messages about lost ranks."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ PP = ("parallel=pp", "parallel.pp=2", GLOO)
 TP_PP = ("parallel=tp_pp", "parallel.tp=2", "parallel.pp=2", GLOO)
 
 
-# the test of srun has pp, that of torchrun has tp_pp
+# the test of srun has pp, the test of torchrun tp_pp
 @pytest.mark.parametrize(
     "how", [TP, *(pytest.param(how, marks=pytest.mark.matrix) for how in (PP, TP_PP))], ids=["tp", "pp", "tp_pp"]
 )
@@ -65,7 +65,8 @@ def test_a_lost_rank_is_one_line_and_the_job_goes_on(
     workers = workers_of(process, 1 if how == TP else 3)
     wait_for_rows(process, folder)
     lose(process, workers, rank, number)
-    done(start(data, folder, f"predict.resume={folder}"))  # of one process: the division decides nothing
+    # as one process: the parallel layout does not change the rows
+    done(start(data, folder, f"predict.resume={folder}"))
     assert same_files(folder, run_of())
 
 
@@ -87,7 +88,7 @@ def test_the_ranks_end_with_rank_0(data: Path, tmp_path: Path) -> None:
 
 
 def free_port() -> int:
-    """A port whose next one is free, too: torchrun meets at the one, ranks at the other."""
+    """Return a port whose successor is free, too: torchrun uses the first for its rendezvous, the ranks the second."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = int(first.getsockname()[1])
@@ -99,7 +100,7 @@ def free_port() -> int:
 
 
 def torchrun(node: int, port: int, per_node: int = 1) -> tuple[str, ...]:
-    program = (sys.executable, "-m", "torch.distributed.run")  # which the command torchrun is
+    program = (sys.executable, "-m", "torch.distributed.run")  # the same as the command torchrun
     where = ("--master-addr", "127.0.0.1", "--master-port", str(port))
     return (*program, "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(per_node), *where)
 
@@ -112,7 +113,7 @@ def torchrun(node: int, port: int, per_node: int = 1) -> tuple[str, ...]:
 def test_torchrun_on_two_machines_gives_the_files_of_one_process(
     data: Path, run_of: Callable[..., Path], tmp_path: Path, per_node: int, how: tuple[str, ...]
 ) -> None:
-    """The same command on each: there is one folder, and what is on the second machine has none."""
+    """The same command runs on each. Only rank 0 has a folder."""
     port, folders = free_port(), [tmp_path / "0", tmp_path / "1"]
     nodes = [start(data, folders[node], *how, launcher=torchrun(node, port, per_node)) for node in range(2)]
     for node in nodes:
@@ -122,7 +123,8 @@ def test_torchrun_on_two_machines_gives_the_files_of_one_process(
 
 
 def srun(rank: int) -> dict[str, str]:
-    """The environment of a task of two on two nodes, as srun makes it: there is no Slurm here. Each test process is another job."""
+    """Return the environment of one of two tasks on two nodes, as srun sets it, because Slurm is not installed. Each
+    test process uses another job id."""
     names = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     nodes = {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     return names | nodes | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
@@ -139,7 +141,7 @@ def test_srun_on_two_machines_gives_the_files_of_one_process(
 
 
 def stopped_while_it_listens(data: Path, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """Rank 0 of two on two machines, which has begun to listen and no more, as if its model took long to come."""
+    """Return rank 0 of two machines, stopped after it listens, as if its model took long to load."""
     context = joined(srun(0))
     assert context is not None
     assert context.address is not None
@@ -177,7 +179,7 @@ def test_a_rank_that_waits_ends_with_rank_0(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_ends_where_a_setting_is_mistyped(data: Path, tmp_path: Path) -> None:
-    """Rank 0 alone composes the settings, and says so."""
+    """Only rank 0 composes the settings and reports the error."""
     first = stopped_while_it_listens(data, tmp_path / "0", "parallel.ppp=3")
     second = start(data, tmp_path / "1", "parallel=pp", "parallel.ppp=3", **srun(1))
     assert second.stderr is not None
@@ -193,7 +195,7 @@ def test_a_rank_that_waits_ends_where_a_setting_is_mistyped(data: Path, tmp_path
 
 
 def test_a_machine_with_another_model_is_one_line(data: Path, tmp_path: Path) -> None:
-    """Each rank is in a folder of its own, and the model's path is relative."""
+    """Each rank is in a separate folder, and the model's path is relative."""
     ranks = []
     for rank in range(2):
         folder = tmp_path / str(rank)

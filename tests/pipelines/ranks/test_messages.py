@@ -1,4 +1,4 @@
-"""What crosses the sockets between rank 0 and the others, and what of others is refused."""
+"""Messages on the sockets between rank 0 and the other ranks, and rejected data."""
 
 import socket
 import time
@@ -47,7 +47,7 @@ def test_a_hello_is_short_and_comes_soon() -> None:
     for lengths in (
         (2, 1 << 34),
         (MAX_HELLO_BYTES + 1, 0),
-    ):  # refused before memory is taken, and nothing more is waited for
+    ):  # refused before memory is allocated, and nothing more is waited for
         pair[0].sendall(LENGTHS.pack(*lengths))
         with pytest.raises(Gone):
             theirs.receive_hello(60.0)
@@ -59,7 +59,7 @@ def test_a_hello_that_comes_byte_by_byte_is_given_up() -> None:
     ours, theirs = socket.socketpair()
 
     def drip() -> int:
-        """Send a byte now and then; return how many were taken."""
+        """Send a byte now and then; return how many were accepted."""
         ours.sendall(LENGTHS.pack(MAX_HELLO_BYTES, 0))
         for number in range(MAX_HELLO_BYTES):
             try:

@@ -1,4 +1,4 @@
-"""Stages compute steps of different rows at once."""
+"""Stages compute steps of different rows at the same time."""
 
 import json
 import socket
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the 
 
 @pytest.mark.long
 def test_both_stages_are_busy_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of the second stage lasts until the first is within the step after it: stages that wait for each other never get there."""
+    """Each step of the second stage lasts until the first stage is within its next step. Stages that wait for each
+    other never reach this."""
     write_llama(tmp_path / "model")
     run = run_config(tmp_path / "model")
     divided = replace(run, parallel=ParallelConfig(ParallelMode.pp, pp=2))
@@ -52,7 +53,7 @@ def test_both_stages_are_busy_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_prompts_of_microbatches_are_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a stage begins before another has computed all that a step may have."""
+    """Therefore a stage begins before another one has computed a full step."""
     write_llama(tmp_path)
     engine = engine_of(tmp_path, max_batched_tokens=64)
     prompts = random_prompts(96, (40, 9, 21))

@@ -1,4 +1,5 @@
-"""Ranks that add, and experts that are whole on one rank, in processes: their answers, their recorded steps, and a job that goes on."""
+"""Ranks that add, and experts that are whole on one rank, in processes: their answers, their recorded steps, and a
+resumed job."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +27,7 @@ REDUCE = ("parallel=tp", "parallel.tp=2", "parallel.sum=reduce")
 
 
 def answers_of(run: RunConfig, **parallel: Any) -> list[Any]:
-    """Twice: the second time of recorded steps."""
+    """Return the answers twice; the second time from recorded steps."""
     engine = load_engine(replace(run, parallel=ParallelConfig(**parallel)), 3)
     found = answers(engine, GREEDY)
     steps: Any = engine.executor.decode_steps
@@ -71,7 +72,7 @@ def test_stages_of_ranks_that_add(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_runs_of_the_command(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
-    """Of the bundled model: two that add give the same files in shared memory and over TCP."""
+    """With the bundled model: two ranks that add give the same files in shared memory and over TCP."""
     done(start(data, tmp_path / "run", *REDUCE, "parallel.backend=gloo"))
     assert same_files(tmp_path / "run", run_of(*REDUCE))
 

@@ -1,7 +1,8 @@
-"""What a rank reads of a checkpoint's files, and the memory that this takes. A real process for each rank, one at a time.
+"""The bytes that a rank reads of a checkpoint's files, and the memory that it needs. A real process per rank, one at a
+time.
 
-The files are hollow: their headers, and holes of which a mapping takes pages of /dev/shm where it is read. So a file's blocks say, to
-a page, what was read of it.
+The files are hollow: they contain their headers and holes. A mapping allocates pages of /dev/shm where it is read, so a
+file's blocks tell, to a page, which parts were read.
 """
 
 import json
@@ -34,14 +35,14 @@ pytestmark = [
     ),
 ]
 
-MORE = 1.05  # of a rank's part: pages at the borders of its ranges
-# Beside the weights: what torch takes once for the first products, and pieces that the C library keeps; 6 MiB were measured.
+MORE = 1.05  # allowance for a rank's part: pages at the borders of its ranges
+# In addition to the weights: torch's one-time memory for the first products, and freed memory; 6 MiB were measured.
 OVERHEAD_BYTES = 8 << 20
 SIZES = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
 LARGEST_BYTES = 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
 
 Loaded = tuple[dict[str, int], dict[str, int]]
-"""What the process says, and the bytes read by file."""
+"""The process's output, and the bytes read by file."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def load() -> Iterator[Callable[[Path, int, int, int], Loaded]]:
-    """Loads a rank's part of a hollow copy of a folder."""
+    """Load a rank's part of a hollow copy of a folder."""
     with tempfile.TemporaryDirectory(dir=SHM) as folder:
 
         def load(source: Path, tp: int, pp: int, rank: int) -> Loaded:
@@ -83,7 +84,7 @@ def _hollow(file: Path, folder: Path) -> Path:
 
 
 def _held(file: Path) -> int:
-    """The bytes of a file's pages."""
+    """Return the bytes of a file's pages."""
     return file.stat().st_blocks * 512
 
 
@@ -107,12 +108,12 @@ def test_of_files_in_the_same_division_a_rank_reads_its_own(
         said, read = load(folder, tp, pp, rank)
         own = read.pop(f"rank_{rank // tp}_{rank % tp}.safetensors")
         assert 0.99 * said["weight_bytes"] < own < MORE * said["weight_bytes"]
-        assert [*read.values()] == [0]  # its header was written, and nothing is read past it
+        assert [*read.values()] == [0]  # its header was written, and nothing beyond it is read
         assert said["peak_bytes"] < said["weight_bytes"] + LARGEST_BYTES + OVERHEAD_BYTES
 
 
 def test_ranks_of_one_machine_verify_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rank 0: the others would read all of each file."""
+    """Rank 0 verifies them. Otherwise every rank would read all of each file."""
     write_llama(tmp_path / "model")
     folder = convert(tmp_path / "model", tmp_path / "whole")
     send, told = Channel.send, list[Header]()

@@ -1,4 +1,4 @@
-"""How the ranks that a launcher has started meet rank 0, and who is sent away."""
+"""The rendezvous of launched ranks with rank 0, and rejected connections."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ def test_addresses_are_those_by_which_ranks_have_come() -> None:
 
 
 def places(size: int) -> list[Joined]:
-    """Ranks that meet at a free port."""
+    """Return contexts of ranks that meet at a free port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         address = found.getsockname()
     return [Joined("torchrun", rank, size, "job", 0, 1, address) for rank in range(size)]
@@ -109,7 +109,7 @@ def test_a_port_that_is_taken_is_one_line(launcher: str, remedy: str) -> None:
 
 
 def test_a_rank_may_come_long_before_rank_0_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 listens, and then calibrates: nobody takes the other's connection meanwhile."""
+    """Rank 0 listens, and then calibrates. The other rank's connection waits meanwhile."""
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_S", 0.0)
     first, second = places(2)
     listen(first)
@@ -121,7 +121,7 @@ def test_a_rank_may_come_long_before_rank_0_meets_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_second_model_of_a_process_is_one_line() -> None:
-    """As of a sweep: the ranks have ended with the first."""
+    """For example of a sweep: the ranks have ended with the first model."""
     first, second = places(2)
     with ThreadPoolExecutor() as threads:
         found = threads.submit(await_ranks, first)

@@ -1,4 +1,4 @@
-"""Runs of several ranks from the command line, and how they are started."""
+"""Runs of several ranks from the command line, and their launchers."""
 
 import json
 import os
@@ -39,7 +39,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rows of each, which begin alike."""
+    """Two rows for each setting, with a common prefix."""
     file = tmp_path_factory.mktemp("ways") / "rows.jsonl"
     rows = [{"prompt": f"Once upon a time there {verb}", "decode": way} for verb in ("was", "were") for way in WAYS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +54,7 @@ def finish(folder: Path, *asked: str) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return what runs a command once in one process, and gives the folder of that run."""
+    """Return a function that runs a command once in one process, and returns the folder of that run."""
     return cache(lambda *asked: finish(tmp_path_factory.mktemp("alone") / "run", *asked))
 
 
@@ -100,9 +100,9 @@ def test_bench_counts_all_ranks(alone: Callable[..., Path], tmp_path: Path, how:
     whole, divided = (metrics_of(each) for each in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
     assert divided["decode_tokens_per_s"] > 0
     assert divided["kv_bytes"] == whole["kv_bytes"]
-    # Each rank is a process with a torch of its own, which is most of what this model needs.
+    # Each rank is a process with its own torch, which is most of the memory for this model.
     assert divided["peak_memory_bytes"] > 1.5 * whole["peak_memory_bytes"]
-    # Ranks have norms of their own, and the last stage has a tied embedding, too.
+    # Each rank has copies of the norms, and the last stage also of a tied embedding.
     assert whole["weight_bytes"] <= divided["weight_bytes"] < 1.3 * whole["weight_bytes"]
 
 
@@ -118,7 +118,7 @@ SRUN = {
 
 
 def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, run_of: Callable[..., Path], tmp_path: Path) -> None:
-    """Torchrun itself, which is that module, twice at once."""
+    """Two torchrun processes at once, started as the module behind the command."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     folders = [tmp_path / "0", tmp_path / "1"]
     for process in [
@@ -132,7 +132,7 @@ def test_the_same_command_joins_the_ranks_of_torchrun(data: Path, run_of: Callab
 def test_the_same_command_joins_the_ranks_of_srun(
     data: Path, run_of: Callable[..., Path], tmp_path: Path, mode: str
 ) -> None:
-    """There is no Slurm here: the environment is as srun makes it."""
+    """Slurm is not installed; the environment is as srun sets it."""
     names = SRUN | {"SLURM_JOB_ID": str(os.getpid())}
     folders = [tmp_path / "0", tmp_path / "1"]
     ranks = [

@@ -1,4 +1,5 @@
-"""score, chat and serve on ranks and on stages: what one process says, to the byte, and a server that outlives a rank. Real processes."""
+"""score, chat and serve on ranks and on stages: the output of one process, byte by byte, and a server that outlives a
+rank. Real processes."""
 
 import json
 import os
@@ -32,7 +33,7 @@ ENDLESS = BODY | {"max_tokens": 900, "ignore_eos": True, "stream": True}
 def both(
     tmp_path: Path, how: tuple[str, ...], *arguments: str, **options: Any
 ) -> list[tuple[subprocess.CompletedProcess[str], Path]]:
-    """The run of one process and that of two, divided so, each with its folder."""
+    """Return the run of one process and of two ranks in this layout, each with its folder."""
     found = []
     for name, parallel in (("alone", ()), ("divided", how)):
         folder = tmp_path / name
@@ -74,7 +75,8 @@ def test_a_conversation(tmp_path: Path, how: tuple[str, ...]) -> None:
 
 
 def answers(url: str) -> list[Any]:
-    """Greedy, seeded, several, and after a prefix: the texts with their log probabilities, and what names their bits."""
+    """Return greedy, seeded and multiple answers, with and without a prefix: texts with log probabilities, and
+    fingerprints."""
     asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 5}]
     asked += [{"temperature": 1.0, "seed": 6, "n": 2}, {"temperature": 0, "model": "story"}]
     found = [httpx.post(f"{url}/v1/completions", json=BODY | each, timeout=LIMIT_S).json() for each in asked]

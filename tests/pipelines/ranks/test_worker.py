@@ -34,7 +34,8 @@ worker.follow(Channel(socket.socket(fileno=int(sys.argv[1]))))
 
 
 def test_a_rank_that_ends_slowly_has_not_failed() -> None:
-    """Rank 0 waits two seconds for it, and closes the socket: a launcher would call all of the run failed by another exit code."""
+    """Rank 0 waits two seconds for it and then closes the socket. With another exit code a launcher would report the
+    run as failed."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", SLOW, str(theirs.fileno())]
     pipes = {"stdout": subprocess.PIPE, "text": True}
@@ -49,7 +50,7 @@ def test_a_rank_that_ends_slowly_has_not_failed() -> None:
 
 
 def test_rank_0_listens_before_anything_may_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a rank that has come is told, and does not wait for one that a mistyped setting has ended."""
+    """A rank that has come is then told, and does not wait for a rank 0 that a mistyped setting has ended."""
     environment = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -59,6 +60,6 @@ def test_rank_0_listens_before_anything_may_end_it(monkeypatch: pytest.MonkeyPat
     assert place is not None
     assert other is not None
     channel = join(other)
-    listen(place).close()  # as where the process ends
+    listen(place).close()  # as if the process ends
     with pytest.raises(Gone):
         channel.receive()

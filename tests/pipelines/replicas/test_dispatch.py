@@ -1,4 +1,4 @@
-"""Which rows replicas have, in any order of events: each row is done once, and none is lost."""
+"""The assignment of rows to replicas, in any order of events: each row is done once, and none is lost."""
 
 from collections import Counter
 
@@ -80,7 +80,7 @@ def test_who_runs_alone_waits_until_its_replica_has_no_other() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=200))
 def test_each_row_ends_once_whatever_happens(num_rows: int, events: list[tuple[int, int, bool]]) -> None:
-    """A replica takes rows, then is lost or has done the row of its that a number chooses."""
+    """A replica takes rows, then is lost or finishes one of its rows, selected by a number."""
     dispatch = dispatch_of(num_rows)
     held: dict[int, list[int]] = {0: [], 1: [], 2: []}
     losses, ended = Counter[int](), list[int]()

@@ -1,4 +1,5 @@
-"""Which of several engines gets a request, and what they are together. Engines are made up; those of test_workers.py are real."""
+"""The choice of an engine for a request, and the combined state of several engines. The engines are fake;
+test_workers.py has real ones."""
 
 import asyncio
 import sys
@@ -20,11 +21,11 @@ from pipelines.server.api.errors import ApiError
 from tests.helpers.serving import run_async, tiny_run
 
 BATCH_SIZE = 8
-ALLOWED = int(LEAD * BATCH_SIZE)  # more requests than the least loaded
+ALLOWED = int(LEAD * BATCH_SIZE)  # more requests than the least loaded engine has
 
 
 class Client:
-    """An engine by its numbers. A request ends when the test says so."""
+    """A fake engine. A request ends when the test ends it."""
 
     def __init__(self, num_cache_tokens: int = 1 << 20, fingerprint: str | None = "fp_1") -> None:
         self.info: Ready | None = Ready(1024, 1024, fingerprint, {}, num_cache_tokens)
@@ -41,7 +42,7 @@ class Client:
 
 
 def together(*clients: Client) -> tuple[Replicas, Callable[..., int]]:
-    """The clients, and a function that sends a prompt and returns the number of the one that got it."""
+    """Return the clients, and a function that sends a prompt and returns the number of the client that got it."""
     replicas = Replicas(cast(list[EngineClient], clients), BATCH_SIZE)
 
     def send(tokens: list[int], ends: bool = True, **fields: Any) -> int:
@@ -54,7 +55,7 @@ def together(*clients: Client) -> tuple[Replicas, Callable[..., int]]:
 
 
 def prompt(group: int, num_tokens: int = 4 * CHUNK_TOKENS, last: int = 0) -> list[int]:
-    """Tokens that no other group begins with."""
+    """Return tokens with a prefix of this group only."""
     return [group] + [7] * (num_tokens - 1) + [last]
 
 
@@ -62,7 +63,8 @@ def test_what_begins_alike_goes_to_one() -> None:
     _, send = together(Client(), Client())
     groups = [0, 1, 2, 3, 2, 0, 3, 1, 1, 1]
     chosen = [send(prompt(group, last=i)) for i, group in enumerate(groups)]
-    assert chosen == [{0: 0, 1: 1, 2: 0, 3: 1}[group] for group in groups]  # new ones where least is remembered
+    # new prompts go to the engine with the shortest memory
+    assert chosen == [{0: 0, 1: 1, 2: 0, 3: 1}[group] for group in groups]
 
 
 def test_the_longest_beginning_counts() -> None:
@@ -78,7 +80,7 @@ def test_the_longest_beginning_counts() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2)), max_size=120), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_no_engine_has_much_more_than_another(events: list[tuple[int, bool, int]], num_clients: int) -> None:
-    """Requests of four groups come, and others end, in any order."""
+    """Requests of four groups come, and other requests end, in any order."""
     clients = [Client() for _ in range(num_clients)]
     _, send = together(*clients)
     for group, comes, which in events:
@@ -124,11 +126,11 @@ def test_no_more_is_remembered_than_a_cache_holds() -> None:
     replicas, send = together(*clients)
     first = send(prompt(1, 4 * CHUNK_TOKENS))
     assert [each.num_chunks for each in replicas._replicas] == [4, 0]
-    clients[1 - first].num_requests = ALLOWED + 1  # so that all goes to the first
+    clients[1 - first].num_requests = ALLOWED + 1  # so that all requests go to the first
     send(prompt(2, 4 * CHUNK_TOKENS))
     assert [each.num_chunks for each in replicas._replicas] == [6, 0]
     known = [replicas._replicas[0].num_known(chunks_of(Submit(0, prompt(i), {}))) for i in (1, 2)]
-    assert known == [2, 4]  # the end of the older one was forgotten
+    assert known == [2, 4]  # the older one's end was forgotten
 
 
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
@@ -176,7 +178,7 @@ def test_beats_are_added() -> None:
     clients[2].beat, clients[2].num_restarts = Beat(1, 0, 0.1, 10, 4, 1, 0.05), 2
     beat = replicas.beat
     assert beat == Beat(4, 1, 0.3, 110, 44, 3, 0.05)
-    assert replicas.beat is beat  # admission asks whether there is a new one
+    assert replicas.beat is beat  # admission checks whether there is a new one
     clients[2].beat = Beat(1, 0, 0.1, 10, 4, 1, 0.05)
     assert replicas.beat is not beat
     assert replicas.num_restarts == 2
@@ -188,7 +190,7 @@ def test_beats_are_added() -> None:
 
 
 def test_ray_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "nowhere")  # so that no environment is set
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")  # so that no environment variable is set
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "pipelines.replicas.workers", raising=False)
     run = tiny_run()

@@ -1,4 +1,4 @@
-"""What replicas get of machines, and where there are too few."""
+"""The resources of replicas on machines, and errors if there are too few."""
 
 from typing import Any
 

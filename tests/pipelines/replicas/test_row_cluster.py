@@ -1,4 +1,4 @@
-"""A job and a server on a Ray cluster, which two node processes of this machine stand for."""
+"""A job and a server on a Ray cluster, simulated by two node processes on this machine."""
 
 import re
 import select
@@ -27,7 +27,7 @@ HEAD = ["--head", "--port=0", "--include-dashboard=false", "--min-worker-port=0"
 
 @contextmanager
 def node(*arguments: str) -> Iterator[str]:
-    """What a node of a cluster has said when it runs. It ends with the block, and its processes with it."""
+    """Start a node of a cluster, and return its output when it runs. It ends with the block, with its processes."""
     command = [str(RAY), "start", *arguments, *NODE]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
     assert process.stdout is not None
@@ -46,13 +46,13 @@ def node(*arguments: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of two nodes with a processor each, where RAY_ADDRESS leads."""
+    """Return the address, for RAY_ADDRESS, of a cluster of two nodes with one processor each."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5a" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, value in environment.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # sockets have short names
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # socket paths must be short
         said = stack.enter_context(node(*HEAD, f"--temp-dir={folder}"))
         found = re.search(r"--address='([^']+)'", said)
         assert found, said

@@ -1,4 +1,5 @@
-"""Replicas of two ranks each share the rows of a job, on a real Ray: the files are those of one process, also where a rank is killed."""
+"""Replicas of two ranks each share the rows of a job, on a real Ray: the files are those of one process, also if a rank
+is killed."""
 
 import os
 import signal
@@ -31,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def four_processors() -> Iterator[None]:
-    """A Ray that counts four, as two replicas of two ranks need, whatever there are."""
+    """Start a Ray that counts four processors, which two replicas of two ranks need, whatever the machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         with _ray("parallel=ray"):
@@ -42,7 +43,7 @@ def four_processors() -> Iterator[None]:
 
 
 def ranks() -> list[int]:
-    """The processes of ranks 1 of our replicas."""
+    """Return the processes of ranks 1 of our replicas."""
     workers = row_workers()
     return [pid for pid, (parent, command) in ours().items() if "loading.worker" in command and parent in workers]
 

@@ -1,4 +1,4 @@
-"""Jobs whose rows replicas share, on a real Ray: the files are those of one process, whoever is killed."""
+"""Jobs whose rows replicas share, on a real Ray: the files are those of one process, whichever process is killed."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ WORDS = "Once upon a time there was a dog who saw the big red sun and ran to its
 
 @pytest.fixture(autouse=True, scope="module")
 def one_ray() -> Iterator[None]:
-    """All tests share a Ray, which a process begins once."""
+    """All tests share a Ray, which a process starts once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         yield
@@ -68,9 +68,9 @@ def run_of(data: Path | None = None, replicas: int = 2, batch_size: int = 4) -> 
 
 
 def all_end() -> bool:
-    """Whether the workers end, which Ray does not wait for."""
+    """Return whether the workers end, which Ray does not wait for."""
     for pid in row_workers():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the process has ended meanwhile
             process = os.pidfd_open(pid)
             if not select.select([process], [], [], LIMIT_S)[0]:
                 return False
@@ -79,7 +79,7 @@ def all_end() -> bool:
 
 
 def written(monkeypatch: pytest.MonkeyPatch, at: int, then: Callable[[], None]) -> list[int]:
-    """The indices of the rows that the journal gets from here on. `then` is called when there are `at`."""
+    """Return the indices of later rows of the journal. `then` is called after `at` rows."""
     append, indices = Journal.append, list[int]()
 
     def hooked(journal: Journal, record: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_one_of_two_hangs_and_its_rows_are_done(
     assert len(lost) == 1
     assert lost[0].endswith("is lost and restarted, and its rows run again: it has been silent for 5 s")
     ((process, _),) = hung
-    assert select.select([process], [], [], LIMIT_S)[0]  # it has ended
+    assert select.select([process], [], [], LIMIT_S)[0]  # the process has ended
     os.close(process)
 
 
@@ -147,16 +147,17 @@ def test_replicas_of_a_machine_compute_on_cores_of_their_own(monkeypatch: pytest
     assert all_end()  # of other tests
     with rows_on_ray(PoisonRows, replace(run, device=replace(run.device, threads=1))):
         found = [allowed(pid) for pid in row_workers()]
-    own = [min(threads, key=len) for threads in found]  # of the thread that computes, and of those that it has started
+    # of the computing thread, and of the threads that it has started
+    own = [min(threads, key=len) for threads in found]
     assert [len(each) for each in own] == [1] * number
     assert len(set().union(*own)) == number
 
 
 def allowed(pid: int) -> list[set[int]]:
-    """The processors that each thread of a process may use."""
+    """Return the processors that each thread of a process may use."""
     found = []
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the process has ended meanwhile
             found.append(os.sched_getaffinity(int(thread)))
     return found
 
@@ -173,7 +174,7 @@ def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
 
 
 def test_a_row_that_kills_all_it_may_is_an_error_and_the_others_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two here, of which it is alone in the second; test_dispatch.py has the product's numbers."""
+    """Two replicas. In the second one the row runs alone. test_dispatch.py has the product's numbers."""
     from pipelines.replicas import dispatch, row_replicas
 
     for module in (dispatch, row_replicas):
@@ -216,7 +217,7 @@ def test_workers_that_stop_before_they_have_run_are_lost(monkeypatch: pytest.Mon
 
 
 def test_a_place_that_another_job_has_is_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other job gives it back when the line has come: a silent wait would never end."""
+    """The other job releases its resources after the message. A silent wait would never end."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     from pipelines.replicas import row_replicas

@@ -1,4 +1,4 @@
-"""A replica's process, without Ray: what it is sent, and what it answers."""
+"""A replica's process, without Ray: its messages and answers."""
 
 import gc
 import re
@@ -94,7 +94,7 @@ def test_records_are_those_of_one_process(chatty: Path) -> None:
 
 
 def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
-    """A call that brings no rows computes those that are there, and returns when one is done."""
+    """A call without new rows computes the present rows, and returns when one is done."""
     worker, _ = loaded(run_of(chatty))
     first, _, _, _, last = rows()
     (short,) = work(worker, first, last)
@@ -110,14 +110,14 @@ def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
 def test_a_replica_starts_its_ranks_where_a_launcher_has_started_ray(
     chatty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by `srun ray start` on two machines, whose variables Ray's workers have, too."""
+    """For example with `srun ray start` on two machines, whose variables Ray's workers inherit."""
     run, (*_, last) = run_of(chatty), rows()
     alone = work(loaded(run)[0], last)
     for name, value in (SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).items():
         monkeypatch.setenv(name, value)
     worker, _ = loaded(replace(run, parallel=ParallelConfig(ParallelMode.tp, tp=2)))
     assert work(worker, last) == alone
-    del worker  # with which its ranks end
+    del worker  # its ranks end with it
     gc.collect()
 
 

@@ -36,7 +36,7 @@ def post(url: str, **fields: Any) -> httpx.Response:
 
 
 def events(lines: Iterator[str]) -> list[Any]:
-    """What comes of a stream until it ends; None is its [DONE]."""
+    """Return the events of a stream until it ends; None is its [DONE]."""
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [None if each == "[DONE]" else json.loads(each) for each in data]
 
@@ -69,16 +69,16 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
         assert ends[1][-1] is None
         assert post(url).json()["choices"] == first["choices"]
         assert restarts(url) == "1.0"
-        until(lambda: len(engines()) == 2)  # the other's worker of Ray takes its time
+        until(lambda: len(engines()) == 2)  # the other replica's Ray worker ends later
         left = [os.pidfd_open(pid) for pid in engines()]
         assert ended(process)[0] == 0
     for each in left:
-        assert select.select([each], [], [], LIMIT_S)[0]  # it has ended
+        assert select.select([each], [], [], LIMIT_S)[0]  # the process has ended
         os.close(each)
 
 
 def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
-    """Each line is answered once, with what one replica would answer."""
+    """Each line is answered once, with the answer of a single replica."""
     fields = {"model": "tiny", "temperature": 0, "max_tokens": 8}
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": fields | {"prompt": [i % 500 + 3, 9]}}

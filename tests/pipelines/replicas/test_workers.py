@@ -1,4 +1,4 @@
-"""Engines in workers of Ray: two of them answer as one does, and one may end."""
+"""Engines in Ray workers: two of them answer as one does, and one may end."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def run_of(number: int = 2, **config: Any) -> RunConfig:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_ray() -> Iterator[None]:
-    """All tests share a Ray, which a process begins once."""
+    """All tests share a Ray, which a process starts once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         yield
@@ -61,7 +61,7 @@ async def replicated(**config: Any) -> AsyncIterator[Replicas]:
 
 
 async def end_of(answer: Asked) -> str:
-    """How the rest of an answer ends."""
+    """Return how the rest of an answer ends."""
     reasons = []
     try:
         async for item in answer:
@@ -78,7 +78,8 @@ async def first_token(answer: Asked) -> None:
 
 
 def prompts_of(num_groups: int, num_prompts: int) -> list[list[int]]:
-    """Prompts of 112 tokens, of which each group shares 96. One of each group comes, in any order, and then the next ones."""
+    """Return prompts of 112 tokens; each group shares 96. One prompt of each group comes, in any order, and then the
+    next ones."""
     draw = random.Random(3)
     beginnings = [[draw.randrange(300, 900) for _ in range(96)] for _ in range(num_groups)]
     return [
@@ -89,7 +90,7 @@ def prompts_of(num_groups: int, num_prompts: int) -> list[list[int]]:
 
 
 async def answers_of(engine: EngineClient | Replicas, submits: list[Submit], num_at_once: int) -> list[Whole]:
-    """Answers of requests of which so many are under way."""
+    """Return the answers to requests, with this number in flight."""
     places = asyncio.Semaphore(num_at_once)
 
     async def answered(submit: Submit) -> Whole:
@@ -117,12 +118,13 @@ def test_two_answer_as_one_and_compute_hardly_more() -> None:
             used = [len(replica._chunks) > 0 for replica in two._replicas]
             cores = [os.sched_getaffinity(pid) for pid in engines()]
         assert used == [True, True]
-        # Of their own, if there are two that no replica of another test has.
+        # Separate processors, if two are free of replicas of other tests.
         assert not cores[0] & cores[1] or os.sched_getaffinity(0) in cores
         assert [(each.token_ids, each.texts) for each in shared] == [(each.token_ids, each.texts) for each in alone]
         cached = [sum(each.done.num_cached_tokens for each in answers) for answers in (shared, alone)]
         assert cached[1] > 0.7 * 96 * len(submits)
-        # Of 240 all but 12 at least, if both replicas have each beginning, and 24 if two prompts with it come at once to each.
+        # Of 240 at least all but 12, if each replica has each prefix, or all but 24 if two prompts with a prefix come
+        # to each at once.
         assert cached[0] >= 0.9 * cached[1]
 
     run_async(test())
@@ -159,7 +161,7 @@ async def crash_twice(replicas: Replicas, poison: Submit) -> None:
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
         assert "was ended by SIGKILL: send the request again" in await end_of(answer)
-        while replicas.info is not None:  # the other one has not been missed yet
+        while replicas.info is not None:  # the other replica's loss has not been noticed yet
             await asyncio.sleep(0.01)
         await replicas.wait_ready()
     for client in replicas._clients:
@@ -188,7 +190,7 @@ def test_a_hung_engine_and_a_hung_worker_of_ray_are_started_again_and_leave_noth
 
 @pytest.mark.long
 def test_a_place_that_another_job_has_is_waited_for_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    """The other job gives it back when the line has come."""
+    """The other job releases its resources after the message."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     from pipelines.replicas.connection import connect
@@ -242,7 +244,7 @@ def test_a_cluster_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatc
 def test_an_engine_starts_its_ranks_where_a_launcher_has_started_ray(
     started: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by `srun ray start` on two machines, whose variables Ray's workers and their processes have, too."""
+    """For example with `srun ray start` on two machines, whose variables Ray's workers and their processes inherit."""
     from pipelines.replicas import workers
 
     found: list[object] = []

@@ -1,4 +1,4 @@
-"""How long a refused request is told to wait, and who is refused because it would wait too long. The clock is the test's."""
+"""The wait time of rejected requests, and rejections because of long waits. The clock is the test's."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,8 @@ def reasons() -> list[str]:
 
 @pytest.fixture
 def waiting(engine: FakeEngine, reasons: list[str]) -> tuple[Admission, Tick]:
-    """An admission with one place whose one prompt waits, and a function that lets time pass in which the engine computes tokens."""
+    """Return an admission with capacity for one prompt, which waits, and a function that lets time pass while the
+    engine computes tokens."""
     now_s, num_computed = 0.0, 0
     admission = Admission(engine, ServeConfig(batch_size=1, max_waiting=0), reasons.append, lambda: now_s)
     engine.say(num_prompt_tokens=0)
@@ -39,7 +40,7 @@ def waiting(engine: FakeEngine, reasons: list[str]) -> tuple[Admission, Tick]:
 
 
 def refusal(admission: Admission, timeout_s: float = 3600.0) -> tuple[str, int]:
-    """What a request is told, and after how many seconds it may come again."""
+    """Return the error of a request, and its retry-after seconds."""
     with pytest.raises(ApiError) as refused, admission.place(1, timeout_s), admission.place(1, timeout_s):
         pass
     assert (refused.value.status, refused.value.code) == (429, "queue_full")
@@ -53,7 +54,7 @@ def refusal(admission: Admission, timeout_s: float = 3600.0) -> tuple[str, int]:
 def test_the_time_to_come_again_is_that_of_what_waits_at_the_measured_speed(
     waiting: tuple[Admission, Tick], reasons: list[str], seconds: float, num_tokens: int, retry_s: int
 ) -> None:
-    """Of 1,000 tokens: at 100, 400, 5,000 and 1 in a second."""
+    """1,000 tokens at 100, 400, 5,000 and 1 per second."""
     admission, tick = waiting
     tick(seconds, num_tokens)
     message = f"1 sequences run or wait: send the request again after {retry_s} s"
@@ -82,5 +83,5 @@ def test_another_engine_that_counts_anew_changes_no_speed(waiting: tuple[Admissi
     admission, tick = waiting
     tick(2.0, 200)
     assert refusal(admission)[1] == 10
-    tick(1.0, -150)  # one that was started again, and has computed 50
+    tick(1.0, -150)  # a restarted process that has computed 50
     assert refusal(admission)[1] == 10

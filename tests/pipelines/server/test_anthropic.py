@@ -1,4 +1,4 @@
-"""/v1/messages over the fake engine, asked by Anthropic's client; and how streams of all kinds tell that they fail."""
+"""/v1/messages over the fake engine with Anthropic's client; and errors in streams of all kinds."""
 
 import asyncio
 import json

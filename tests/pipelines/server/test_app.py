@@ -1,4 +1,4 @@
-"""The routes over the fake engine: which there are, who may ask them, what they say, and their description."""
+"""The routes over the fake engine: the list of routes, access, answers, and their description."""
 
 import json
 import re
@@ -26,7 +26,7 @@ KEYS = {"alice": b"secret-1"}
 
 
 def routes() -> list[tuple[str, str]]:
-    """All routes of the application, by its own list."""
+    """Return all routes of the application."""
     guard: Any = app_of_any()
     inner: FastAPI = guard._app
     found = [(method, route.path) for route in inner.routes for method in sorted(route.methods)]  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def test_every_route_but_two_needs_a_key(method: str, path: str) -> None:
 
 
 def encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are encoded from here on."""
+    """Record the texts that are encoded from now on."""
     encoded: list[str] = []
     encode = type(tokenizer()).encode
 
@@ -109,7 +109,7 @@ def test_what_no_context_holds_is_not_encoded(
             )
             assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")
     whole = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})
-    assert whole.json()["count"] > READY.context_length  # which only counts
+    assert whole.json()["count"] > READY.context_length  # only counts
 
 
 @each(
@@ -196,7 +196,7 @@ def test_adapters_and_prefixes_are_models() -> None:
 
 
 def test_a_prefix_leaves_less_of_the_context() -> None:
-    """59 of 64 places: the default length fits in them, and longer ones are refused with that number."""
+    """59 of 64 positions: the default length fits, and longer ones are refused with this number."""
     engine = FakeEngine(prefixes={"story": 5})
     for more, status in (({}, 200), ({"max_tokens": 9}, 200), ({"max_tokens": 10}, 400)):
         body = {"model": "story", "prompt": [7] * 50, **more}
@@ -222,7 +222,7 @@ def test_tokens() -> None:
 
 
 def test_prompts_that_are_too_many_to_wait_beside_others_run_alone() -> None:
-    """They are not told to come again for ever; each counts while it waits."""
+    """They are not told to come again forever; each counts while it waits."""
     body = {"model": "tiny", "prompt": [[11, 12, 13], [14, 15, 16], [17, 18, 19]], "max_tokens": 3}
     service = service_of(FakeEngine(), max_waiting_tokens=5)
     answer = ask("POST", "/v1/completions", service, json=body)
@@ -236,7 +236,7 @@ def test_prompts_that_are_too_many_to_wait_beside_others_run_alone() -> None:
 
 @each(("path", "body"), [("/v1/messages", CHAT), ("/v1/responses", {"model": "tiny", "input": "hi"})])
 def test_routes_of_one_answer_have_one(path: str, body: dict[str, Any]) -> None:
-    """Also where the server's settings ask for more."""
+    """Also if the server's settings request more."""
     engine = FakeEngine(decode={"n": 3, "temperature": 1.0})
     assert ask("POST", path, service_of(engine, batch_size=1, max_waiting=0), json=body).status_code == 200
     (submit,) = engine.submitted
@@ -266,7 +266,7 @@ def test_routes_of_one_answer_have_the_best_of_the_servers_beams(path: str, body
 def test_a_request_takes_a_place_for_each_of_its_sequences(
     decode: dict[str, Any], asked: dict[str, Any], num_places: int
 ) -> None:
-    """Also of those that the server's settings ask for."""
+    """Including sequences that the server's settings request."""
     messages = {**CHAT, "temperature": 1}
     for path, body, num_prompts in (
         ("/v1/chat/completions", messages | asked, 1),

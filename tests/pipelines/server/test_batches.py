@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's client uses them, over the fake engine and over real servers that are killed."""
+"""Files and batches with OpenAI's client, over the fake engine and over real servers that are killed."""
 
 import asyncio
 import io
@@ -51,7 +51,7 @@ async def batching(
     clock: Callable[[], float] = time.time,
     **config: Any,
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of a server with batches in `folder`. With keys it is alice's."""
+    """Return a client of a server with batches in `folder`. With keys it is alice's."""
     service = service_of(engine or FakeEngine(), batches=str(folder), **config)
     jobs = BatchJobs(folder, service.config.batch_size, 4096, clock)
     app = create_app(service, Chat(tokenizer(), service.config), keys or {}, jobs)
@@ -66,7 +66,7 @@ async def batching(
 
 
 async def begun(client: openai.AsyncOpenAI, lines: list[dict[str, Any]] | bytes, **more: Any) -> Any:
-    """A new batch of these lines."""
+    """Return a new batch of these lines."""
     content = lines if isinstance(lines, bytes) else jsonl(lines)
     file = await client.files.create(file=("input.jsonl", content), purpose="batch")
     asked = {"endpoint": ENDPOINT, "completion_window": "24h"} | more
@@ -311,7 +311,8 @@ def test_nothing_of_a_key_is_another_ones(tmp_path: Path) -> None:
             ):
                 with pytest.raises(openai.NotFoundError) as caught:
                     await refused
-                words = str(caught.value).replace(id, "ID").replace("file", "batch")  # as of one that there is not
+                # the same error as for a missing one
+                words = str(caught.value).replace(id, "ID").replace("file", "batch")
                 assert words.replace("/v1/batchs", "/v1/batches") == str(none.value).replace("batch_none", "ID")
             assert [each async for each in bob.files.list()] == [each async for each in bob.batches.list()] == []
             assert [each.id async for each in alice.batches.list()] == [batch.id]
@@ -351,7 +352,8 @@ def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 def test_time_that_is_over(tmp_path: Path) -> None:
-    """One line is done before; a later server has the rest of the time, in which another one begins and does not end."""
+    """One line is finished before. A later server has the remaining time, in which another line begins and does not
+    end."""
 
     async def test() -> None:
         engine = FakeEngine()
@@ -392,7 +394,7 @@ def test_lines_wait_for_an_engine_that_ended(tmp_path: Path, monkeypatch: pytest
             while len(engine.submitted) == 20:
                 await asyncio.sleep(0.002)
             await asyncio.sleep(0.02)
-            assert len(engine.submitted) == 21  # each alone, as one of them may have ended the engine
+            assert len(engine.submitted) == 21  # each alone, because one of them may have ended the engine
             engine.speaks.set()
             assert (await ended(client, batch.id)).request_counts.completed == 20
 
@@ -405,14 +407,14 @@ def test_lines_wait_for_an_engine_that_ended(tmp_path: Path, monkeypatch: pytest
 def test_a_disk_that_fails_for_a_while(
     name: str, moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At each writing of a batch, and of its files: it goes on, and each line is once in the output."""
+    """At each write of a batch and of its files: the batch continues, and each line is in the output once."""
     monkeypatch.setattr(batch_jobs, "RETRY_S", 0.01)
     works, num_calls = getattr(batch_jobs, name), 0
 
     def fails_once(*arguments: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == moment + (name == "write_atomically"):  # but for the first: the batch is refused then
+        if num_calls == moment + (name == "write_atomically"):  # except the first: the batch is refused then
             raise OSError(28, "No space left on device")
         return works(*arguments)
 
@@ -452,7 +454,7 @@ def test_batches_hold_no_places_of_others(tmp_path: Path) -> None:
             first, second = await begun(client, [line(str(i)) for i in range(9)]), await begun(client, [line("x")])
             while len(engine.submitted) < 2:
                 await asyncio.sleep(0.002)
-            with pytest.raises(openai.InternalServerError, match="took longer"):  # and not 429
+            with pytest.raises(openai.InternalServerError, match="took longer"):  # not 429
                 await client.completions.create(model="tiny", prompt=[1], n=2)
             engine.speaks.set()
             assert (await ended(client, second.id)).status == "completed"
@@ -474,7 +476,7 @@ def test_the_folder_is_one_servers(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_batches_of_a_killed_server_end_in_the_next_ones(tmp_path: Path) -> None:
-    """SIGKILL twice, and SIGTERM, in the middle of 3,000 lines: each is answered once, and requests go first."""
+    """SIGKILL twice, and SIGTERM, in the middle of 3,000 lines: each is answered once, and requests have precedence."""
     num_lines, id = 3_000, ""
     lines = [line(str(i), prompt=[i % 500 + 3, i // 500 + 3], max_tokens=1, temperature=0) for i in range(num_lines)]
     ends = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]

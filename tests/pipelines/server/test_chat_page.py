@@ -1,4 +1,4 @@
-"""The page in a browser: type, stream, stop, Chinese text, two tabs at once, and nothing from elsewhere."""
+"""The page in a browser: type, stream, stop, Chinese text, two tabs at once, and no requests to other hosts."""
 
 import json
 import re
@@ -73,7 +73,8 @@ def test_a_turn_is_answered_with_all_before_it_and_loads_nothing_from_elsewhere(
     page = tab(browser, address)
     say(page, "你好")
     page.get_by_text("你好，").wait_for()
-    page.get_by_role("button", name=re.compile("retry|regenerate", re.IGNORECASE)).first.wait_for()  # it has ended
+    # the process has ended
+    page.get_by_role("button", name=re.compile("retry|regenerate", re.IGNORECASE)).first.wait_for()
     say(page, "Once more")
     page.get_by_text("你好，").nth(1).wait_for()
     first, second = server.asked[-2:]
@@ -111,7 +112,8 @@ def test_an_answer_is_copied(browser: Any, address: str) -> None:
     page = tab(browser, address)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     say(page, "Hello")
-    page.get_by_role("button", name=re.compile("retry|regenerate", re.IGNORECASE)).first.wait_for()  # it has ended
+    # the process has ended
+    page.get_by_role("button", name=re.compile("retry|regenerate", re.IGNORECASE)).first.wait_for()
     page.get_by_role("button", name=re.compile("copy message", re.IGNORECASE)).last.click()
     page.wait_for_function("navigator.clipboard.readText().then(text => text == '你好，<b>world</b>')")
 
@@ -123,7 +125,7 @@ def test_two_tabs_are_answered_at_once(browser: Any, address: str, server: ChatS
     say(second, "Hello")
     second.get_by_text("你好，").wait_for()
     server.left.clear()
-    first.close()  # a closed tab wants nothing more
+    first.close()  # a closed tab cancels its request
     assert server.left.wait(TIMEOUT_MS / 1000)
 
 

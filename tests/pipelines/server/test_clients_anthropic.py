@@ -1,4 +1,4 @@
-"""Anthropic's client against the served model: sync, async, streams, tools and errors."""
+"""Anthropic's client with the served model: sync, async, streams, tools and errors."""
 
 import asyncio
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_answers_are_predicts(client: anthropic.Anthropic, expected: Expected) -
 
 
 def test_answers_are_sent_back_whole_and_counted(client: anthropic.Anthropic) -> None:
-    """With all fields of the client's classes, null where they have no value."""
+    """With all fields of the client's classes; fields without a value are null."""
     answer = client.messages.create(**ASKED)
     turns = [*ASKED["messages"], {"role": "assistant", "content": [block.model_dump() for block in answer.content]}]
     turns += [{"role": "system", "content": "be brief"}, *ASKED["messages"]]
@@ -70,7 +70,7 @@ def test_answers_are_sent_back_whole_and_counted(client: anthropic.Anthropic) ->
 
 
 def test_the_async_client_asks_many_at_once(url: str, expected: Expected) -> None:
-    """By the server's seed, as requests of this kind have none."""
+    """With the server's seed, because these requests have none."""
     questions = [f"Tell me of {who}." for who in ("a cat", "an owl", "Tom", "the sea", "3 + 4", "a ball", "rain", "你")]
 
     async def ask(client: anthropic.AsyncAnthropic, question: str) -> str:

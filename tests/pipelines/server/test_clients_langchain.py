@@ -1,4 +1,4 @@
-"""langchain's client against the served model: sync, async, streams, tools and structured output."""
+"""langchain's client with the served model: sync, async, streams, tools and structured output."""
 
 import asyncio
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def test_tools_are_called(url: str, choice: str) -> None:
 
 
 def test_results_of_tools_are_told(url: str) -> None:
-    """A conversation with a call and its result is taken, and its answer depends on the result."""
+    """A conversation with a call and its result is accepted, and its answer depends on the result."""
     call = {"name": "Weather", "args": {"city": "Bern"}, "id": "call00001"}
     begun = [HumanMessage("Is it warm?"), AIMessage("", tool_calls=[call])]
     model = chat(url, logprobs=True).bind_tools([Weather])

@@ -1,4 +1,4 @@
-"""litellm against the served model: sync, async, streams, tools and structured output."""
+"""litellm with the served model: sync, async, streams, tools and structured output."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.cases import each
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or its import asks a host for prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import downloads prices
 
 litellm = pytest.importorskip("litellm", reason="needs the extra test-clients")
 

@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` against the served model gives the numbers of task=evaluate, from the same files."""
+"""lm-eval's `local-completions` with the served model gives the results of task=evaluate on the same files."""
 
 import json
 import math
@@ -46,7 +46,8 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_data(folder: Path) -> list[str]:
-    """Write texts, questions of which every other has a wrong answer, and lm-eval's tasks of both. Returns the texts."""
+    """Write texts, questions with alternating right and wrong answers, and lm-eval's tasks of both. Returns the
+    texts."""
     rounds = [first for _, (first, *_) in zip(range(60), questions(7, held_out=True), strict=False)]
     tokenizer, expected = load_tokenizer(TINY), Expected()
     assert tokenizer is not None
@@ -71,7 +72,8 @@ def write_data(folder: Path) -> list[str]:
 
 
 def lm_eval(folder: Path, url: str) -> dict[str, Any]:
-    """The results of lm-eval's command, which sends several prompts in a request, and several requests at once."""
+    """Return the results of lm-eval's command, which sends several prompts per request, and several requests at
+    once."""
     model = f"model=tiny,base_url={url}/v1/completions,tokenizer={TINY},num_concurrent=2,max_length={STRIDE + 2}"
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", model]
     command += ["--include_path", str(folder), "--tasks", ",".join(TASKS), "--batch_size", "3"]

@@ -1,4 +1,4 @@
-"""Answers of completions and chat against the engine's own outputs, whole and streamed."""
+"""Answers of completions and chat compared with the engine's outputs, whole and streamed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def tokenizer(engine: Engine) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[asyncio.Runner, EngineClient]]:
-    """A loop, and the engine's process that is answered in it."""
+    """Return a loop, and the engine's process that it serves."""
     with asyncio.Runner() as runner:
         opened = serving()
         client = runner.run(opened.__aenter__())
@@ -47,7 +47,7 @@ def server() -> Iterator[tuple[asyncio.Runner, EngineClient]]:
 
 
 class Asker:
-    """Asks for answers, and returns bodies or lists of events."""
+    """Requests answers, and returns bodies or lists of events."""
 
     def __init__(self, server: tuple[asyncio.Runner, EngineClient], tokenizer: Tokenizer) -> None:
         self.runner, self.client = server

@@ -1,4 +1,4 @@
-"""What a connection may do before there is a request: their number, silence, and what is no HTTP. Real sockets, no engine."""
+"""Limits of connections before a request: their number, silence, and data that is not HTTP. Real sockets, no engine."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 @asynccontextmanager
 async def listening(max_connections: int, keep_alive_s: float = 60.0, app: Any = hello) -> AsyncIterator[int]:
-    """The port of a server with our protocol."""
+    """Return the port of a server with our protocol."""
     with serve._bound(ServeConfig(port=0)) as listener:
         protocol = serve._protocol(max_connections, keep_alive_s)
         http = serve._Uvicorn(uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None))
@@ -45,14 +45,14 @@ async def connected(port: int) -> Connection:
 
 
 async def answer(connection: Connection, content: bytes = REQUEST) -> bytes:
-    """The head of the answer to a request, and the body that it says."""
+    """Return the head of a response, and the body of the length that it declares."""
     reader, writer = connection
     writer.write(content)
     return await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(5)
 
 
 async def refused(connection: Connection, content: bytes = b"") -> tuple[str, dict[str, Any]]:
-    """The status and the error after which the connection ends."""
+    """Return the status and the error after which the connection ends."""
     reader, writer = connection
     writer.write(content)
     head, _, body = (await reader.read()).partition(b"\r\n\r\n")
@@ -61,7 +61,7 @@ async def refused(connection: Connection, content: bytes = b"") -> tuple[str, di
 
 
 def test_connections_are_bounded() -> None:
-    """Those that there are go on, and one that ends makes room."""
+    """Existing connections continue, and a closed one makes room."""
 
     async def test() -> None:
         async with listening(max_connections=2) as port:
@@ -74,7 +74,7 @@ def test_connections_are_bounded() -> None:
             assert (await answer(held[0])).endswith(b"hello")
             held[0][1].close()
             await held[0][1].wait_closed()
-            for _ in range(100):  # until the server has seen that end
+            for _ in range(100):  # until the server has noticed the end
                 reader, writer = await connected(port)
                 writer.write(REQUEST)
                 if (await reader.readline()).startswith(b"HTTP/1.1 200"):

@@ -1,4 +1,4 @@
-"""Answers and refusals are as openapi.json describes them, also of requests that nobody thought of."""
+"""Responses and errors match openapi.json, also for generated requests."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 
 
 async def fresh(scope: Any, receive: Any, send: Any) -> None:
-    """An application for each request, because each comes in a loop of its own here."""
+    """Return an application for each request, because each runs in its own loop here."""
     if scope["type"] == "http":
         await app_of(service_of(FakeEngine(embeds="embed" in scope["path"])))(scope, receive, send)
 
@@ -40,12 +40,12 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 def validator_of(schema: dict[str, Any]) -> Any:
-    """A validator of a schema of the description, whose references are the description's."""
+    """Return a validator of a schema of the description, which resolves its references there."""
     return jsonschema_rs.validator_for({**schema, "components": SCHEMA.raw_schema["components"]})
 
 
 def check_described(answer: httpx.Response, path: str) -> Any:
-    """Returns the answer's JSON, which is as the description says of this path."""
+    """Check that the response matches the description of this path, and return its JSON."""
     assert answer.status_code == 200, answer.text
     operation = SCHEMA.raw_schema["paths"][path][answer.request.method.lower()]
     validator_of(operation["responses"]["200"]["content"]["application/json"]["schema"]).validate(answer.json())
@@ -106,7 +106,7 @@ def test_states_files_and_batches_are_as_described() -> None:
 
 @strategies.composite
 def possible(draw: strategies.DrawFn, cases: strategies.SearchStrategy[Any]) -> Any:
-    """Those of the cases that can be drawn: some of schemathesis' changes to a schema leave no value that fits."""
+    """Return the cases that can be drawn: some of schemathesis' changes leave a schema without values."""
     try:
         return draw(cases)
     except InvalidSchema:
@@ -117,7 +117,8 @@ def possible(draw: strategies.DrawFn, cases: strategies.SearchStrategy[Any]) -> 
 @each("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @each("operation", [each.ok() for each in SCHEMA.get_all_operations()])
 def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> None:
-    """Whatever fits the description, or does not, is answered as it says: no status of its own, no failure of the server."""
+    """A request that matches the description, or does not, is answered as described: no undocumented status, no server
+    error."""
     content = operation.definition.raw.get("requestBody", {}).get("content", {})
     is_wrong_alone = mode is GenerationMode.NEGATIVE and not content
     checks = CHECKS + [negative_data_rejection] * is_wrong_alone
@@ -126,13 +127,13 @@ def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> No
     @given(case=possible(operation.as_strategy(generation_mode=mode)))
     def answered(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and case.body.get("model"):
-            case.body["model"] = "tiny"  # any other is 404
+            case.body["model"] = "tiny"  # any other id is 404
         response = case.call_and_validate(checks=checks, headers={"host": "localhost"})
-        # What is wrong for one kind of message may be right for another.
+        # A value that is wrong for one kind of message may be right for another.
         if "application/json" in content and response.status_code == 200:
             validator_of(content["application/json"]["schema"]).validate(case.body)
 
     try:
         answered()
     except Unsatisfiable:
-        assert not content  # nothing of it can be wrong
+        assert not content  # no value of it can be wrong

@@ -1,4 +1,4 @@
-"""Vectors through the engine's process are those of `task=embed`."""
+"""Vectors from the engine's process equal those of `task=embed`."""
 
 import base64
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.helpers.serving import run_async, serving
 
 TEXTS = ["a cat sat on the mat", "dogs", ""]
 MANY = [[3 + i % 50, 5 + i // 50] for i in range(2 * IN_ENGINE + 2)]
-"""More than the engine has at a time, whose vectors differ."""
+"""More inputs than the engine has at a time, with different vectors."""
 
 
 async def answer(client: EngineClient, tokenizer: Tokenizer, **fields: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Clients that leave, an engine that is killed, and signals while streams run. Real processes over HTTP."""
+"""Clients that disconnect, a killed engine, and signals while streams run. Real processes over HTTP."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ENDLESS = BODY | {"max_tokens": 900, "temperature": 1, "n": 8, "seed": 1, "ignor
 
 @contextmanager
 def begun(url: str, number: int = 1, **fields: Any) -> Iterator[list[Iterator[str]]]:
-    """The lines of long streams, each of which has begun."""
+    """Return the lines of long streams, each of which has begun."""
     body = ENDLESS | fields
     with ExitStack() as stack:
         opened = [httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) for _ in range(number)]
@@ -37,7 +37,7 @@ def data_of(lines: Iterator[str]) -> list[str]:
 
 
 def metrics(url: str) -> dict[str, float]:
-    """The values of all metrics by their names, labels but the model's within them."""
+    """Return the values of all metrics by their names, including labels except the model's."""
     lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#")]
     return {line.rsplit(" ", 1)[0].replace('model_name="tiny"', ""): float(line.rsplit(" ", 1)[1]) for line in lines}
 
@@ -58,7 +58,7 @@ def test_clients_that_leave_free_what_they_had(tmp_path: Path) -> None:
 
         until(is_idle)
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=LIMIT_S).status_code == 200
-        assert metrics(url)["vllm:generation_tokens_total{}"] == 8  # of the one that ended
+        assert metrics(url)["vllm:generation_tokens_total{}"] == 8  # of the stream that ended
     lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
     assert [(line["status"], line["finish"]) for line in lines] == [(200, ["disconnected"])] * 3 + [(200, ["length"])]
     assert PROMPT not in (tmp_path / "run" / "requests.jsonl").read_text()
@@ -86,7 +86,7 @@ def test_the_listener_outlives_a_killed_engine(tmp_path: Path) -> None:
 @pytest.mark.long
 @each("drain_s", [LIMIT_S, 0])
 def test_a_server_that_ends_finishes_what_it_took_or_says_so(tmp_path: Path, drain_s: float) -> None:
-    """Within drain_s: whole streams; else the error that ends each of them."""
+    """Within drain_s streams end normally; later ones get an error."""
     with (
         served(tmp_path / "run", f"serve.drain_s={drain_s}") as (process, url),
         begun(url, 2, max_tokens=300 if drain_s else 900) as streams,

@@ -1,4 +1,4 @@
-"""The commands of docs/serve.md work unchanged except ports, which are free ones here, and the folder of batches."""
+"""The commands of docs/serve.md work unchanged, except for ports and the folder of batches."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SERVE, REPLICAS, CURL, OPENAI, CHAT, BATCH, _ = re.findall(r"^```\n(.+?)^```$", 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the page's server."""
+    """Return the address of the page's server."""
     folder = tmp_path_factory.mktemp("served")
     words = SERVE.split()
     assert words[:3] == [".venv/bin/python", "run.py", "task=serve"]

@@ -1,4 +1,5 @@
-"""What no request passes: wrong hosts, keys, types, sizes. Every refusal has OpenAI's shape and the request's id."""
+"""Requests that never pass: wrong hosts, keys, types, sizes. Every rejection has OpenAI's shape and the request's
+id."""
 
 import asyncio
 import hmac
@@ -73,7 +74,8 @@ def test_other_hosts_are_refused(host: str) -> None:
 
 
 def test_what_old_and_sparing_clients_leave_out() -> None:
-    """HTTP/1.0 has no Host; a POST without a body needs no type of it (openai-node's batches.cancel); HEAD is GET without a body."""
+    """HTTP/1.0 has no Host; a POST without a body needs no content type (openai-node's batches.cancel); HEAD is GET
+    without a body."""
     HostRule([]).check({"http_version": "1.0"}, None)
     with pytest.raises(ApiError, match="the header Host is missing"):
         HostRule([]).check({"http_version": "1.1"}, None)
@@ -96,14 +98,14 @@ def test_without_a_right_key(headers: dict[str, str]) -> None:
 @each("key", ["secret-1", "secret-2"])
 def test_with_a_right_key(key: str) -> None:
     assert ask(json=BODY, keys=KEYS, headers={"authorization": f"bearer {key}"}).status_code == 200
-    # as Anthropic's client gives it
+    # as Anthropic's client sends it
     assert ask("GET", "/v1/models", keys=KEYS, headers={"x-api-key": key}).status_code != 401
     assert ask("GET", "/v1/models", keys=KEYS, headers={"x-api-key": f"{key}x"}).status_code == 401
 
 
 @each("given", ["secret-1", "secret-2", "wrong", ""])
 def test_a_key_is_compared_with_all_in_constant_time(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after one that is equal, by what takes as long wherever two keys differ."""
+    """Also after a match, and with a function whose time does not depend on where two keys differ."""
     compared: list[tuple[bytes, bytes]] = []
     original = hmac.compare_digest
 
@@ -135,7 +137,7 @@ def test_names_of_keys_are_written_down_and_values_nowhere(tmp_path: Path, caplo
 
 @each("content", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
 def test_other_types_of_bodies(content: str) -> None:
-    """Those that a page from elsewhere may send without asking."""
+    """Types that a page from another origin may send without a preflight request."""
     answer = ask(content=b"{}", headers={"content-type": content})
     assert answer.status_code == 415
     assert "application/json" in error_of(answer)["message"]
@@ -166,7 +168,7 @@ def test_a_body_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(60)
 
     answer = ask(content=slow(), headers={"content-type": "application/json"})
-    assert answer.status_code == 400  # an SDK sends a request again after 408
+    assert answer.status_code == 400  # an SDK repeats a request after 408
     assert "arrive" in error_of(answer)["message"]
 
 
@@ -202,7 +204,7 @@ def test_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_keys(None) == KEYS
     monkeypatch.setenv("QUINTET_API_KEYS", "eve secret-3")
     assert read_keys(str(file)) == KEYS
-    assert "QUINTET_API_KEYS" not in os.environ  # which the engine's process and that of templates get
+    assert "QUINTET_API_KEYS" not in os.environ  # the engine's process and the template process inherit it
 
 
 def test_a_file_of_keys_that_others_may_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The server that a page of conversations with the run's own model has in its process."""
+"""The server that a web page for conversations runs in its own process."""
 
 import signal
 import subprocess

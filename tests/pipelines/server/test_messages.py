@@ -1,4 +1,4 @@
-"""Anthropic's API: its client's requests become chat requests, and answers come back in its shapes."""
+"""Anthropic's API: its client's requests become chat requests, and answers have its shapes."""
 
 import asyncio
 import json
@@ -39,7 +39,8 @@ Answering = Callable[[MessagesRequest], Any]
 def written(
     chat: Chat, body: MessagesRequest, text: str, failure: ApiError | None = None
 ) -> dict[str, Any] | list[Event]:
-    """The answer to a request, whose text the engine gives in tokens of seven letters; 16 tokens of the prompt were cached."""
+    """Return the answer to a request. The engine's text comes in tokens of seven letters; 16 tokens of the prompt were
+    cached."""
     request = body.chat_request()
     prompt = chat.prompt(request)
     generation = Generation(
@@ -62,7 +63,7 @@ def written(
 
 
 def client_of(answering: Answering) -> anthropic.Anthropic:
-    """The client of a server that answers by `answering`."""
+    """Return the client of a server that answers with `answering`."""
 
     def answered(body: MessagesRequest) -> httpx.Response:
         answer = answering(body)

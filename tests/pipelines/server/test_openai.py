@@ -1,4 +1,4 @@
-"""OpenAI's client against the served model: what it sends is taken, and what it reads is what predict gives."""
+"""OpenAI's client with the served model: its requests are accepted, and its results are those of predict."""
 
 import asyncio
 import json
@@ -39,13 +39,14 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder, lengths = tmp_path_factory.mktemp("prefixes"), {"story": 5, "poem": 17}
     for name, length in lengths.items():
         values = write_paddle(folder / f"{name}.npy", length, num_layers=4, channels=64)
-        np.save(folder / f"{name}.npy", 9 * values.numpy())  # so that a trained model says something else
+        np.save(folder / f"{name}.npy", 9 * values.numpy())  # so large that a trained model's text changes
     return {name: str(folder / f"{name}.npy") for name in lengths}
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, prefixes: dict[str, str]) -> Iterator[str]:
-    given = [f"+model.prefixes.{name}={path}" for name, path in prefixes.items()]  # Hydra reads no {...} under -O
+    # Hydra does not accept {...} under -O
+    given = [f"+model.prefixes.{name}={path}" for name, path in prefixes.items()]
     folder = tmp_path_factory.mktemp("served") / "run"
     with served(folder, "decode.seed=5", *given) as (_, url):
         yield f"{url}/v1"
@@ -93,7 +94,7 @@ def test_chats_are_predicts(client: openai.OpenAI, engine: Engine) -> None:
 
 
 def test_a_prefix_is_a_model(url: str, client: openai.OpenAI, prefixes: dict[str, str]) -> None:
-    """Texts of every route are predict's after that prefix, also when all ask again and find what they know in the cache."""
+    """The texts of every route are predict's after that prefix, also with concurrent requests and the prefix cache."""
     run = tiny_run()
     pipe = TextGenerationPipeline(replace(run, model=replace(run.model, prefixes=prefixes)))
     prompt = "Once upon a time there was a little girl who lived in a small house near a big dark forest. One day she"
@@ -154,7 +155,7 @@ def test_responses_are_chats(client: openai.OpenAI, engine: Engine) -> None:
 
 
 class Ball(BaseModel):
-    """An answer's form that no text of it can leave unfinished."""
+    """A format that every text of an answer completes."""
 
     color: Literal["red", "blue", "dark green"]
     sizes: tuple[Literal[1, 2], Literal[3]] | None
@@ -241,7 +242,7 @@ def test_errors_are_the_clients_exceptions(client: openai.OpenAI) -> None:
 
 @pytest.mark.long
 def test_the_same_body_seed_and_fingerprint_give_the_same_after_a_restart(tmp_path: Path) -> None:
-    """Also the rest of a stream that was dropped."""
+    """Also the rest of a dropped stream."""
     body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "temperature": 1, "n": 2}
     wholes, places, rests = [], [], []
     for i in range(2):

@@ -1,4 +1,4 @@
-"""Refusals and answers do not depend on assertions, which `python -O` leaves out."""
+"""Rejections and answers do not depend on assertions, which `python -O` removes."""
 
 import os
 import subprocess
@@ -8,7 +8,8 @@ import pytest
 
 from tests.helpers.builders import REPOSITORY
 
-# These read, refuse and answer requests: by an application in the test's process, and by a server with the engine's process.
+# These read, reject and answer requests: in an application in the test's process, and in a server with the engine's
+# process.
 FILES = {
     "conf": ("guides",),
     "pipelines/server/api": ("answers", "batch_lines", "conversation", "requests", "responses", "settings"),
@@ -30,7 +31,8 @@ TESTS = [f"tests/{folder}/test_{name}.py" for folder, names in FILES.items() for
 
 @pytest.mark.long
 def test_the_server_holds_without_assertions() -> None:
-    """pytest keeps the assertions of the tests themselves. The variable is -O for the servers that they start, too."""
+    """pytest keeps the tests' own assertions. The environment variable applies -O to the servers that they start,
+    too."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not long", "-p", "no:cacheprovider", *TESTS]
     environment = os.environ | {"PYTHONOPTIMIZE": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

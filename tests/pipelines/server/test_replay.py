@@ -1,4 +1,5 @@
-"""The same body, seed and fingerprint give the same over HTTP: alone, from the cache, and among 64 others, of which some begin again."""
+"""The same body, seed and fingerprint give the same answer over HTTP: alone, from the cache, and among 64 other
+requests, some of which restart."""
 
 import asyncio
 from pathlib import Path
@@ -43,7 +44,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]
 
 
 def told(answer: dict[str, Any]) -> Any:
-    """What no moment of the request decides."""
+    """The parts of an answer that do not depend on the time of the request."""
     return {name: answer[name] for name in ("choices", "seed", "system_fingerprint", "model")}
 
 
@@ -73,7 +74,7 @@ def test_cached_and_preempted_answers_are_the_same_bytes(tmp_path: Path) -> None
     with served(tmp_path / "run", *small, "decode.ignore_eos=true") as (_, url):
         asyncio.run(test(url))
         text = httpx.post(f"{url}/v1/completions", json=BODIES[0], timeout=120).json()["choices"][0]["text"]
-    engine = load_engine(tiny_run(), 4)  # which has room
+    engine = load_engine(tiny_run(), 4)  # which has capacity
     assert engine.tokenizer is not None
     decode = DecodeConfig(max_new_tokens=60, temperature=1.0, seed=7, ignore_eos=True)
     (output,) = engine.generate([engine.request(0, engine.tokenizer.encode(PROMPT, True), decode)])

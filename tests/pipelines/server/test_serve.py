@@ -25,7 +25,7 @@ def test_it_serves_and_ends(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
         (model,) = httpx.get(f"{url}/v1/models").json()["data"]
         assert (model["id"], model["max_model_len"]) == ("tiny", 1024)
-        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()  # the engine's process alone has it
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()  # only the engine's process imports it
         assert ended(process) == (0, "")
     files = {"config.yaml", "requests.jsonl", "run.log", "run.engine.log"}
     assert {file.name for file in (tmp_path / "run").iterdir()} == files
@@ -95,9 +95,9 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as waiting:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
-            waiting.sendall(head)  # the body does not come: this request is under way
-            assert httpx.get(f"{url}/ready").status_code == 200  # by when the server has read that head
+            waiting.sendall(head)  # the body does not come: this request is in progress
+            assert httpx.get(f"{url}/ready").status_code == 200  # after the server has read that head
             process.send_signal(signal.SIGTERM)
             while httpx.get(f"{url}/ready").status_code == 200:
-                pass  # of two signals that nobody has seen yet the system gives the one with the lower number first
+                pass  # of two pending signals the system delivers the lower number first
             assert ended(process, signal.SIGINT)[0] == 128 + signal.SIGINT

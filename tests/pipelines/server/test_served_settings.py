@@ -1,4 +1,5 @@
-"""A quantised model and one that two ranks compute, over HTTP: the answers are predict's with the same settings. Real processes."""
+"""A quantised model, and a model on two ranks, over HTTP: the answers are predict's with the same settings. Real
+processes."""
 
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.helpers.waiting import LIMIT_S
 def test_answers_are_predicts_with_the_same_settings(settings: tuple[str, ...], tmp_path: Path) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 5}  # int8 has another text
     overrides = ["decode.max_new_tokens=24", "decode.temperature=0.8", "decode.seed=5"]
-    one_process = [setting for setting in settings if not setting.startswith("parallel")]  # whose bits ranks have, too
+    one_process = [setting for setting in settings if not setting.startswith("parallel")]  # ranks have its bits, too
     pipe = pipeline("text_generation", device="cpu", overrides=[*overrides, *one_process])
     (result,) = pipe(PROMPT, return_full_text=False)
     with served(tmp_path / "run", *settings) as (process, url):

@@ -1,4 +1,4 @@
-"""Answers whose client leaves, does not read, or has no time; limits; and what is recorded."""
+"""Responses whose client disconnects, does not read, or times out; limits; and records."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ IDS = {"ids": [5, 6, 7]}
 
 
 class Connection:
-    """A client of an ASGI application by hand: it leaves, or reads nothing, when it is told."""
+    """A client of an ASGI application that disconnects or stops reading on command."""
 
     def __init__(self, app: Any, body: bytes, headers: dict[str, str] | None = None) -> None:
         given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_ends_its_request(is_stream: bool, num_words: int) 
         assert 'quintet:cancelled_total{model_name="tiny",why="disconnected"} 1.0' in service.metrics.text().decode()
         engine.pauses_after = None
         engine.speaks.set()
-        async with asking(echoing(service)) as client:  # its place is free
+        async with asking(echoing(service)) as client:  # its capacity is free
             assert (await client.post("/v1/echo", json=IDS)).status_code == 200
 
     run_async(test())
@@ -100,7 +100,7 @@ def test_a_client_that_reads_nothing_is_left() -> None:
         connection.reads.clear()
         await connection.task
         assert connection.aborted
-        assert engine.cancelled in ([1], [])  # the fake may have said all
+        assert engine.cancelled in ([1], [])  # the fake engine may have sent everything
         other = FakeEngine()
         async with asking(echoing(service_of(other))) as client:
             assert (await client.post("/v1/echo", json=IDS)).status_code == 200

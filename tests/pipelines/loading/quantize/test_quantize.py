@@ -1,4 +1,5 @@
-"""task=quantize on Llama: what it writes is what an algorithm chose and what runs; made models are found again."""
+"""task=quantize on Llama: the written files equal the algorithm's results and the loaded model; made models are found
+again."""
 
 import json
 import shutil
@@ -61,7 +62,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, StoredWeight]:
-    """What the algorithms gave, by layer."""
+    """Return the algorithms' results, by layer."""
     seen: dict[str, StoredWeight] = {}
     quantize = Quantizer.quantize
 
@@ -79,7 +80,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def reports_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of each layer, from the metadata of the parts' files."""
+    """Return the report of each layer, from the metadata of the parts' files."""
     reports = {}
     for file in sorted(folder.glob("model-0*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -102,7 +103,7 @@ def test_what_was_chosen_is_what_is_stored_and_what_runs(
     assert {file.name for file in target.iterdir()} >= {"report.md", "model.safetensors.index.json"}
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
-    assert len(chosen) == 15  # seven linear layers in each of two, and the head
+    assert len(chosen) == 15  # seven linear layers in each of two layers, and the head
     for layer, stored in chosen.items():
         weight = stored.weight
         own = {key.removeprefix(f"{layer}."): t for key, t in tensors.items() if key.startswith(f"{layer}.")}
@@ -123,11 +124,12 @@ def test_what_was_chosen_is_what_is_stored_and_what_runs(
     assert metrics["weight_bytes"] == again.executor.weight_bytes < metrics["weight_bytes_before"]
 
 
-# Not fp8: its steps are shares of a value, so there is nothing to divide between activations and weights.
+# Not fp8: its steps are proportional to the value, so balancing activations and weights gains nothing.
 @pytest.mark.long
 @each("name", [name for name, quant in CALIBRATED.items() if quant.method is not QuantMethod.rtn and name[:3] != "fp8"])
 def test_a_method_beats_rounding_to_nearest(name: str, tmp_path: Path) -> None:
-    """Every layer's own error with GPTQ; with folds, whose last digits are luck in layers without outliers, the mean of all."""
+    """With GPTQ each layer's own error; with folds the mean of all layers, because layers without outliers differ only
+    by noise."""
     write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
     make(quantize_run(LLAMA, CALIBRATED[name], tmp_path / "quantized", tmp_path / "rows.jsonl"), tmp_path / "run")
     errors = [(r["rounded_error"], r["error"]) for r in reports_in(tmp_path / "quantized").values()]
@@ -137,7 +139,7 @@ def test_a_method_beats_rounding_to_nearest(name: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_that_nothing_reaches_is_rounded(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", [[7, 7]] * 9)  # one token, which has two of four experts in each layer
+    data = write_rows(tmp_path / "rows.jsonl", [[7, 7]] * 9)  # one token, which uses two of four experts in each layer
     for name in ("int4 gptq", "a8w8 static smoothquant"):
         target = tmp_path / name
         quant = replace(CALIBRATED[name], overrides={})
@@ -161,7 +163,7 @@ def test_a_tied_head_is_stored_beside_its_embedding(data: Path, tmp_path: Path) 
 
 
 def test_a_stored_head_of_its_own_stays_one(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Though the source's config ties it."""
+    """Even if the source's config ties it."""
     source = tied(tmp_path / "source")
     quant = replace(CALIBRATED["int4 gptq"], skip=["lm_head"])
     made = make(quantize_run(source, quant, tmp_path / "quantized", data), tmp_path / "run")
@@ -227,7 +229,7 @@ def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.Cap
     printed = " ".join(capsys.readouterr().out.split())
     assert "KV cache int8, a scale for each head" in printed
     assert "layers int8" not in printed
-    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl"}  # not a trace
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl"}  # nothing is left
     run_quantize(run, tmp_path / "run", dump)
     assert (target / "errors.png").read_bytes()[1:4] == b"PNG"
     assert (
@@ -249,7 +251,7 @@ def test_overwriting_and_dry_runs(data: Path, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.fixture
 def made_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where models without a name go."""
+    """Return the folder of models without a name."""
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     return tmp_path / "quantized"
 
@@ -265,7 +267,7 @@ def test_a_made_model_is_found_again(
     first = load_engine(predict_run(LLAMA, STATIC_A8W8, data), 3)
     (folder,) = made_folder.iterdir()
     assert folder.name.startswith("llama3-a8w8-rtn-")
-    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # must not calibrate again
     again = load_engine(predict_run(LLAMA, STATIC_A8W8, data), 3)
     with_cache = replace(STATIC_A8W8, kv_cache=KVCacheFormat.int8)
     cached = load_engine(predict_run(LLAMA, with_cache, data), 3)

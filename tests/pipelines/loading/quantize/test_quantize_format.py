@@ -1,4 +1,4 @@
-"""`quantize.format`: the same codes in other tools' layouts, which run as the model that was made."""
+"""`quantize.format`: the same codes in other tools' layouts, which load as the same model."""
 
 import json
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ from tests.helpers.quantized_models import (
 
 LLAMA = Path(__file__).resolve().parents[3] / "goldens" / "llama3"
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
-# What groups of 32 do not divide, and the head, which AWQ's files do not quantise.
+# Sizes that groups of 32 do not divide, and the head, which AWQ's files do not quantise.
 LAYERS: dict[str, Any] = {"group_size": 32, "skip": ["lm_head", "*.down_proj"]}
 
 
@@ -67,7 +67,7 @@ def test_it_reloads_to_the_same_bits(format: QuantizedFormat, quant: QuantConfig
 def test_the_options_own_scheme_of_the_head_is_none_of_awq(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """conf/quant/int4.yaml has the head in int8; who asks for another scheme of the head is refused."""
+    """conf/quant/int4.yaml has the head in int8; a request for another scheme of the head is refused."""
     quant = QuantConfig(INT4, group_size=32, skip=["*.down_proj"], overrides={"lm_head": "int8"})
     run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=QuantizedFormat.awq)
     run_quantize(run, tmp_path / "run", dump)
@@ -80,7 +80,8 @@ def test_the_options_own_scheme_of_the_head_is_none_of_awq(
 
 
 def test_int8_for_vllm_on_a_cpu_has_dynamic_activations_and_a_named_head(data: Path, tmp_path: Path) -> None:
-    """The same codes and scales as without it; the model that is made, measured and loaded quantises activations as vLLM does."""
+    """The codes and scales are the same as without it; the model that is made, measured and loaded quantises
+    activations as vLLM does."""
     runs = {
         format: quantize_run(LLAMA, QuantConfig(INT8), tmp_path / format.name, data, format=format)
         for format in (QuantizedFormat.vllm_cpu, QuantizedFormat.compressed_tensors)

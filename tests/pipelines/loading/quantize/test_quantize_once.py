@@ -1,4 +1,5 @@
-"""A model that a run calibrates by itself: made once by however many processes, and told from the beginning."""
+"""A model that a run calibrates by itself: made only once for any number of processes, with an estimate at the
+start."""
 
 import io
 import json
@@ -40,7 +41,8 @@ from tests.helpers.quantized_models import CALIBRATED, quantize_run, random_rows
 LLAMA = GOLDENS / "llama3"
 NUM_TOKENS = 6 * 16  # of quantize_run's samples, which are all in one step
 
-# Three processes want one model. The first to get the lock waits until both others have said that they wait, and is then killed.
+# Three processes want one model. The first to get the lock is killed after both other processes have reported that they
+# wait.
 DRIVER = """
 import json, logging, os, signal, sys
 from pathlib import Path
@@ -106,7 +108,7 @@ def test_several_processes_make_a_model_once_also_when_the_first_is_killed(data:
     command = [sys.executable, "-c", DRIVER, arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert json.loads(done.stdout) == [[-signal.SIGKILL, 0, 0], ["found", "found", "made"]], done.stderr
-    (folder,) = made.iterdir()  # no lock and nothing unfinished
+    (folder,) = made.iterdir()  # no lock and no partial files
     assert (folder / MANIFEST).is_file()
 
 
@@ -119,11 +121,11 @@ def test_what_is_made_is_said_at_once(
         folder = find_or_make(calibration_job(run), resolve_model(run.model), report.NO_PROGRESS)
     what = f"calibrating {LLAMA} by quant=a8w8 on 6 samples of at most 16 tokens: about "
     assert re.search(rf"^{re.escape(what)}[\d,]+ s; it is kept in {re.escape(str(folder))}$", caplog.messages[0])
-    assert not (folder / "report.md").exists()  # which task=quantize alone makes
+    assert not (folder / "report.md").exists()  # only task=quantize makes it
 
 
 def test_a_task_that_makes_the_same_model_waits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then finds that it is there: no message speaks of another run that writes."""
+    """It then finds the model, and no message mentions another run that writes."""
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     run = replace(quantize_run(LLAMA, CALIBRATED["a8w8 dynamic smoothquant"], None, data), task=Task.quantize)
     make_model, waiting, refused = making.make_model, threading.Event(), []
@@ -166,7 +168,7 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 
 class Lines(io.StringIO):
-    """A stream whose reader waits for a line to come."""
+    """A stream whose reader waits for a line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class Lines(io.StringIO):
             self.written.notify_all()
 
     def comes(self, line: str, times: int = 1) -> bool:
-        """Whether a line of the pattern comes so many times within a minute."""
+        """Return whether a line that matches the pattern comes this number of times within a minute."""
         with self.written:
             return self.written.wait_for(lambda: len(re.findall(line, self.getvalue(), re.MULTILINE)) >= times, 60)
 
@@ -228,7 +230,8 @@ def test_a8w8_alone_finds_smoothing_from_few_tokens() -> None:
 def test_the_estimate_counts_the_tokens_that_a_layer_sees(
     scheme: str, passes: int, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a pass of a token takes a second and all else no time, a run takes one for each token, layer and pass. The head has none."""
+    """If a pass of a token takes a second and all else no time, a run takes one second per token, layer and pass. The
+    head has no layer."""
     run, clock = quantize_run(LLAMA, CALIBRATED[scheme], None, data), Clock()
     monkeypatch.setattr(quantize_estimate, "START_S", 0.0)
     monkeypatch.setattr(quantize_estimate, "REPORT_S", 0.0)
@@ -246,11 +249,11 @@ def test_the_estimate_counts_the_tokens_that_a_layer_sees(
     measured = passes * NUM_TOKENS  # one of the layers, which are all alike
     layers = source.shape.num_hidden_layers
     assert ready.duration == f"about {measured + passes * NUM_TOKENS * layers:,.0f} s"
-    assert [file.name for file in data.parent.iterdir()] == [data.name]  # what was made to measure is gone
+    assert [file.name for file in data.parent.iterdir()] == [data.name]  # the probe is deleted
 
 
 def test_layers_of_other_shapes_are_measured_apart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer has an MLP where the others have experts; the weights, which are others, are only read for their time."""
+    """The first layer has an MLP, the other layers experts. Their different weights are only read for timing."""
     shutil.copytree(GOLDENS / "qwen2_moe", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0]}))
@@ -268,7 +271,7 @@ def test_layers_of_other_shapes_are_measured_apart(data: Path, tmp_path: Path, m
 
 
 class Clock:
-    """Time that only what counts makes pass."""
+    """A clock that only counted operations advance."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

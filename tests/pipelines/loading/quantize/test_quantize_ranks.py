@@ -1,4 +1,4 @@
-"""task=quantize by ranks: whatever the method, the files are those of one process to the bit."""
+"""task=quantize with ranks: with any method the files equal those of one process bit for bit."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def has_bits_of_one_process(
 
 
 def test_ranks_choose_the_codes_of_one_process() -> None:
-    """Unequal parts, of which two have the same key head; a head that was tied, in the last stage."""
+    """Unequal parts, two of which have the same key head; a tied head, in the last stage."""
     assert has_bits_of_one_process("llama3", "int8 gptq, static cache", (3, 1))
     assert has_bits_of_one_process("llama_tied_bias", "a8w8 static smoothquant", (1, 2))
 
@@ -68,7 +68,8 @@ def test_shifts_have_the_bits_of_one_process() -> None:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    """Without what counts a tied embedding in both of its stages: the report, and the manifest that has its sha256."""
+    """Return the files' bytes without the values that count a tied embedding in both of its stages: the report, and the
+    manifest with its sha256."""
     return {
         file.name: file.read_bytes() for file in folder.iterdir() if file.name not in ("report.md", "manifest.json")
     }
@@ -76,7 +77,8 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.long
 def test_the_folder_of_ranks_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a run of one process was ended, and ranks go on with its parts. What was measured is what the folder gives."""
+    """Also if a run of one process was ended and ranks continue with its parts. The measurements equal those of the
+    folder."""
     data = write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
     for name, tp, pp in (
         ("int8 gptq, static cache", 2, 1),
@@ -94,7 +96,7 @@ def test_the_folder_of_ranks_is_that_of_one_process(tmp_path: Path, monkeypatch:
             with pytest.raises(KeyboardInterrupt):
                 make(ranks, tmp_path / "ended")
         (partial,) = tmp_path.glob(".*.partial")
-        (partial / "model-00001.safetensors").unlink()  # the first layer is there, the second is to be made
+        (partial / "model-00001.safetensors").unlink()  # the first layer exists, the second is still missing
         close(make(parallel(ranks, tp, pp), tmp_path / "run"))
         found = json.loads((tmp_path / "run" / "metrics.json").read_text())
         assert bytes_of(tmp_path / f"ranks {name}") == bytes_of(tmp_path / f"one {name}")
@@ -109,7 +111,7 @@ def _ended(*arguments: object) -> None:
 
 @pytest.mark.long
 def test_what_another_rank_cannot_do_is_one_line(tmp_path: Path) -> None:
-    """And leaves no folder."""
+    """And no folder is left."""
     source, target = tmp_path / "source", tmp_path / "quantized"
     source.mkdir()
     tensors = load_file(LLAMA / "model.safetensors")

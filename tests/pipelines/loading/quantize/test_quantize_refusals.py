@@ -1,4 +1,4 @@
-"""What task=quantize and quantised files cannot do is one clear error each."""
+"""Unsupported requests of task=quantize and unsupported quantised files are one clear error each."""
 
 import json
 import shutil
@@ -101,7 +101,7 @@ def copy_of(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor
 @each("value", [float("nan"), float("inf"), -float("inf")])
 @each("scheme", ["a8w8 static", "int4 gptq", "int8 gptq, static cache"])
 def test_weights_that_are_not_finite(scheme: str, value: float, run: RunConfig, tmp_path: Path) -> None:
-    """Also where no token goes: a row of the embedding that no sample has."""
+    """Also if no token uses them: a row of the embedding that no sample has."""
     names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight")
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:

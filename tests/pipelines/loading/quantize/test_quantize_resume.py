@@ -1,4 +1,4 @@
-"""A quantisation that was ended in whatever way goes on where it was, and leaves the files of an uninterrupted one."""
+"""A quantisation that ended in any way continues, and writes the files of an uninterrupted one."""
 
 import json
 import os
@@ -24,7 +24,8 @@ from tests.helpers.quantized_models import CALIBRATED, INT8, make, quantize_run,
 
 LLAMA = GOLDENS / "llama3"
 
-# Kills a run wherever an argument says, by a signal that nothing can catch. Every run is a fork of a process that has only imported.
+# Kills a run at a given call with an uncatchable signal. Every run is a fork of a process that has only imported
+# modules.
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
@@ -62,7 +63,8 @@ for i, moment in enumerate(moments):
     ends += [run(str(i), moment), os.path.exists(f"{base}/{i}"), run(str(i))]
 print(json.dumps(ends), file=out, flush=True)
 """
-# Renamed are the rest, and each part when it is complete, after what was folded into it; unlinked is what makes a folder an unfinished job.
+# Rename calls are for the other files, and for each part when it is complete, after folds into it; an unlink marks an
+# unfinished job.
 MOMENTS = [
     ("replace", 1),
     ("quantize", 2),
@@ -74,7 +76,7 @@ MOMENTS = [
 
 @pytest.fixture(autouse=True)
 def _no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It quantises parts, too, which would be counted."""
+    """The estimate also quantises parts, which would be counted."""
     monkeypatch.setattr("pipelines.loading.quantize.preflight.expected_seconds", lambda *arguments: 0.0)
 
 
@@ -91,7 +93,7 @@ def data(tmp_path: Path) -> Path:
 @each(
     ("scheme", "moments"),
     [
-        ("a8w8 static smoothquant", MOMENTS),  # which folds something into the part before
+        ("a8w8 static smoothquant", MOMENTS),  # which folds something into the previous part
         ("int4 gptq, groups on the way", [("replace", 3)]),
         ("int8 gptq, static cache", [("quantize", 2)]),
     ],
@@ -116,7 +118,7 @@ def test_killed_at_any_moment_it_leaves_the_files_of_an_uninterrupted_run(
 
 @pytest.fixture
 def quantized_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The parts that were quantised, in their order."""
+    """Return the parts that were quantised, in their order."""
     seen: list[int] = []
     quantize = Quantizer.quantize
 
@@ -129,7 +131,7 @@ def quantized_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def ended_by(error: BaseException, run: RunConfig, tmp_path: Path) -> None:
-    """Before its second part."""
+    """End the run before its second part."""
     with pytest.MonkeyPatch.context() as patch:
         quantize = Quantizer.quantize
 

@@ -1,4 +1,4 @@
-"""The engine's end of the socket: waits that end, and a receive that takes no more than a bounded part."""
+"""The engine's end of the socket: waits that end, and receives of bounded size."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ def test_a_wait_ends_by_wake_from_a_thread_and_by_one_before_it() -> None:
         thread.start()
         assert channel.receive(waits=True) == []
         thread.join()
-        for _ in range(100_000):  # more than a socket holds
+        for _ in range(100_000):  # more than a socket buffers
             channel.wake()
         assert channel.receive(waits=True) == []
         ours.sendall(encode(Submit(1, [5], {})))
@@ -25,7 +25,7 @@ def test_a_wait_ends_by_wake_from_a_thread_and_by_one_before_it() -> None:
 
 
 def test_a_flood_is_received_in_parts() -> None:
-    """A sender that never pauses keeps no step waiting."""
+    """A sender that never pauses does not delay steps."""
     ours, theirs = socket.socketpair()
     submit, num_frames = Submit(1, [70_000] * (CHUNK // 5), {}), 2 * MAX_CHUNKS
     with ours, theirs:

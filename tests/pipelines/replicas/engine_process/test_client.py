@@ -1,4 +1,4 @@
-"""Requests through the engine's process: what predict gives; and how the process ends, and is there again."""
+"""Requests through the engine's process: the results of predict; the end of the process, and its restart."""
 
 import asyncio
 import os
@@ -64,7 +64,7 @@ async def first_token(answer: Asked) -> None:
 
 
 async def ended(answer: Asked) -> Any:
-    """The exception that the rest of an answer ends with."""
+    """Return the exception that ends an answer."""
     try:
         async for _ in answer:
             pass
@@ -175,7 +175,7 @@ def test_a_stopped_engine_is_ended_and_started_again(engine: Engine) -> None:
 
 
 class SocketChild(LocalChild):
-    """A child without a process: `theirs` is the other end of its socket. Killed, it hangs up."""
+    """A child without a process. `theirs` is the other end of its socket, which is closed when the child is killed."""
 
     def __init__(self, theirs: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.theirs = theirs
@@ -211,12 +211,12 @@ def test_what_has_arrived_while_the_server_was_held_up_is_no_silence() -> None:
         child = client._child
         assert isinstance(child, SocketChild)
         child.theirs.sendall(encode(Accepted(answer.submit.id, 3)))
-        time.sleep(3 * stall_s)  # the whole event loop, whose next turn finds the timer over and the frame unread
+        time.sleep(3 * stall_s)  # blocks the event loop, whose next turn finds the timer expired and the frame unread
         assert await answer.accepted() == 3
         assert not child.was_killed
         second = client.submit(Submit(0, [5], {}), asyncio.Event())
         with pytest.raises(EngineGone, match=r"sent nothing for serve.stall_s=0.2 seconds"):
-            await second.accepted()  # for now it is silent
+            await second.accepted()  # silent for now
         await client.close()
 
     run_async(test())
@@ -288,7 +288,7 @@ def test_who_waits_for_the_end_hears_what_ended_it(monkeypatch: pytest.MonkeyPat
 def test_an_engine_that_sends_what_is_no_frame_is_ended(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that says it is ready, and answers its first request with garbage; then the real one."""
+    """A process reports that it is ready, and answers its first request with garbage; then the real process starts."""
     script, used = tmp_path / "garbage.py", tmp_path / "used"
     script.write_text(
         f"import pathlib, runpy, socket, sys, msgspec\n"
@@ -363,7 +363,7 @@ def test_closing_ends_what_runs(engine: Engine) -> None:
 
 @pytest.mark.long
 def test_a_hung_engine_does_not_outlive_its_parent() -> None:
-    """It reads no more, so that it does not see that its socket is closed."""
+    """It reads no more, so it does not notice that its socket is closed."""
     code = (
         "import asyncio\n"
         "from tests.helpers.serving import serving\n"
@@ -385,7 +385,7 @@ def test_a_hung_engine_does_not_outlive_its_parent() -> None:
 
 
 def child(sent: bytes) -> subprocess.CompletedProcess[str]:
-    """The engine's process, told these bytes; left, where they are none."""
+    """Start the engine's process, and send it these bytes; without bytes, close its socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(sent)

@@ -1,4 +1,4 @@
-"""Frames cross a socket in any pieces, typed, and nothing else does."""
+"""Frames cross a socket in any pieces, typed. All other data is rejected."""
 
 from pathlib import Path
 

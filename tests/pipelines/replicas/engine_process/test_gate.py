@@ -1,4 +1,4 @@
-"""Deltas merge and keep their order, in a bounded number of chunks."""
+"""Deltas are merged in order, into a bounded number of chunks."""
 
 from itertools import count
 
@@ -68,7 +68,7 @@ def test_a_first_token_and_an_end_do_not_wait() -> None:
     gate.end(6, 0, "length", None)
     gate.put(99, 0, [3], "d", [])
     assert [(delta.id, delta.text) for delta in gate.take()] == [(6, "c"), (99, "d")]
-    clock.now_s = 64 / MAX_CHUNKS_PER_S  # the streams that go on: 63 of the first, and number 99
+    clock.now_s = 64 / MAX_CHUNKS_PER_S  # the streams that continue: 63 of the first, and number 99
     assert [(delta.id, delta.text) for delta in gate.take()] == [(5, "b")]
 
 

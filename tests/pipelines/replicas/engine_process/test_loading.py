@@ -1,4 +1,4 @@
-"""What the engine's process loads, and says of it: a fingerprint, an embedding model's vectors, adapters."""
+"""The engine process's loaded model and its description: a fingerprint, an embedding model's vectors, adapters."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def of(run: RunConfig, **config: Any) -> str | None:
 
 
 def test_no_request_waits_for_the_tree_of_the_vocabulary(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guides need it, and it takes a second for a large one; without llguidance there are no guides."""
+    """Guides need it, and for a large vocabulary it takes a second. Without llguidance there are no guides."""
     run = run_config(chatty)
     run.model.tokenizer = ""
     assert "_vocabulary" in vars(loaded(run).engine.requests.guides)

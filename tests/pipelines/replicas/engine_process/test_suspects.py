@@ -1,4 +1,4 @@
-"""Which requests are not run again: those that were in two crashes, until that is long ago."""
+"""Requests that are not run again: those that were in two crashes, until enough time has passed."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_a_suspect_is_forgotten_after_an_hour() -> None:
     suspects.crashed([POISON])
     assert suspects.has(POISON)
     assert not suspects.has(OTHER)
-    now_s = FORGOTTEN_S + 5  # the other's is forgotten
+    now_s = FORGOTTEN_S + 5  # the other request's crash is forgotten
     suspects.crashed([OTHER])
     assert suspects.has(POISON)
     assert not suspects.has(OTHER)
@@ -69,7 +69,7 @@ def test_vectors_of_different_adapters_are_different_requests() -> None:
 
 
 class ScriptedChild:
-    """A child that says of each request what `says` gives, and ends with the last one that it is sent."""
+    """A child whose frames for each request are given by `says`. It ends with the last request that it receives."""
 
     def __init__(self, says: Callable[[int], list[FromEngine]], num_requests: int) -> None:
         self._says, self._num_requests = says, num_requests
@@ -108,8 +108,8 @@ DONE = {"num_prompt_tokens": 1, "num_cached_tokens": 0, "num_generated_tokens": 
 @each(
     ("is_suspect", "says"),
     [
-        (False, lambda id: []),  # it never was looked at
-        (True, lambda id: [Began([id])]),  # its check may be what ended the process
+        (False, lambda id: []),  # it was never checked
+        (True, lambda id: [Began([id])]),  # its check may have ended the process
         (False, lambda id: [Began([id]), Accepted(id, 3)]),  # it waited
         (True, lambda id: [Began([id]), Accepted(id, 3), Began([id])]),
         (False, lambda id: [Began([id]), Refused(id, "no")]),

@@ -1,4 +1,4 @@
-"""Shapes of answers that no small model shows: parts of characters, special tokens, banned tokens."""
+"""Answer formats that no small model produces: parts of characters, special tokens, banned tokens."""
 
 import math
 from typing import NamedTuple
@@ -18,7 +18,7 @@ TOKENS: dict[int, bytes | None] = {1: None, 2: b" a", 3: "\u4e2d".encode()[:2], 
 
 
 class Bytes:
-    """A tokenizer of these tokens, of which 1 is special."""
+    """A tokenizer of these tokens; token 1 is special."""
 
     def token_bytes(self, id: int) -> bytes | None:
         return TOKENS[id]
@@ -52,7 +52,7 @@ def test_offsets_are_where_tokens_begin_in_the_text() -> None:
     prompt = CompletionLogprobs(texts(), 0).read_prompt(
         "a\u4e2db", [1, 2, 3, 4, 5], [Step(i, -1.0) for i in (2, 3, 4, 5)]
     )
-    assert prompt["text_offset"] == [0, 0, 1, 1, 2]  # a part of a character is where the character is
+    assert prompt["text_offset"] == [0, 0, 1, 1, 2]  # a part of a character has the character's position
     assert prompt["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0]
     kept = CompletionLogprobs(texts(skips_special=False), 0)
     assert kept.read([Step(1, -1.0)])["text_offset"] == [0]
@@ -82,7 +82,7 @@ def test_reasons_are_the_apis() -> None:
 
 
 class Thinks:
-    """Reads text up to a b as reasoning, each character as soon as the next one is there."""
+    """Reads text up to a b as reasoning, each character as soon as the next one arrives."""
 
     def __init__(self) -> None:
         self.held, self.is_over = "", False

@@ -1,4 +1,5 @@
-"""Lines of OpenAI's batches are rows: what they ask for is what the same rows give, and what a row cannot be is refused by name."""
+"""Lines of OpenAI's batches are rows: their settings equal those of the same rows, and unsupported fields are refused
+by name."""
 
 import json
 from pathlib import Path

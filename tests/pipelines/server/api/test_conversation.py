@@ -1,4 +1,4 @@
-"""Conversations of requests: prompts, what is read of answers, and guides that call tools."""
+"""Conversations of requests: prompts, parsed answers, and guides for tool calls."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ def refused(chat: Chat, **fields: Any) -> ApiError:
 
 
 def read(chat: Chat, text: str, size: int = 1, **fields: Any) -> dict[str, Any]:
-    """The message that an answer becomes, in pieces of `size` letters."""
+    """Return the message for an answer that arrives in pieces of `size` letters."""
     reader = chat.prompt(request(**fields)).reader()
     message: dict[str, Any] = {}
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -69,7 +69,7 @@ def read(chat: Chat, text: str, size: int = 1, **fields: Any) -> dict[str, Any]:
 
 
 def matches(tokenizer: Tokenizer, lark: str, text: str, special: tuple[str, ...] = ()) -> bool:
-    """Whether a text is one of a grammar, written in bytes and special tokens."""
+    """Return whether a text matches a grammar over bytes and special tokens."""
 
     class Bytes:
         eos_token_id, bos_token_id = 256, None
@@ -121,11 +121,11 @@ def test_ids_of_calls_are_the_same_for_the_same_request(tmp_path: Path) -> None:
 
     assert ids(2) == ids(2)
     assert len(set(ids(2))) == 4
-    assert all(len(id) == 9 and id.isalnum() for id in ids(1))  # what Mistral's templates take
+    assert all(len(id) == 9 and id.isalnum() for id in ids(1))  # the form that Mistral's templates accept
 
 
 def test_ids_that_a_model_writes_come_back_to_it(tmp_path: Path) -> None:
-    """Kimi's templates repeat them, and the model goes on counting."""
+    """Kimi's templates repeat them, and the model continues the numbering."""
     chat, tokenizer = chat_of(tmp_path, "kimi")
     calls = read(chat, CALLS["kimi"], tools=TOOLS)["tool_calls"]
     assert [call["id"] for call in calls] == ["functions.weather:0", "functions.clock:12"]
@@ -148,7 +148,7 @@ def test_calls_can_be_required(style: str, choice: str, tmp_path: Path) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     prompt = chat.prompt(request(tools=TOOLS, tool_choice=named if choice == "named" else choice))
     lark = prompt.settings["guide"]["lark"]
-    DecodeConfig(guide={"lark": lark})  # what the engine makes of it
+    DecodeConfig(guide={"lark": lark})  # the engine's output for it
     special = tuple(name for name in STYLES[style][1] if name == "[TOOL_CALLS]")
     one = CALLS[style] if style in ("llama3", "glm4") else None
     assert matches(tokenizer, lark, CALLS[style], special) is (choice == "required" or one is not None)
@@ -172,7 +172,7 @@ def test_strict_tools_hold_where_calls_are_free(style: str, tmp_path: Path) -> N
 
 @each("style", ["chatml", "llama3", "kimi"], quick=["chatml"])
 def test_references_in_the_parameters_of_a_tool(style: str, tmp_path: Path) -> None:
-    """Each is the tool's own: to a definition, to an anchor, and to its whole."""
+    """Each refers to the tool's own schema: to a definition, to an anchor, and to the whole."""
     chat, tokenizer = chat_of(tmp_path, style)
     leaf = {
         "type": "object",
@@ -264,7 +264,8 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("style", ["chatml", "mistral"])
 def test_messages_that_clients_send_back_whole(style: str, tmp_path: Path) -> None:
-    """With null in fields that the server does not have, an empty list of calls, and reasoning that was cut before an answer."""
+    """With null in fields that the server lacks, an empty list of calls, and reasoning that was cut before an
+    answer."""
     chat, tokenizer = chat_of(tmp_path, style)
     nulls = {"refusal": None, "audio": None, "function_call": None, "annotations": None, "x_new": None}
     begun = [{"role": "user", "content": "Hi"}]
@@ -369,7 +370,7 @@ def test_long_texts_of_users_are_refused_before_a_template_writes_them(
     chat, tokenizer = chat_of(tmp_path, "chatml")
     assert tokenizer.max_token_bytes
     most = 9 * tokenizer.max_token_bytes
-    reasoning = {"role": "assistant", "content": "a", "reasoning_content": "b" * 2 * most}  # templates leave it out
+    reasoning = {"role": "assistant", "content": "a", "reasoning_content": "b" * 2 * most}  # templates omit it
     assert chat.prompt(request(messages=[USER, reasoning, USER]), most).token_ids
     monkeypatch.setattr(tokenizer._templates, "render", None)
     for messages in ([{**USER, "content": "a" * (most + 1)}], [{**USER, "content": "a" * (most // 2 + 1)}] * 2):

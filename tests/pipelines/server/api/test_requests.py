@@ -1,4 +1,4 @@
-"""Requests are exact: what is wrong, unknown or not supported is one line with the API's name of the field."""
+"""Requests are strict: each wrong, unknown or unsupported field is one line with the API's name of the field."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ PART = {"type": "text", "text": "a"}
 
 
 def nested(num_levels: int) -> dict[str, Any]:
-    """Objects and lists in each other, by turns."""
+    """Return nested objects and lists, alternating."""
     value: Any = 1
     for i in reversed(range(num_levels)):
         value = {"a": value} if i % 2 == 0 else [value]
@@ -235,7 +235,7 @@ def test_what_is_no_object_is_refused(content: bytes) -> None:
     ],
 )
 def test_what_is_wrong_thousands_of_times_is_a_few_errors(kind: type[Shape], fields: dict[str, Any]) -> None:
-    """Each of pydantic's costs some 10 us and holds up all other clients."""
+    """Each of pydantic's errors takes some 10 us and delays all other clients."""
     with pytest.raises(ApiError) as caught:
         read(kind, **fields)
     assert isinstance(caught.value.__cause__, ValidationError)

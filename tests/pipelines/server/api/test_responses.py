@@ -33,7 +33,7 @@ def chunk(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
 
 
 class ChunksOf:
-    """A chat's writer that is given its chunks instead of words."""
+    """A chat writer that is given its chunks instead of deltas."""
 
     generation = SimpleNamespace(info=AnswerInfo("1", "chat.completion.chunk", 5, "tiny", 3, "fp"))
 
@@ -45,7 +45,7 @@ class ChunksOf:
 
 
 def written(chunks: list[dict[str, Any]], **fields: Any) -> tuple[list[Any], Response]:
-    """The events, read strictly, and the response at the end."""
+    """Return the events, validated strictly, and the response at the end."""
     writer = ResponseWriter(request(**fields), "1", ChunksOf())  # type: ignore[arg-type]
     made = [*writer.begin(), *(event for each in chunks for event in writer.read(0, ChoiceText(), each)), *writer.end()]  # type: ignore[arg-type]
     events = [event.data for event in made]

@@ -1,4 +1,4 @@
-"""What requests mean as settings of DecodeConfig, and the way back for what the engine refuses."""
+"""The DecodeConfig settings of requests, and the request fields of the engine's errors."""
 
 from typing import Any
 
