@@ -1,4 +1,5 @@
-"""What runs on a GPU needs no more than a CUDA image of PyTorch carries: an engine of random weights, tests/gpu, tests/bench/gpu.py."""
+"""GPU runs need only the packages of a CUDA image of PyTorch: an engine of random weights, tests/gpu,
+tests/bench/gpu.py."""
 
 import importlib.metadata
 import os
@@ -14,7 +15,7 @@ from tests.helpers.fork_server import true_starts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CARRIED = ("torch", "triton", "transformers", "safetensors", "numpy", "pytest")
-UNUSED = {"rich"}  # transformers requires it for its command line alone
+UNUSED = {"rich"}  # transformers requires it only for its command line
 HIDE = """
 import importlib.util
 import sys
@@ -53,7 +54,7 @@ sys.exit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "tests/gpu"]))
 
 
 def hidden() -> set[str]:
-    """Top-level modules of all that is installed here and that nothing an image carries requires."""
+    """Return the top-level modules of installed packages that no package of such an image requires."""
     carried, todo = set(), [canonicalize_name(name) for name in CARRIED]
     while todo:
         name = todo.pop()
@@ -61,7 +62,7 @@ def hidden() -> set[str]:
             carried.add(name)
             try:
                 required = map(Requirement, importlib.metadata.requires(name) or ())
-            except importlib.metadata.PackageNotFoundError:  # on other systems alone
+            except importlib.metadata.PackageNotFoundError:  # only on other systems
                 continue
             todo += [
                 canonicalize_name(each.name)

@@ -1,4 +1,5 @@
-"""How tests/bench/gpu.py uses its minutes: what crashes, hangs or fails is a row that says so, and the others are measured."""
+"""The time limit of tests/bench/gpu.py: a row that crashes, hangs or fails is reported, and the remaining rows are
+measured."""
 
 import json
 import os
@@ -63,7 +64,7 @@ def test_a_process_that_cannot_start_ends(tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_time_is_said(tmp_path: Path) -> None:
-    """By a clock that stands still until the first row, and jumps to the end with it."""
+    """With a clock that stands still until the first row, and then jumps to the end."""
     reported: list[Row] = []
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, str(tmp_path / "child.py")]
@@ -85,7 +86,7 @@ def test_the_plan() -> None:
 
 
 def test_every_row_has_tests_that_must_pass_first() -> None:
-    """And these are in tests/gpu, by name."""
+    """These tests are in tests/gpu, by name."""
     tests = re.findall(r"^def (test_\w+)", "".join(map(Path.read_text, REPOSITORY.glob("tests/gpu/*.py"))), re.M)
     for name in rows():
         if name not in CEILINGS:
@@ -115,7 +116,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_measured(tmp_path: Path) -> None:
 
 @each("scheme", ["none", "int4", "a8w8", "fp8"])
 def test_rows_of_whole_models_run(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with a small model in the place of the large one."""
+    """On the CPU, with a small model instead of the large one."""
     small = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 1, "vocab_size": 2000, "max_position_embeddings": 300}
     monkeypatch.setitem(gpu_rows.CONFIGS, "8B", gpu_rows.CONFIGS["8B"] | small)

@@ -39,7 +39,7 @@ def lines_allowed(function: Function) -> int:
 
 
 def too_long(code: str) -> list[str]:
-    """Its functions with more lines than they may have."""
+    """Return the file's functions with too many lines."""
     lengths = {each: (each.end_lineno or 0) - each.lineno + 1 for each in functions(code)}
     return [f"{each.name}: {length}" for each, length in lengths.items() if length > lines_allowed(each)]
 
@@ -72,7 +72,7 @@ def test_what_is_too_long_is_found() -> None:
 
 
 def test_make_test_has_few_cases(request: pytest.FixtureRequest) -> None:
-    """Of all that this run collected."""
+    """Count all cases that this run collected."""
     quick = [
         item for item in request.session.items if not {"long", "matrix"} & {mark.name for mark in item.iter_markers()}
     ]

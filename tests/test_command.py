@@ -41,7 +41,7 @@ def test_its_errors_are_those_of_run_py(tmp_path: Path) -> None:
 
 
 def test_without_its_folder_it_is_one_line(tmp_path: Path) -> None:
-    """A package that was not installed where it lies has no run.py beside it."""
+    """A package that was installed without its source folder has no run.py."""
     (tmp_path / "conf").mkdir()
     shutil.copy(REPOSITORY / "conf" / "command.py", tmp_path / "conf")
     code = "from conf.command import main; main()"

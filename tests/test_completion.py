@@ -1,4 +1,4 @@
-"""Tab in real shells, on a terminal of their own, after `.venv/bin/python run.py`."""
+"""Tab completion in real shells, on a terminal of their own, after `.venv/bin/python run.py`."""
 
 import os
 import pty
@@ -18,7 +18,7 @@ SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The repository as its user has it, with the environment in it."""
+    """Return the repository as a user has it, with the environment in it."""
     for name in ("run.py", "conf"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     python = tmp_path / ".venv" / "bin" / "python"
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Terminal:
-    """A shell that reads keys and shows what becomes of them."""
+    """A shell that reads keys and shows their effect."""
 
     def __init__(self, shell: str, folder: Path) -> None:
         self._pid, self._screen = pty.fork()
@@ -39,7 +39,7 @@ class Terminal:
             os.execvpe(shell, SHELLS[shell], os.environ | {"TERM": "dumb", "PS1": "> ", "ZDOTDIR": str(folder)})
 
     def types(self, keys: str, expected: str) -> None:
-        """Returns when `expected` is shown. Fails where a minute shows nothing new."""
+        """Type keys and wait until `expected` is shown. Fails if nothing new is shown within a minute."""
         os.write(self._screen, keys.encode())
         shown = ""
         while expected not in shown:
@@ -48,7 +48,7 @@ class Terminal:
             shown += os.read(self._screen, 4096).decode(errors="replace")
 
     def close(self) -> None:
-        os.close(self._screen)  # which hangs up
+        os.close(self._screen)  # hangs up
         os.waitpid(self._pid, 0)
 
 

@@ -1,4 +1,5 @@
-"""Sweeps as their user starts them, by any launcher and any sweeper: what the jobs hand back, and the table at the end."""
+"""Sweeps from the command line, with any launcher and any sweeper: the jobs' return values, and the table at the
+end."""
 
 import csv
 import json
@@ -54,7 +55,8 @@ def table(sweep_dir: Path) -> list[dict[str, str]]:
 
 
 def measured(metric: str) -> bool:
-    """Whether two runs differ in it. What a row's tasks measured alike has one column, and otherwise one for each."""
+    """Return whether two runs differ in it. A metric that a row's tasks share has one column, and otherwise one per
+    task."""
     return metric.endswith("_s") or any(part in metric for part in ("_s.p", "peak_memory", "decode_share"))
 
 
@@ -92,7 +94,7 @@ def test_launchers_give_equal_tables(chatty: Path, tmp_path: Path) -> None:
 def test_jobs_of_submitit_give_the_table_of_the_basic_launcher(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In processes of this machine, and as tasks of a Slurm array, which two scripts stand for."""
+    """In processes of this machine, and as tasks of a Slurm array, which two scripts simulate."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for name, script in (("sbatch", SBATCH), ("srun", SRUN)):
         (tmp_path / "bin").mkdir(exist_ok=True)
@@ -136,7 +138,7 @@ def test_a_launcher_that_cannot_run_is_refused_in_one_line(tmp_path: Path, monke
 
 @pytest.mark.long
 def test_a_sweep_shows_what_drafts_gain_in_one_table(chatty: Path, tmp_path: Path) -> None:
-    """The command of docs/speculation.md, with drafts of a fixed length, so that there are some in a short row."""
+    """The command of docs/speculation.md, with drafts of a fixed length, so that a short row has some."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Once upon a time", "a b a b a b")))
     arguments = [
@@ -192,7 +194,7 @@ def test_an_objective_that_is_no_metric_ends_the_sweep_at_its_first_job(chatty: 
     assert error.startswith("error: sweep.objective=tokens_per_sec is no metric of the job: there are num_prompts, ")
     assert error.endswith("did you mean tokens_per_s?")
     (row,) = table(tmp_path)
-    assert float(row["tokens_per_s"]) > 0  # what the job measured is not lost
+    assert float(row["tokens_per_s"]) > 0  # the job's measurements are not lost
 
 
 @pytest.mark.long

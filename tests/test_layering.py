@@ -1,4 +1,5 @@
-"""The house plan, enforced: imports go down only, there are no cycles, and some packages stay in their places. Standard library only."""
+"""The import rules, enforced: imports go down only, there are no cycles, and some packages are restricted to some
+modules. Standard library only."""
 
 import ast
 import functools
@@ -23,7 +24,7 @@ SERVER = [  # packages, each of which uses the ones before it
     "pipelines.server.batches",
     "pipelines.server",
 ]
-TORCHLESS = {  # these decide, and compute nothing; neither do they import what does
+TORCHLESS = {  # these decide, and compute nothing; the same holds for their imports
     "conf.schema",
     "conf.decoding",
     "conf.errors",
@@ -36,7 +37,7 @@ TORCHLESS = {  # these decide, and compute nothing; neither do they import what 
     "pipelines.engine.block_manager",
     "pipelines.engine.scheduler",
 }
-ALLOWED = {  # third-party package -> modules that may import it; a trailing dot stands for the whole package
+ALLOWED = {  # third-party package -> modules that may import it; a trailing dot means the whole package
     "hydra": ("run", "conf.compose", "conf.callbacks"),
     "omegaconf": ("run", "conf.compose", "conf.callbacks"),
     "triton": ("kernels.*.triton",),
@@ -94,7 +95,8 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-# what talks to another process: kernels, ranks, replicas and the engine's own process; what Ray itself sends is Ray's
+# modules that talk to another process: kernels, ranks, replicas and the engine's own process; Ray does its own
+# communication
 TALKING = (
     "kernels.collectives",
     "pipelines.ranks",
@@ -116,7 +118,7 @@ FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY 
 
 @functools.cache
 def imports(name: str) -> set[str]:
-    """Modules that `name` imports, also inside functions; a submodule by its own name where it is one of ours."""
+    """Return the modules that `name` imports, also inside functions; a submodule of ours by its own name."""
     found = set()
     for node in statements(FILES[name]):
         if isinstance(node, ast.Import):
@@ -151,7 +153,7 @@ def top_packages(name: str) -> set[str]:
 
 
 def reached(name: str) -> set[str]:
-    """Modules of ours that `name` imports, at any depth, and itself."""
+    """Return our modules that `name` imports, at any depth, and itself."""
     found, todo = set(), {name}
     while todo:
         module = todo.pop()
@@ -221,7 +223,7 @@ def every_package_is_installed() -> Iterator[str]:
 
 
 def no_test_module_imports_another() -> Iterator[str]:
-    """What several of them need is in tests/helpers."""
+    """Shared code is in tests/helpers."""
     for file in sorted((REPOSITORY / "tests").rglob("*.py")):
         for node in statements(file):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -267,7 +269,7 @@ def test_the_plan_holds() -> None:
 
 @true_starts()
 def test_a_start_imports_no_more_than_it_uses() -> None:
-    """Each import takes time of every start. Each line is a process of its own, and the names that must not be imported there."""
+    """Each import takes time at every start. Each line is a separate process with the names that it must not import."""
     ours = REPOSITORY / "kernels" / "__init__.py"
     for code, unused in (
         ("import run", "torch transformers"),
@@ -284,8 +286,8 @@ def test_a_start_imports_no_more_than_it_uses() -> None:
 
 @true_starts()
 def test_a_run_imports_no_more_than_it_uses(tmp_path: Path) -> None:
-    """Each of these takes time of every start: torch's compiler, other architectures, and what only other tasks, tokenizers, terminals
-    and downloads need."""
+    """Each of these takes time at every start: torch's compiler, other architectures, and modules that only other
+    tasks, tokenizers, terminals and downloads need."""
     code = (
         "import runpy, sys\n"
         f"sys.argv[1:] = ['predict.data=Once', 'decode.max_new_tokens=3', 'quant.kv_cache=int8', 'hydra.run.dir={tmp_path / 'run'}']\n"

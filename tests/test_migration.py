@@ -1,4 +1,4 @@
-"""Lines of MIGRATION.md, run: what it says to give instead of another tool's option is a command that works."""
+"""The commands of MIGRATION.md: what it recommends instead of another tool's option is a command that works."""
 
 import json
 import signal
@@ -25,12 +25,12 @@ ABSENT = {
     "model.hub=modelscope": "the package modelscope and a network",
     "model.revision=": "a network",
 }
-"""What a line needs that is not here."""
+"""Things that a line needs and that are not available here."""
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In the place of names on the page: by the argument where that says what it is, else by the name alone."""
+    """Replacements for names on the page: by the argument if it identifies the thing, else by the name alone."""
     folder = tmp_path_factory.mktemp("examples")
     config = json.loads((TINY / "config.json").read_text())
     (folder / "prompts.txt").write_text(
@@ -68,7 +68,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def lines() -> list[str]:
-    """Each command of the page once, without those that need what is absent."""
+    """Return each command of the page once, without those whose needs are not available."""
     ours = dict.fromkeys(row.ours for rows in SECTIONS.values() for row in rows if row.ours)
     return [line for line in ours if not any(absent in line for absent in ABSENT)]
 
@@ -123,7 +123,7 @@ def test_each_line_that_is_no_server_runs(
 
 @pytest.mark.long
 def test_the_lines_of_servers_go_together(examples: dict[str, str], tmp_path: Path) -> None:
-    """All of them in one server, which is ready and ends."""
+    """All of them start one server, which becomes ready and ends."""
     servers = [line for line in lines() if "task=serve" in line]
     assert len(servers) > 3
     given = dict.fromkeys(part for line in servers for part in line.split() if part != "task=serve")

@@ -1,4 +1,4 @@
-"""Links and settings of the documentation exist."""
+"""The links and settings in the documentation exist."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The command as its user types it: real processes, real files."""
+"""The command as a user types it: real processes, real files."""
 
 import csv
 import itertools
@@ -56,7 +56,7 @@ def test_a_run_leaves_all_its_files_and_runs_again_from_its_config(chatty: Path,
     assert str(first) in done.stdout
     assert "tokens/s" in done.stdout
     assert "start (imports)" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr  # no colours and no progress bar where there is no terminal
+    assert "\x1b" not in done.stdout + done.stderr  # no colours and no progress bar without a terminal
     metrics = json.loads((first / "metrics.json").read_text())
     assert metrics["num_prompt_tokens"] == row["num_prompt_tokens"]
     assert metrics["num_generated_tokens"] == row["num_generated_tokens"] == len(row["token_ids"])  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_a_run_leaves_all_its_files_and_runs_again_from_its_config(chatty: Path,
     assert rows(tmp_path / "again") == rows(first)
     changed = run(
         "--config-path", "first", "decode.max_new_tokens=2", cwd=tmp_path
-    )  # relative to where the user stands
+    )  # relative to the user's current folder
     assert changed.returncode == 0, changed.stderr
     (beside,) = [folder for folder in tmp_path.iterdir() if folder.name.startswith("20")]
     assert rows(beside)[0]["num_generated_tokens"] == 2
@@ -218,14 +218,15 @@ def test_a_folder_that_cannot_be_written_is_one_line() -> None:
 
 @true_starts()
 def start_waiting(chatty: Path, folder: Path) -> subprocess.Popen[str]:
-    """A job whose input does not come: it stays before its first row, however long the test takes to interrupt it."""
+    """Start a job whose input does not come: it stays before its first row, however long the test takes to interrupt
+    it."""
     overrides = ["device=cpu", f"model.path={chatty}", "predict.data=-", f"hydra.run.dir={folder / 'out'}"]
     command = [sys.executable, "run.py", *overrides]
     return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def quoted(folder: Path) -> str:
-    """For Hydra."""
+    """Quote for Hydra."""
     return "'" + str(folder).replace("'", "\\'") + "'"
 
 
@@ -245,14 +246,14 @@ def has_mapped(process: subprocess.Popen[str], library: str) -> bool:
     [
         ("_yaml", [(-2, ""), (130, "interrupted\n")]),
         ("libtorch_cpu", [(130, "interrupted\n")]),
-        ("_multiarray_umath", [(130, "interrupted\n")]),  # in the midst of torch's C++
+        ("_multiarray_umath", [(130, "interrupted\n")]),  # within torch's C++ code
     ],
 )
 def test_ctrl_c_before_the_first_row_leaves_nothing(
     chatty: Path, tmp_path: Path, library: str, ends: list[tuple[int, str]]
 ) -> None:
     process = start_waiting(chatty, tmp_path)
-    wait_until(process, lambda: has_mapped(process, library))  # that of the imports, or of the run itself
+    wait_until(process, lambda: has_mapped(process, library))  # of the imports, or of the run itself
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) in ends
@@ -302,7 +303,7 @@ def test_a_job_that_was_interrupted_prints_the_command_that_ends_it(
 
 
 def test_a_traceback_has_no_control_characters() -> None:
-    """As of a text that an exception nobody foresaw quotes."""
+    """For example in a text that an unexpected exception quotes."""
     raising = r"""
 import runpy, hydra
 def main(**_):
@@ -349,7 +350,7 @@ def test_sweep_runs_every_job(chatty: Path, tmp_path: Path) -> None:
         "device=cpu", f"model.path={chatty}", "predict.data=Once, it's", "-m", "decode=greedy,sampling",
         "decode.max_new_tokens=2,200", f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
-    assert done.returncode == 1  # two of the jobs ask for more than the context
+    assert done.returncode == 1  # two of the jobs exceed the context
     assert [(tmp_path / job / "predictions.jsonl").exists() for job in "0123"] == [True, False, True, False]
     assert [row["prompt"] for job in "02" for row in rows(tmp_path / job)] == ["Once, it's"] * 2
     assert "error: decode.max_new_tokens=200 is more than the model takes" in done.stderr
@@ -416,11 +417,11 @@ def test_help_begins_with_usage_and_five_examples_that_compose(tmp_path: Path) -
             values = [[f"{key}={v}" for v in text.split(",")] for key, text in (o.split("=") for o in overrides[1:])]
         for job in itertools.product(*values):
             composed = compose_run_config(list(job))
-            for file in (composed.predict.data, composed.evaluate.data):  # which are there, seen from the repository
+            for file in (composed.predict.data, composed.evaluate.data):  # which exist relative to the repository
                 assert not file or " " in file or (REPOSITORY / file).is_file()
     for group in ("task", "model", "parallel", "quant", "decode", "device"):
         assert f"  {group}: " in done.stdout
-    assert "schema:" not in done.stdout  # Hydra's group for the types, which offers no choice
+    assert "schema:" not in done.stdout  # Hydra's group for the types, which has no choice
     assert has_options(done.stdout)
 
 

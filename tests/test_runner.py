@@ -1,4 +1,5 @@
-"""The runner without Python beside the engine: the same tokens from the same export; bad files and settings are one line."""
+"""The C++ runner compared with the engine: the same tokens from the same export; invalid files and settings are one
+line."""
 
 import json
 import os
@@ -41,7 +42,7 @@ pytestmark = [
 
 PROMPTS = [[3, 4, 5], [*range(20, 61)], [9]]
 DRAWS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 2**63 + 5}]
-# Families with an operator, or arguments of one, that others of these have not; and what multiplies codes in other ways.
+# Each family has an operator, or arguments, that the others lack, or multiplies codes in another way.
 CHOSEN = [(family, FLOATS) for family in OF_RUNNER if family not in ("baichuan-7b", "mistral")]
 CHOSEN += [(family, INT8) for family in ("baichuan-13b", "gpt2", "llama3", "qwen3")]
 
@@ -50,7 +51,7 @@ CHOSEN += [(family, INT8) for family in ("baichuan-13b", "gpt2", "llama3", "qwen
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("built")
     build_runner(built / "runner")
-    return (built / "runner").rename(built / "moved") / "quintet-runner"  # with its library beside it
+    return (built / "runner").rename(built / "moved") / "quintet-runner"  # with its library next to it
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_the_other_families_give_the_engines_tokens(
     "dtype, quant",
     [
         (DType.float16, FLOATS),
-        (DType.bfloat16, FLOATS),  # in 12 bits, where the instruction set has them
+        (DType.bfloat16, FLOATS),  # in 12 bits, if the instruction set has them
         (DType.bfloat16, QuantConfig(QuantScheme.int4, group_size=32, symmetric=False)),
     ],
 )
@@ -128,7 +129,7 @@ def test_it_needs_no_python(export_folder: Path, program: Path) -> None:
 
 
 def test_ids_come_as_they_are_computed(export_folder: Path, program: Path) -> None:
-    """A pipe of packets keeps each write apart. The next prompt may come after the answer to the one before it."""
+    """A packet pipe keeps each write apart. The next prompt may come after the answer to the previous one."""
     output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
     words = ["decode.max_new_tokens=12", "decode.ignore_eos=true"]
     with subprocess.Popen([program, export_folder, *words], stdin=subprocess.PIPE, stdout=end) as running:
@@ -231,7 +232,7 @@ def test_a_prompt_without_tokens(export_folder: Path, program: Path) -> None:
 
 
 def named_tokenizers(folder: Path) -> Iterator[tuple[str, Tokenizer]]:
-    """Yield small tokenizers, one of them with the steps that real ones seldom have, and the real ones that are here."""
+    """Yield small tokenizers, one of them with rare steps, and the real ones that are available."""
     llama = small_tokenizers.byte_fallback()
     llama.normalizer, llama.pre_tokenizer = None, pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     for made in (small_tokenizers.byte_level(), small_tokenizers.byte_fallback(), odd_steps(), llama):
@@ -248,7 +249,7 @@ def named_tokenizers(folder: Path) -> Iterator[tuple[str, Tokenizer]]:
 
 
 def odd_steps() -> Backend:
-    """Return a tokenizer with added tokens that take white space, and all that is done with matches."""
+    """Return a tokenizer with added tokens that take white space, and with every treatment of matches."""
     tokenizer = small_tokenizers.byte_level()
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace("ab", "b"), normalizers.Prepend("_")]
@@ -274,7 +275,7 @@ def odd_steps() -> Backend:
 
 
 def tokenized(program: Path, tokenizer: Tokenizer, folder: Path, texts: list[str]) -> list[list[int]]:
-    """Return the ids that the runner has for texts, which need no model."""
+    """Return the runner's ids for texts, which need no model."""
     (folder / RUNNER_TOKENIZER).write_text(json.dumps(tokenizer.runner_form(), ensure_ascii=False), encoding="utf-8")
     lines = "".join(json.dumps(text, ensure_ascii=bool(i % 2)) + "\n" for i, text in enumerate(texts))
     ran = call(program, folder, "tokenize=true", "input=json", given=lines)
@@ -283,7 +284,7 @@ def tokenized(program: Path, tokenizer: Tokenizer, folder: Path, texts: list[str
 
 
 def test_texts_become_the_tokenizers_ids(program: Path, tmp_path: Path) -> None:
-    """Of random texts, of a long one, and of one long word, which takes a second where each merge looks for the best of all."""
+    """Random texts, a long text, and one long word, which takes a second if each merge searches all pairs."""
     for name, tokenizer in named_tokenizers(tmp_path):
         texts = [*random_texts([*tokenizer._control_names][:40], 2000), "naïve 今天 \n  x" * 9000, "ab" * 50_000]
         alone = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -307,7 +308,7 @@ def with_text(kind: str, folder: Path, exports: Exports) -> tuple[Path, RunConfi
 
 @each("kind", ["byte_level", "byte_fallback", "pieces", "pieces, legacy"])
 def test_texts_are_those_of_predict(kind: str, program: Path, exports: Exports, tmp_path: Path) -> None:
-    """A random model gives bytes that are no text, special tokens, and ids that the tokenizer lacks."""
+    """A random model generates invalid bytes, special tokens, and ids that the tokenizer lacks."""
     made, run = with_text(kind, tmp_path / "model", exports)
     engine = load_engine(run, 3)
     assert engine.tokenizer
@@ -329,7 +330,7 @@ def test_texts_are_those_of_predict(kind: str, program: Path, exports: Exports, 
 
 
 def test_text_comes_as_it_is_made(program: Path, exports: Exports, tmp_path: Path) -> None:
-    """A pipe of packets keeps each write apart: many, and each is whole characters."""
+    """A packet pipe keeps each write apart: there are many, and each is whole characters."""
     made, _ = with_text("byte_level", tmp_path / "model", exports)
     output, end = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
     words = [
@@ -369,7 +370,7 @@ def test_texts_that_cannot_be_read(program: Path, exports: Exports, tmp_path: Pa
 
 
 def test_two_hundred_damaged_tokenizers(program: Path, tmp_path: Path) -> None:
-    """What a damaged file gives is ids or a line, and never a crash."""
+    """A damaged file gives ids or a line, and never a crash."""
     form, num_refused = HuggingFaceTokenizer(tmp_path, odd_steps(), {}).runner_form(), 0
     for seed in range(200):
         chooser, copy = random.Random(seed), json.loads(json.dumps(form))
@@ -448,7 +449,7 @@ def number_for_a_tensor(document: dict[str, Any]) -> None:
 
 
 def viewed_weight(document: dict[str, Any]) -> None:
-    """A weight whose size can be another one in a later step, where it was checked in the first."""
+    """A weight whose size may change in a later step, although it was checked in the first."""
     memory = node_of(document, "matmul_swiglu")["up_memory"]["arg"]["as_tensor"]
     arguments = {"self": {"as_tensor": {**memory}}, "dim": {"as_int": 0}, "sizes": {"as_ints": [1, -1]}}
     inputs = [{"name": name, "arg": argument} for name, argument in arguments.items()]
@@ -514,14 +515,14 @@ def test_hostile_graphs(
 
 
 def leaves(value: Any) -> list[tuple[Any, Any]]:
-    """Return the places of all numbers and texts in a JSON value."""
+    """Return the paths of all numbers and texts in a JSON value."""
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     below = [place for key in keys for place in leaves(value[key])]
     return below + [(value, key) for key in keys if not isinstance(value[key], dict | list)]
 
 
 def damage(folder: Path, chooser: random.Random) -> None:
-    """Put another value into the graph or its description, or another byte into a file, or cut a file short."""
+    """Change a value of the graph or its description, change a byte of a file, or truncate it."""
     others = [0, -1, 1, 2**40, -(2**63), 2**70, "", None, True, "fields_token_ids", [], {}, 1e300]
     kind = chooser.choice(["graph", "graph", "graph", EXPORT, "byte", "cut"])
     if kind == "graph":
@@ -544,7 +545,7 @@ def damage(folder: Path, chooser: random.Random) -> None:
 
 
 def test_two_hundred_damaged_archives(export_folder: Path, program: Path, tmp_path: Path) -> None:
-    """What a damaged archive gives is tokens or a line, and never a crash."""
+    """A damaged archive gives tokens or a line, and never a crash."""
     num_refused = 0
     for seed in range(200):
         folder = Path(shutil.copytree(export_folder, tmp_path / str(seed)))

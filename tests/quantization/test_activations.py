@@ -80,7 +80,7 @@ def test_a_static_int8_scale_has_the_least_error_of_eight() -> None:
 
 
 def test_a_static_int8_scale_lets_rare_values_saturate() -> None:
-    """Not a value that matters more than the steps of all others."""
+    """The value saturates unless it matters more than the steps of all other values."""
     x = random(4000, 16)
     whole = static_scale(x.abs().amax(0), CodeKind.INT)
     assert best_static_scale(x.abs().amax(0), x, CodeKind.INT) < whole

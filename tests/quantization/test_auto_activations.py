@@ -1,4 +1,4 @@
-"""quant.activations=auto: floats for few rows, int8 for many, as each run chooses it.
+"""quant.activations=auto: unquantised for few rows, int8 for many, as each run chooses.
 
 R rows, I input channels, O output channels.
 """
@@ -86,13 +86,11 @@ def test_a_model_s_short_prompts_are_exact_and_long_ones_nearly(quant: QuantConf
     assert all_logits(auto, FEW).equal(all_logits(none, FEW))
     expected, seen = all_logits(none, MANY), all_logits(auto, MANY)
     error = (seen - expected).square().mean().sqrt() / expected.std()
-    assert (
-        0 < error < 0.12
-    )  # the bound of a8w8's error in test_quantized_models.py, which has that of the weights in it
+    assert 0 < error < 0.12  # the bound of a8w8's error in test_quantized_models.py, which includes the weights' error
 
 
 def test_captured_steps_of_many_rows_are_those_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is captured by its shape, so what its rows go through is decided once for all of its replays."""
+    """A step is captured by its shape, so the choice for its rows is the same in all of its replays."""
     run = replace(run_config(LLAMA), quant=QuantConfig(INT8, activations=AUTO))
     decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0)
     prompts = random_rows(MANY_ROWS + 1, 12)
@@ -121,7 +119,7 @@ def test_a_calibrated_model_is_made_once_for_both(tmp_path: Path, monkeypatch: p
     data = write_rows(tmp_path / "rows.jsonl", random_rows(30, 16))
     run = quantize_run(LLAMA, CALIBRATED["int8 gptq"], None, data)
     none = load_engine(run, 3)
-    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # must not calibrate again
     auto = load_engine(replace(run, quant=replace(run.quant, activations=AUTO)), 3)
     assert all_logits(auto, FEW).equal(all_logits(none, FEW))
     assert not all_logits(auto, MANY).equal(all_logits(none, MANY))

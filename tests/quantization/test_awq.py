@@ -15,7 +15,7 @@ FORMATS = [INT4, WeightFormat(bits=4, symmetric=False, group_size=16), WeightFor
 
 
 def scaled_error(weights: list[Tensor], x: Tensor, scales: Tensor, format: WeightFormat) -> float:
-    """What AWQ minimises, as it will run: scaled inputs meet the codes of scaled weights. float64."""
+    """Return AWQ's objective in float64: the error of scaled inputs times the codes of scaled weights."""
     error = 0.0
     for weight in weights:
         outputs = (x.double() / scales.double()) @ quantize(weight * scales, format).dequantize().double().T
@@ -32,7 +32,7 @@ def test_the_scales_are_the_best_of_the_grid(format: WeightFormat) -> None:
         scales = x.abs().mean(0) ** (step / 20)
         candidates.append(scales / (scales.max() * scales.min()).sqrt())
     errors = [scaled_error(weights, x, scales, format) for scales in candidates]
-    # float32 against float64: the error found may be another candidate's that is as small
+    # float32 compared with float64: the chosen candidate may be another one with an equally small error
     assert scaled_error(weights, x, found, format) <= min(errors) * (1 + 1e-4)
     assert min(errors) <= errors[0]
     assert any(torch.allclose(found, scales, rtol=1e-5) for scales in candidates)

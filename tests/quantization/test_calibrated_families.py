@@ -1,4 +1,5 @@
-"""Every scheme that needs calibration on every family: its files give the model that was made, to the bit, and its error is bounded."""
+"""Every scheme that needs calibration on every family: its files load as the model that was made, bit for bit, with a
+bounded error."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,11 @@ from tests.helpers.quantized_models import (
 GOLDEN_KINDS = ("baichuan2-13b", "bloom", "chatglm", "chatglm3", "gemma2", "gpt2", "llama3", "qwen2_moe")
 OTHER_KINDS = ("gemma3", "glm4_moe", "minimax_m2")
 SHIFTABLE = ("bloom", "gpt2", "opt")
-# One of each way that weights, activations, folds and groups can go; test_quantize.py has all the others on Llama.
+# One for each way of weights, activations, folds and groups; test_quantize.py has all schemes on Llama.
 SCHEMES = ("int4 gptq, groups on the way", "int4 awq, auto_clip", "a8w8 static smoothquant", "fp8 static per tensor")
-# Bounds are 1.3 to 1.6 times the largest error of any family, as a share of the logits' standard deviation. Random weights have nothing
-# that evens errors out, and their activations no outliers; where a router takes another expert, errors are larger.
+# Bounds are 1.3 to 1.6 times the largest error of any family, relative to the standard deviation of the logits. Random
+# weights do not average errors out, and their activations have no outliers; if a router chooses another expert, errors
+# are larger.
 BOUNDS = {"int4": 0.5, "int8": 0.2, "a8w8": 0.2, "fp8": 0.3}
 
 
@@ -49,7 +51,7 @@ UNEVEN = (
 
 
 def in_groups(quant: QuantConfig, family: str) -> QuantConfig:
-    """With groups, where the family's layers have any."""
+    """Add groups if the family's layers have any."""
     if family == "baichuan2-13b":  # 80 channels
         return replace(quant, group_size=-1, overrides={})
     return quant if family.startswith(UNEVEN) and family != "qwen2_moe" else replace(quant, overrides={})
@@ -58,7 +60,7 @@ def in_groups(quant: QuantConfig, family: str) -> QuantConfig:
 def check_files(
     source: Path, prompt: list[int], expected: Tensor, schemes: dict[str, QuantConfig], folder: Path
 ) -> None:
-    """The files of each scheme give the model that was made, whose error is bounded."""
+    """Check that the files of each scheme load as the model that was made, with a bounded error."""
     end = prompt[-2:] if source.name in WHOLE_PROMPTS else ()
     data = write_rows(folder / "rows.jsonl", random_rows(18, 16, end))
     schemes |= {f"int8, cache of {name}": QuantConfig(INT8, **cache) for name, cache in STATIC_CACHES.items()}

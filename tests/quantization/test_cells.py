@@ -1,6 +1,6 @@
-"""Every scheme with every format of the cache: a row's tokens are those of the row alone, whatever else the engine does.
+"""Every scheme with every format of the cache: a row's tokens equal those of the row alone, in every use of the engine.
 
-`python -m tests.quantization.test_cells` prints the table of it in quantization/README.md.
+`python -m tests.quantization.test_cells` prints the table in quantization/README.md.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def check_beams(alone: list[Any], beams: list[Any], engine: "Make") -> None:
 
 
 def check_prefix_cache(alone: list[Any], beams: list[Any], engine: "Make") -> None:
-    """With prompts in chunks, too."""
+    """Also with prompts in chunks."""
     chunked = engine(max_batched_tokens=5, block_size=4)
     assert tokens(chunked, PROMPTS, CACHED) == alone
     outputs = generate(chunked, PROMPTS, CACHED)
@@ -63,7 +63,7 @@ def check_preemption(alone: list[Any], beams: list[Any], engine: "Make", preempt
 
 
 def check_speculation(alone: list[Any], beams: list[Any], engine: "Make") -> None:
-    """With chunks and the prefix cache, too."""
+    """Also with chunks and the prefix cache."""
     drafting = engine(max_batched_tokens=9, block_size=4)
     known = {(i, 0): row[0] for i, row in enumerate(alone)}
     drafting.speculator.proposers[Speculate.ngram] = Hostile(known, at_random(0.7))
@@ -81,7 +81,7 @@ CHECKS = {
 
 
 class Make:
-    """Engines of one cell; `device` are fields of DeviceConfig."""
+    """Makes engines of one cell. `device`: fields of DeviceConfig."""
 
     def __init__(self, folder: Path, quant: QuantConfig) -> None:
         self._run = replace(run_config(folder), quant=quant)
@@ -96,7 +96,7 @@ def tokens(engine: Engine, prompts: list[list[int]], decode: DecodeConfig) -> li
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each scheme that is calibrated, and `float`."""
+    """Return a folder for each calibrated scheme, and `float`."""
     folder = tmp_path_factory.mktemp("cells")
     write_llama(folder / "float", intermediate_size=96)
     data = write_rows(folder / "rows.jsonl", random_rows(20, 16))
@@ -106,7 +106,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# A weight format and a cache format share no code: `make test-all` has each of them with two partners or more.
+# A weight format and a cache format share no code: `make test-all` tests each of them with at least two partners.
 CHOSEN = in_turn(SCHEMES, CACHES), in_turn(SCHEMES, CACHES, first=2)
 CELLS = tiers(product(SCHEMES, CACHES), quick=CHOSEN[0][6:], long=sum(CHOSEN, []))
 
@@ -131,7 +131,7 @@ def test_the_engine_changes_no_token(scheme: str, kv_cache: str, models: Path, p
 
 
 def table() -> str:
-    """The test fails where a cell is not true: `make test-matrix` runs all of them."""
+    """Return the table. `make test-matrix` runs all cells."""
     lines = [f"| {scheme} | " + " | ".join(["yes"] * len(CACHES)) + " |" for scheme in SCHEMES]
     heads = " | ".join(f"`kv_cache={name}`" for name in CACHES)
     return "\n".join([f"| `quant=` | {heads} |", "|---" * (len(CACHES) + 1) + "|", *lines])

@@ -1,4 +1,4 @@
-"""The compressed-tensors layout against the package of that name."""
+"""The compressed-tensors layout compared with the package of that name."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoints of other schemes through divisions: whole, tp 2, tp 3 x pp 2 and whole again, equal to the bit."""
+"""Checkpoints of other schemes through parallel layouts: whole, tp 2, tp 3 x pp 2 and whole again, bit-identical."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

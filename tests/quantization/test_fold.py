@@ -11,7 +11,7 @@ OUTLIERS = 100.0
 
 
 def outliers(num_channels: int) -> Tensor:
-    """Scales of which three are 100 times the others."""
+    """Return scales, three of which are 100 times larger."""
     scales = random(num_channels, seed=9).abs() + 0.5
     scales[[1, 5, 11]] *= OUTLIERS
     return scales
@@ -20,7 +20,7 @@ def outliers(num_channels: int) -> Tensor:
 def assert_same(folded: Tensor, original: Tensor) -> None:
     assert (
         (folded - original).abs().max() / original.abs().max()
-    ).item() < 1e-4  # the promise: 1e-4 of float32 outputs
+    ).item() < 1e-4  # the guarantee: 1e-4 of float32 outputs
 
 
 @each("offset", [0.0, 1.0])

@@ -1,4 +1,5 @@
-"""Static scales of the KV cache: those of the largest keys and values that calibration meets, in files of ours and of other tools."""
+"""Static scales of the KV cache: from the largest keys and values of calibration, in our files and in files of other
+tools."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def largest_in_transformers(folder: Path, rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """The largest magnitude [G] of each layer's keys and values, as transformers keeps them."""
+    """Return the largest magnitude [G] of each layer's keys and values in transformers' cache."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     largest: dict[str, torch.Tensor] = {}
     for row in rows:
@@ -74,7 +75,8 @@ def test_the_largest_of_each_head_meets_the_largest_code(
     assert tensors.keys() == before.keys()
     assert all(tensor.equal(before[name]) for name, tensor in tensors.items())
     assert all(scale.shape == (2, 1, 1) and scale.dtype == torch.float32 for scale in scales.values())
-    # Which six rows calibrate is drawn: each of them is no larger than the largest of all rows, and one row alone is met below.
+    # Which six rows calibrate is random: none exceeds the maximum of all rows, and the maximum of one row is checked
+    # below.
     everything = largest_in_transformers(source, ROWS)
     assert scales.keys() == everything.keys()
     for name, scale in scales.items():
@@ -101,7 +103,8 @@ def test_transformers_reads_the_scales_and_gives_the_same_logits(
     with torch.no_grad():
         found = theirs(torch.tensor([PROMPT])).logits[0]
     ours, exact = all_logits(engine_of(tmp_path / "made"), PROMPT), all_logits(engine_of(source), PROMPT)
-    # Codes differ only where a last bit of float32 decides between two: few, so that ours are far nearer to theirs than to floats.
+    # Codes differ only if a last bit of float32 decides between two: rarely, so that ours are far nearer to theirs than
+    # to floats.
     assert (found - ours).norm() < 0.2 * (exact - ours).norm()
 
 
@@ -145,7 +148,7 @@ Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
 
 
 def changed(folder: Path, change: Change) -> Path:
-    """The folder's files in one, with tensors and quantization_config changed."""
+    """Return the folder's files merged into one, with changed tensors and quantization_config."""
     tensors, config = tensors_in(folder), json.loads((folder / "config.json").read_text())
     change(tensors, config["quantization_config"])
     for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json", folder / "manifest.json"):
@@ -167,7 +170,7 @@ def per_tensor(shape: tuple[int, ...]) -> Change:
 
 @each("shape", [(), (1,)])
 def test_one_scale_for_all_heads_is_read(shape: tuple[int, ...], source: Path, data: Path, tmp_path: Path) -> None:
-    """As files for vLLM usually have it, in the model's dtype and with zero points that mean nothing."""
+    """As in typical files for vLLM: in the model's dtype, with zero points without meaning."""
     make(quantize_run(source, STATIC_FP8, tmp_path / "made", data), tmp_path / "run")
     scale = tensors_in(tmp_path / "made")["model.layers.0.self_attn.k_scale"].amax().bfloat16()
     engine = engine_of(changed(tmp_path / "made", per_tensor(shape)))
@@ -239,7 +242,7 @@ def predict_run(source: Path, quant: QuantConfig, data: Path) -> RunConfig:
 def test_predicting_calibrates_once(source: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     first = load_engine(predict_run(source, STATIC_INT8, data), 3)
-    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # nothing may be calibrated again
+    monkeypatch.setattr("pipelines.loading.quantize.share.Quantizer", None)  # must not calibrate again
     again = load_engine(predict_run(source, STATIC_INT8, data), 3)
     assert [folder.name.rpartition("-")[0] for folder in (tmp_path / "quantized").iterdir()] == [
         "float-none-rtn-kv_int8"

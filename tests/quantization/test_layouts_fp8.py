@@ -1,4 +1,4 @@
-"""Checkpoints of fp8 weights against transformers' dequantisation, and against a layer that is written out here."""
+"""Checkpoints of fp8 weights compared with transformers' dequantisation, and with a layer in plain PyTorch."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.helpers.packed_layouts import assert_rows_are_independent, change, wr
 from tests.helpers.random_tensors import random
 
 NAME = "model.layers.0.mlp.up_proj"
-HUGE_BLOCKS = BLOCKS | {"weight_block_size": [2**40, 2**40]}  # of which nothing of that size may be made
+HUGE_BLOCKS = BLOCKS | {"weight_block_size": [2**40, 2**40]}  # such a size must not be allocated
 WHOLE = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 DEEPSEEK = {
@@ -41,7 +41,8 @@ DEEPSEEK = {
 
 
 def rounded(x: Tensor, config: dict[str, Any]) -> Tensor:
-    """x [..., I] as its e4m3 codes give it back: with the one scale, or with one of each token and of its 128 channels or all."""
+    """Return x [..., I] rounded to e4m3 codes: with one scale, or with one per token and per 128 channels or all
+    channels."""
     size = config["weight_block_size"][1] if "weight_block_size" in config else x.shape[-1]
     out = torch.empty_like(x)
     for start in range(0, x.shape[-1], size):
@@ -105,13 +106,13 @@ def test_a_model_is_transformers_with_such_layers(config: dict[str, Any], tmp_pa
             expected = reference(torch.tensor([prompt])).logits[0]
         error = (all_logits(own, prompt) - expected).square().mean().sqrt() / expected.std()
         unrounded = (all_logits(plain, prompt) - expected).square().mean().sqrt() / expected.std()
-        # An activation at the edge of two codes may fall to either side, because float32 sums in another order.
+        # An activation between two codes may round to either, because float32 sums have another order.
         assert error < 0.01 < unrounded
     assert_rows_are_independent(own, random_prompts(96, (5, 1, 17)))
 
 
 def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
-    config = BLOCKS | {"weight_block_size": [32, 16]}  # which divide all layers, as transformers wants it here
+    config = BLOCKS | {"weight_block_size": [32, 16]}  # these divide all layers, as transformers requires
     packed, floats = write_twins(tmp_path, config, lambda name, weight: encode(config, weight))
     settings = FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 16))
     reference = LlamaForCausalLM.from_pretrained(packed, dtype=torch.float32, quantization_config=settings)

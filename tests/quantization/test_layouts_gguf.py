@@ -1,4 +1,4 @@
-"""Weights of GGUF files that stay packed, against the gguf package's dequantisation of them."""
+"""Packed weights of GGUF files compared with the gguf package's dequantisation."""
 
 from collections import Counter
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     methods = {name: module.method for name, module in own.executor.model.named_modules() if isinstance(module, Linear)}
     blocks = {name for name, method in methods.items() if isinstance(method, BlockMethod)}
     assert {name for name in methods if "_proj" in name or "experts" in name} <= blocks
-    for name in blocks:  # to the bit
+    for name in blocks:  # bit for bit
         weight = methods[name].weight
         assert isinstance(weight, BlockWeight)
         layer = expected.executor.model.get_submodule(name)
@@ -163,8 +163,8 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:
         logits = all_logits(expected, prompt)
-        # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of larger numbers,
-        # at every layer.
+        # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of
+        # larger numbers, at every layer.
         torch.testing.assert_close(all_logits(own, prompt), logits, atol=1e-3 * float(logits.abs().max()), rtol=0)
     assert_rows_are_independent(own, prompts)
 

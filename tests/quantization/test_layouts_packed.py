@@ -1,4 +1,4 @@
-"""AutoAWQ's and GPTQ's layouts against their definitions, written out in loops."""
+"""AutoAWQ's and GPTQ's layouts compared with their definitions in plain loops."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Linear layers of every method: those that share their input give together what each gives alone, to the bit."""
+"""Linear layers of every method: layers that share their input give the same bits together as alone."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def empty(num_outputs: int, dtype: torch.dtype, has_bias: bool, inputs: int = INPUTS) -> Linear:
-    """A layer whose bias alone is there."""
+    """Return a layer with only a bias."""
     layer = Linear(inputs, num_outputs, has_bias).requires_grad_(False)
     if layer.bias is not None:
         layer.bias.data = randn(num_outputs).to(dtype)
@@ -253,7 +253,7 @@ def test_a_method_restores_what_it_held(name: str) -> None:
     x = randn(3, INPUTS, dtype=dtype)
     assert torch.equal(other(x, None), layer(x, None))
     for missing in held:
-        if missing != "permutation":  # whether there is one, only the file says
+        if missing != "permutation":  # only the file tells whether there is one
             with pytest.raises(KeyError, match=missing):
                 other.method.restore({own: part for own, part in held.items() if own != missing}, dtype)
 
@@ -278,5 +278,5 @@ def test_a_layer_whose_codes_became_floats_takes_back_such_floats_alone() -> Non
     weight, foreign = randn(5, INPUTS), torch.arange(INPUTS).flip(0)
     left = {"weight": weight, "permutation": foreign}
     layer.restore(left, torch.float32)
-    assert left == {"permutation": foreign}  # which is nobody's, and whoever reads the file says so
+    assert left == {"permutation": foreign}  # it belongs to no layer, and the file's reader reports it
     torch.testing.assert_close(layer(randn(2, INPUTS), None), randn(2, INPUTS) @ weight.T)

@@ -39,9 +39,10 @@ SCHEMES = {name: CALIBRATED[name] for name in ("a8w8 static smoothquant", "fp8 s
     "fp8 dynamic, pruned": QuantConfig(FP8, activations=DYNAMIC, sparsity=SparsityConfig(SparsityMethod.magnitude, 0.3)),
     "int4 with an int8 layer": QuantConfig(INT4, group_size=32, overrides={"*.down_proj": "int8/32"}),
 }  # fmt: skip
-# Codes and scales are equal. Where activations stay floats, our kernels take them as fixed-point numbers: 1e-4 of the largest logit is
-# what that was measured to cost here. Otherwise float32 sums in another order differ by 1e-6, and where such a last bit decides between
-# two codes of an activation, its step shows in that token and those after it, in less than half of them: 1/127 of it, or 1/16 of fp8.
+# Codes and scales are equal. Unquantised activations are fixed-point numbers in our kernels: measured to cost 1e-4 of
+# the largest logit here. Otherwise float32 sums in another order differ by 1e-6. If such a last bit decides between two
+# codes of an activation, its step shows in that token and the tokens after it, in less than half of them: 1/127 of it,
+# or 1/16 of fp8.
 FIXED_POINT, ORDER, STEPS = 3e-4, 1e-5, {"a8w8": 0.03, "fp8": 0.1}
 
 
@@ -56,7 +57,7 @@ def test_transformers_gives_the_same_logits(
     run = quantize_run(tmp_path / "float", SCHEMES[name], tmp_path / "made", data)
     ours = all_logits(make(run, tmp_path / "run"), PROMPT)
     config = {}
-    if not SCHEMES[name].symmetric:  # whose zero points transformers 5.23 only takes when everything becomes floats
+    if not SCHEMES[name].symmetric:  # transformers 5.23 accepts its zero points only if everything becomes floats
         config = {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
     if name == "a8w8 dynamic":  # its scales are absmax / 127.5; ours, like vLLM's, absmax / 127
         monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", scales_of_127)

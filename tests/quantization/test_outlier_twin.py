@@ -1,4 +1,4 @@
-"""An equivalent model with outliers in its activations: a scale for each layer falls apart on it, smoothing finds the way back."""
+"""An equivalent model with outlier activations: one scale per layer fails on it, and smoothing restores it."""
 
 from pathlib import Path
 
@@ -45,9 +45,11 @@ def test_static_scales_fall_apart_and_smoothing_recovers(twins: tuple[Path, Path
         return float((all_logits(make(run, tmp_path / "run"), PROMPT) - exact).norm() / exact.norm())
 
     unsmoothed = error(plain, "a8w8 static")
-    # Channels of 32 to 64 times the size of others make the steps of all so much larger: what is left of them are 2 to 4 bits.
+    # Channels of 32 to 64 times the size of the other channels enlarge the steps of all channels, which leaves the normal ones 2 to 4
+    # bits.
     assert error(twin, "a8w8 static") > 5 * unsmoothed
-    # sqrt(max(x) / max(w)) takes the same scales out of the twin as out of the plain model, times the factors: the same codes then.
+    # sqrt(max(x) / max(w)) removes the same scales from the twin as from the plain model, times the factors: the codes
+    # are then equal.
     recovered = error(twin, "a8w8 static smoothquant")
     assert recovered == pytest.approx(error(plain, "a8w8 static smoothquant"), rel=1e-3)
     assert recovered < 1.5 * unsmoothed
@@ -77,5 +79,5 @@ def test_logits_of_a_real_model_recover(tmp_path: Path) -> None:
             tmp_path / "twin", CALIBRATED[scheme], tmp_path / scheme, tmp_path / "text.txt", tokenizer="", sequence_length=250
         )  # fmt: skip
         rise[scheme] = nll(all_logits(make(run, tmp_path / "run"), ids)) - exact
-    assert rise["a8w8 static"] > 0.5  # perplexity 1.6 times as high at least; DECISIONS.md (Quantisation) has 3.7
+    assert rise["a8w8 static"] > 0.5  # perplexity at least 1.6 times as high; DECISIONS.md (Quantisation) has 3.7
     assert rise["a8w8 static smoothquant"] < 0.02

@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(scheme: str, kv_cache: str, folder: Path) -> RunConfig:
-    """A scheme that needs calibration is calibrated the first time."""
+    """Return a run of the scheme, which is calibrated at its first use."""
     quant, source = replace(EVERY[scheme], **CACHES[kv_cache]), folder / "float"
     if quant.needs_calibration:
         source = folder / (f"{scheme} {kv_cache}" if quant.has_static_kv_cache else scheme)
@@ -54,9 +54,10 @@ def run_of(scheme: str, kv_cache: str, folder: Path) -> RunConfig:
 CELLS = [
     (scheme, cache, tp)
     for scheme, cache, tp in product(EVERY, CACHES, RANKS)
-    if not (scheme == "int8 auto" and cache in STATIC_CACHES)  # a setting of runs, not of what is quantised
+    if not (scheme == "int8 auto" and cache in STATIC_CACHES)  # a setting of runs, not of the quantised files
 ]
-# A weight format and a cache format share no code: each scheme is cut for all numbers of ranks, each time with another cache.
+# A weight format and a cache format share no code: each scheme is sharded for all numbers of ranks, each time with
+# another cache format.
 QUICK, *LONG = (in_turn(EVERY, CACHES, RANKS, first=first) for first in (6, 11, 16))
 
 
@@ -83,14 +84,14 @@ def check_family(name: str, scheme: str, kv_cache: str, numbers: tuple[int, ...]
 
 
 def numbers_of(name: str) -> tuple[int, ...]:
-    return (2,) if name == "chatglm_28layers" else (2, 3)  # which has two heads
+    return (2,) if name == "chatglm_28layers" else (2, 3)  # has two heads
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("scheme", "kv_cache"), QUANTS)
 @each("name", LAYER_KINDS.values())
 def test_kinds_of_layers(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> None:
-    """Whatever layers are: joined, in pieces, of latents, of experts."""
+    """Dense layers, fused layers, latents and experts."""
     check_family(name, scheme, kv_cache, (2, 3), tmp_path)
 
 
@@ -108,7 +109,7 @@ def test_every_family(name: str, scheme: str, kv_cache: str, tmp_path: Path) -> 
 
 
 def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:
-    """Its factors are divided by the scales of all outputs, and then cut."""
+    """Its factors are divided by the scales of all outputs, and then sharded."""
     run = run_of("a8w8 smoothquant", KVCacheFormat.none.name, models)
     write_adapter(tmp_path, models / "float", LlamaForCausalLM, r=3, target_modules=ALL_LINEAR)
     run = replace(run, model=replace(run.model, adapters={"one": str(tmp_path)}))
@@ -117,7 +118,7 @@ def test_an_adapter_of_a_smoothed_model(models: Path, tmp_path: Path) -> None:
 
 @each("scheme", ["a8w8 dynamic", "fp8 dynamic"])
 def test_a_fused_gate_gives_pieces_in_floats(scheme: str, tmp_path: Path) -> None:
-    """The scale of a row's codes is that of all its channels."""
+    """The scale of a row's codes covers all its channels."""
     write_model(tmp_path / scheme, Phi3ForCausalLM, pad_token_id=0, eos_token_id=1)
     run = replace(run_config(tmp_path / scheme), quant=EVERY[scheme])
     assert_same_bits(whole_steps(run, PROMPTS), divided_steps(run, 2, PROMPTS))

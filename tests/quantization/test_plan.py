@@ -1,4 +1,4 @@
-"""Which layers a `quant` option reaches."""
+"""The layers that a `quant` option applies to."""
 
 from dataclasses import replace
 from typing import Any
@@ -91,7 +91,7 @@ def test_skips_and_overrides_are_globs() -> None:
 
 
 def test_groups_that_divide_each_layer(caplog: pytest.LogCaptureFixture) -> None:
-    """quant=int4 says no size; one line tells of the layers that 128 does not divide. Overrides have their own."""
+    """quant=int4 sets no size; one line reports the layers that 128 does not divide. Overrides have their own."""
     warn_once.cache_clear()
     config = QuantConfig(
         QuantScheme.int4, group_size=None, overrides={"lm_head": "int8", "*.v_proj": "int4/32"}, skip=["*.down_proj"]

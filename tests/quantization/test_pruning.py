@@ -1,4 +1,4 @@
-"""quant.sparsity: the entries that become 0 are those of the papers' formulas, and stay 0 under every scheme."""
+"""quant.sparsity: the entries that become 0 follow the papers' formulas, and stay 0 with every scheme."""
 
 import json
 import math
@@ -54,7 +54,8 @@ from tests.helpers.random_tensors import random
 
 MAGNITUDE, WANDA = SparsityMethod.magnitude, SparsityMethod.wanda
 TWO_OF_FOUR = SparsityPattern["2:4"]
-PRUNED = {  # what each method of quantisation does to zeros, in a Llama whose inputs are not all multiples of its groups
+# the effect of each quantisation method on zeros, in a Llama whose inputs are not all multiples of its groups
+PRUNED = {
     "int8": QuantConfig(INT8, sparsity=SparsityConfig(MAGNITUDE, pattern=TWO_OF_FOUR)),
     "int4 gptq": QuantConfig(INT4, GPTQ, group_size=32, sparsity=SparsityConfig(WANDA, pattern=TWO_OF_FOUR)),
     "int4 gptq, groups on the way": QuantConfig(
@@ -68,7 +69,7 @@ ROWS, PROMPT = random_rows(20, 16), [1, *range(5, 50)]
 
 
 def least(scores: np.ndarray, count: int) -> np.ndarray:
-    """Where the `count` least of each row are, the first of equal ones."""
+    """Return the positions of the `count` smallest entries of each row, the first of equal ones."""
     order = scores.argsort(1, kind="stable")[:, :count]
     found = np.zeros(scores.shape, bool)
     np.put_along_axis(found, order, True, 1)
@@ -98,9 +99,10 @@ def test_the_least_are_pruned_and_no_more() -> None:
 def pruned_as_by_the_authors(
     model: LlamaForCausalLM, made: dict[str, Tensor], rows: list[list[int]], ratio: float, skipped: str
 ) -> None:
-    """Check Wanda as its authors' code runs it: a decoder layer at a time, whose inputs are what the pruned layers before give.
+    """Check Wanda as in its authors' code: one decoder layer at a time, whose inputs are the outputs of the pruned
+    layers before it.
 
-    Scores are in float64 and those that choose were in float32: the least kept one may be less than another by a rounding.
+    Scores are float64 here and float32 in the product: the smallest kept score may be below another by a rounding.
     """
     for number, layer in enumerate(model.model.layers):
         squares: dict[str, Tensor] = {}
@@ -148,7 +150,7 @@ def test_a_model_is_pruned_as_by_the_authors_and_loads_in_transformers(
     assert all_logits(again, PROMPT).equal(all_logits(made, PROMPT))
     assert "weights are pruned (unstructured): they run dense on cpu" in caplog.text
     check_report(tmp_path, tensors)
-    # a model that is only pruned is a model of floats
+    # a pruned model is a float model
     int8 = load_engine(replace(run_config(tmp_path / "made"), quant=QuantConfig(INT8)), 1)
     assert int8.executor.weight_bytes < again.executor.weight_bytes
 
@@ -223,5 +225,5 @@ def test_options_as_they_are_typed() -> None:
     with pytest.raises(UserError, match="quant.sparsity.ratio=0.3 is not used by quant.sparsity.method=none"):
         SparsityConfig(ratio=0.3)
     smoothed = QuantConfig(A8W8, SMOOTHQUANT, activations=DYNAMIC)
-    pruned = replace(smoothed, sparsity=SparsityConfig(WANDA))  # which needs more samples than smoothing
+    pruned = replace(smoothed, sparsity=SparsityConfig(WANDA))  # it needs more samples than smoothing
     assert [CalibrateConfig().resolved(quant).num_samples for quant in (smoothed, pruned)] == [4, 128]

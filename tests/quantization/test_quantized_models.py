@@ -1,4 +1,5 @@
-"""Every scheme that needs no calibration on every family: it runs, its error is bounded, and no row depends on its batch."""
+"""Every scheme that needs no calibration on every family: it runs, its error is bounded, and no row depends on its
+batch."""
 
 import itertools
 import json
@@ -19,8 +20,8 @@ from tests.helpers.catalog import GOLDEN_FAMILIES, GOLDENS
 from tests.helpers.tiers import in_turn
 
 FAMILIES = [family for family in GOLDEN_FAMILIES if not family.endswith("_bin")]
-# Random weights have no outliers, but nothing that evens errors out either: bounds are 1.3 to 1.6 times the largest error of any family,
-# as a share of the logits' standard deviation.
+# Random weights have no outliers, but do not average errors out either: bounds are 1.3 to 1.6 times the largest error
+# of any family, relative to the standard deviation of the logits.
 SCHEMES = {
     "int8": (QuantConfig(QuantScheme.int8), 0.05),
     "int4": (QuantConfig(QuantScheme.int4), 0.6),
@@ -57,13 +58,13 @@ def check_family(family: str, scheme: str) -> None:
     decode = DecodeConfig(max_new_tokens=6, temperature=0, ignore_eos=True, logprobs=0, prefix_cache=False)
     prompts = [prompt, prompt[-9:], prompt[-5:]] if family[:7] != "chatglm" or family[7:8] in "23" else [prompt]
     alone = [complete(engine, [one], decode)[0] for one in prompts]
-    assert complete(engine, prompts, decode) == alone  # log probabilities to the bit
+    assert complete(engine, prompts, decode) == alone  # log probabilities bit for bit
 
 
 @each("scheme", SCHEMES)
 def test_weight_memory_falls(scheme: str) -> None:
     before = engine_of(GOLDENS / "llama3").executor.weight_bytes
-    floats = 2 * 64 * 512 * 4  # embedding; and norms, which are little
+    floats = 2 * 64 * 512 * 4  # the embedding, and the norms, which are small
     after = quantized("llama3", SCHEMES[scheme][0]).executor.weight_bytes
     assert after < floats / 2 + (before - floats / 2) / 2.5
 
@@ -98,7 +99,7 @@ def test_experts_together_are_the_experts_one_by_one(family: str, scheme: str) -
 def test_few_rows_of_each_expert_stay_floats_with_activations_auto() -> None:
     auto = quantized("mixtral", QuantConfig(QuantScheme.int8, activations=Activations.auto))
     plain = quantized("mixtral", QuantConfig(QuantScheme.int8))
-    prompt = [1, 2, 3, 4, 5, 6]  # 12 rows for 4 experts: 8 of one layer would be quantised
+    prompt = [1, 2, 3, 4, 5, 6]  # 12 rows for 4 experts: the 8 rows of one layer would be quantised
     assert torch.equal(all_logits(auto, prompt), all_logits(plain, prompt))
 
 

@@ -1,4 +1,5 @@
-"""Some outputs of a stored weight are those rows of the whole weight, in every layout, whatever words and blocks they begin in."""
+"""A range of outputs of a stored weight equals these rows of the whole weight, in every layout, at any word or block
+boundary."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,7 +161,7 @@ def test_no_more_is_read_than_the_words_and_blocks_that_hold_the_outputs() -> No
         "weight": exact,
         "weight_scale_inv": block,
     }
-    assert shards["floats, one scale"] == {}  # its scale is that of the largest number of all
+    assert shards["floats, one scale"] == {}  # its scale is computed from the largest number of all
     assert "weight_shape" not in shards["compressed int4"]
     assert shards["floats, Conv1D"]["weight"].axis == 1
 

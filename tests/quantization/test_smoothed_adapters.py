@@ -1,4 +1,5 @@
-"""Adapters of the float model beside weights that scales are folded into: by AWQ and SmoothQuant, with the vectors in the files."""
+"""Adapters of the float model on models with folded scales (AWQ and SmoothQuant), with the scale vectors in the
+files."""
 
 import json
 import shutil
@@ -60,8 +61,8 @@ METHODS = {
 SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None}
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": None}
-# With how many vectors: what is folded in a layer is norm -> q, k, v; norm -> gate, up; up -> down; and v -> o where each head has its own
-# values. The fused and the transposed have norms alone.
+# The number of vectors: folds of a layer are norm -> q, k, v; norm -> gate, up; up -> down; and v -> o if each head has
+# its own values. Models with fused and transposed layers have only the norms.
 FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str], int]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SMALL), ALL_LINEAR, 2 * 9),
     "grouped heads": (LlamaForCausalLM, lambda: LlamaConfig(**SMALL, num_key_value_heads=2), ALL_LINEAR, 2 * 7),
@@ -77,7 +78,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], Callable[[], Any], list[str], i
 
 
 def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
-    """Write the float model with folds in its weights, and the file of them; returns the number of its vectors."""
+    """Write the float model with folds in its weights, and the file of the folds; return the number of its vectors."""
     engine = unpacked_engine(run_config(base), 3)
     model = engine.executor.model
     schemes = {name: scheme for name, scheme in plan(model, quant).items() if name.startswith(model.layout.layers)}
@@ -89,7 +90,7 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
         weights = {name: float_weight(linear_layer(layer, name)).float() for name in own}
         groups = calibrator.observe(list(own))
         _, folds = Smoother(layer, model.layout, weights, quant, calibrator.output).smooth(groups, own)
-        calibrator.advance()  # float layers: their outputs are what they were
+        calibrator.advance()  # float layers: their outputs are unchanged
         add_folds(folder, fold_tensors({part.prefix + name: fold for name, fold in folds.items()}))
     save_file({name: tensor.contiguous() for name, tensor in weights_of(model).items()}, folder / "model.safetensors")
     return len(load_file(folder / FOLDS))
@@ -101,7 +102,7 @@ def engine_with(base: Path, adapter: Path | None, quant: QuantConfig | None = No
 
 
 def logprobs(engine: Engine, adapter: str | None = "fr") -> Tensor:
-    """Of the prompt's own tokens after its first, [T - 1] float32."""
+    """Return log probabilities of the prompt's own tokens after its first, [T - 1] float32."""
     decode = DecodeConfig(max_new_tokens=1, prompt_logprobs=0, prefix_cache=False)
     (output,) = engine.generate([engine.request(0, PROMPT, decode, adapter=adapter)])
     assert output.error is None
@@ -119,7 +120,8 @@ def expected_logprobs(base: Path, kind: type[PreTrainedModel], adapter: Path) ->
 @each("method", METHODS)
 @each("family", FAMILIES)
 def test_folds_alone_as_peft(family: str, method: str, tmp_path: Path) -> None:
-    """No codes: what is left are roundings of float32, some of numbers that were scaled. Without the vectors the adapter is another one."""
+    """Without codes only float32 roundings differ, some of them of scaled numbers. Without the vectors the adapter's
+    effect differs."""
     kind, config, modules, num_vectors = FAMILIES[family]
     base, folded = tmp_path / "base", tmp_path / "folded"
     write_random(base, kind, config())
@@ -133,7 +135,8 @@ def test_folds_alone_as_peft(family: str, method: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, whose heads all have their own values, an adapter `fr`, texts, and `merged`, the float model with the adapter in it."""
+    """Return `base`, whose heads all have their own values, an adapter `fr`, texts, and `merged`, the float model with
+    the merged adapter."""
     folder = tmp_path_factory.mktemp("smoothed")
     write_llama(folder / "base", num_key_value_heads=4, intermediate_size=96)
     write_adapter(folder / "fr", folder / "base", LlamaForCausalLM, r=4, target_modules=ALL_LINEAR)
@@ -154,7 +157,8 @@ SMOOTHED = {
 @pytest.mark.long
 @each("scheme", SMOOTHED)
 def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) -> None:
-    """Codes cost what they cost: the adapter beside them is as near to PEFT in floats as the merged model, quantised the same way."""
+    """The adapter on the quantised model is as near to PEFT's float results as the merged model, quantised in the same
+    way."""
     quant, format = SMOOTHED[scheme]
     for source in ("base", "merged"):
         run = quantize_run(llama / source, quant, tmp_path / source, llama / "rows.jsonl", format=format)
@@ -162,9 +166,9 @@ def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) 
     expected = expected_logprobs(llama / "base", LlamaForCausalLM, llama / "fr")
     beside = (logprobs(engine_with(tmp_path / "base", llama / "fr")) - expected).norm()
     merged = (logprobs(engine_with(tmp_path / "merged", None), None) - expected).norm()
-    # Two draws of the same roundings. Static scales were found without the adapter, and larger values saturate.
+    # Two draws of the same roundings. Static scales were computed without the adapter, and larger values saturate.
     assert beside < (2 if "static" in scheme else 1.3) * merged
-    if quant.method is SMOOTHQUANT:  # what AWQ scales in this model is less than what four bits lose
+    if quant.method is SMOOTHQUANT:  # AWQ's scaling in this model changes less than four bits lose
         config = tmp_path / "base" / "config.json"
         (tmp_path / "base" / FOLDS).unlink()
         config.write_text(json.dumps(json.loads(config.read_text()) | {"smoothed_by": None}))
@@ -173,7 +177,7 @@ def test_quantised_as_the_merged_twin(scheme: str, llama: Path, tmp_path: Path) 
 
 
 def test_a_calibrating_run_simply_works(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model that a run keeps by itself has the vectors, also when a later run finds it."""
+    """A model that a run keeps has the vectors, also when a later run loads it."""
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     settings = {"quant": "a8w8", "calibrate.data": llama / "rows.jsonl", "model.adapters": f"{{fr:{llama / 'fr'}}}"}
     settings |= {"predict.adapter": "fr", "model.dtype": "float32"}
@@ -195,7 +199,7 @@ def smoothed(llama: Path) -> Path:
 
 
 def test_no_index_lists_the_vectors(smoothed: Path) -> None:
-    """So that other tools, which load what the index lists, do not read them."""
+    """Therefore other tools, which load the tensors that the index lists, do not read them."""
     index = json.loads((smoothed / "model.safetensors.index.json").read_text())
     assert not any("input_scales" in name or "output_scales" in name for name in index["weight_map"])
     assert FOLDS not in index["weight_map"].values()
@@ -238,7 +242,7 @@ REMEDY = r", and the model's files do not contain the scales: quantise the float
 
 
 def test_models_without_their_vectors_are_refused(smoothed: Path, llama: Path, tmp_path: Path) -> None:
-    """Ours of earlier versions, and those of other tools, by what their files tell."""
+    """Ours of earlier versions, and those of other tools, identified by their files."""
     shutil.copytree(smoothed, tmp_path / "model", ignore=shutil.ignore_patterns(FOLDS))
     with pytest.raises(
         UserError, match=f"adapter fr was trained on activations that smoothquant has scaled in this model{REMEDY}"
@@ -255,7 +259,7 @@ def test_models_without_their_vectors_are_refused(smoothed: Path, llama: Path, t
 
 
 def test_shifted_models_are_refused(tmp_path: Path) -> None:
-    """What a shift adds to a layer's outputs through an adapter is a bias, which adapters beside the weights do not have."""
+    """A shift adds a bias to a layer's outputs through an adapter, which unmerged adapters do not support."""
     kind, config, modules, _ = FAMILIES["gpt2, transposed"]
     write_random(tmp_path / "base", kind, config())
     adapter = write_adapter(tmp_path / "fr", tmp_path / "base", kind, r=4, target_modules=modules)

@@ -60,7 +60,7 @@ def test_the_search_is_never_worse_than_alpha_one_half(num_groups: int) -> None:
         errors = [int8_output_error(x, WEIGHTS, smooth_scales(absmax, WEIGHTS, step / 20)) for step in range(4, 17)]
         assert error == pytest.approx(
             min(errors), rel=1e-4
-        )  # a power by a tensor may differ in its last bit, and turn a code
+        )  # a power by a tensor may differ in its last bit, and change a code
     assert torch.equal(found, search_smooth_scales(x, WEIGHTS, num_groups))
 
 
@@ -69,7 +69,7 @@ def test_groups_part_outliers_from_the_rest() -> None:
     absmax[[7, 99]] = 300
     groups = group_channels(absmax, 3)
     assert (groups == groups[7]).nonzero().flatten().tolist() == [7, 99]
-    for k in range(3):  # each group is an interval: nothing of another group lies inside it
+    for k in range(3):  # each group is an interval: no code of another group is inside it
         low, high = absmax[groups == k].min(), absmax[groups == k].max()
         assert bool(((groups == k) == ((absmax >= low) & (absmax <= high))).all())
 

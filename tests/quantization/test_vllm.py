@@ -1,4 +1,4 @@
-"""Files of `quantize.format=vllm_cpu` in vLLM on a CPU: the tokens that we have on the same files. Skipped where there is no vLLM."""
+"""Files of `quantize.format=vllm_cpu` in vLLM on a CPU: the same tokens as ours. Skipped if vLLM is not installed."""
 
 import json
 import subprocess
@@ -31,10 +31,13 @@ from tests.helpers.vllm_tokens import PYTHON
 
 TINY = REPOSITORY / "models" / "tiny"
 NUM_TOKENS = 16
-# Sums in another order differ in their last bits, and where one decides between two codes of an activation a nearly equal token may win.
+# Sums in another order differ in their last bits. If one decides between two codes of an activation, a nearly equal
+# token may win.
 NUM_EQUAL = 6
-# Without VNNI oneDNN saturates sums of 16 bits in its products of 8 bits (its documentation: "Nuances of int8 computations"):
-# log probabilities of first tokens differ by up to 0.6. Those of fp8, which is computed in float32, differ by less than 0.01.
+# Without VNNI oneDNN saturates sums of 16 bits in its products of 8 bits (its documentation: "Nuances of int8
+# computations"):
+# log probabilities of first tokens differ by up to 0.6. Those of fp8, which is computed in float32, differ by less than
+# 0.01.
 BY_ONEDNN = {"int8", "a8w8 dynamic", "a8w8 static smoothquant"}
 NO_HEAD: dict[str, Any] = {"skip": ["lm_head"]}
 IN_FLOAT32 = {
@@ -43,7 +46,8 @@ IN_FLOAT32 = {
     "a8w8 static smoothquant": QuantConfig(A8W8, SMOOTHQUANT, activations=STATIC, **NO_HEAD),
     "fp8 dynamic": QuantConfig(FP8, activations=DYNAMIC, **NO_HEAD),
 }
-# vLLM's int4 product on a CPU has no float32. In bfloat16 log probabilities of a first token differ by up to 0.2 with float weights, too.
+# vLLM's int4 product on a CPU has no float32. In bfloat16 log probabilities of a first token differ by up to 0.2 with
+# float weights, too.
 IN_BFLOAT16 = {
     "int4": QuantConfig(INT4, group_size=32, overrides={"lm_head": "int8"}),
     "int4 asymmetric": QuantConfig(INT4, group_size=32, symmetric=False, **NO_HEAD),
@@ -52,7 +56,7 @@ IN_BFLOAT16 = {
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Eight beginnings of the texts that tiny knows."""
+    """Return the beginnings of eight texts that tiny knows."""
     tokenizer = load_tokenizer(TINY)
     assert tokenizer is not None
     return [tokenizer.encode(text, add_special_tokens=True)[: 20 + i] for i, text in enumerate(islice(documents(7), 8))]
@@ -64,14 +68,15 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON.exists(), reason=f
 def in_vllm(
     quants: dict[str, QuantConfig], prompts: list[list[int]], folder: Path, dtype: str
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """Make tiny quantised, and what vLLM says of each model. One process of it for all, whose imports take longest."""
+    """Return quantised tiny models, and vLLM's results for each. One process computes all, because its imports take
+    longest."""
     data = write_rows(folder / "rows.jsonl", random_rows(20, 16))
     for name, quant in quants.items():
         run = quantize_run(TINY, quant, folder / name, data, format=QuantizedFormat.vllm_cpu)
         make(run, folder / "run" / name)
     command = [
         PYTHON,
-        "-P",  # the script's folder holds no modules of vLLM's
+        "-P",  # the script's folder contains no vLLM modules
         REPOSITORY / "tests" / "helpers" / "vllm_tokens.py",
         dtype,
         str(NUM_TOKENS),

@@ -70,7 +70,7 @@ def test_symmetric_is_the_formula(bits: int, size: int | None, num_outputs: int)
 
 def test_asymmetric_is_the_formula() -> None:
     weight = random(3, 24)
-    weight[0, :8] = weight[0, :8].abs() + 1  # 0 lies outside the group's own range
+    weight[0, :8] = weight[0, :8].abs() + 1  # 0 is outside the group's own range
     done = quantize(weight, ASYMMETRIC)
     assert done.zero_points is not None
     for i, row in enumerate(weight.double().unflatten(1, (-1, 8))):
@@ -97,7 +97,8 @@ def test_symmetric_4_bit_codes_use_all_sixteen(size: int | None) -> None:
     groups = weight.unflatten(1, (-1, size or 40))
     scales = groups.abs().amax(2, keepdim=True) / 7
     seven = (groups / scales).round() * scales
-    # 15 codes on the same groups: of normal weights all 16 and a chosen scale save a tenth and more of the squared error
+    # 15 codes with the same groups: for normal weights, 16 codes and a chosen scale reduce the squared error by a tenth
+    # or more
     assert float((done.dequantize() - weight).square().sum()) < 0.9 * float((seven - groups).square().sum())
 
 
@@ -110,7 +111,7 @@ def test_the_best_scale_of_a_whole_weight_is_one() -> None:
 
 
 def test_the_extremes_choose_their_scale() -> None:
-    """What lies on the grid is kept: a group from -8 to 7 steps, one from -7 to 7, and zeros."""
+    """Values on the grid are kept: a group from -8 to 7 steps, one from -7 to 7, and zeros."""
     weight = torch.tensor([[-8.0, 7, 3, 1, -5, 2, 4, -1], [7, -7, 3, 1, -5, 2, 4, -1], [0] * 8]) * 0.25
     done = quantize(weight, INT4)
     assert done.scales.tolist() == [[0.25], [0.25], [1.0]]
@@ -180,7 +181,7 @@ def test_scales_that_float16_holds_as_subnormals_still_count() -> None:
     weight = random(3, 16) * 1e-4
     done = quantize(weight, WeightFormat(scale_dtype=torch.float16))
     assert bool((done.scales < torch.finfo(torch.float16).tiny).all())
-    # half a step, and what the largest loses to a scale rounded down by half of 2**-24: 127 / 2 of that
+    # half a step, and the largest value's loss by a scale rounded down by half of 2**-24: 127 / 2 of that
     assert bool(((done.dequantize() - weight).abs() <= done.scales / 2 + 127 / 2 * 2**-24).all())
 
 

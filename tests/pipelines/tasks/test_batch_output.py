@@ -1,4 +1,4 @@
-"""`task=predict` writes OpenAI's batch output: the lines that the server's batches give, also where the job was ended on its way."""
+"""`task=predict` writes OpenAI's batch output: the same lines as the server's batches, also after an interruption."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def write(lines: list[dict[str, Any]], file: Path) -> Path:
 
 
 def read(text: str) -> dict[str, Any]:
-    """The lines by their custom_id, without what no two answers share."""
+    """Return the lines by their custom_id, without the fields that differ in each answer."""
     found = {each["custom_id"]: each for each in map(json.loads, text.splitlines())}
     for each in found.values():
         assert each.pop("id")

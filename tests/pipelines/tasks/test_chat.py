@@ -1,4 +1,4 @@
-"""A conversation, with the run's own model and with a server that is a script."""
+"""A conversation with the run's own model, and with a scripted server."""
 
 import json
 import os
@@ -231,7 +231,8 @@ def test_what_a_server_says_is_wrong_is_one_line(server: ChatServer, status: int
 
 
 def test_lines_of_a_stream_end_as_the_standard_says(server: ChatServer) -> None:
-    """In any parts; other characters that Python takes for the end of a line stand in texts. An error that is null is none."""
+    """In any parts. Texts may contain other characters that Python treats as line ends. A null error is not an
+    error."""
     text = "a\u2028b\u2029c\u0085d\x0be"
     event = {"choices": [{"delta": {"content": text}}], "error": None}
     server.lines = [f"data: {json.dumps(event, ensure_ascii=False)}\r", "\rdata: [DONE]"]

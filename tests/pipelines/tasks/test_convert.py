@@ -1,4 +1,5 @@
-"""`task=convert`: tensors equal to the bit whatever way they went, by the libraries' own reading; nothing half made, nothing touched."""
+"""`task=convert`: bit-identical tensors on any path, read by the formats' libraries; no partial output, no changed
+input."""
 
 import json
 import shutil
@@ -53,7 +54,7 @@ def test_round_trip_over_three_divisions(chatty: Path, tmp_path: Path, capsys: p
         assert contents(last)[name] == before[name]
     for name in ("config.json", "generation_config.json"):
         assert json.loads(contents(last)[name]) == json.loads(before[name])
-    assert names(tmp_path) == {"source", "4x2", "2x1", "hf", "4x2-run", "2x1-run", "hf-run"}  # nothing hidden is left
+    assert names(tmp_path) == {"source", "4x2", "2x1", "hf", "4x2-run", "2x1-run", "hf-run"}  # no hidden file is left
     assert names(tmp_path / "hf-run") == {"metrics.json", "environment.json", "config.yaml"}
     metrics = json.loads(contents(tmp_path / "4x2-run")["metrics.json"])
     tensors = tensors_in(chatty)
@@ -66,7 +67,8 @@ def test_round_trip_over_three_divisions(chatty: Path, tmp_path: Path, capsys: p
 
 
 def test_any_division_becomes_any_other(tmp_path: Path) -> None:
-    """Of a model whose 4 query heads and 2 key heads 3 does not divide, and whose stages have other tensors than before."""
+    """A model with 4 query heads and 2 key heads, which 3 does not divide, and stages with other tensors than
+    before."""
     write_llama(tmp_path / "whole", num_hidden_layers=3, intermediate_size=96)
     halves = convert(tmp_path / "whole", tmp_path / "2", format=SHARDED, tp=2)
     thirds = convert(halves, tmp_path / "3x2", format=SHARDED, tp=3, pp=2)
@@ -77,7 +79,7 @@ def test_any_division_becomes_any_other(tmp_path: Path) -> None:
     gate, query, key = (entries[f"model.layers.1.{name}.weight"] for name in names_of)
     assert (gate["axis"], [piece["ranges"] for piece in gate["pieces"]]) == (0, [[[0, 32]], [[32, 64]], [[64, 96]]])
     heads = [[piece["ranges"][0][1] - piece["ranges"][0][0] for piece in each["pieces"]] for each in (query, key)]
-    assert heads == [[16, 16, 32], [16, 16]]  # the first key head is of two ranks
+    assert heads == [[16, 16, 32], [16, 16]]  # two ranks share the first key head
     assert [len(piece["files"]) for piece in key["pieces"]] == [2, 1]
     assert [len(piece["files"]) for piece in entries["model.layers.0.input_layernorm.weight"]["pieces"]] == [3]
 
@@ -155,7 +157,7 @@ def test_files_are_at_most_of_the_size_given(source: Path, tmp_path: Path) -> No
     assert {name: file.name for file in shards for name in load_file(file)} == index["weight_map"]
     assert_same(tensors_in(folder), make_tensors())
     verify_manifest(folder)
-    alone = convert(source, tmp_path / "alone", max_shard_size="1")  # a tensor is never cut
+    alone = convert(source, tmp_path / "alone", max_shard_size="1")  # a tensor is never split
     assert len(list(alone.glob("model-*"))) == len(make_tensors())
 
 
@@ -174,7 +176,7 @@ def test_tensors_keep_their_types_or_are_cast(settings: dict[str, Any], tmp_path
     tensors = make_tensors()
     for i, name in enumerate(tensors):
         tensors[name] = tensors[name].to((torch.float32, torch.bfloat16, torch.float16)[i % 3])
-    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)}  # which is no parameter
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)}  # not a parameter
     (tmp_path / "source").mkdir()
     source = write_whole(tmp_path / "source", tensors | frequencies, torch_dtype="float32")
     kept = convert(source, tmp_path / "kept", **settings)
@@ -229,7 +231,7 @@ def test_peak_memory_is_a_tensor(source: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32 * 32, "intermediate_size": 48 * 32, "vocab_size": 64 * 32}
     large = write_whole(tmp_path / "large", tensors, **sizes)
     command = [sys.executable, "-c", START, sys.executable, "-c", MEASURE, str(source), str(large), str(tmp_path)]
-    # glibc keeps freed memory of up to 32 MB a piece, so here all of it shall go back at once.
+    # glibc keeps freed memory of up to 32 MB apiece, so here it must return all at once.
     returned = environment() | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, env=returned, stdout=subprocess.PIPE, check=True, text=True)
     peak = int(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""`task=convert` that was ended in whatever way, or met another: nothing half made."""
+"""`task=convert` that ended in any way, or ran concurrently with another one: no partial output."""
 
 import json
 import os
@@ -46,13 +46,14 @@ def test_what_fails_leaves_the_old_model_or_none(
         convert(source, tmp_path / "made", overwrite=True, format=SHARDED, tp=2)
     assert contents(tmp_path / "made") == before
     calls.clear()
-    if (place, moment) != ("rename", 2):  # which is for overwriting alone
+    if (place, moment) != ("rename", 2):  # only for overwriting
         with pytest.raises(type(error)):
             convert(source, tmp_path / "other", format=SHARDED, tp=2)
     assert names(tmp_path) == {"made", "made-run"}
 
 
-# Kills a conversion wherever an argument says, by a signal that nothing can catch. Every one is a fork of a process that has only imported.
+# Kills a conversion at a given call with an uncatchable signal. Every one is a fork of a process that has only imported
+# modules.
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_killed_at_any_moment_it_leaves_nothing_under_the_name(source: Path, tmp
     command = [sys.executable, "-c", DRIVER, arguments]
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True)
     *killed, while_writing, between_renames = json.loads(done.stdout)
-    assert killed == [[-9, False, 0]] * len(moments)  # and the next one does it
+    assert killed == [[-9, False, 0]] * len(moments)  # the next one completes it
     assert while_writing == [-9, True, 0]  # the old one
     assert between_renames == [-9, False, 0]
     for i in range(len(moments)):

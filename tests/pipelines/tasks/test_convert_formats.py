@@ -1,4 +1,4 @@
-"""`task=convert` from any layout into any: a chain through all of them is exact, adapters are merged as PEFT merges them."""
+"""`task=convert` from any layout into any: a chain through all of them is exact, and adapters are merged as in PEFT."""
 
 from pathlib import Path
 from typing import Any

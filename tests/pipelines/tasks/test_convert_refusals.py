@@ -1,4 +1,4 @@
-"""What `task=convert` refuses, in one line and without a trace."""
+"""Unsupported requests of `task=convert` are refused in one line and leave no files."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(source: Path, tmp_path: Path, message: str, target: str = "made/hf", **settings: Any) -> None:
-    """With that message, and without a trace."""
+    """Check that the run fails with this message and leaves no files."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message) as caught:
         convert(source, tmp_path / target, **settings)

@@ -1,4 +1,4 @@
-"""`task=embed`: transformers' vectors by the recipes of the models' makers, the files of a job, and what is refused."""
+"""`task=embed`: transformers' vectors by the model cards' recipes, the files of a job, and refused requests."""
 
 import json
 from collections.abc import Callable
@@ -106,14 +106,14 @@ def test_e5_mistral(tmp_path: Path, eos_in_tokenizer_json: bool) -> None:
 
 @each("model", ["qwen3", "e5", "e5 whose eos is a setting"])
 def test_texts_are_cut_to_max_seq_length(tmp_path: Path, model: str) -> None:
-    """As transformers truncates for sentence-transformers: special tokens stay. Rows and metrics tell."""
+    """As transformers truncates for sentence-transformers: special tokens stay. Rows and metrics report it."""
     write = (
         write_qwen3_embedding if model == "qwen3" else partial(write_e5_mistral, eos_in_tokenizer_json=model == "e5")
     )
     reference, most, texts = write(tmp_path), 9, [*TEXTS, "a " * 500]
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": most, "do_lower_case": False}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    end = [1] if model.endswith("setting") else []  # which transformers leaves out
+    end = [1] if model.endswith("setting") else []  # transformers leaves it out
     whole = [[*tokenizer(f"Query: {text}").input_ids, *end] for text in texts]
     cut = [
         [*tokenizer(f"Query: {text}", truncation=True, max_length=most - len(end)).input_ids, *end] for text in texts
@@ -207,13 +207,13 @@ def test_a_quantised_model_gives_the_hidden_states_that_it_predicts_from(tmp_pat
     run_embed(run, tmp_path / "out", dump)
     engine = load_engine(run, 3)
     for ids, vector in zip(prompts, results(tmp_path / "out")[0], strict=True):
-        # Without the C++ kernels torch's sums may run in an order of their own.
+        # Without the C++ kernels torch's sums may have another order.
         np.testing.assert_allclose(vector, engine.hidden_states([ids], [1])[0], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.long
 def test_a_quantised_checkpoint_whose_head_is_coded(tmp_path: Path) -> None:
-    """Its file holds the head in several tensors, none of which is wanted."""
+    """Its file stores the head in several tensors, none of which is loaded."""
     write_pooled_llama(tmp_path / "float", None, intermediate_size=96)
     quant = QuantConfig(scheme=QuantScheme.int4, group_size=32, overrides={"lm_head": "int8"})
     make(quantize_run(tmp_path / "float", quant, tmp_path / "coded", None, tokenizer=""), tmp_path / "report")
@@ -281,14 +281,14 @@ def test_a_prefix_stands_before_the_prompt(tmp_path: Path) -> None:
     for vector, prefix in zip(vectors[:2], (None, "p"), strict=True):
         logits = torch.from_numpy(vector) @ reference.lm_head.weight.detach().T
         expected = all_logits(engine, prompt, prefix)[-1]
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)  # of order 10, added up in another order
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)  # of order 10, summed in another order
     assert not np.allclose(*vectors[:2])
     for row, name in zip(read[2:], ("q", ""), strict=True):
         assert f"prefix '{name}' does not exist: there are p" in row["error"]
 
 
 def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
-    """PEFT's unmerged hidden states; the run's adapter is that of rows which name none."""
+    """PEFT's unmerged hidden states; the run's adapter applies to rows that name none."""
     base, folders = tmp_path / "model", {"low": tmp_path / "low", "high": tmp_path / "high"}
     write_llama(base)
     write_adapter(folders["low"], base, LlamaForCausalLM, r=4, target_modules=ALL_LINEAR)

@@ -1,4 +1,4 @@
-"""Jobs of vectors and scores that were ended in whatever way go on where they were, and leave what uninterrupted ones leave."""
+"""Jobs of vectors and scores that ended in any way continue, and write the files of uninterrupted jobs."""
 
 import json
 import signal
@@ -24,7 +24,8 @@ from tests.helpers.embedding_models import write_qwen3_reranker
 
 NUM_ROWS = 9
 
-# Kills a job wherever an argument says, by a signal that nothing can catch. Every job is a fork of a process that has only imported.
+# Kills a job at a given call with an uncatchable signal. Every job is a fork of a process that has only imported
+# modules.
 DRIVER = """
 import json, os, sys
 from pathlib import Path
@@ -62,7 +63,7 @@ for i, moment in enumerate(moments):
     ends += [run(folder, "auto", moment), run(folder, folder if i % 2 else "auto")]
 json.dump(ends, sys.stdout)
 """
-# Renamed are config.yaml, environment.json, embeddings.npy, rows.jsonl and metrics.json, in this order.
+# The rename calls are for config.yaml, environment.json, embeddings.npy, rows.jsonl and metrics.json, in this order.
 MOMENTS = [("write", 1), ("append", 1), ("append", 5), ("write", 7), ("append", NUM_ROWS), ("replace", 1), ("replace", 3),
            ("replace", 4), ("replace", 5), ("remove", 1)]  # fmt: skip
 RESULTS = ("embeddings.npy", "rows.jsonl")

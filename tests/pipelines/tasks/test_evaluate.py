@@ -1,4 +1,4 @@
-"""Perplexity, divergence and accuracy against transformers, float64 and answers that are known."""
+"""Perplexity, divergence and accuracy compared with transformers, float64 and known answers."""
 
 import gzip
 import itertools
@@ -38,7 +38,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def chatty_other(chatty: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same vocabulary and tokenizer, other random weights."""
+    """A model with the same vocabulary and tokenizer, and other random weights."""
     folder = tmp_path_factory.mktemp("other")
     model = LlamaForCausalLM.from_pretrained(chatty)
     torch.manual_seed(7)
@@ -77,7 +77,7 @@ def write_texts(folder: Path, texts: list[str]) -> str:
 def scored_logits(
     folder: Path, token_ids: list[int], window: int, stride: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Float64 logits and targets of transformers' recipe, from its own model, loss mask and shift."""
+    """Return float64 logits and targets of transformers' recipe, from its own model, loss mask and shift."""
     model, previous_end = LlamaForCausalLM.from_pretrained(folder).double().eval(), 0
     for begin in range(0, len(token_ids), stride):
         end = min(begin + window, len(token_ids))
@@ -135,7 +135,7 @@ def test_equals_transformers_for_every_window_and_stride(
     assert expected["kl_mean"] > 0.01
     for name in ("num_scored_tokens", "top1_agreement"):
         assert metrics[name] == expected[name]
-    # The model itself is float32: logits of order 10 are exact to 1e-5, their mean to less.
+    # The model itself is float32: logits of order 10 are exact to 1e-5, and their mean is more exact.
     for name in ("nll_per_token", "perplexity", "kl_mean"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
 
@@ -160,7 +160,8 @@ def test_a_model_is_its_own_best_reference(chatty: Path, tmp_path: Path) -> None
     assert (metrics["kl_mean"], metrics["top1_agreement"]) == (0.0, 1.0)
     assert metrics["accuracy"] is None
     size = (chatty / "model.safetensors").stat().st_size
-    assert size * 0.9 < metrics["weight_bytes"] < size * 1.05  # packed weights have outputs up to 16s
+    # packed weights have outputs rounded up to a multiple of 16
+    assert size * 0.9 < metrics["weight_bytes"] < size * 1.05
     assert metrics["peak_memory_bytes"] > metrics["weight_bytes"]
 
 
@@ -168,14 +169,14 @@ def test_a_model_is_its_own_best_reference(chatty: Path, tmp_path: Path) -> None
 def test_a_model_that_is_calibrated_now_has_a_reference_too(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What says how it is made does not concern the reference."""
+    """The settings of calibration do not apply to the reference."""
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     run = job(chatty, data=write_texts(tmp_path, TEXTS), reference=str(chatty))
     calibrate = CalibrateConfig(num_samples=2, sequence_length=16)
     quant = QuantConfig(QuantScheme.int8, auto_clip=True)
     run = replace(run, quant=quant, calibrate=calibrate, quantize=QuantizeConfig(format=QuantizedFormat.vllm_cpu))
     metrics = measure(run, tmp_path / "out")
-    assert 0 < metrics["kl_mean"] < 0.01  # codes of 8 bits; other random weights are further than that
+    assert 0 < metrics["kl_mean"] < 0.01  # 8-bit codes; other random weights differ more
 
 
 def test_a_text_file_is_one_text_to_the_last_character(chatty: Path, tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_scoring_takes_blocks_of_a_prefix_cache_without_harm(chatty: Path) -> No
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real models stand beside the repository")
 def test_golden_nll_of_a_real_model() -> None:
-    """golden.json: BOS and text in 64 windows of 256 that do not overlap."""
+    """golden.json: BOS and text in 64 non-overlapping windows of 256."""
     folder = SHARED / "data" / "models" / "babyllama_tok105"
     engine = engine_of(folder, tokenizer="")
     assert engine.tokenizer is not None
@@ -257,7 +258,8 @@ def tiny_questions(path: Path, count: int) -> Path:
 
 
 def test_accuracy_is_the_share_of_known_answers(tmp_path: Path) -> None:
-    """`tiny` answers these held-out questions; every fourth one is given a wrong key, and one text prompt is right by its first line."""
+    """`tiny` answers these held-out questions. Every fourth one gets a wrong key, and one text prompt is right by its
+    first line."""
     path = tiny_questions(tmp_path / "q.jsonl", 19)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for row in rows[::4]:

@@ -1,4 +1,5 @@
-"""An exported model beside the one that it was made of: the same bits without its code and its checkpoint; bad files are one line."""
+"""An exported model compared with its source: the same bits without its code and its checkpoint; invalid files are one
+line."""
 
 import json
 import shutil
@@ -64,7 +65,7 @@ from tests.helpers.gguf_files import write_random_llama, write_twin
 from tests.helpers.quantized_models import CALIBRATED, STATIC_CACHES, make, quantize_run, random_rows, write_rows
 from tests.helpers.tiers import tiers
 
-# Between them, with deepseek_v3 in test_export_divided.py, they have all operators and all arguments that graphs give these.
+# Together with deepseek_v3 in test_export_divided.py they have all operators, with all forms of arguments in graphs.
 CHOSEN = [
     "baichuan-13b",
     "baichuan2-13b",
@@ -93,9 +94,9 @@ CHOSEN = [
 
 
 def check_alone(source: RunConfig, exports: Exports, more_bytes: int = 0, prompts: list[list[int]] = PROMPTS) -> None:
-    """Compute by the model, and again by its export without the families.
+    """Compute with the model, and again with its export without the families.
 
-    `more_bytes`: that the export's weights take.
+    `more_bytes`: further memory of the export's weights.
     """
     run = run_config(exports.of(source))
     run = replace(run, model=replace(run.model, dtype=DType.auto))
@@ -144,7 +145,8 @@ def test_a_prompt_without_the_marks_that_its_model_looks_for(exports: Exports, t
 def test_activations_are_quantised_where_a_run_asks_for_it(
     family: str, quant: QuantConfig, exports: Exports, tmp_path: Path
 ) -> None:
-    """As the model's are: before products of many rows, by each weight of many experts, and never in the same run's short steps."""
+    """As in the model: before products of many rows, by each weight of many experts, and never in the same run's short
+    steps."""
     run = llama(tmp_path / family, quant) if family == "llama" else family_model(family, tmp_path / family, quant)
     own, prompts = on_export(run, exports.of(run)), [[*range(5, 69)], [*range(70, 79)], [9]]
     auto = replace(quant, activations=Activations.auto)
@@ -191,7 +193,7 @@ def test_schemes_and_caches(quant: QuantConfig, exports: Exports, tmp_path: Path
     ],
 )
 def test_numbers_of_16_bits(dtype: DType, quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
-    """Also of weights that are large enough for 12 bits."""
+    """Also weights that are large enough for 12 bits."""
     check_alone(wide_llama(tmp_path / "model", dtype, quant), exports)
 
 
@@ -216,7 +218,7 @@ def test_calibrated_models(name: str, cache: str | None, exports: Exports, tmp_p
     write_llama(base, intermediate_size=96)
     quant = replace(CALIBRATED[name], **STATIC_CACHES[cache] if cache else {})
     make(quantize_run(base, quant, tmp_path / name, rows), tmp_path / f"{name}, run")
-    # two layers' keys and values of two heads in float32: flat, beside those of the checkpoint's shape
+    # two layers' keys and values of two heads in float32: flat, in addition to those of the checkpoint's shape
     check_alone(run_config(tmp_path / name), exports, more_bytes=2 * 2 * 2 * 4 if cache else 0)
 
 
@@ -268,7 +270,7 @@ def test_the_weights_are_mapped(export_folder: Path) -> None:
 
 @pytest.mark.long
 def test_killed_at_its_last_step_it_leaves_no_folder(tmp_path: Path) -> None:
-    """All is written and proved by then; the next one takes what was left hidden."""
+    """Everything is written and verified before. The next export removes the hidden remains."""
     write_llama(tmp_path / "model", num_hidden_layers=1)
     driver = (
         "import sys; from pathlib import Path; from pipelines.tasks import export; from tests.helpers.builders import run_config; "

@@ -52,7 +52,7 @@ def check_one_line(folder: Path, line: str) -> None:
 
 
 def fit(folder: Path, file: str = GRAPH) -> None:
-    """Let export.json have the sha256 that the file has."""
+    """Write the file's sha256 into export.json."""
     content = json.loads((folder / EXPORT).read_text())
     content["sha256"][file] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
     (folder / EXPORT).write_text(json.dumps(content))
@@ -90,7 +90,7 @@ def test_a_changed_byte(copy: Path) -> None:
 
 
 def test_a_changed_weight(copy: Path) -> None:
-    """Who asks for it gets every file compared with the manifest."""
+    """On request, every file is compared with the manifest."""
     content = bytearray((copy / WEIGHTS).read_bytes())
     content[-1] ^= 1
     (copy / WEIGHTS).write_bytes(content)
@@ -100,7 +100,7 @@ def test_a_changed_weight(copy: Path) -> None:
 
 
 class Trap:
-    """What makes a folder where it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -121,12 +121,12 @@ def test_what_is_pickled_in_an_archive_is_not_read(copy: Path, tmp_path: Path) -
     load_engine(run_config(copy), 1)
     assert names
     assert not (tmp_path / "unpickled").exists()
-    pickle.loads(trap)  # which it would have made
+    pickle.loads(trap)  # it would have made it
     assert (tmp_path / "unpickled").exists()
 
 
 def test_a_damaged_graph_with_adapters(copy: Path) -> None:
-    """It is read where a run has adapters, and then before the first step."""
+    """A run with adapters reads it before the first step."""
     (copy / ADAPTED_GRAPH).write_bytes(b"PK")
     load_engine(run_config(copy), 1)
     with pytest.raises(UserError, match="adapted.pt2 is damaged .its sha256 is not the one"):
@@ -216,7 +216,7 @@ def test_hostile_archives(
 
 
 class Step(NamedTuple):
-    """What a graph is computed of."""
+    """The inputs of a graph."""
 
     model: ExportedLM
     batch: Batch
@@ -343,13 +343,13 @@ def test_hostile_graphs(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Return the places of all values in a JSON value."""
+    """Return the paths of all values in a JSON value."""
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
 
 
 def leaves(value: Any) -> list[tuple[Any, Any]]:
-    """Return the places of all numbers and texts in a JSON value."""
+    """Return the paths of all numbers and texts in a JSON value."""
     return [(holder, key) for holder, key in places(value) if not isinstance(holder[key], dict | list)]
 
 
@@ -357,7 +357,7 @@ OTHERS = [0, -1, 1, 2**40, -(2**63), "", None, True, "fields_token_ids", [], {},
 
 
 def line_of(folder: Path) -> str:
-    """Return what a damaged folder says; "" where it gives tokens."""
+    """Return the error line of a damaged folder; "" if it generates tokens."""
     try:
         generate(load_engine(run_config(folder), 1), [[0]], DecodeConfig(max_new_tokens=1))
     except UserError as error:
@@ -375,7 +375,7 @@ def damage_description(folder: Path, chooser: random.Random, other: Any) -> None
 
 
 def damage_archive(folder: Path, chooser: random.Random, other: Any) -> None:
-    """Another byte, most often in the directory at the end, or an end that comes earlier."""
+    """Change a byte, most often in the directory at the end, or truncate the archive."""
     content = bytearray((folder / GRAPH).read_bytes())
     place = chooser.randrange(max(0, len(content) - chooser.choice([2000, 2**30])), len(content))
     if other is None:
@@ -387,7 +387,7 @@ def damage_archive(folder: Path, chooser: random.Random, other: Any) -> None:
 
 
 def damage_weights(folder: Path, chooser: random.Random, other: Any) -> None:
-    """Another value in the header, or the places of two weights exchanged."""
+    """Change a value in the header, or swap the positions of two weights."""
     content = (folder / WEIGHTS).read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
@@ -407,7 +407,7 @@ def damage_weights(folder: Path, chooser: random.Random, other: Any) -> None:
 def test_damaged_files_give_a_line_or_tokens(
     harm: Callable[[Path, random.Random, Any], None], export_folder: Path, tmp_path: Path
 ) -> None:
-    """Of the three files one is damaged; the sha256 is made to fit."""
+    """One of the three files is damaged, with its sha256 corrected."""
     found = Counter[str]()
     for seed in range(75):
         chooser, folder = random.Random(seed), tmp_path / "made"
@@ -434,13 +434,14 @@ def test_damaged_graphs_of_codes(quant: QuantConfig, exports: Exports, tmp_path:
 
 
 def check_places(file: str, export_folder: Path, step: Step, share: float) -> None:
-    """A graph with one other number or name, whose sha256 was made to fit, gives a line, logits, or wrong ones, but never a crash.
+    """Change one number or name of a graph at a time, and correct its sha256. The result is a line, or right or wrong
+    logits, but never a crash.
 
-    `share`: of the places where there is another one by turns.
+    `share`: the share of positions that are changed, in turn.
     """
     whole, found, chooser = graph_of(export_folder, file), Counter[str](), random.Random(0)
     for node in whole["nodes"]:
-        node.pop("metadata", None)  # which nobody reads
+        node.pop("metadata", None)  # unread fields
     expected = compute(whole, step, file)
     every = leaves({part: whole[part] for part in ("nodes", "inputs", "outputs")})
     for holder, key in chooser.sample(every, int(share * len(every))):
@@ -451,6 +452,7 @@ def check_places(file: str, export_folder: Path, step: Step, share: float) -> No
             found["line"] += 1
         holder[key] = own
     assert compute(whole, step, file).equal(expected)
-    # 5 of 1,000 graphs: a number that another model could have, such as an epsilon; twice as many is a check that is gone
+    # 5 of 1,000 graphs: a number that is valid for another model, such as an epsilon; twice as many mean a missing
+    # check
     assert found["wrong"] <= found.total() / 100
     assert found["line"] > found["right"]

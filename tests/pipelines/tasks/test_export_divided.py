@@ -1,4 +1,5 @@
-"""A divided model exported: the ranks' parts run without the checkpoint and without the families, and have the bits of one process."""
+"""A sharded model exported: the ranks' parts run without the checkpoint and without the families, and have the bits of
+one process."""
 
 import json
 import shutil
@@ -53,8 +54,8 @@ from tests.helpers.soft_prefixes import write_paddle, write_peft
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="ranks need the C++ kernels")
 
-# Layers that are cut in ways of their own, beside those of the checkpoint, and positions that marks in the prompt give; with the number
-# of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions.
+# Layers with their own way of sharding, besides the checkpoint's, and positions given by marks in the prompt; with the
+# number of stages. deepseek_v3 has stages of unlike layers, and each stage of chatglm needs the positions.
 CHOSEN = {"phi3": 1, "falcon_one_key": 1, "bloom": 1, "qwen2_moe": 1, "deepseek_v3": 2, "chatglm": 2}
 INT4_FP8_CACHE = QuantConfig(QuantScheme.int4, group_size=32, kv_cache=KVCacheFormat.fp8)
 SCHEMES = [
@@ -85,7 +86,7 @@ def folder(checkpoint: Path, exports: Exports) -> Path:
 def test_processes_give_what_one_gives(
     checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows without more, and with an adapter."""
+    """Rows with and without an adapter."""
     layers = ["q_proj", "down_proj"]
     adapter = write_adapter(tmp_path / "adapter", checkpoint, LlamaForCausalLM, 3, r=5, target_modules=layers)
     run = run_config(checkpoint, adapters={"a": str(adapter)})
@@ -104,7 +105,7 @@ def test_processes_give_what_one_gives(
 
 @pytest.mark.long
 def test_prefixes_of_ranks_without_stages(exports: Exports, tmp_path: Path) -> None:
-    """Keys and values, and embeddings that stand in for what the ranks' words give."""
+    """Keys and values, and embeddings that replace the embeddings of the ranks' tokens."""
     model = layer(tmp_path / "model", A8W8)
     write_paddle(tmp_path / "keys.npy", 5, num_layers=1)
     write_peft(tmp_path / "embedded", LlamaForCausalLM.from_pretrained(tmp_path / "model"), "prompt_tuning", 3)
@@ -143,7 +144,7 @@ def test_schemes_by_the_other_number_of_ranks(quant: QuantConfig, tp: int, expor
 
 
 def check(run: RunConfig, exports: Exports, tp: int, pp: int, prompts: list[list[int]] = PROMPTS) -> None:
-    """Steps of ranks that are threads are those of one process."""
+    """Compare steps of ranks that are threads with one process's."""
     own = parallel(on_export(run, exports.of(run, tp=tp, pp=pp)), tp, pp)
     assert_same_bits(whole_steps(run, prompts), stage_steps(own, tp, pp, prompts))
 
@@ -233,7 +234,7 @@ def test_ranks_that_give_other_bits_than_one_process(
 
 
 def change_part(folder: Path, change: Callable[[dict[str, Any]], None], rank: int = 1) -> None:
-    """Change a rank's export.json, and let the folder's have its sha256."""
+    """Change a rank's export.json, and write its sha256 into the folder's export.json."""
     file = folder / f"rank_{rank}" / EXPORT
     content = json.loads(file.read_text())
     change(content)
@@ -285,7 +286,7 @@ def test_a_part_of_another_export_is_one_line(folder: Path, tmp_path: Path) -> N
 
 
 def test_nodes_of_another_form_are_refused() -> None:
-    """A graph is a stranger's: sizes below 0 would be places in memory."""
+    """A graph is untrusted: sizes below 0 would become addresses."""
 
     def work(group: Any) -> None:
         functions, x = nodes.node_functions(group), torch.zeros(3, 2)

@@ -1,4 +1,4 @@
-"""What rows name beside an exported model has the bits of the model that it was made of."""
+"""Adapters and prefixes of rows with an exported model give the bits of the source model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from tests.helpers.random_adapters import write_random_adapter
 from tests.helpers.soft_prefixes import write_paddle, write_peft
 from tests.helpers.written_models import GMASK, SOP, write_written
 
-HEADS_COPY = "base_model.model.lm_head.base_layer.weight"  # which PEFT saves beside an adapted head
+HEADS_COPY = "base_model.model.lm_head.base_layer.weight"  # PEFT saves it next to an adapted head
 
 
 def completions(engine: Engine, prefix: str | None = None) -> list[Any]:
@@ -110,7 +110,7 @@ def test_kept_prefixes(exports: Exports, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
-    """Its rows are those of the model itself. A job that goes on takes the export that is there, if it is of the same model."""
+    """Its rows are those of the model itself. A resumed job uses the existing export if it is of the same model."""
     run, data, out = llama(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "out"
     data.write_text('{"prompt_token_ids": [3, 4, 5]}\n{"prompt_token_ids": []}\n{"prompt_token_ids": [9]}\n')
     decode = DecodeConfig(max_new_tokens=6)
@@ -154,7 +154,7 @@ def adapted(run: RunConfig, num: int) -> RunConfig:
 @pytest.mark.long
 @each("quant", [FLOATS, A8W8, INT4])
 def test_adapters(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
-    """Rows with either of two adapters and none, in one batch and alone, with one adapter resident and both."""
+    """Rows with two adapters and none, in one batch and alone, with one resident adapter and with both."""
     folder = tmp_path / quant.scheme.name
     run = llama(folder / "model", quant)
     settings = {"r": 4, "target_modules": [*ALL_LINEAR, "lm_head"]}, {"r": 9, "target_modules": ["q_proj", "up_proj"]}
@@ -204,7 +204,7 @@ def test_an_adapter_of_a_layer_that_rows_cannot_adapt(exports: Exports, tmp_path
 
 @pytest.mark.long
 def test_adapters_of_a_smoothed_model(tmp_path: Path) -> None:
-    """The scales that are folded into its weights go with it."""
+    """The scales that are folded into its weights are exported, too."""
     write_llama(tmp_path / "base", intermediate_size=96)
     write_rows(tmp_path / "rows.jsonl", random_rows(20, 16))
     adapter = write_adapter(tmp_path / "a", tmp_path / "base", LlamaForCausalLM, r=4, target_modules=ALL_LINEAR)

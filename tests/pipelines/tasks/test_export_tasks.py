@@ -1,4 +1,4 @@
-"""Tasks from an exported model give what they give from the model that it was made of."""
+"""Tasks give the same results with an exported model as with its source model."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ TEXTS = ["Once upon a time, there was a little girl.", "今天天气很好", "do
 
 @pytest.fixture(scope="module")
 def folders(chatty: Path, exports: Exports) -> dict[str, Path]:
-    """A model and what was made of it."""
+    """Return a model and its export."""
     return {"model": chatty, "exported": exports.of(run_config(chatty))}
 
 
@@ -124,7 +124,7 @@ def test_the_prefix_cache(folders: dict[str, Path]) -> None:
 
 @pytest.mark.skipif(build.library() is None, reason="C++ kernels alone are recorded")
 def test_steps_are_recorded(folders: dict[str, Path]) -> None:
-    """What comes again is replayed, with the tokens of calls."""
+    """Repeated steps are replayed, with the tokens of eager steps."""
     decode = DecodeConfig(max_new_tokens=20, ignore_eos=True, logprobs=2)
     answers = []
     for folder in folders.values():

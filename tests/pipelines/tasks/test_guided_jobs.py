@@ -1,4 +1,4 @@
-"""Guides in a predict job and in Python: of the run, of a row, refused for a row, and over a resumption."""
+"""Guides in a predict job and in Python: of the run, of a row, refused for a row, and after resuming."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""lm_eval over our engine gives the numbers of its own `--model hf`, which runs transformers."""
+"""lm_eval over our engine gives the results of its own `--model hf`, which runs transformers."""
 
 import csv
 import json
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.long
 
 TINY = REPOSITORY / "models" / "tiny"
 BABYLLAMA = REPOSITORY.parent / "shared" / "data" / "models" / "babyllama_tok105"  # a BOS before every text, 256 tokens
-CHINESE = ("我喜欢", "北京。")  # babyllama has no such characters
+CHINESE = ("我喜欢", "北京。")  # babyllama lacks such characters
 PAIRS = [
     ("Once upon a time", ", there was a little girl"),
-    ("Once upon a time ", "there was"),  # the space goes to the continuation
+    ("Once upon a time ", "there was"),  # the space belongs to the continuation
     ("", "One sunny day"),
-    ("a " * 300, "b"),  # longer than either model takes
+    ("a " * 300, "b"),  # longer than either model accepts
     ("A lion is", " x"),
 ]
 TEXTS = ["Tom went to the park. " * 40, "x"]
@@ -60,7 +60,7 @@ def test_log_likelihoods_are_transformers(models: tuple[QuintetLM, HFLM]) -> Non
     pairs = [*PAIRS, *([CHINESE] if models[0].tokenizer.source == TINY else [])]
     ours, theirs = (model.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True) for model in models)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
-    # float32 logits of magnitude 10 have steps of 1e-6, and sums in another order take some
+    # float32 logits of magnitude 10 have steps of 1e-6, and sums in another order need some more
     assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6, abs=1e-5)
 
 
@@ -129,7 +129,7 @@ def test_unknown_settings_of_a_task_are_refused() -> None:
 
 
 def write_task(folder: Path) -> None:
-    """Write a task of four questions with choices, as a user's own YAML file names it."""
+    """Write a task of four multiple-choice questions, as a user's own YAML file."""
     starts = ["Tom went to the", "Rosa came to the", "Ella ate the", "One day the"]
     rows = [{"question": start, "choices": [" park", " soup"], "answer": i % 2} for i, start in enumerate(starts)]
     (folder / "pick.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -229,6 +229,6 @@ def test_a_sweep_has_the_tasks_numbers_beside_speed_and_memory(tmp_path: Path, m
 def test_wrong_settings_are_one_line(
     override: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_its_own = partial(TaskManager, include_defaults=False)  # it reads thousands of files for them
+    without_its_own = partial(TaskManager, include_defaults=False)  # it would read thousands of files for them
     monkeypatch.setattr("pipelines.tasks.lm_eval.TaskManager", without_its_own)
     assert message in refusal(tmp_path / "run", "task=evaluate", "device=cpu", override)

@@ -1,4 +1,4 @@
-"""The predict job in one process: batch sizes, models without a tokenizer, jobs in which nothing works."""
+"""The predict job in one process: batch sizes, models without a tokenizer, jobs whose rows all fail."""
 
 import io
 import json
@@ -92,7 +92,7 @@ def test_several_completions_are_all_in_the_row_and_the_first_is_its_own(
 
 
 def test_results_in_a_file_of_the_users_choice(chatty: Path, tmp_path: Path) -> None:
-    """In both forms, with prompts that were cut; a job that goes on has what its first process read of the rows."""
+    """In both formats, with truncated prompts. A resumed job has the data of the rows that its first process read."""
     data, file = tmp_path / "rows.json", tmp_path / "out.json"
     data.write_text(
         '{"src": "Once upon a time", "tgt": "x"}\n{"src": ["a", "b"], "tgt": ["c"]}\n{"prompt": "今天"}\n{"src": 5}\n'
@@ -136,7 +136,7 @@ def test_output_files_that_cannot_be_are_refused_before_the_model_is_loaded(chat
     with pytest.raises(UserError, match="predictions.jsonl is a file that the run itself writes: give another name"):
         run_predict(own, tmp_path, dump)
     (tmp_path / "there").touch()
-    for prompt in ("word " * 20, "x" * 300):  # the second one is longer than a name of a file can be
+    for prompt in ("word " * 20, "x" * 300):  # the second one is longer than a file name may be
         cut = PredictConfig(prompt, truncate=Truncation.left, max_prompt_tokens=5, output_file=str(tmp_path / "there"))
         run_predict(replace(job(chatty, "", max_new_tokens=1), predict=cut), tmp_path / "long", dump)
     assert data.read_text() == "Once\n"
@@ -171,7 +171,7 @@ def test_what_no_prompt_could_be_run_with_fails_before_anything_is_written(chatt
 
 def test_more_new_tokens_than_fit_are_refused_with_the_number_that_fits_every_row(chatty: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
-    lengths = [3, 9, 200, 4]  # of these the third fits with no number
+    lengths = [3, 9, 200, 4]  # the third of these fits at no number
     data.write_text("\n".join(json.dumps({"prompt_token_ids": [5] * length}) for length in lengths) + "\nbad\n")
     with pytest.raises(
         UserError, match="decode.max_new_tokens=5000 is more than the model takes .*: give at most 119 with 9"
@@ -240,7 +240,7 @@ def test_whatever_is_wrong_with_a_row_is_its_error_and_stops_no_other(chatty: Pa
     ends_early = replace(run, predict=replace(run.predict, max_errors=1))
     with pytest.raises(UserError, match="more than predict.max_errors=1 rows failed; the first is row 0"):
         run_predict(ends_early, tmp_path / "out", dump)
-    run_predict(run, tmp_path / "out", dump)  # goes on after rows that failed
+    run_predict(run, tmp_path / "out", dump)  # continues after rows that failed
     done = rows(tmp_path / "out")
     for row, (_, message) in zip(done[::2], BAD_ROWS, strict=True):
         assert re.match(message, str(row["error"]))
@@ -250,7 +250,7 @@ def test_whatever_is_wrong_with_a_row_is_its_error_and_stops_no_other(chatty: Pa
 
 
 class Panic(BaseException):
-    """As a library in Rust ends where it did not expect to."""
+    """Raises an exception as a panic in a Rust library does."""
 
 
 Panic.__name__ = "PanicException"

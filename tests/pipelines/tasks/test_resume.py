@@ -1,4 +1,4 @@
-"""A job that was ended in whatever way goes on where it was, and leaves what an uninterrupted one leaves."""
+"""A job that ended in any way continues, and writes the files of an uninterrupted one."""
 
 import json
 import os
@@ -24,11 +24,12 @@ from tests.helpers.cases import each
 from tests.helpers.command import run as run_command
 from tests.helpers.fork_server import true_starts
 
-SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 3}  # no logprobs, whose last digits are the batch's
+SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 3}  # no logprobs, whose last digits depend on the batch
 NUM_ROWS = 9
 RESULTS = ("predictions.jsonl", "text_generation_result.txt")
 
-# Kills a job wherever an argument says, by a signal that nothing can catch. Every job is a fork of a process that has only imported.
+# Kills a job at a given call with an uncatchable signal. Every job is a fork of a process that has only imported
+# modules.
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
@@ -80,7 +81,8 @@ for i, moment in enumerate(moments):
     ends.append(run(folder, folder if i % 2 else "auto"))
 json.dump(ends, sys.stdout)
 """
-# Renamed are config.yaml, environment.json, predictions.jsonl, text_generation_result.txt and metrics.json, in this order.
+# The rename calls are for config.yaml, environment.json, predictions.jsonl, text_generation_result.txt and
+# metrics.json, in this order.
 MOMENTS = [
     ("write", 1), ("append", 1), ("write", 2), ("append", 5), ("write", 7), ("append", NUM_ROWS), ("replace", 1), ("replace", 3),
     ("replace", 4), ("replace", 5), ("remove", 1),
@@ -107,7 +109,7 @@ def job(chatty: Path, data: Path | str, predict: dict[str, Any] | None = None, *
 
 
 def unfinished(chatty: Path, data: Path, folder: Path, **decode: Any) -> None:
-    """A job that has ended at its one bad row."""
+    """Return a job that has ended at its one bad row."""
     with pytest.raises(UserError, match="more than predict.max_errors=0 rows failed"):
         run_predict(job(chatty, data, {"max_errors": 0}, **decode), folder, dump)
     assert (folder / journal.NAME).exists()
@@ -154,7 +156,7 @@ def test_killed_at_any_moment_it_leaves_what_an_uninterrupted_job_leaves(
 def test_totals_are_of_all_rows_and_the_speed_of_this_process(chatty: Path, tmp_path: Path, data: Path) -> None:
     run_predict(job(chatty, data), tmp_path / "whole", dump)
     unfinished(chatty, data, tmp_path / "out")
-    run_predict(job(chatty, data, {"max_errors": 0}), tmp_path / "out", dump)  # the error that was counted is done
+    run_predict(job(chatty, data, {"max_errors": 0}), tmp_path / "out", dump)  # the counted error is done
     assert results(tmp_path / "out") == results(tmp_path / "whole")
     whole, out = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "out"))
     for name in ("num_prompts", "num_errors", "num_prompt_tokens", "num_generated_tokens"):
@@ -378,4 +380,4 @@ def test_memory_does_not_grow_with_the_rows(chatty: Path, tmp_path: Path) -> Non
     few, many = (peak_memory_mb(chatty, tmp_path / f"{num_rows}.jsonl", num_rows) for num_rows in (200, 2_000))
     assert (
         many - few < 12
-    )  # measured: below 1. The rows of the second job are 16 MB as they come, and as much as they go
+    )  # measured: below 1. The rows of the second job take 16 MB when read, and as much when written

@@ -1,4 +1,5 @@
-"""Every experiment is reproducible from its folder: each task is run again from its config.yaml, from elsewhere, and gives the same."""
+"""Every experiment is reproducible from its folder: each task runs again from its config.yaml, in another folder, with
+the same results."""
 
 import json
 import subprocess
@@ -25,7 +26,8 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "a time", "decode": {"temperature": 0}},
 ]
 SAMPLED = {0: None, 1: None, 3: 3, 4: None}  # index: its own seed
-# One process for all runs, because imports take most of the time of each. Each job: its overrides, and those of the second run.
+# One process for all runs, because imports take most of the time of each. Each job: its overrides, and the overrides of
+# the second run.
 DRIVER = """
 import json, os, runpy, sys
 

@@ -1,4 +1,5 @@
-"""`task=score`: transformers' classifiers and Qwen3-Reranker by its model card, the files of a job, and what is refused."""
+"""`task=score`: transformers' classifiers and Qwen3-Reranker by its model card, the files of a job, and refused
+requests."""
 
 import json
 from dataclasses import replace
@@ -69,7 +70,7 @@ def test_a_reward_model(tmp_path: Path, num_labels: int) -> None:
 
 @torch.inference_mode()
 def card_score(reference: Any, tokenizer: Any, query: str, document: str, instruction: str) -> float:
-    """As the model card of Qwen3-Reranker computes it."""
+    """Compute by the model card of Qwen3-Reranker."""
     prefix = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'

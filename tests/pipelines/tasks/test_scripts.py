@@ -1,4 +1,4 @@
-"""Scripts by the documentation of MindFormers and of vLLM: they run with another import line."""
+"""Scripts from the documentation of MindFormers and of vLLM run with another import line."""
 
 import ast
 import logging
@@ -67,7 +67,7 @@ def run(script: str, theirs: str, ours: str) -> None:
 
 @pytest.fixture
 def ckpt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of a script, with the bundled model as path/to/llama2_7b.ckpt."""
+    """Return the working folder of a script, with the bundled model as path/to/llama2_7b.ckpt."""
     folder = tmp_path / "path" / "to"
     folder.mkdir(parents=True)
     tensors = load_file(TINY / "model.safetensors")
@@ -187,7 +187,7 @@ def test_the_scripts_of_vllm(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Models come from ModelScope's cache, one of them quantised; remote code is named, and not run."""
+    """Models come from ModelScope's cache, one of them quantised; remote code is reported, and not run."""
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "")  # the scripts set it
     use_modelscope(tmp_path / "hub", monkeypatch)
     shutil.copytree(TINY, tmp_path / "hub" / "qwen--Qwen-1_8B" / "snapshots" / "master")

@@ -1,4 +1,5 @@
-"""Drafts from outside: the same files with and without them, rows with settings of their own, and what is refused or reported."""
+"""Drafts from the command line: the same files with and without them, rows with their own settings, refusals and
+reports."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The table of a sweep: made from what its jobs left, whatever stands in their overrides and errors."""
+"""The table of a sweep, made from its jobs' files, with any text in their overrides and errors."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ def leave(
     error: str | None = None,
     sweep: str = "this",
 ) -> None:
-    """What the job leaves whose number is the folder's name."""
+    """Write the files of the job whose number is the folder's name."""
     folder.mkdir(parents=True)
     job = {"sweep": sweep, "number": int(folder.name), "overrides": overrides, "error": error}
     (folder / "job.json").write_text(json.dumps(job))
@@ -138,7 +138,7 @@ def test_jobs_that_differ_in_the_task_alone_share_a_row(tmp_path: Path, capsys: 
         "| 0 + 2 | none | 5.2500 | 123 | 12.3 | 4.00 | 512 |",
         "| 1 + 3 | int8 | 5.2500 | 123 | 12.3 | 4.00 | 512 |",
     ]
-    first, _ = rows(tmp_path)  # all metrics; what the tasks measured otherwise has the task's name
+    first, _ = rows(tmp_path)  # all metrics; if tasks measure one differently, its name includes the task
     assert (first["weight_bytes"], first["bench.load_s"], first["evaluate.load_s"]) == ("4000000", "2.0", "1.0")
     peaks = [first[f"{prefix}peak_memory_bytes"] for prefix in ("", "bench.", "evaluate.")]
     assert peaks == ["512000000", "512000000", "480000000"]  # the row has the largest, too
@@ -164,7 +164,7 @@ def test_rows_stand_in_the_order_of_the_jobs_and_are_of_this_sweep_alone(tmp_pat
         leave(tmp_path / f"a={number}" / str(number), [f"a={number}"], METRICS)
     leave(tmp_path / "3", ["a=3"], error="of an earlier sweep", sweep="earlier")
     (tmp_path / "4").mkdir()
-    for content in ("{}", "[1]", "no JSON", json.dumps({"version": 2, "files": {}})):  # of somebody else
+    for content in ("{}", "[1]", "no JSON", json.dumps({"version": 2, "files": {}})):  # of another program
         (tmp_path / "4" / "job.json").write_text(content)
         assert write(tmp_path) is None
         assert [(row["job"], row["a"]) for row in rows(tmp_path)] == [("a=0/0", "0"), ("a=2/2", "2"), ("a=10/10", "10")]
@@ -203,7 +203,7 @@ def test_an_error_ends_one_job(
     assert json.loads((tmp_path / "0" / "job.json").read_text()) == job
     printed = capsys.readouterr().err
     assert ("Traceback" in printed) == isinstance(raised, RuntimeError)
-    assert "\x1b" not in printed  # a terminal would obey it
+    assert "\x1b" not in printed  # a terminal would interpret it
 
 
 @each("raised", [KeyboardInterrupt(), SystemExit(143)])
@@ -216,7 +216,7 @@ def test_an_interrupt_ends_the_sweep_and_the_job_says_so(tmp_path: Path, raised:
 
 def test_a_folder_of_two_jobs_or_of_another_sweep_is_refused(tmp_path: Path) -> None:
     remedy = r"give hydra.sweep.subdir=\$\{hydra:job.num\}"
-    for sweep in ("earlier", "this"):  # what an earlier sweep left is replaced
+    for sweep in ("earlier", "this"):  # the files of an earlier sweep are replaced
         with recorded(tmp_path, tmp_path, sweep=sweep):
             pass
     with (
@@ -246,7 +246,7 @@ def test_the_objective_is_a_number_of_the_metrics(tmp_path: Path) -> None:
         )
         with pytest.raises(UserError, match=message + r"did you mean decode_tokens_per_s\?"):
             objective(tmp_path / "0", wrong)
-    with pytest.raises(UserError, match="sweep.objective=model is no metric"):  # which is a text
+    with pytest.raises(UserError, match="sweep.objective=model is no metric"):  # a text
         objective(tmp_path / "0", "model")
 
 

@@ -1,4 +1,4 @@
-"""The engine's side, step by step: the frames that it is told, and those that it says, without a process or a clock."""
+"""The engine's side, step by step: its input frames and output frames, without a process or a clock."""
 
 import pkgutil
 import threading
@@ -45,7 +45,7 @@ def served() -> Served:
 
 @pytest.fixture
 def engine(served: Served) -> Iterator[Engine]:
-    """The engine, of which everything must have come back after the test."""
+    """Return the engine. After the test all its resources must be free."""
     yield served.engine
     served.engine.scheduler.check_integrity()
     blocks = served.engine.scheduler.block_manager
@@ -200,7 +200,7 @@ def test_behind_what_cannot_be_mended_the_process_ends(
 ) -> None:
     def failing(*arguments: Any) -> Any:
         if kind is None:
-            engine.scheduler.running[0].sequences[0].block_table.pop()  # a block that nobody has
+            engine.scheduler.running[0].sequences[0].block_table.pop()  # a block that no sequence owns
             raise MemoryError
         raise kind("the device is lost")
 
@@ -259,7 +259,7 @@ def test_the_background_waits_for_all_others_and_has_half_of_the_places(
     assert running[0] == [100, 101]
     assert max(sum(id >= 100 for id in ids) for ids in running) == BATCH_SIZE // 2
     first_of = {id: next(i for i, ids in enumerate(running) if id in ids) for id in (8, 102, 103)}
-    assert first_of[102] >= first_of[8]  # nobody of the background begins while one of the others waits
+    assert first_of[102] >= first_of[8]  # no background request begins while another request waits
     assert script.of(Beat)[0].num_waiting == 4
 
 
@@ -283,7 +283,7 @@ def test_a_reader_that_reads_nothing_keeps_nobody_waiting(served: Served, engine
 
 
 def test_a_long_prompt_stalls_no_stream(served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that takes 10 ms for a step and 1 ms for each token of it."""
+    """On a machine that takes 10 ms for a step and 1 ms for each of its tokens."""
     now_s, steps = 0.0, list[tuple[int, float]]()
     step = engine.step
 
@@ -307,7 +307,7 @@ def test_a_long_prompt_stalls_no_stream(served: Served, engine: Engine, monkeypa
 
 
 class StepClock:
-    """Counts an engine's steps, and calls those that wait for a number of them."""
+    """Counts an engine's steps, and calls functions that wait for a number of steps."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_steps, self._step = 0, engine.step
@@ -331,7 +331,7 @@ class StepClock:
 def test_settings_that_take_long_stall_no_stream(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch, slow: str, decode: dict[str, Any]
 ) -> None:
-    """What prepares them waits for ten steps of the stream beside it."""
+    """Their preparation waits for ten steps of the concurrent stream."""
     clock, original = StepClock(engine, monkeypatch), pkgutil.resolve_name(slow)
 
     def waiting(*arguments: Any) -> Any:
@@ -349,7 +349,7 @@ def test_settings_that_take_long_stall_no_stream(
 
 
 def test_what_is_prepared_alone_is_waited_for_and_may_be_left(served: Served, engine: Engine) -> None:
-    """With nothing else to do, by a signal; a request that was left while it was prepared is never heard of."""
+    """If nothing else runs, the engine waits for it. A cancelled request gets no answer."""
     guided = [Submit(id, prompt_of(engine), {"guide": {"choice": [f"a{id}", "b"]}}) for id in (1, 2, 3)]
     script = serve(served, guided, [Cancel(3)])
     assert [frame.id for frame in script.of(Done)] == [1, 2]
@@ -360,7 +360,7 @@ def test_what_is_prepared_alone_is_waited_for_and_may_be_left(served: Served, en
 def test_what_a_step_may_compute_first_is_told_before_it(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the step ends the process, the others only waited."""
+    """If the step ends the process, the other requests only waited."""
     told: list[list[int]] = []
     step = engine.step
 
@@ -387,7 +387,7 @@ def test_what_a_step_may_compute_first_is_told_before_it(
 def test_many_requests_are_looked_at_between_steps_and_in_their_order(
     served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that takes 15 ms for each: what runs has a step after every second one."""
+    """On a machine that takes 15 ms per request, running requests get a step after every second one."""
     now_s, events = 0.0, list[int | str]()
     request, step = engine.request, engine.step
 
@@ -411,7 +411,7 @@ def test_many_requests_are_looked_at_between_steps_and_in_their_order(
 
 
 def test_a_panic_in_a_step_ends_what_ran_alone(served: Served, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panic of Rust code is no Exception."""
+    """A panic of Rust code is not a subclass of Exception."""
     panic = type("PanicException", (BaseException,), {})
     execute, calls = engine.executor.execute, []
 
