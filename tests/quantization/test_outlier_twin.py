@@ -45,8 +45,7 @@ def test_static_scales_fall_apart_and_smoothing_recovers(twins: tuple[Path, Path
         return float((all_logits(make(run, tmp_path / "run"), PROMPT) - exact).norm() / exact.norm())
 
     unsmoothed = error(plain, "a8w8 static")
-    # Channels of 32 to 64 times the size of the other channels enlarge the steps of all channels, which leaves the normal ones 2 to 4
-    # bits.
+    # Channels that are 32 to 64 times larger enlarge the steps of all channels; normal channels keep 2 to 4 bits.
     assert error(twin, "a8w8 static") > 5 * unsmoothed
     # sqrt(max(x) / max(w)) removes the same scales from the twin as from the plain model, times the factors: the codes
     # are then equal.
