@@ -111,11 +111,11 @@ GROUPS: dict[str, list[str]] = {
         f"{ROWS}model.path=tiny {TEXTS}quant=a8w8,fp8 quant.method=smoothquant quant.activations=dynamic,static",
         f"{ROWS}model.path=tiny {TEXTS}quant=none,int8 quant.kv_cache_scales=static quant.kv_cache=int8,fp8",
     ],
-    "families": [f"{ROWS}model.path={','.join(FAMILIES)} {each}" for each in ("quant=none", PAIRS[0])],
-    "goldens": [f"{ROWS}model.path={OTHER_GOLDENS} {each}" for each in (FLOATS, *PAIRS)],
-    "chatglm": [f"{IDS}predict.data=glm_rows.jsonl model.path={GLM} {each}" for each in (FLOATS, *PAIRS)],
-    "real/stories260K": [f"{ROWS}model.path=real/stories260K {each}" for each in (*SCHEMES, CACHES)],
-    "real/babyllama_tok105": [f"{ROWS}model.path=real/babyllama_tok105 {each}" for each in (*SCHEMES, CACHES)],
+    "families": [f"{ROWS}model.path={','.join(FAMILIES)} {options}" for options in ("quant=none", PAIRS[0])],
+    "goldens": [f"{ROWS}model.path={OTHER_GOLDENS} {options}" for options in (FLOATS, *PAIRS)],
+    "chatglm": [f"{IDS}predict.data=glm_rows.jsonl model.path={GLM} {options}" for options in (FLOATS, *PAIRS)],
+    "real/stories260K": [f"{ROWS}model.path=real/stories260K {options}" for options in (*SCHEMES, CACHES)],
+    "real/babyllama_tok105": [f"{ROWS}model.path=real/babyllama_tok105 {options}" for options in (*SCHEMES, CACHES)],
     "real/smollm2_135m_instruct": [f"{ROWS}model.path={SMOLLM} {CACHES}"],  # this scheme rejects its codes
 }
 
@@ -124,7 +124,7 @@ def make_inputs(folder: Path) -> None:
     """Write the rows, texts and models that the sweeps name without a folder."""
     chosen = random.Random(0)
     ids = [[chosen.randrange(5, 90) for _ in range(90)] for _ in range(20)]  # in every vocabulary
-    rows = [{"prompt_token_ids": ids[0][:length], "decode": given} for length in (7, 90) for given in DECODES]
+    rows = [{"prompt_token_ids": ids[0][:length], "decode": settings} for length in (7, 90) for settings in DECODES]
     glm_rows = [row | {"prompt_token_ids": [*row["prompt_token_ids"], 301, 304, 281, 284]} for row in rows]
     texts, questions = [{"prompt_token_ids": row[:64]} for row in ids], [{"prompt": TEXT[:16], "answer": "there"}]
     lines = {"rows": rows, "glm_rows": glm_rows, "texts": texts, "questions": questions}
@@ -170,8 +170,8 @@ def run_command(overrides: str, folder: Path) -> subprocess.CompletedProcess[str
 
 def cases(sweep: str) -> list[str]:
     """Return the name of each job, in the order of Hydra's sweeps."""
-    given = [override.partition("=") for override in sweep.split() if override not in ROWS.split()]
-    choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in given]
+    overrides = [override.partition("=") for override in sweep.split() if override not in ROWS.split()]
+    choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in overrides]
     return list(map(" ".join, itertools.product(*choices)))
 
 
@@ -181,7 +181,9 @@ def digest(file: Path) -> str:
     data = file.read_bytes()
     if file.name == "weights.safetensors":
         tensors = load_file(file).values()
-        parts = (f"{each.dtype} {each.shape} ".encode() + bytes(each.flatten().view(torch.uint8)) for each in tensors)
+        parts = (
+            f"{tensor.dtype} {tensor.shape} ".encode() + bytes(tensor.flatten().view(torch.uint8)) for tensor in tensors
+        )
         data = b"".join(sorted(parts))
     return hashlib.sha256(data).hexdigest()
 
@@ -201,17 +203,17 @@ def run_group(name: str, folder: Path) -> dict[str, str]:
     """Return the results of a group by case and file."""
     if name.startswith("real/") and not (folder / name).exists():
         return {name: "skipped"}
-    found = {}
+    digests: dict[str, str] = {}
     for number, sweep in enumerate(GROUPS[name]):
         sweep_folder = folder / f"{Path(name).name}-{number}"
         done = run_command(f"-m hydra.sweep.dir={sweep_folder} {sweep}", folder)
         for job, case in enumerate(cases(sweep)):
             of_job = results(sweep_folder / str(job))
-            found |= {f"{name}: {case}: {file}": value for file, value in of_job.items()}
+            digests |= {f"{name}: {case}: {file}": value for file, value in of_job.items()}
             if not of_job:
-                found[f"{name}: {case}"] = "failed"
+                digests[f"{name}: {case}"] = "failed"
                 print(f"{case}: {done.stderr[-600:]}", file=sys.stderr)
-    return found
+    return digests
 
 
 def machine() -> dict[str, Any]:

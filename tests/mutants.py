@@ -164,9 +164,9 @@ class Finder(ast.NodeVisitor):
         outer, was_kernel = self.statement, self.in_kernel
         self.in_kernel |= any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
         self.scope.append(node.name)
-        for each in node.body:
-            if not isinstance(node, ast.ClassDef) or isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                self.visit(each)
+        for child in node.body:
+            if not isinstance(node, ast.ClassDef) or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.visit(child)
         self.scope.pop()
         self.statement, self.in_kernel = outer, was_kernel
 
@@ -189,7 +189,7 @@ def python_mutants(file: str) -> list[Mutant]:
 
 def cpp_mutants(file: str) -> list[Mutant]:
     """Return changes of single tokens inside indented lines of code."""
-    text, found = (REPOSITORY / file).read_text(encoding="utf-8"), list[Mutant]()
+    text, mutants = (REPOSITORY / file).read_text(encoding="utf-8"), list[Mutant]()
     at, counts = 0, defaultdict[str, int](int)
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         code = line.partition("//")[0]
@@ -197,10 +197,10 @@ def cpp_mutants(file: str) -> list[Mutant]:
             for old, new in CPP_CHANGES.items():
                 for match in re.finditer(re.escape(old), code):
                     kind, start, end = f"{old.strip()} to {new.strip()}", at + match.start(), at + match.end()
-                    found.append(Mutant(file, code.strip(), kind, counts[code + kind], old, new, start, end, number))
+                    mutants.append(Mutant(file, code.strip(), kind, counts[code + kind], old, new, start, end, number))
                     counts[code + kind] += 1
         at += len(line)
-    return found
+    return mutants
 
 
 def draw() -> list[Mutant]:
@@ -221,7 +221,9 @@ def recorded() -> tuple[dict[str, dict[str, str]], list[Mutant]]:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     files = {key.partition(":")[0] for key in record}
     known = {
-        each.key: each for file in files for each in (python_mutants if file.endswith(".py") else cpp_mutants)(file)
+        mutant.key: mutant
+        for file in files
+        for mutant in (python_mutants if file.endswith(".py") else cpp_mutants)(file)
     }
     for key in record.keys() - known.keys():
         print(f"gone: {key}")
@@ -265,7 +267,7 @@ def launches(file: str) -> list[int]:
     return [
         node.body[-1].lineno
         for node in functions
-        if not any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+        if not any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
     ]
 
 
@@ -273,10 +275,12 @@ def chosen_tests(mutant: Mutant, reached: dict[str, set[str]], durations: dict[s
     """Return the tests to run, cheapest of each file first, until their durations reach the budget."""
     by_file: dict[str, list[str]] = defaultdict(list)
     tests = reached[mutant.key] if mutant.file.endswith(".py") else tests_of_kernel(mutant.file, durations)
-    for test in sorted(tests, key=lambda each: durations.get(each, 1.0)):
+    for test in sorted(tests, key=lambda test_id: durations.get(test_id, 1.0)):
         by_file[test.partition("::")[0]].append(test)
     ranked = sorted(
-        (place, durations.get(test, 1.0), test) for own in by_file.values() for place, test in enumerate(own)
+        (place, durations.get(test, 1.0), test)
+        for file_tests in by_file.values()
+        for place, test in enumerate(file_tests)
     )
     chosen, spent = list[str](), 0.0
     for _, _, test in ranked:
@@ -290,8 +294,8 @@ def tests_of_kernel(file: str, durations: dict[str, float]) -> set[str]:
     """Return the tests of an operator's folder; for a header that several folders include, all tests of kernels."""
     folder = Path(file).parent.name
     names = {test for test in durations if test.startswith("tests/kernels/") and "/triton/" not in test}
-    own = {test for test in names if folder != "kernels" and folder in test.partition("::")[0]}
-    return own or names
+    folder_tests = {test for test in names if folder != "kernels" and folder in test.partition("::")[0]}
+    return folder_tests or names
 
 
 def read_durations(times: Path) -> dict[str, float]:
@@ -385,14 +389,14 @@ def main() -> None:
     run.add_argument("log", type=Path)
     run.add_argument("times", type=Path)
     run.add_argument("--jobs", type=int, default=2)
-    given = parser.parse_args()
-    if given.verb == "draw":
+    arguments = parser.parse_args()
+    if arguments.verb == "draw":
         record = {mutant.key: {"old": mutant.old, "new": mutant.new, "line": str(mutant.line)} for mutant in draw()}
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    elif given.verb == "probe":
-        write_probes(given.tree.resolve(), given.log.resolve())
+    elif arguments.verb == "probe":
+        write_probes(arguments.tree.resolve(), arguments.log.resolve())
     else:
-        run_mutants(given.name, given.log, given.times, given.jobs)
+        run_mutants(arguments.name, arguments.log, arguments.times, arguments.jobs)
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ def hidden() -> set[str]:
             except importlib.metadata.PackageNotFoundError:  # only on other systems
                 continue
             todo += [
-                canonicalize_name(each.name)
-                for each in required
-                if each.marker is None or each.marker.evaluate({"extra": ""})
+                canonicalize_name(requirement.name)
+                for requirement in required
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             ]
     modules = importlib.metadata.packages_distributions()
     return UNUSED | {module for module, owners in modules.items() if carried.isdisjoint(map(canonicalize_name, owners))}

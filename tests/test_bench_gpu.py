@@ -49,11 +49,11 @@ def run(tmp_path: Path, names: list[str], time_left: Any = lambda: 600.0) -> lis
 
 def test_one_bad_row_costs_no_other(tmp_path: Path) -> None:
     names = ["good", "hangs", "better", "crashes", "fails", "last word", "best"]
-    found = {row["name"]: row.get("error", row.get("seconds")) for row in run(tmp_path, names)}
-    assert [found[name] for name in ("good", "better", "last word", "best")] == [1.0] * 4
-    assert found["hangs"] == "it took more than 1 s"
-    assert found["crashes"] == "the process ended with 7: a library's line"
-    assert found["fails"] == "RuntimeError: two lines"
+    rows = {row["name"]: row.get("error", row.get("seconds")) for row in run(tmp_path, names)}
+    assert [rows[name] for name in ("good", "better", "last word", "best")] == [1.0] * 4
+    assert rows["hangs"] == "it took more than 1 s"
+    assert rows["crashes"] == "the process ended with 7: a library's line"
+    assert rows["fails"] == "RuntimeError: two lines"
 
 
 def test_a_process_that_cannot_start_ends(tmp_path: Path) -> None:

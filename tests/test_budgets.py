@@ -40,8 +40,8 @@ def lines_allowed(function: Function) -> int:
 
 def too_long(code: str) -> list[str]:
     """Return the file's functions with too many lines."""
-    lengths = {each: (each.end_lineno or 0) - each.lineno + 1 for each in functions(code)}
-    return [f"{each.name}: {length}" for each, length in lengths.items() if length > lines_allowed(each)]
+    lengths = {function: (function.end_lineno or 0) - function.lineno + 1 for function in functions(code)}
+    return [f"{function.name}: {length}" for function, length in lengths.items() if length > lines_allowed(function)]
 
 
 def test_files_and_functions_are_short() -> None:
@@ -50,7 +50,11 @@ def test_files_and_functions_are_short() -> None:
         file: size for file, size in sizes.items() if size > (TEST_FILE if file.startswith("tests") else FILE)
     }
     assert not long_files
-    long_functions = {name(file): found for file in FILES if (found := too_long(file.read_text(encoding="utf-8")))}
+    long_functions = {
+        name(file): functions_too_long
+        for file in FILES
+        if (functions_too_long := too_long(file.read_text(encoding="utf-8")))
+    }
     assert not long_functions
     assert 0 < sum(size for file, size in sizes.items() if Path(file).parent == Path("pipelines/server")) <= SERVER
     runner = [

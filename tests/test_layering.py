@@ -119,16 +119,16 @@ FILES = {module_name(file): file for top in TOPS for file in sorted((REPOSITORY 
 @functools.cache
 def imports(name: str) -> set[str]:
     """Return the modules that `name` imports, also inside functions; a submodule of ours by its own name."""
-    found = set()
+    modules = set()
     for node in statements(FILES[name]):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import"
             assert node.module is not None
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (inside & FILES.keys()) or {node.module}
-    return found
+            modules |= (inside & FILES.keys()) or {node.module}
+    return modules
 
 
 def own_imports(name: str) -> set[str]:
@@ -154,12 +154,12 @@ def top_packages(name: str) -> set[str]:
 
 def reached(name: str) -> set[str]:
     """Return our modules that `name` imports, at any depth, and itself."""
-    found, todo = set(), {name}
+    known, todo = set(), {name}
     while todo:
         module = todo.pop()
-        found.add(module)
-        todo |= (imports(module) & FILES.keys()) - found
-    return found
+        known.add(module)
+        todo |= (imports(module) & FILES.keys()) - known
+    return known
 
 
 def imports_go_down() -> Iterator[str]:
@@ -236,7 +236,7 @@ def only_the_engine_reaches_its_scheduler_and_blocks() -> Iterator[str]:
     for name in FILES:
         if name.startswith("pipelines.") and not name.startswith("pipelines.engine."):
             code = FILES[name].read_text(encoding="utf-8")
-            yield from (f"{name} has {found}" for found in re.findall(r"\.(?:scheduler|block_manager)\b", code))
+            yield from (f"{name} has {attribute}" for attribute in re.findall(r"\.(?:scheduler|block_manager)\b", code))
 
 
 def no_file_imports_more_than_a_reader_can_hold() -> Iterator[str]:
@@ -263,7 +263,7 @@ RULES: list[Callable[[], Iterator[str]]] = [
 
 def test_the_plan_holds() -> None:
     assert len(FILES) > 40
-    broken = {rule.__name__: found for rule in RULES if (found := list(rule()))}
+    broken = {rule.__name__: violations for rule in RULES if (violations := list(rule()))}
     assert not broken
 
 

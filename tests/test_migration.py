@@ -84,25 +84,29 @@ def arguments_of(line: str, examples: dict[str, str], out: Path) -> list[str]:
     if "--config-path" in keys:
         return [*arguments, f"hydra.run.dir={out}"]
     task = next((argument.removeprefix("task=") for argument in arguments if argument.startswith("task=")), "predict")
-    given = {"device": "cpu", "device.threads": "1", "model": "tiny"}
+    settings = {"device": "cpu", "device.threads": "1", "model": "tiny"}
     if "model.path" in keys:
-        del given["model"]
+        del settings["model"]
     if "device" in keys:
-        del given["device"]
+        del settings["device"]
     if task == "convert":
-        given = {"model": given["model"]}
+        settings = {"model": settings["model"]}
     if task == "predict":
-        given |= {"predict.data": "Once", "decode.max_new_tokens": "2"}
+        settings |= {"predict.data": "Once", "decode.max_new_tokens": "2"}
         if "decode.max_length" in keys:
             arguments = [argument.replace("decode.max_length=2048", "decode.max_length=20") for argument in arguments]
-            del given["decode.max_new_tokens"]
+            del settings["decode.max_new_tokens"]
     if task == "bench":
-        given |= {"bench.prompt_tokens": "8", "bench.new_tokens": "2", "bench.repeats": "1"}
+        settings |= {"bench.prompt_tokens": "8", "bench.new_tokens": "2", "bench.repeats": "1"}
     if any(argument.startswith(("quant=a8w8", "quant.kv_cache_scales")) for argument in arguments):
-        given |= {"calibrate.num_samples": "2", "calibrate.sequence_length": "16"}
+        settings |= {"calibrate.num_samples": "2", "calibrate.sequence_length": "16"}
     limits = {"model.max_length=4096": "model.max_length=64"}  # the bundled model's context is shorter
     arguments = [limits.get(argument, argument) for argument in arguments]
-    return [*(f"{key}={value}" for key, value in given.items() if key not in keys), *arguments, f"hydra.run.dir={out}"]
+    return [
+        *(f"{key}={value}" for key, value in settings.items() if key not in keys),
+        *arguments,
+        f"hydra.run.dir={out}",
+    ]
 
 
 @pytest.mark.long
@@ -126,10 +130,10 @@ def test_the_lines_of_servers_go_together(examples: dict[str, str], tmp_path: Pa
     """All of them start one server, which becomes ready and ends."""
     servers = [line for line in lines() if "task=serve" in line]
     assert len(servers) > 3
-    given = dict.fromkeys(part for line in servers for part in line.split() if part != "task=serve")
+    options = dict.fromkeys(part for line in servers for part in line.split() if part != "task=serve")
     arguments = [
         part
-        for part in arguments_of(" ".join(["task=serve", *given]), examples, tmp_path)
+        for part in arguments_of(" ".join(["task=serve", *options]), examples, tmp_path)
         if not part.startswith("hydra")
     ]
     with served(tmp_path / "run", "model=tiny", *(part for part in arguments if part.startswith("serve."))) as (

@@ -37,13 +37,13 @@ def unknown_settings(text: str) -> Iterator[str]:
 
 def test_links_exist() -> None:
     texts = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
-    broken = {str(document): found for document, text in texts.items() if (found := [*broken_links(document, text)])}
+    broken = {str(document): links for document, text in texts.items() if (links := [*broken_links(document, text)])}
     assert broken == {}
 
 
 def test_settings_exist() -> None:
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    assert {name: found for name, text in texts.items() if (found := [*unknown_settings(text)])} == {}
+    assert {name: settings for name, text in texts.items() if (settings := [*unknown_settings(text)])} == {}
 
 
 def test_what_does_not_exist_is_found() -> None:

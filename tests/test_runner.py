@@ -59,8 +59,8 @@ def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
     return exports.of(family_model("llama3", tmp_path_factory.mktemp("llama") / "model", INT8))
 
 
-def call(program: Path, folder: Path, *words: str, given: str = "") -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([program, folder, *words], input=given, capture_output=True, text=True, timeout=60)
+def call(program: Path, folder: Path, *words: str, input_text: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([program, folder, *words], input=input_text, capture_output=True, text=True, timeout=60)
 
 
 def check_tokens(program: Path, folder: Path) -> None:
@@ -71,7 +71,7 @@ def check_tokens(program: Path, folder: Path) -> None:
         decode = DecodeConfig(max_new_tokens=24, **settings)
         expected = [output.completions[0].token_ids for output in generate(engine, PROMPTS, decode)]
         words = [f"decode.{name}={value}" for name, value in {"max_new_tokens": 24, **settings}.items()]
-        ran = call(program, folder, *words, given=lines)
+        ran = call(program, folder, *words, input_text=lines)
         assert (ran.returncode, ran.stderr) == (0, "")
         assert [[*map(int, line.split())] for line in ran.stdout.splitlines()] == expected
 
@@ -227,7 +227,7 @@ def test_numbers_that_json_does_not_have(number: str, export_folder: Path, progr
 
 
 def test_a_prompt_without_tokens(export_folder: Path, program: Path) -> None:
-    ran = call(program, export_folder, "decode.max_new_tokens=1", given="3\n\n")
+    ran = call(program, export_folder, "decode.max_new_tokens=1", input_text="3\n\n")
     assert (ran.returncode, ran.stderr) == (1, "quintet-runner: the prompt has no tokens\n")
 
 
@@ -278,7 +278,7 @@ def tokenized(program: Path, tokenizer: Tokenizer, folder: Path, texts: list[str
     """Return the runner's ids for texts, which need no model."""
     (folder / RUNNER_TOKENIZER).write_text(json.dumps(tokenizer.runner_form(), ensure_ascii=False), encoding="utf-8")
     lines = "".join(json.dumps(text, ensure_ascii=bool(i % 2)) + "\n" for i, text in enumerate(texts))
-    ran = call(program, folder, "tokenize=true", "input=json", given=lines)
+    ran = call(program, folder, "tokenize=true", "input=json", input_text=lines)
     assert (ran.returncode, ran.stderr) == (0, "")
     return [[*map(int, line.split())] for line in ran.stdout.removesuffix("\n").split("\n")]
 
@@ -289,8 +289,8 @@ def test_texts_become_the_tokenizers_ids(program: Path, tmp_path: Path) -> None:
         texts = [*random_texts([*tokenizer._control_names][:40], 2000), "naïve 今天 \n  x" * 9000, "ab" * 50_000]
         alone = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         expected = [tokenizer.encode(text, True) or alone for text in texts]
-        for text, ids, found in zip(texts, expected, tokenized(program, tokenizer, tmp_path, texts), strict=True):
-            assert found == ids, (name, text[:200])
+        for text, ids, actual in zip(texts, expected, tokenized(program, tokenizer, tmp_path, texts), strict=True):
+            assert actual == ids, (name, text[:200])
 
 
 def with_text(kind: str, folder: Path, exports: Exports) -> tuple[Path, RunConfig]:
@@ -319,12 +319,12 @@ def test_texts_are_those_of_predict(kind: str, program: Path, exports: Exports, 
         outputs = generate(engine, prompts, DecodeConfig(**settings, ignore_eos=bool(seed % 2)))
         words = [f"decode.{name}={value}" for name, value in settings.items()]
         words.append(f"decode.ignore_eos={json.dumps(bool(seed % 2))}")
-        ran = call(program, made, *words, "input=json", given="".join(map("{}\n".format, map(json.dumps, texts))))
+        ran = call(program, made, *words, "input=json", input_text="".join(map("{}\n".format, map(json.dumps, texts))))
         assert (ran.returncode, ran.stderr) == (0, "")
         expected = [output.completions[0].text for output in outputs]
         assert [json.loads(line) for line in ran.stdout.removesuffix("\n").split("\n")] == expected
     alone = call(program, made, *words, f"prompt={texts[0]}")
-    lines = call(program, made, *words, "input=text", given=f"{texts[0]}\n{texts[1]}\n")
+    lines = call(program, made, *words, "input=text", input_text=f"{texts[0]}\n{texts[1]}\n")
     assert alone.stdout == f"{expected[0]}\n"
     assert lines.stdout == f"{expected[0]}\n{expected[1]}\n"
 
@@ -351,13 +351,13 @@ def test_text_comes_as_it_is_made(program: Path, exports: Exports, tmp_path: Pat
 
 def test_texts_that_cannot_be_read(program: Path, exports: Exports, tmp_path: Path) -> None:
     made, _ = with_text("byte_level", tmp_path / "model", exports)
-    for given, line in [
+    for input_text, line in [
         ("\udcff", "the prompt is not UTF-8: convert it first"),
         ('"\\ud800"', "it is not JSON"),
         ("3", "a value is not a text"),
     ]:
-        words = [program, made, f"input={'text' if given == chr(0xDCFF) else 'json'}"]
-        ran = subprocess.run(words, input=os.fsencode(f"{given}\n"), capture_output=True, timeout=60)
+        words = [program, made, f"input={'text' if input_text == chr(0xDCFF) else 'json'}"]
+        ran = subprocess.run(words, input=os.fsencode(f"{input_text}\n"), capture_output=True, timeout=60)
         assert (ran.returncode, ran.stdout, ran.stderr.decode()) == (1, b"", f"quintet-runner: {line}\n")
     alone = "quintet-runner: {} takes only token ids, because its tokenizer cannot be used: {}\n"
     folder = Path(shutil.copytree(made, tmp_path / "copy"))
@@ -421,7 +421,7 @@ def write_document(folder: Path, document: dict[str, Any]) -> None:
 def node_of(document: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the arguments of the last call of an operator, by name."""
     nodes = document["graph_module"]["graph"]["nodes"]
-    return {each["name"]: each for each in [n for n in nodes if f".{name}." in n["target"]][-1]["inputs"]}
+    return {argument["name"]: argument for argument in [n for n in nodes if f".{name}." in n["target"]][-1]["inputs"]}
 
 
 def other_slots(document: dict[str, Any]) -> None:

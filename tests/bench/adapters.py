@@ -66,7 +66,7 @@ def measure(plain: Engine, engine: Engine, folder: Path, decode: DecodeConfig, r
     load_s, speeds = [], []
     for turn in range(rounds + 1):  # warm-up
         one, eight = (decode_speed(plain, [None] * count, decode) for count in (1, NUM_ADAPTERS))
-        found = {
+        rows = {
             "one row without": decode_speed(engine, [None], decode) / one,
             "one row with": decode_speed(engine, [names[0]], decode) / one,
             "eight rows without": decode_speed(engine, [None] * NUM_ADAPTERS, decode) / eight,
@@ -79,10 +79,10 @@ def measure(plain: Engine, engine: Engine, folder: Path, decode: DecodeConfig, r
         load_s.append(read_s + token_s(engine, names[0]) - token_s(engine, names[0]))
         if turn:
             speeds.append(one)
-            for name, ratio in found.items():
+            for name, ratio in rows.items():
                 ratios[name].append(ratio)
     row = {"plain_tokens_per_s": round(statistics.median(speeds), 2)}
-    row |= {f"ratio of {name}": round(statistics.median(each), 3) for name, each in ratios.items()}
+    row |= {f"ratio of {name}": round(statistics.median(values), 3) for name, values in ratios.items()}
     return row | {"load_s": round(statistics.median(load_s[1:]), 4)}
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="+")
     args = parser.parse_args()
-    found: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
+    report: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
     decode = DecodeConfig(max_new_tokens=args.new_tokens, temperature=0.0, ignore_eos=True, prefix_cache=False)
     for scheme in args.formats:
         run = compose_run_config([*args.overrides, f"quant={scheme}"])
@@ -109,10 +109,10 @@ def main() -> None:
                 engine.load_adapter(path.name, path)
             row = measure(plain, engine, written[0], decode, args.rounds)
         name = f"{Path(run.model.path).name}, {scheme}, rank {args.rank}"
-        found["rows"][name] = row
+        report["rows"][name] = row
         print(f"{name}: {row}", flush=True)
         about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-        write_atomically(args.results, [json.dumps(about | {"rows": found["rows"]}, indent=2) + "\n"])
+        write_atomically(args.results, [json.dumps(about | {"rows": report["rows"]}, indent=2) + "\n"])
 
 
 if __name__ == "__main__":

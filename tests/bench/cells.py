@@ -88,8 +88,8 @@ def main() -> None:
         sources = artefacts_in(args.artefacts) if args.artefacts else {}
         if args.model:
             sources |= schemes(args.model) | block_files(args.model, Path(folder))
-        found = cells(sources) or family_cells(Path(folder))
-        for name, overrides in found.items():
+        all_cells = cells(sources) or family_cells(Path(folder))
+        for name, overrides in all_cells.items():
             if not any(fnmatchcase(name, pattern) for pattern in args.formats):
                 continue
             settings = [*overrides, *sizes, prompts(Path(folder), name, args.prompt)]
@@ -143,12 +143,12 @@ def block_files(model: Path, folder: Path) -> dict[str, list[str]]:
     config = json.loads((model / "config.json").read_text())
     if config["hidden_size"] % 256 or config["intermediate_size"] % 256:
         return {}
-    found = {}
+    rows = {}
     for kind in (*INTEGERS, *KINDS):
         file = folder / f"{kind}.gguf"
-        found[f"gguf {kind}"] = [f"model.path={file}", "model.tokenizer=null"]
+        rows[f"gguf {kind}"] = [f"model.path={file}", "model.tokenizer=null"]
         write_random_llama(file, model, kind)
-    return found
+    return rows
 
 
 def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -159,7 +159,7 @@ def slowest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def artefacts_in(folder: Path) -> dict[str, list[str]]:
     """Return the settings of each model in a folder."""
-    return {f"artefact {each.name}": [f"model.path={each}"] for each in sorted(folder.iterdir())}
+    return {f"artefact {path.name}": [f"model.path={path}"] for path in sorted(folder.iterdir())}
 
 
 def random(model: Path) -> list[str]:
@@ -200,10 +200,10 @@ def prefill_beside_llama(folder: Path, family: str, num_tokens: int, repeats: in
     speeds = []
     for name in ("llama", family):
         sizes = [prompts(folder, f"family {name}", num_tokens), "bench.new_tokens=1", f"bench.repeats={repeats}"]
-        found = measure([*random(folder / name), "model.dtype=bfloat16", *sizes, "bench.batch_size=1"])
-        if "error" in found:
+        metrics = measure([*random(folder / name), "model.dtype=bfloat16", *sizes, "bench.batch_size=1"])
+        if "error" in metrics:
             return None
-        speeds.append(found["prefill_tokens_per_s"] * operations_per_token(folder / name, num_tokens))
+        speeds.append(metrics["prefill_tokens_per_s"] * operations_per_token(folder / name, num_tokens))
     return float(speeds[1] / speeds[0])
 
 

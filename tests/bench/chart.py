@@ -44,7 +44,7 @@ def main() -> None:
 def newest(rows: list[dict[str, Any]], batch: int, engines: tuple[str, ...]) -> dict[str, Any]:
     """Return the speeds of the row with the most engines. Among several rows, the newest; within one day, the last."""
     fit = [(row["date"], i, row["tokens_per_s"]) for i, row in enumerate(rows) if row["batch"] == batch]
-    speeds: dict[str, Any] = max(fit, key=lambda each: (len(set(engines) & each[2].keys()), each[0], each[1]))[2]
+    speeds: dict[str, Any] = max(fit, key=lambda row: (len(set(engines) & row[2].keys()), row[0], row[1]))[2]
     return speeds
 
 

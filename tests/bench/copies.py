@@ -82,7 +82,7 @@ def measure(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]
             speed = way()
             if turn:
                 speeds[name].append(speed)
-    row: dict[str, Any] = {f"{name}, tokens/s": round(statistics.median(each), 2) for name, each in speeds.items()}
+    row: dict[str, Any] = {f"{name}, tokens/s": round(statistics.median(values), 2) for name, values in speeds.items()}
     for name in [name for name in ways if f"{name} with drafts" in ways]:
         ratios = [a / b for a, b in zip(speeds[f"{name} with drafts"], speeds[name], strict=True)]
         row[f"{name}, ratio with drafts"] = round(statistics.median(ratios), 3)
@@ -122,9 +122,9 @@ def main() -> None:
             peer.close()
     name = f"{Path(run.model.path).name}, {args.text.name}"
     print(f"{name}: {row}")
-    found = json.loads(args.results.read_text())["rows"] if args.results.is_file() else {}
+    rows = json.loads(args.results.read_text())["rows"] if args.results.is_file() else {}
     about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-    write_atomically(args.results, [json.dumps(about | {"rows": found | {name: row}}, indent=2) + "\n"])
+    write_atomically(args.results, [json.dumps(about | {"rows": rows | {name: row}}, indent=2) + "\n"])
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ def streams(overrides: list[str], text: str, num_tokens: int) -> list[torch.Tens
     engine = load_engine(compose_run_config(overrides), 1)
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.encode(text, add_special_tokens=True)[:num_tokens]
-    found: list[torch.Tensor] = []
+    streams: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         stream = output.total() if isinstance(output, ResidualStream) else output
-        found.append(stream.double().clone())
+        streams.append(stream.double().clone())
 
     for layer in engine.executor.model.layers:
         layer.register_forward_hook(keep)
@@ -53,7 +53,7 @@ def streams(overrides: list[str], text: str, num_tokens: int) -> list[torch.Tens
     plan = engine.scheduler.plan()
     all_rows = plan._replace(scheduled=[plan.scheduled[0]._replace(num_outputs=len(prompt))])
     logits = engine.executor.execute(build_batch(all_rows, engine.block_size)).logits
-    return [*found, logits.double().clone()]
+    return [*streams, logits.double().clone()]
 
 
 def main() -> None:

@@ -97,19 +97,19 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     starts = commands(args, folder)
     for command in starts.values():  # writes the packed model, and brings the files into the page cache
         seconds(command)
-    first: dict[str, list[float]] = {each: [] for each in starts}
+    first: dict[str, list[float]] = {name: [] for name in starts}
     speeds: dict[str, list[dict[str, float]]] = {"model": [], "artefact": []}
     for _ in range(args.rounds):
-        for each, command in starts.items():
-            first[each].append(seconds(command))
+        for name, command in starts.items():
+            first[name].append(seconds(command))
         speeds["model"].append(bench(folder / "model", settings(args)))
         speeds["artefact"].append(bench(folder / "bench", [f"model.path={folder / 'artefact'}"]))
     pairs = list(zip(speeds["artefact"], speeds["model"], strict=True))
     return {
-        "first_token_s": {each: round(statistics.median(found), 3) for each, found in first.items()},
+        "first_token_s": {name: round(statistics.median(times), 3) for name, times in first.items()},
         "tokens_per_s": {
-            each: {phase: round(statistics.median(row[phase] for row in rows), 2) for phase in ("prefill", "decode")}
-            for each, rows in speeds.items()
+            name: {phase: round(statistics.median(row[phase] for row in rows), 2) for phase in ("prefill", "decode")}
+            for name, rows in speeds.items()
         },
         "artefact / model": {
             phase: round(statistics.median(ours[phase] / theirs[phase] for ours, theirs in pairs), 3)

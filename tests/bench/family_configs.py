@@ -271,11 +271,11 @@ def operations_per_token(folder: Path, num_tokens: int) -> float:
         model = architecture.build(architecture.read_config(reader))
     layers, vocabulary = model.get_submodule(model.layout.layers), model.get_submodule(model.layout.head)
     mixtures = [module for module in layers.modules() if isinstance(module, Experts)]
-    products = _num_weights(layers) - sum(_num_weights(each) * (1 - each.active_share(1)) for each in mixtures)
+    products = _num_weights(layers) - sum(_num_weights(mixture) * (1 - mixture.active_share(1)) for mixture in mixtures)
     channels = sum(
         # a latent is both key and value
-        each.num_attention_heads * (each.head_dim + (each.value_head_dim or each.head_dim))
-        for each in model.attention_heads
+        heads.num_attention_heads * (heads.head_dim + (heads.value_head_dim or heads.head_dim))
+        for heads in model.attention_heads
     )
     return 2 * (products + channels * (num_tokens + 1) / 2 + _num_weights(vocabulary) / num_tokens)
 

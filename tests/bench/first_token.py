@@ -128,21 +128,21 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    found: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
+    report: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
     for size in args.sizes:
         model = args.folder.resolve() / size
         write_checkpoint(model, size)
         for name in args.rows:
             row = f"{size}, {name}"
-            if row not in found["rows"]:
-                found["rows"][row] = measure(model, ROWS[name], args.folder.resolve() / "scratch")
+            if row not in report["rows"]:
+                report["rows"][row] = measure(model, ROWS[name], args.folder.resolve() / "scratch")
                 about = {
                     "what": (__doc__ or "").splitlines()[0],
                     "date": str(date.today()),
                     "environment": environment(),
                 }
-                write_atomically(args.results, [json.dumps(about | {"rows": found["rows"]}, indent=2) + "\n"])
-            print(f"{row}: {found['rows'][row]}", flush=True)
+                write_atomically(args.results, [json.dumps(about | {"rows": report["rows"]}, indent=2) + "\n"])
+            print(f"{row}: {report['rows'][row]}", flush=True)
 
 
 if __name__ == "__main__":

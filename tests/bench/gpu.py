@@ -76,10 +76,10 @@ def check(wanted: set[str], seconds: float) -> dict[str, str]:
 def unchecked(name: str, outcomes: dict[str, str]) -> str | None:
     """Return why a row must not be timed, or None."""
     part = CHECKS.get(name.split()[0])
-    own = {test: outcome for test, outcome in outcomes.items() if part and part in test}
-    if part and not own:
+    outcomes_of_part = {test: outcome for test, outcome in outcomes.items() if part and part in test}
+    if part and not outcomes_of_part:
         return f"no test of tests/gpu with {part!r} in its name came to an end"
-    return next((f"{test} {outcome}" for test, outcome in own.items() if outcome != "PASSED"), None)
+    return next((f"{test} {outcome}" for test, outcome in outcomes_of_part.items() if outcome != "PASSED"), None)
 
 
 class Results:

@@ -221,27 +221,29 @@ def decode_step(size: str, scheme: str, rows: int) -> Row:
     """Measure the median seconds per decode step of a whole model after 128 tokens, and the bytes that a step reads."""
     from conf.decoding import DecodeConfig
 
-    own = engine(size, scheme, rows)
+    model_engine = engine(size, scheme, rows)
     decode = DecodeConfig(max_new_tokens=129, ignore_eos=True, prefix_cache=False)
-    groups = [own.add(own.request(i, [5 + i] * 128, decode)) for i in range(rows)]
+    groups = [model_engine.add(model_engine.request(i, [5 + i] * 128, decode)) for i in range(rows)]
     times = []
     while any(group.sequences for group in groups):
-        own.step()
+        model_engine.step()
         times.append(time.perf_counter())
     seconds = statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
-    return timed(seconds, own.executor.step_weight_bytes(rows) + rows * 192 * own.executor.kv_bytes_per_token)
+    return timed(
+        seconds, model_engine.executor.step_weight_bytes(rows) + rows * 192 * model_engine.executor.kv_bytes_per_token
+    )
 
 
 def prompt(scheme: str, num_tokens: int = 4096) -> Row:
     """Measure the 8B model's step for a whole prompt, in operations of its linear layers."""
     from conf.decoding import DecodeConfig
 
-    own = engine("8B", scheme, 1, max_batched_tokens=num_tokens)
+    model_engine = engine("8B", scheme, 1, max_batched_tokens=num_tokens)
     decode, times = DecodeConfig(max_new_tokens=1, ignore_eos=True, prefix_cache=False), []
     for i in range(6):
-        own.add(own.request(i, [5 + i] * num_tokens, decode))
+        model_engine.add(model_engine.request(i, [5 + i] * num_tokens, decode))
         start = time.perf_counter()
-        own.step()
+        model_engine.step()
         times.append(time.perf_counter() - start)
     layer = sum(outputs * inputs for outputs, inputs in LLAMA)
     return timed(statistics.median(times[1:]), 2.0 * num_tokens * 32 * layer)
@@ -254,16 +256,18 @@ def offline(scheme: str, kv_cache: str, lengths: list[tuple[int, int]], num_requ
     """
     from conf.decoding import DecodeConfig
 
-    own = engine("8B", scheme, 256, kv_cache, max_batched_tokens=8192)
+    model_engine = engine("8B", scheme, 256, kv_cache, max_batched_tokens=8192)
     requests = (
-        own.request(i, [5 + i % 1000] * old, DecodeConfig(max_new_tokens=new, ignore_eos=True, prefix_cache=False))
+        model_engine.request(
+            i, [5 + i % 1000] * old, DecodeConfig(max_new_tokens=new, ignore_eos=True, prefix_cache=False)
+        )
         for i, (old, new) in enumerate(itertools.islice(itertools.cycle(lengths), num_requests))
     )
     start = time.perf_counter()
-    groups = [own.add(request) for request in requests]
+    groups = [model_engine.add(request) for request in requests]
     while any(group.sequences for group in groups) and time.perf_counter() - start < seconds:
-        own.step()
-    return timed(time.perf_counter() - start, own.num_generated_tokens)
+        model_engine.step()
+    return timed(time.perf_counter() - start, model_engine.num_generated_tokens)
 
 
 def transformers_step(size: str = "8B") -> Row:

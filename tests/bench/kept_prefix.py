@@ -65,7 +65,7 @@ def measured(run: RunConfig, kept: Path, token_ids: list[int], rounds: int) -> d
             took, outputs[name] = first_token(engine, token_ids + others, PREFIX_CACHE[name])
             seconds[name].append(took)
         equal = equal and outputs["plain"].completions == outputs["kept"].completions
-    medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     return {
         "first_token_s": {name: round(value, 4) for name, value in medians.items()},
         "ratio": round(medians["plain"] / medians["kept"], 1),

@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, folder: Path, length: int, cache: str) -> 
         for _ in range(args.rounds):
             for name, decode in engines.items():
                 speeds[name].append(decode())
-    row: dict[str, Any] = {name: round(statistics.median(each), 2) for name, each in speeds.items()}
+    row: dict[str, Any] = {name: round(statistics.median(values), 2) for name, values in speeds.items()}
     for name in engines.keys() - {"ours"}:
         ratios = [mine / theirs for mine, theirs in zip(speeds["ours"], speeds[name], strict=True)]
         row[f"over {name}"] = round(statistics.median(ratios), 2)

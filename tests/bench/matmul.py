@@ -96,9 +96,9 @@ def main() -> None:
     args = parser.parse_args()
     machine, library = limits(), build.library()
     assert library is not None
-    for each in (machine, library):
+    for target in (machine, library):
         if args.threads:
-            each.set_threads(args.threads)
+            target.set_threads(args.threads)
     torch.set_num_threads(library.get_threads())
     data = torch.ones(2**28, dtype=torch.uint8)
     address, size = ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel())

@@ -50,7 +50,7 @@ def measure(engine: Engine, conversations: list[list[str]]) -> dict[str, Any]:
         decode = DecodeConfig(max_new_tokens=length, temperature=0.0, ignore_eos=True)
         return engine.request(number, tokenizer.encode_messages(said, None, True)[1][-500:], decode)
 
-    held, given, reserved, rows, peak = 0, 0, 0, [], 0
+    num_tokens, held_slots, reserved, rows, peak = 0, 0, 0, [], 0
     with closing(engine.steps(next_request)) as steps:
         for outputs in steps:
             for output in outputs:
@@ -59,10 +59,10 @@ def measure(engine: Engine, conversations: list[list[str]]) -> dict[str, Any]:
                     answer = {"role": "assistant", "content": output.completions[0].text}
                     said += [answer, {"role": "user", "content": turns[1]}]
                     waiting.append((output.request_id, said))
-            sequences = [each for group in engine.scheduler.running for each in group.sequences]
-            blocks = {block for each in sequences for block in each.block_table}
-            held += sum(each.num_computed_tokens for each in sequences)
-            given += len(blocks) * engine.block_size
+            sequences = [sequence for group in engine.scheduler.running for sequence in group.sequences]
+            blocks = {block for sequence in sequences for block in sequence.block_table}
+            num_tokens += sum(sequence.num_computed_tokens for sequence in sequences)
+            held_slots += len(blocks) * engine.block_size
             reserved += len(sequences) * engine.config.context.num_tokens
             peak = max(peak, len(blocks) * engine.block_size)
             rows.append(len(sequences))
@@ -72,9 +72,9 @@ def measure(engine: Engine, conversations: list[list[str]]) -> dict[str, Any]:
         "block_size": engine.block_size,
         "num_steps": len(rows),
         "mean_rows": round(sum(rows) / len(rows), 2),
-        "tokens_over_places_of_blocks": round(held / given, 3),
-        "tokens_over_places_of_full_caches": round(held / reserved, 3),
-        "places_of_blocks_over_full_caches": round(given / reserved, 3),
+        "tokens_over_places_of_blocks": round(num_tokens / held_slots, 3),
+        "tokens_over_places_of_full_caches": round(num_tokens / reserved, 3),
+        "places_of_blocks_over_full_caches": round(held_slots / reserved, 3),
         "peak_places_of_blocks_over_full_caches": round(
             peak / engine.config.max_num_requests / engine.config.context.num_tokens, 3
         ),

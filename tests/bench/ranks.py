@@ -61,7 +61,7 @@ def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection)
     torch.set_num_threads(1)
     group = SharedMemory(library, fd, rank, 2, True)
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found = []
+    rows = []
     for size in SIZES:
         num_rows = max(size >> 20, 1)  # the pieces of all ranks in a row have at most 4 MB
         piece = torch.full((num_rows, size // num_rows), rank, dtype=torch.uint8)
@@ -76,12 +76,12 @@ def gather_rank(rank: int, fd: int, port: int, repeats: int, result: Connection)
             seconds["gloo"].append(time.perf_counter() - middle)
             torch.distributed.barrier()  # so that no variant includes the other's delay
         assert out.equal(torch.cat(pieces, dim=1))
-        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
         microseconds = {f"{name}_us": round(median * 1e6, 1) for name, median in medians.items()}
         ratio = round(medians["gloo"] / medians["shared_memory"], 2)
-        found.append({"bytes": size, **microseconds, "gloo / shared_memory": ratio})
+        rows.append({"bytes": size, **microseconds, "gloo / shared_memory": ratio})
     group.check()
-    result.send(found)
+    result.send(rows)
     torch.distributed.destroy_process_group()
 
 
@@ -95,11 +95,11 @@ def gather(repeats: int) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [context.Process(target=gather_rank, args=(i, fd, port, repeats, pipes[i][1])) for i in range(2)]
-    for each in ranks:
-        each.start()
+    for process in ranks:
+        process.start()
     rows: list[dict[str, Any]] = pipes[0][0].recv()
-    for each in ranks:
-        each.join()
+    for process in ranks:
+        process.join()
     return rows
 
 
@@ -108,9 +108,9 @@ def bench(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict
     command = [sys.executable, "run.py", "task=bench", f"model.path={model}", "device=cpu", f"hydra.run.dir={folder}"]
     command += [f"bench.batch_size={num_rows}", "bench.prompt_tokens=128", "bench.new_tokens=32", *overrides]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-    found = json.loads((folder / "metrics.json").read_text())
+    metrics = json.loads((folder / "metrics.json").read_text())
     bandwidth = round(memory_bandwidth(torch.device("cpu")))
-    return {name: round(found[name], 2) for name in SPEEDS} | {"memory_bandwidth_bytes_per_s": bandwidth}
+    return {name: round(metrics[name], 2) for name in SPEEDS} | {"memory_bandwidth_bytes_per_s": bandwidth}
 
 
 def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, float], Topology]:
@@ -122,25 +122,25 @@ def planned(model: str, overrides: list[str], num_rows: int) -> tuple[dict[str, 
     )
     candidates, topology, _ = plan_layouts(run.model, run.quant, run.parallel, run.device, run.bench.batch_size)
     names = {(1, 1): "single", (2, 1): "tp2", (1, 2): "pp2"}
-    return {names[each.tp, each.pp]: each.tokens_per_s for each in candidates}, topology
+    return {names[candidate.tp, candidate.pp]: candidate.tokens_per_s for candidate in candidates}, topology
 
 
 def one_round(model: str, overrides: list[str], num_rows: int, folder: Path) -> dict[str, Any]:
     """Return this machine as the planner measures it, and the planned and measured speeds of each layout."""
     plan, topology = planned(model, overrides, num_rows)
     flops = {rows: topology.flops(rows) for rows in {num_rows, -(-num_rows // 2)}}
-    found: dict[str, Any] = {"machine": vars(topology) | {"link": vars(topology.link), "flops": flops}}
+    result: dict[str, Any] = {"machine": vars(topology) | {"link": vars(topology.link), "flops": flops}}
     for name, parallel in DIVISIONS.items():
         row = bench(model, [*parallel, *overrides], num_rows, folder / name)
-        found[name] = row | {"planned_tokens_per_s": round(plan[name], 2)}
-        print(name, num_rows, found[name], flush=True)
-    return found
+        result[name] = row | {"planned_tokens_per_s": round(plan[name], 2)}
+        print(name, num_rows, result[name], flush=True)
+    return result
 
 
-def is_steady(found: dict[str, Any]) -> bool:
+def is_steady(result: dict[str, Any]) -> bool:
     """Return whether the memory bandwidth was constant in a round. On shared machines it changes within seconds and
     decides the comparison."""
-    speeds = [found["machine"]["bandwidth"], *(found[name]["memory_bandwidth_bytes_per_s"] for name in DIVISIONS)]
+    speeds = [result["machine"]["bandwidth"], *(result[name]["memory_bandwidth_bytes_per_s"] for name in DIVISIONS)]
     return bool(max(speeds) <= (1 + STEADY) * min(speeds))
 
 
@@ -152,9 +152,9 @@ def parallel_layouts(model: str, overrides: list[str], rounds: int, folder: Path
         steady: list[dict[str, Any]] = []
         measured = 0
         while len(steady) < rounds and measured < 2 * rounds:
-            found = one_round(model, overrides, num_rows, folder / f"{num_rows}-{measured}")
+            this_round = one_round(model, overrides, num_rows, folder / f"{num_rows}-{measured}")
             measured += 1
-            steady += [found] * is_steady(found)
+            steady += [this_round] * is_steady(this_round)
         result[str(num_rows)] = {"rounds_measured": measured, "rounds": steady} | {
             name: summary(steady, name) for name in DIVISIONS if steady
         }
@@ -163,20 +163,20 @@ def parallel_layouts(model: str, overrides: list[str], rounds: int, folder: Path
 
 def summary(rounds: list[dict[str, Any]], name: str) -> dict[str, float]:
     """Return the medians of a layout's speeds, and of their ratios to the plan and to one process in the same round."""
-    rows, single = [each[name] for each in rounds], [each["single"] for each in rounds]
+    rows, single = [result[name] for result in rounds], [result["single"] for result in rounds]
     ratios = [row["planned_tokens_per_s"] / row["decode_tokens_per_s"] for row in rows]
-    found = {speed: statistics.median(row[speed] for row in rows) for speed in SPEEDS}
-    found["planned / measured"] = statistics.median(ratios)
+    medians = {speed: statistics.median(row[speed] for row in rows) for speed in SPEEDS}
+    medians["planned / measured"] = statistics.median(ratios)
     for speed in SPEEDS:
-        found[f"{speed} / single"] = statistics.median(a[speed] / b[speed] for a, b in zip(rows, single, strict=True))
-    return {key: round(value, 3) for key, value in found.items()}
+        medians[f"{speed} / single"] = statistics.median(a[speed] / b[speed] for a, b in zip(rows, single, strict=True))
+    return {key: round(value, 3) for key, value in medians.items()}
 
 
 def replicas(model: str, overrides: list[str], num_rows: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Return the median speeds of a job in one process and with two replicas, and their ratio in the same round."""
     data = folder / "job.txt"
     data.write_text("\n".join(f"Row {i}" for i in range(num_rows)))
-    found: dict[str, list[float]] = {"single": [], "replicas": []}
+    speeds: dict[str, list[float]] = {"single": [], "replicas": []}
     for number in range(rounds):
         for name, parallel in (("single", ["parallel=single"]), ("replicas", ["parallel=ray", "parallel.replicas=2"])):
             run = folder / f"{name}-job-{number}"
@@ -184,10 +184,12 @@ def replicas(model: str, overrides: list[str], num_rows: int, rounds: int, folde
             command += [f"predict.data={data}", "decode.max_new_tokens=32", "decode.ignore_eos=true"]
             command += ["decode.temperature=0", f"hydra.run.dir={run}"]
             subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-            found[name].append(json.loads((run / "metrics.json").read_text())["tokens_per_s"])
-            print(name, num_rows, found[name][-1], flush=True)
-    ratios = [both / single for both, single in zip(found["replicas"], found["single"], strict=True)]
-    rows: dict[str, Any] = {f"{name}_tokens_per_s": round(statistics.median(each), 1) for name, each in found.items()}
+            speeds[name].append(json.loads((run / "metrics.json").read_text())["tokens_per_s"])
+            print(name, num_rows, speeds[name][-1], flush=True)
+    ratios = [both / single for both, single in zip(speeds["replicas"], speeds["single"], strict=True)]
+    rows: dict[str, Any] = {
+        f"{name}_tokens_per_s": round(statistics.median(values), 1) for name, values in speeds.items()
+    }
     return {"num_rows": num_rows, **rows, "replicas / single": round(statistics.median(ratios), 3)}
 
 
@@ -231,15 +233,15 @@ def kill(model: str, overrides: list[str], rounds: int, folder: Path) -> list[fl
 
 def children(pid: int) -> list[int]:
     """Return the ranks that a process has started."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == pid and b"pipelines.loading.worker" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:  # the process has ended meanwhile
             continue
-    return found
+    return pids
 
 
 def main() -> None:
@@ -253,12 +255,12 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        model, given, folder = args.model, args.overrides, Path(name)
+        model, overrides, folder = args.model, args.overrides, Path(name)
         parts: dict[str, Callable[[], Any]] = {
             "gather": lambda: gather(args.repeats),
-            "divisions": lambda: parallel_layouts(model, given, args.rounds, folder),
-            "replicas": lambda: replicas(model, given, args.rows, args.rounds, folder),
-            "kill_to_exit_s": lambda: kill(model, given, args.rounds, folder),
+            "divisions": lambda: parallel_layouts(model, overrides, args.rounds, folder),
+            "replicas": lambda: replicas(model, overrides, args.rows, args.rounds, folder),
+            "kill_to_exit_s": lambda: kill(model, overrides, args.rounds, folder),
         }
         result = {
             "what": (__doc__ or "").splitlines()[0],

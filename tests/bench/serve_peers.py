@@ -142,9 +142,9 @@ def served(peer: Peer, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]
     if shutil.which(peer.command[0]) is None:
         raise RuntimeError(f"left out: there is no {peer.command[0]} here; {peer.absent}")
     with open(log, "wb") as file:
-        own = {**os.environ, **OFFLINE, **dict(peer.environment)}
+        environment = {**os.environ, **OFFLINE, **dict(peer.environment)}
         process = subprocess.Popen(
-            peer.command, cwd=REPOSITORY, env=own, stdout=file, stderr=file, start_new_session=True
+            peer.command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
             deadline = time.monotonic() + START_S
@@ -191,16 +191,16 @@ def bench(args: argparse.Namespace, peer: Peer, port: int, streams: int, folder:
     done = subprocess.run(command, env={**os.environ, **OFFLINE}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the client failed: {done.stderr[-600:]}")
-    found = json.loads((folder / "bench.json").read_text())
-    if found["completed"] != num_prompts:
-        reason = next(filter(None, found.get("errors", ())), "")  # the first error, without the traceback after it
-        raise RuntimeError(f"{found['completed']} of {num_prompts} requests were answered: {reason.splitlines()[:1]}")
+    result = json.loads((folder / "bench.json").read_text())
+    if result["completed"] != num_prompts:
+        reason = next(filter(None, result.get("errors", ())), "")  # the first error, without the traceback after it
+        raise RuntimeError(f"{result['completed']} of {num_prompts} requests were answered: {reason.splitlines()[:1]}")
     return {
-        "tokens_per_s": round(found["output_throughput"], 2),
-        "ttft_p50_ms": round(found["p50_ttft_ms"], 1),
-        "itl_p50_ms": round(found["p50_itl_ms"], 2),
-        "itl_p99_ms": round(found["p99_itl_ms"], 2),
-        "seconds": round(found["duration"], 2),
+        "tokens_per_s": round(result["output_throughput"], 2),
+        "ttft_p50_ms": round(result["p50_ttft_ms"], 1),
+        "itl_p50_ms": round(result["p50_itl_ms"], 2),
+        "itl_p99_ms": round(result["p99_itl_ms"], 2),
+        "seconds": round(result["duration"], 2),
     }
 
 
@@ -247,7 +247,7 @@ class LongPrompts:
 
 def processor_seconds(session: int) -> dict[str, float]:
     """Return the processor time of each living process of a session, by its id and name."""
-    found = {}
+    seconds = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = stat.read_text().partition(" (")[2].rpartition(") ")
@@ -255,8 +255,8 @@ def processor_seconds(session: int) -> dict[str, float]:
             continue
         fields = rest.split()
         if int(fields[3]) == session:
-            found[f"{stat.parent.name} {name}"] = (int(fields[11]) + int(fields[12])) / TICKS
-    return found
+            seconds[f"{stat.parent.name} {name}"] = (int(fields[11]) + int(fields[12])) / TICKS
+    return seconds
 
 
 def measure(args: argparse.Namespace, peer: Peer, process: subprocess.Popen[bytes], port: int, folder: Path) -> Row:
@@ -286,12 +286,13 @@ def offline(args: argparse.Namespace, streams: int, folder: Path) -> float:
     command = [sys.executable, "run.py", "task=bench", f"model.path={args.model}", "model.dtype=bfloat16", "device=cpu"]
     command += [f"bench.prompt_tokens={args.prompt}", f"bench.new_tokens={args.new}", f"bench.batch_size={streams}"]
     command += [f"hydra.run.dir={folder / f'offline{time.monotonic_ns()}'}"]
-    own = [each for each in args.overrides if not each.startswith("serve.")]
-    subprocess.run([*command, *own], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    overrides = [override for override in args.overrides if not override.startswith("serve.")]
+    subprocess.run([*command, *overrides], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     (file,) = folder.glob(f"{command[-1].rpartition('/')[2]}/metrics.json")
-    found = json.loads(file.read_text())
+    metrics = json.loads(file.read_text())
     seconds = (
-        streams * args.prompt / found["prefill_tokens_per_s"] + streams * (args.new - 1) / found["decode_tokens_per_s"]
+        streams * args.prompt / metrics["prefill_tokens_per_s"]
+        + streams * (args.new - 1) / metrics["decode_tokens_per_s"]
     )
     return round(streams * args.new / seconds, 2)
 
@@ -299,31 +300,35 @@ def offline(args: argparse.Namespace, streams: int, folder: Path) -> float:
 def medians(rounds: list[dict[str, Row]], args: argparse.Namespace) -> Row:
     """Return the medians of each server, and the ratios of our server to the others in the same rounds."""
     names = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_p99_ms_beside_long", "http_share")
-    found: Row = {}
+    result: Row = {}
     for streams in map(str, args.streams):
-        own = [each["ours"][streams] for each in rounds if streams in each.get("ours", {})]
+        our_rows = [servers["ours"][streams] for servers in rounds if streams in servers.get("ours", {})]
         for server in args.servers:
-            rows = [each[server][streams] for each in rounds if streams in each.get(server, {})]
+            rows = [servers[server][streams] for servers in rounds if streams in servers.get(server, {})]
             if not rows:
                 continue
-            found.setdefault(server, {})[streams] = {
+            result.setdefault(server, {})[streams] = {
                 name: statistics.median(row[name] for row in rows) for name in names
             }
-            if server != "ours" and len(own) == len(rows):
+            if server != "ours" and len(our_rows) == len(rows):
                 ratios = {
-                    name: [a[name] / b[name] for a, b in zip(own, rows, strict=True) if b[name]] for name in names
+                    name: [a[name] / b[name] for a, b in zip(our_rows, rows, strict=True) if b[name]] for name in names
                 }
                 key = f"ours / {server}"
-                found.setdefault(key, {})[streams] = {n: round(statistics.median(r), 3) for n, r in ratios.items() if r}
-        if own:
-            shares = [a["tokens_per_s"] / each["offline"][streams] for a, each in zip(own, rounds, strict=True)]
-            found.setdefault("served / offline", {})[streams] = round(statistics.median(shares), 3)
-    return found
+                result.setdefault(key, {})[streams] = {
+                    n: round(statistics.median(r), 3) for n, r in ratios.items() if r
+                }
+        if our_rows:
+            shares = [
+                a["tokens_per_s"] / servers["offline"][streams] for a, servers in zip(our_rows, rounds, strict=True)
+            ]
+            result.setdefault("served / offline", {})[streams] = round(statistics.median(shares), 3)
+    return result
 
 
 def one_round(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
     """Measure every server once."""
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for name in args.servers:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -331,13 +336,13 @@ def one_round(args: argparse.Namespace, folder: Path) -> dict[str, Row]:
         print(name, flush=True)
         try:
             with served(peer, port, folder / f"{name}.log") as process:
-                found[name] = measure(args, peer, process, port, folder)
+                rows[name] = measure(args, peer, process, port, folder)
         except (RuntimeError, OSError) as error:
-            found[name] = {"error": str(error)}
+            rows[name] = {"error": str(error)}
             print(f"  {error}", flush=True)
     if "ours" in args.servers:
-        found["offline"] = {str(streams): offline(args, streams, folder) for streams in args.streams}
-    return found
+        rows["offline"] = {str(streams): offline(args, streams, folder) for streams in args.streams}
+    return rows
 
 
 def main() -> None:

@@ -395,21 +395,21 @@ async def run_soak(server: Server, minutes: float) -> dict[str, Any]:
 def leaks(rows: list[dict[str, Any]]) -> list[str]:
     """Return the values that grew: for each phase, the median of the last third of the rounds compared with the second
     third."""
-    found = []
+    problems = []
     num_phases = len({row["phase"] for row in rows}) or 1
     rounds = [rows[i : i + num_phases] for i in range(0, len(rows), num_phases)]
     third = len(rounds) // 3
     if not third:  # too short to decide
         return []
     for name in ("http", "engine"):
-        for what, slack in (("rss", 1.05), ("descriptors", 1.0)):
+        for quantity, slack in (("rss", 1.05), ("descriptors", 1.0)):
             before, after = (
-                statistics.median(row[name][what] for each in part for row in each if name in row)
+                statistics.median(row[name][quantity] for rows in part for row in rows if name in row)
                 for part in (rounds[third : 2 * third], rounds[-third:])
             )
             if after > before * slack:
-                found.append(f"{what} of {name} grew from {before:.0f} to {after:.0f}")
-    return found
+                problems.append(f"{quantity} of {name} grew from {before:.0f} to {after:.0f}")
+    return problems
 
 
 def main() -> None:
@@ -421,19 +421,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), args.overrides or ["model=tiny"])
         try:
-            found = asyncio.run(run_soak(server, args.minutes))
+            report = asyncio.run(run_soak(server, args.minutes))
         finally:
             code = server.stop()
             log = (Path(folder) / "log.txt").read_text()
     if code:
-        found["failures"].append(f"SIGTERM ended the server with exit code {code}")
+        report["failures"].append(f"SIGTERM ended the server with exit code {code}")
     about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-    lines = [json.dumps(row) for row in found.pop("phases")]
-    content = json.dumps(about | {"overrides": args.overrides} | found, indent=1).removesuffix("\n}")
+    lines = [json.dumps(row) for row in report.pop("phases")]
+    content = json.dumps(about | {"overrides": args.overrides} | report, indent=1).removesuffix("\n}")
     write_atomically(args.out, [content, ',\n "phases": [\n  ', ",\n  ".join(lines), "\n ]\n}\n"])
-    print(json.dumps({"counts": found["counts"], "failures": found["failures"]}), flush=True)
-    if found["failures"]:
-        sys.exit(f"{log[-3000:]}\nfailed: {'; '.join(found['failures'])}")
+    print(json.dumps({"counts": report["counts"], "failures": report["failures"]}), flush=True)
+    if report["failures"]:
+        sys.exit(f"{log[-3000:]}\nfailed: {'; '.join(report['failures'])}")
 
 
 if __name__ == "__main__":

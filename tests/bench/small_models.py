@@ -59,7 +59,7 @@ def main() -> None:
             {name: both(file, args.dtype, args.peer, Path(folder)) for name, file in files.items()}
             for _ in range(args.rounds)
         ]
-    rows = {name: summary([each[name] for each in rounds]) for name in files}
+    rows = {name: summary([result[name] for result in rounds]) for name in files}
     versions = {
         "torch": version("torch"),
         "llama-cpp-python": rounds[0][args.models[0].name]["llama.cpp"].pop("version"),
@@ -99,16 +99,18 @@ def both(file: Path, dtype: str, peer: str, folder: Path) -> dict[str, dict[str,
     ours = json.loads((folder / "bench" / "metrics.json").read_text())
     command = [peer, "-c", PEER, str(file), *map(str, (PROMPT, NEW, os.cpu_count(), REPEATS))]
     theirs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    own = {name: ours[f"{name}_tokens_per_s"] for name in ("prefill", "decode")}
-    return {"quintet": own, "llama.cpp": theirs}
+    our_speeds = {name: ours[f"{name}_tokens_per_s"] for name in ("prefill", "decode")}
+    return {"quintet": our_speeds, "llama.cpp": theirs}
 
 
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Return the medians, and the median of the rounds' ratios."""
     row: dict[str, dict[str, float]] = {}
     for phase in ("prefill", "decode"):
-        ratios = [each["quintet"][phase] / each["llama.cpp"][phase] for each in rounds]
-        middle = {engine: round(statistics.median(each[engine][phase] for each in rounds), 1) for engine in rounds[0]}
+        ratios = [result["quintet"][phase] / result["llama.cpp"][phase] for result in rounds]
+        middle = {
+            engine: round(statistics.median(result[engine][phase] for result in rounds), 1) for engine in rounds[0]
+        }
         row[phase] = middle | {"ratio": round(statistics.median(ratios), 2)}
     return row
 

@@ -82,7 +82,7 @@ def measure(
             if turn:
                 ratios[str(acceptance)].append(with_drafts / speed)
     row = {"plain_tokens_per_s": round(statistics.median(speeds[1:]), 2)}
-    return row | {f"ratio at {name}": round(statistics.median(each), 3) for name, each in ratios.items()}
+    return row | {f"ratio at {name}": round(statistics.median(values), 3) for name, values in ratios.items()}
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="+")
     args = parser.parse_args()
-    found: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
+    report: dict[str, Any] = json.loads(args.results.read_text()) if args.results.is_file() else {"rows": {}}
     for scheme in args.formats:
         quant = [f"quant={scheme}", *(["quant.method=rtn"] if scheme == "a8w8" else [])]
         run = compose_run_config([*args.overrides, *quant])
@@ -105,10 +105,10 @@ def main() -> None:
             start = time.perf_counter()
             row = measure(engine, random_prompts(engine, num_rows), plain, args.acceptances, args.rounds)
             name = f"{Path(run.model.path).name}, {scheme}, {num_rows} rows"
-            found["rows"][name] = row
+            report["rows"][name] = row
             print(f"{name}: {row} in {time.perf_counter() - start:.0f} s", flush=True)
             about = {"what": (__doc__ or "").splitlines()[0], "date": str(date.today()), "environment": environment()}
-            write_atomically(args.results, [json.dumps(about | {"rows": found["rows"]}, indent=2) + "\n"])
+            write_atomically(args.results, [json.dumps(about | {"rows": report["rows"]}, indent=2) + "\n"])
 
 
 def random_prompts(engine: Engine, num_rows: int) -> list[list[int]]:

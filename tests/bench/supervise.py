@@ -58,9 +58,9 @@ def _run(
     # Started: a process that cannot start also costs a row, because otherwise it would be started forever.
     started, last, begun = time.monotonic(), "", True
     while todo:
-        own = limit_s(todo[0]) - (time.monotonic() - started)
+        row_s = limit_s(todo[0]) - (time.monotonic() - started)
         try:
-            line = lines.get(timeout=max(0.0, min(own, time_left())))
+            line = lines.get(timeout=max(0.0, min(row_s, time_left())))
         except queue.Empty:
             process.kill()
             reason = "no time was left" if time_left() <= 0 else f"it took more than {limit_s(todo[0]):.0f} s"

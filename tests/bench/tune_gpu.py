@@ -129,21 +129,21 @@ def attempt(
     launching.launch = None
     expected = steps[0][0]()
     default_s = seconds_of(steps)
-    found: dict[Launch, float] = {}
+    seconds: dict[Launch, float] = {}
     for launch in candidates:
         launching.launch = launch
         try:
             assert_near(steps[0][0](), expected, tolerance)
-            found[launch] = seconds_of(steps)
+            seconds[launch] = seconds_of(steps)
         except Exception as error:
             print(f"  {launch}: {one_line(error)}")
-    return found, default_s
+    return seconds, default_s
 
 
-def best(found: dict[Launch, float], default_s: float) -> Launch | None:
+def best(seconds: dict[Launch, float], default_s: float) -> Launch | None:
     """Return the fastest launch; None if no launch is worth an entry."""
-    launch = min(found, key=found.__getitem__, default=None)
-    return launch if launch and found[launch] < WORTH * default_s else None
+    launch = min(seconds, key=seconds.__getitem__, default=None)
+    return launch if launch and seconds[launch] < WORTH * default_s else None
 
 
 def tune(
@@ -154,9 +154,9 @@ def tune(
         patch("kernels.linear.triton.tuned_launch", launching),
         patch("kernels.moe.triton.tuned_launch", launching),
     ):
-        found, default_s = attempt(case.steps(), launching, case.candidates(), seconds_of, case.tolerance)
+        seconds, default_s = attempt(case.steps(), launching, case.candidates(), seconds_of, case.tolerance)
     assert launching.shape
-    return found, default_s, launching.shape
+    return seconds, default_s, launching.shape
 
 
 def compile_case(case: Case) -> None:
@@ -177,25 +177,25 @@ class Tuned:
         if all(old.get(name) == gpu[name] for name in gpu if name != "date"):
             self._entries = dict(zip(known, old["entries"], strict=True))
 
-    def add(self, shape: Shape, found: dict[Launch, float], default_s: float) -> Launch | None:
+    def add(self, shape: Shape, seconds: dict[Launch, float], default_s: float) -> Launch | None:
         """Set the entry of this shape."""
         self._entries.pop(shape, None)
-        if launch := best(found, default_s):
-            self._entries[shape] = entry_of(shape, launch, found[launch], default_s)
+        if launch := best(seconds, default_s):
+            self._entries[shape] = entry_of(shape, launch, seconds[launch], default_s)
         self._path.parent.mkdir(exist_ok=True)
-        whole = self._gpu | {"entries": list(self._entries.values())}
-        self._path.write_text(json.dumps(whole, indent=1) + "\n")
+        document = self._gpu | {"entries": list(self._entries.values())}
+        self._path.write_text(json.dumps(document, indent=1) + "\n")
         return launch
 
 
 def outcome(case: Case, tuned: Tuned) -> str:
     """Return the result that was saved, or the error in one line."""
     try:
-        found, default_s, shape = tune(case)
+        seconds, default_s, shape = tune(case)
     except Exception as error:
         return one_line(error)
-    launch = tuned.add(shape, found, default_s)
-    return f"{1e6 * default_s:.1f} us " + (f"{1e6 * found[launch]:.1f} by {launch}" if launch else "stays")
+    launch = tuned.add(shape, seconds, default_s)
+    return f"{1e6 * default_s:.1f} us " + (f"{1e6 * seconds[launch]:.1f} by {launch}" if launch else "stays")
 
 
 def one_line(error: Exception) -> str:

@@ -342,14 +342,14 @@ GIVEN: dict[str, dict[str, object]] = {  # what `saved` has in addition to its o
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """Return a run whose config is in the folder `saved` of the working directory."""
-    given = [
+    arguments = [
         *quote_prompt(["predict.data=a, ${b}"]),
         "quant=a8w8",
         "decode=contrastive",
         "decode.max_new_tokens=9",
         "model.path=org/x",
     ]
-    run = compose_run_config([*given, "model.dtype=float32", "device.threads=3", "quant.kv_cache=fp8"])
+    run = compose_run_config([*arguments, "model.dtype=float32", "device.threads=3", "quant.kv_cache=fp8"])
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "config.yaml").write_text(dump(run, tmp_path / "saved"))
     monkeypatch.chdir(tmp_path)
@@ -361,7 +361,7 @@ def test_an_option_over_a_saved_config_leaves_what_no_option_of_its_group_sets(s
     fresh = compose_run_config(["decode=sampling", "decode.seed=4", "decode.max_new_tokens=9"])  # top_k is gone
     assert run == replace(saved, decode=fresh.decode)
     run = composed_over(["-cp=saved", "quant=int4", "model=llama2_7b", "device=cuda"])
-    given = [
+    arguments = [
         "quant=int4",
         "quant.kv_cache=fp8",
         "model=llama2_7b",
@@ -369,7 +369,7 @@ def test_an_option_over_a_saved_config_leaves_what_no_option_of_its_group_sets(s
         "device=cuda",
         "device.threads=3",
     ]
-    fresh = compose_run_config(given)
+    fresh = compose_run_config(arguments)
     assert run == replace(saved, quant=fresh.quant, model=fresh.model, device=fresh.device)
 
 
@@ -388,22 +388,24 @@ def test_another_task_over_a_saved_config_leaves_the_section_of_the_former(saved
     fresh = compose_run_config(["task=evaluate", "evaluate.data=x.txt"])
     assert run == replace(saved, task=Task.evaluate, predict=fresh.predict, evaluate=fresh.evaluate)
     fresh = compose_run_config(["task=serve", "serve.port=1"])
-    given = ["--config-path=saved", "task=serve", "serve.port=1"]
-    assert composed_over(given) == replace(saved, task=Task.serve, predict=fresh.predict, serve=fresh.serve)
-    assert composed_over([*given, "decode=sampling"]).decode == compose_run_config(SAMPLING_OVER_SAVED).decode
+    arguments = ["--config-path=saved", "task=serve", "serve.port=1"]
+    assert composed_over(arguments) == replace(saved, task=Task.serve, predict=fresh.predict, serve=fresh.serve)
+    assert composed_over([*arguments, "decode=sampling"]).decode == compose_run_config(SAMPLING_OVER_SAVED).decode
     run = composed_over(["--config-path", "saved", "task=predict", "decode=greedy"])  # as before: with its own prompts
     assert run.predict == saved.predict
 
 
 @pytest.mark.long
 def test_a_sweep_over_tasks_keeps_the_section_of_the_saved_one(saved: RunConfig) -> None:
-    given = ["bench.new_tokens=5", "evaluate.data=x.txt"]
-    _, name, *arguments = options_over_saved(["--config-path", "saved", "-m", "task=predict, bench,evaluate", *given])
+    settings = ["bench.new_tokens=5", "evaluate.data=x.txt"]
+    _, name, *arguments = options_over_saved(
+        ["--config-path", "saved", "-m", "task=predict, bench,evaluate", *settings]
+    )
     swept = swept_tasks(arguments)
     for task in swept:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            run = to_run_config(compose(name, overrides=[f"task={task}", *given]), swept)
-        fresh = compose_run_config([f"task={task}", *(value for value in given if value.startswith(task))])
+            run = to_run_config(compose(name, overrides=[f"task={task}", *arguments]), swept)
+        fresh = compose_run_config([f"task={task}", *(value for value in arguments if value.startswith(task))])
         section = saved.predict if task == "predict" else getattr(fresh, task)  # with its own prompts, not the option's
         assert (run.task, getattr(run, task), run.decode) == (Task[task], section, saved.decode)
 
@@ -426,8 +428,8 @@ def test_another_task_over_a_saved_config_calibrates_in_its_format(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     calibrated = ["quant=int4", "quant.method=gptq", "quantize.format=gptq"]
-    for given in (["task=quantize", "quantize.overwrite=true"], ["predict.data=x"]):
-        (tmp_path / "config.yaml").write_text(dump(compose_run_config([*calibrated, *given]), tmp_path))
+    for arguments in (["task=quantize", "quantize.overwrite=true"], ["predict.data=x"]):
+        (tmp_path / "config.yaml").write_text(dump(compose_run_config([*calibrated, *arguments]), tmp_path))
         run = composed_over(["--config-path", ".", "task=bench"])
         assert run == compose_run_config([*calibrated, "task=bench"])
 

@@ -69,7 +69,7 @@ def test_what_ranks_do_not_do_is_one_line(message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-@each("given", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true", "device=cuda"])
-def test_what_goes_with_ranks(given: str) -> None:
-    run: Any = compose_run_config([*TP, given])
+@each("setting", ["decode.speculate=model", "model.adapters={a: b}", "model.keep_packed=true", "device=cuda"])
+def test_what_goes_with_ranks(setting: str) -> None:
+    run: Any = compose_run_config([*TP, setting])
     assert (run.parallel.mode.name, run.parallel.tp) == ("tp", 2)

@@ -223,7 +223,10 @@ def test_every_constraint_has_a_bad_value() -> None:
             EXCLUDES: constraint.not_with or constraint.choices_by,
         }
         for code in (code for code, is_declared in codes.items() if is_declared):
-            assert any(code is own and f"{other}.".startswith(f"{key}.") for own, other in known), (code, key)
+            assert any(code is known_code and f"{other}.".startswith(f"{key}.") for known_code, other in known), (
+                code,
+                key,
+            )
 
 
 def test_errors_of_constraints_say_value_limit_and_remedy() -> None:

@@ -36,10 +36,10 @@ def tokens(folder: Path, device: DeviceType, **parallel: Any) -> list[list[int]]
     engine = load_engine(run, 6)
     if device is DeviceType.cuda and parallel.get("backend") is not Backend.gloo:
         assert engine.executor.decode_steps.sizes == [1, 2, 4, 6]  # type: ignore[attr-defined]
-    found = [completion.token_ids for completion in complete(engine, PROMPTS, DECODE)]
+    token_ids = [completion.token_ids for completion in complete(engine, PROMPTS, DECODE)]
     if parallel:
         engine.executor.driver.close()  # type: ignore[attr-defined]
-    return found
+    return token_ids
 
 
 def test_nccl_of_one_rank_in_a_graph() -> None:
@@ -50,16 +50,16 @@ def test_nccl_of_one_rank_in_a_graph() -> None:
 
     def exchange() -> None:
         joined.copy_(group.gather(x, (5,)))
-        whole = group.gather_first(x + 1, (5,))
-        assert whole is not None
-        first.copy_(whole)
+        gathered = group.gather_first(x + 1, (5,))
+        assert gathered is not None
+        first.copy_(gathered)
         owned.copy_(group.owned_rows(x + 2, owners))
 
     replay = GraphPool().capture(exchange)
     for _ in range(3):
         x.copy_(torch.randn(3, 5))
         replay()
-        assert [each.equal(x + i) for i, each in enumerate((joined, first, owned))] == [True] * 3
+        assert [tensor.equal(x + i) for i, tensor in enumerate((joined, first, owned))] == [True] * 3
     group.abort()
     with pytest.raises(RankFailed):
         group.check()

@@ -49,12 +49,12 @@ Rows: TypeAlias = list[tuple[list[int], str | None]]
 def outputs(engine: Engine, rows: Rows, decode: DecodeConfig = GREEDY) -> list[Output]:
     """Return the outputs of rows, in their order."""
     requests = [engine.request(i, prompt, decode, adapter=name) for i, (prompt, name) in enumerate(rows)]
-    found = []
+    checked_requests = []
     for output in engine.generate(requests):
         engine.scheduler.check_integrity()
         assert output.error is None
-        found.append(output)
-    return sorted(found, key=lambda output: output.request_id)
+        checked_requests.append(output)
+    return sorted(checked_requests, key=lambda output: output.request_id)
 
 
 def completions(results: list[Output]) -> list[Any]:

@@ -32,14 +32,14 @@ def each(
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def run(**given: Any) -> None:
+        def run(**fixtures: Any) -> None:
             skipped: list[BaseException] = []
-            chosen = parts[given.pop("speed")] if parts else every
+            chosen = parts[fixtures.pop("speed")] if parts else every
             for number, value in enumerate(chosen):
                 arguments = dict(zip(keys, value if len(keys) > 1 else (value,), strict=True))
-                with _own_fixtures(given, number) as own:
+                with _own_fixtures(fixtures, number) as test_fixtures:
                     try:
-                        test(**own, **arguments)
+                        test(**test_fixtures, **arguments)
                     except pytest.skip.Exception as error:
                         skipped.append(error)
                     except BaseException as error:
@@ -60,20 +60,20 @@ def each(
 
 
 @contextmanager
-def _own_fixtures(given: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+def _own_fixtures(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        own: dict[str, Any] = {}
-        if "monkeypatch" in given:
-            own["monkeypatch"] = monkeypatch
-        if "tmp_path" in given:
-            folder: Path = given["tmp_path"] / str(number)
+        replaced: dict[str, Any] = {}
+        if "monkeypatch" in fixtures:
+            replaced["monkeypatch"] = monkeypatch
+        if "tmp_path" in fixtures:
+            folder: Path = fixtures["tmp_path"] / str(number)
             folder.mkdir()
-            own["tmp_path"] = folder
-        if "preempted" in given:
-            given["preempted"].clear()
-        if "capsys" in given:
-            given["capsys"].readouterr()
-        if "caplog" in given:
-            given["caplog"].clear()
-        yield given | own
+            replaced["tmp_path"] = folder
+        if "preempted" in fixtures:
+            fixtures["preempted"].clear()
+        if "capsys" in fixtures:
+            fixtures["capsys"].readouterr()
+        if "caplog" in fixtures:
+            fixtures["caplog"].clear()
+        yield fixtures | replaced

@@ -42,9 +42,9 @@ def resources(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
-    assert found, text
-    registers, stack, local = map(int, found.groups())
+    match = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert match, text
+    registers, stack, local = map(int, match.groups())
     return {
         "registers": registers,
         "shared": compiled.metadata.shared,

@@ -28,12 +28,12 @@ def convert(source: Path, target: Path, model: dict[str, Any] | None = None, **s
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder in Hugging Face's layout."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
+        tensors |= load_file(file)
     for file in folder.glob("*.bin"):
-        found |= torch.load(file, weights_only=True)
-    return found
+        tensors |= torch.load(file, weights_only=True)
+    return tensors
 
 
 def contents(folder: Path) -> dict[str, bytes]:

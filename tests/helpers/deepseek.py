@@ -104,7 +104,10 @@ class NextTokenReference:
         model.save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
         copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-        for name, tensor in [*self._own.items(), *((own, tensors[shared].clone()) for own, shared in copies.items())]:
+        for name, tensor in [
+            *self._own.items(),
+            *((name_in_file, tensors[shared].clone()) for name_in_file, shared in copies.items()),
+        ]:
             tensors[f"model.layers.{num_layers}.{name}"] = tensor
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         file = folder / "config.json"

@@ -109,8 +109,8 @@ def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> l
         engine = rank_engine(run, parallel_layout, context.group, context.neighbours)
         return [step_of(engine, prompt) for prompt in prompts]
 
-    found = run_stages(tp, pp, work)
-    stages = [found[tp * stage : tp * (stage + 1)] for stage in range(pp)]
+    steps_of_ranks = run_stages(tp, pp, work)
+    stages = [steps_of_ranks[tp * stage : tp * (stage + 1)] for stage in range(pp)]
     return [
         [
             replace(steps[-1], cached=[layer for step in steps for layer in step.cached])
@@ -120,15 +120,15 @@ def stage_steps(run: RunConfig, tp: int, pp: int, prompts: list[list[int]]) -> l
     ]
 
 
-def assert_same_bits(whole: list[Step], ranks: list[list[Step]]) -> None:
+def assert_same_bits(expected: list[Step], ranks: list[list[Step]]) -> None:
     """Compare the first rank's logits, and each rank's keys and values, with those of one process, bit for bit."""
-    for step, of_ranks in zip(whole, zip(*ranks, strict=True), strict=True):
+    for step, of_ranks in zip(expected, zip(*ranks, strict=True), strict=True):
         assert of_ranks[0].logits.equal(step.logits)
         for layer, cached in enumerate(step.cached):
             num_keys = step.model.attention_heads[layer].num_key_value_heads
-            for rank, own in enumerate(of_ranks):
+            for rank, rank_step in enumerate(of_ranks):
                 keys = share_of(step.model, layer, len(ranks), rank)
-                for tensor, part in zip(cached, own.cached[layer], strict=True):
+                for tensor, part in zip(cached, rank_step.cached[layer], strict=True):
                     assert tensor.shape[1] == num_keys
                     assert part.equal(tensor[:, keys.start : keys.stop])
 
@@ -141,14 +141,14 @@ def share_of(model: CausalLM, layer: int, tp: int, rank: int) -> range:
     return range(first, (rank + 1) * num_keys // tp if tp <= num_keys else first + 1)
 
 
-def assert_same_tokens(whole: list[Step], ranks: list[list[Step]], tolerance: float = 1e-4) -> None:
+def assert_same_tokens(expected: list[Step], ranks: list[list[Step]], tolerance: float = 1e-4) -> None:
     """Check that each position's most likely token equals one process's, and that all ranks have equal hidden states.
 
     The tolerance, a share of the largest logit, covers sums of some hundred float32 numbers in another order, through a
     few layers.
     """
-    for step, of_ranks in zip(whole, zip(*ranks, strict=True), strict=True):
+    for step, of_ranks in zip(expected, zip(*ranks, strict=True), strict=True):
         logits = of_ranks[0].logits
         assert logits.argmax(-1).equal(step.logits.argmax(-1))
         assert (logits - step.logits).abs().max() <= tolerance * step.logits.abs().max()
-        assert all(own.hidden.equal(of_ranks[0].hidden) for own in of_ranks)
+        assert all(step.hidden.equal(of_ranks[0].hidden) for step in of_ranks)

@@ -86,7 +86,7 @@ def _rewrite_weights(
     folder: Path,
     num_keys: int,
     fused: tuple[str, ...],
-    whole: str,
+    fused_name: str,
     names: dict[str, str],
     absent: re.Pattern[str] | None = None,
 ) -> None:
@@ -94,9 +94,9 @@ def _rewrite_weights(
     file = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not (absent and absent.search(name))}
     for first in [name for name in tensors if fused[0] in name]:
-        parts = [tensors.pop(first.replace(fused[0], own)) for own in fused]
+        parts = [tensors.pop(first.replace(fused[0], part_name)) for part_name in fused]
         by_key = torch.cat([part.unflatten(0, (num_keys, -1)) for part in parts], 1)
-        tensors[first.replace(fused[0], whole)] = by_key.flatten(0, 1)
+        tensors[first.replace(fused[0], fused_name)] = by_key.flatten(0, 1)
     save_file({_renamed(name, names): tensor for name, tensor in tensors.items()}, file)
 
 

@@ -81,7 +81,7 @@ class Client:
             rest
         )
         command = [os.fsdecode(argument) for argument in arguments]
-        environment = dict(os.environb if variables is None else (each.split(b"=", 1) for each in variables))
+        environment = dict(os.environb if variables is None else (variable.split(b"=", 1) for variable in variables))
         plain = close_fds and restores and owner == [None, None, None] and umask == -1 and before is None
         if not (self.forks and plain and is_forked(command) and read_once(environment) == self._read_once):
             return int(self._start(arguments, executables, close_fds, kept, cwd, variables, *rest))
@@ -255,8 +255,8 @@ def run(command: list[str]) -> None:
     sys.orig_argv[:] = command
     sys.argv[:] = [kind, *(words if is_file else words[1:])]
     first = os.path.dirname(os.path.abspath(kind)) if is_file else os.getcwd() if kind == "-m" else ""
-    own = os.environ.get("PYTHONPATH")
-    sys.path[:0] = [*([] if "-P" in flags else [first]), *(own.split(os.pathsep) if own else [])]
+    python_path = os.environ.get("PYTHONPATH")
+    sys.path[:0] = [*([] if "-P" in flags else [first]), *(python_path.split(os.pathsep) if python_path else [])]
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if kind == "-m":
@@ -279,8 +279,8 @@ if __name__ == "__main__":
         if os.fork():  # the other process serves this one
             break
         to_server.close()
-        for each in its_fds:
-            os.close(each)
+        for descriptor in its_fds:
+            os.close(descriptor)
     its_end.close()
     become(its_request, its_fds, to_server)
     run(its_request.command)

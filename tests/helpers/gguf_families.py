@@ -40,15 +40,15 @@ def converted_tensors(folder: Path, splits_latent: bool = True) -> dict[str, np.
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = array
             continue
-        own = name.removeprefix("transformer.") if config["model_type"] == "bloom" else name
-        for changed, part in changed_tensors(own, array, config, splits_latent):
-            found = names.get_name(changed, try_suffixes=(".weight", ".bias"))
-            assert found is not None, changed
-            tensors[found] = np.ascontiguousarray(part)
+        base_name = name.removeprefix("transformer.") if config["model_type"] == "bloom" else name
+        for changed, part in changed_tensors(base_name, array, config, splits_latent):
+            gguf_name = names.get_name(changed, try_suffixes=(".weight", ".bias"))
+            assert gguf_name is not None, changed
+            tensors[gguf_name] = np.ascontiguousarray(part)
     for name, arrays in experts.items():
-        found = names.get_name(name, try_suffixes=(".weight",))
-        assert found is not None, name
-        tensors[found] = np.stack([arrays[i] for i in sorted(arrays)])
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        assert gguf_name is not None, name
+        tensors[gguf_name] = np.stack([arrays[i] for i in sorted(arrays)])
     return tensors
 
 

@@ -108,8 +108,8 @@ def exchange_of(engine: RemoteEngine, last_event_id: str | None = None) -> Engin
 def parsed(content: str) -> list[Event]:
     """Return the server-sent events of a stream, without [DONE]."""
     events = []
-    for each in content.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
-        fields = dict(line.split(": ", 1) for line in each.split("\n"))
+    for event in content.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in event.split("\n"))
         events.append(Event(json.loads(fields["data"]), fields.get("id"), fields.get("event")))
     return events
 

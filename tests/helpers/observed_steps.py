@@ -42,8 +42,10 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
         count = int((batch.slots >= 0).sum())
         assert batch.query_starts[count:].eq(count).all()
         assert batch.adapter_slots[count:].eq(-1).all()
-        own = max(count, 1)  # without true rows, one row gives the shapes of the outputs
-        true = BatchShape(own, own, batch.block_tables.shape[1], 0, own, own if with_adapters else 0)
+        num_rows = max(count, 1)  # without true rows, one row gives the shapes of the outputs
+        true = BatchShape(
+            num_rows, num_rows, batch.block_tables.shape[1], 0, num_rows, num_rows if with_adapters else 0
+        )
         rows = Batch(torch.zeros(10**4, dtype=torch.int64), true)
         for field in batch.shape.fields:
             part = getattr(rows, field)
@@ -52,7 +54,7 @@ def padded(engine: Engine, most: int, shapes: list[BatchShape], with_adapters: b
             rows.query_starts[1], rows.slots[0], rows.context_lengths[0] = 1, 0, 1
         hidden, logits, finite = executor.compute(rows)
         padding = (0, 0, 0, len(batch.token_ids) - count)
-        hidden, logits = (pad_rows(each[:count], padding, value=torch.nan) for each in (hidden, logits))
+        hidden, logits = (pad_rows(output[:count], padding, value=torch.nan) for output in (hidden, logits))
         return StepOutputs(hidden, logits, pad_rows(finite[:count], padding[2:]))
 
     width = -(-engine.config.context.num_tokens // engine.block_size)

@@ -101,10 +101,10 @@ def coded_products(rows: int, channels: int, at: Place) -> Sequence[Tensor]:
     )
     row_codes, scales = quantize_rows(x)
     outs = [row_codes, scales]
-    for each in (x, QuantizedActivations(at(row_codes), at(scales), x.dtype)):
-        outs += products.matmul_together(each, [gate, up], [None, None])
-        outs.append(products.matmul_swiglu(each, gate, up))
-        outs.append(products.grouped_matmul(each, both, starts, both))
+    for operand in (x, QuantizedActivations(at(row_codes), at(scales), x.dtype)):
+        outs += products.matmul_together(operand, [gate, up], [None, None])
+        outs.append(products.matmul_swiglu(operand, gate, up))
+        outs.append(products.grouped_matmul(operand, both, starts, both))
     return outs
 
 

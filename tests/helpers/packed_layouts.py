@@ -32,7 +32,7 @@ def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encod
             continue
         module = name.removesuffix(".weight")
         tensors, plain[name] = encode(module, tensor)
-        quantised |= {f"{module}.{own}": value.contiguous() for own, value in tensors.items()}
+        quantised |= {f"{module}.{tensor_name}": value.contiguous() for tensor_name, value in tensors.items()}
     save_file(plain, floats / "model.safetensors")
     packed.mkdir()
     save_file(quantised, packed / "model.safetensors")
@@ -43,16 +43,16 @@ def write_twins(folder: Path, quantization_config: dict[str, Any], encode: Encod
 
 def assert_same_model(packed: Path, floats: Path) -> None:
     """Compare logits and greedy tokens, and each row alone with its batch."""
-    own, expected = engine_of(packed), engine_of(floats)
-    assert own.executor.weight_bytes < expected.executor.weight_bytes
+    engine, expected = engine_of(packed), engine_of(floats)
+    assert engine.executor.weight_bytes < expected.executor.weight_bytes
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:
         # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order
         # 10.
-        torch.testing.assert_close(all_logits(own, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
+        torch.testing.assert_close(all_logits(engine, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
     tokens = [output.token_ids for output in complete(expected, prompts, DecodeConfig(max_new_tokens=12))]
-    assert_rows_are_independent(own, prompts)
-    assert [output.token_ids for output in complete(own, prompts, DecodeConfig(max_new_tokens=12))] == tokens
+    assert_rows_are_independent(engine, prompts)
+    assert [output.token_ids for output in complete(engine, prompts, DecodeConfig(max_new_tokens=12))] == tokens
 
 
 def assert_rows_are_independent(engine: Engine, prompts: list[list[int]]) -> None:
@@ -81,7 +81,7 @@ def round_half_even(weight: Tensor, group_of: list[int], symmetric: bool, bits: 
     zeros = torch.full((len(weight), num_groups), middle)
     scales = torch.zeros(len(weight), num_groups)
     for group in range(num_groups):
-        columns = [i for i, own in enumerate(group_of) if own == group]
+        columns = [i for i, group_index in enumerate(group_of) if group_index == group]
         part = weight[:, columns].float()
         if symmetric:
             scales[:, group] = (part.abs().amax(1) / (middle - 1)).half().float()

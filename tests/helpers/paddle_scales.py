@@ -34,9 +34,9 @@ def quantise(folder: Path, largest: float, quant_type: str, per_tensor: bool = F
         if module.rpartition(".")[2] not in SHARED:
             inputs[f"{module}.activation_quanter"] = 3.0 + len(inputs) / 8
     for layer in range(2):
-        for own in ("cachek", "cachev"):
+        for cache_name in ("cachek", "cachev"):
             thresholds = [2.0 + layer + head / 4 for head in range(HEADS)]
-            cache[f"llama.layers.{layer}.self_attn.{own}_matmul.activation_quanter"] = thresholds
+            cache[f"llama.layers.{layer}.self_attn.{cache_name}_matmul.activation_quanter"] = thresholds
     (folder / "act_scales.json").write_text(json.dumps(inputs))
     (folder / "weight_scales.json").write_text(json.dumps(weights))
     if "c8" in quant_type:
@@ -65,8 +65,8 @@ def expected_logits(
     model.load_state_dict({name: tensor.double() for name, tensor in state.items()}, strict=False)
     for name in filter(is_quantised, arrays):
         module = name.removesuffix(".weight")
-        parent, _, own = module.rpartition(".")
-        t_a = thresholds(folder, "act_scales.json", f"{parent}.{SHARED.get(own, own)}", "activation_quanter")
+        parent, _, child = module.rpartition(".")
+        t_a = thresholds(folder, "act_scales.json", f"{parent}.{SHARED.get(child, child)}", "activation_quanter")
         t_w = torch.tensor(thresholds(folder, "weight_scales.json", module, "weight_quanter"), dtype=torch.float64)
         codes = torch.from_numpy(arrays[name]).double()
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 def processes() -> dict[int, tuple[int, str]]:
     """Return the parent and the command of each process of this machine."""
-    found = {}
+    known = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended meanwhile
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1]), command
-    return found
+            known[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1]), command
+    return known
 
 
 def ours() -> dict[int, tuple[int, str]]:
@@ -22,7 +22,7 @@ def ours() -> dict[int, tuple[int, str]]:
     def is_ours(pid: int) -> bool:
         return pid == os.getpid() or (pid in known and is_ours(known[pid][0]))
 
-    return {pid: found for pid, found in known.items() if is_ours(pid)}
+    return {pid: process for pid, process in known.items() if is_ours(pid)}
 
 
 def engines() -> dict[int, int]:

@@ -15,9 +15,9 @@ def write_random_adapter(folder: Path, model: CausalLM, rank: int, seed: int, st
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, spec in linear_specs(model).items():
         if name.startswith(model.layout.layers) and ".experts." not in name:
-            for own, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
+            for letter, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
                 factor = torch.randn(shape, generator=generator) * std
-                tensors[f"base_model.model.{name}.lora_{own}.weight"] = factor.bfloat16()
+                tensors[f"base_model.model.{name}.lora_{letter}.weight"] = factor.bfloat16()
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))

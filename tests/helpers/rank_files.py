@@ -47,14 +47,15 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     return weights_of(load_engine(run_config(folder), 1).executor.model)
 
 
-def assert_same_model(folder: Path, whole: Path) -> None:
+def assert_same_model(folder: Path, whole_folder: Path) -> None:
     """Compare every parameter bit for bit, and greedy tokens."""
-    found, expected = parameters(folder), parameters(whole)
-    assert found.keys() == expected.keys()
+    actual, expected = parameters(folder), parameters(whole_folder)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
     tokens = [
-        [completion.token_ids for completion in complete(engine_of(path), PROMPTS, GREEDY)] for path in (folder, whole)
+        [completion.token_ids for completion in complete(engine_of(path), PROMPTS, GREEDY)]
+        for path in (folder, whole_folder)
     ]
     assert tokens[0] == tokens[1]
 

@@ -44,16 +44,16 @@ def done(process: "subprocess.Popen[str]") -> str:
 
 def workers_of(process: "subprocess.Popen[str]", count: int) -> list[int]:
     """Wait for the processes of ranks 1 to `count` of a run, and return them."""
-    found: list[int] = []
+    started: list[int] = []
 
     def there() -> bool:
         known = processes().items()
         pids = [pid for pid, (parent, command) in known if parent == process.pid and "loading.worker" in command]
-        found[:] = sorted(pids)  # in the order of their start
-        return len(found) == count
+        started[:] = sorted(pids)  # in the order of their start
+        return len(started) == count
 
     until(there)
-    return found
+    return started
 
 
 def lose(process: "subprocess.Popen[str]", workers: list[int], rank: int, number: signal.Signals) -> str:

@@ -182,10 +182,10 @@ def check_keys(scheduler: Scheduler, plan: StepPlan, keys: Keys) -> None:
         token_ids = [*sequence.token_ids[: item.start + item.num_new_tokens], *item.drafts]
         for i in range(len(token_ids)):
             block, place = divmod(first + i, size)
-            own = (sequence.prefix.digest, *token_ids[: i + 1])
+            key = (sequence.prefix.digest, *token_ids[: i + 1])
             if i < item.start:
-                assert keys[sequence.block_table[block], place] == own
-            keys[sequence.block_table[block], place] = own
+                assert keys[sequence.block_table[block], place] == key
+            keys[sequence.block_table[block], place] = key
 
 
 def check_writable(scheduler: Scheduler) -> None:

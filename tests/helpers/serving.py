@@ -115,6 +115,6 @@ def run_async(test: Coroutine[Any, Any, T]) -> T:
 
 @cache
 def tokenizer() -> Tokenizer:
-    own = load_tokenizer(REPOSITORY / "models" / "tiny")
-    assert own is not None
-    return own
+    tokenizer = load_tokenizer(REPOSITORY / "models" / "tiny")
+    assert tokenizer is not None
+    return tokenizer

@@ -30,10 +30,10 @@ def exchange(group: Group) -> None:
         widths = [draw.randrange(0, most + 1) for _ in range(group.size)]
         dtype = draw.choice(DTYPES)
         pieces = pieces_of(draw, group.size, num_rows, widths, dtype)
-        own, whole = pieces[group.rank], torch.cat(pieces, dim=1)
-        assert torch.equal(group.gather(own, tuple(widths)), whole)
-        first = group.gather_first(own, tuple(widths))
-        assert (first is None) if group.rank else (first is not None and torch.equal(first, whole))
+        piece, expected = pieces[group.rank], torch.cat(pieces, dim=1)
+        assert torch.equal(group.gather(piece, tuple(widths)), expected)
+        first = group.gather_first(piece, tuple(widths))
+        assert (first is None) if group.rank else (first is not None and torch.equal(first, expected))
         rows = pieces_of(draw, group.size, num_rows, [most] * group.size, dtype)
         owners = torch.tensor([draw.randrange(group.size) for _ in range(num_rows)], dtype=torch.int64)
         wanted = torch.stack([rows[int(owner)][t] for t, owner in enumerate(owners)]) if num_rows else rows[0]
@@ -47,18 +47,18 @@ def replay(group: Group) -> None:
     x, owners = torch.zeros(5, widths[group.rank]), torch.zeros(5, dtype=torch.int64)
 
     def step() -> tuple[Tensor, Tensor]:
-        whole = group.gather(x, widths)
-        return whole, group.owned_rows(whole + group.rank, owners)
+        gathered = group.gather(x, widths)
+        return gathered, group.owned_rows(gathered + group.rank, owners)
 
-    graph, (whole, owned) = capture(step)
+    graph, (gathered, owned) = capture(step)
     assert graph is not None
     for time_ in range(1, 30):
         pieces = [torch.full((5, width), float(time_ + rank)) for rank, width in enumerate(widths)]
         x.copy_(pieces[group.rank])
         owners.fill_(time_ % group.size)
         graph.replay()
-        assert torch.equal(whole, torch.cat(pieces, dim=1))
-        assert torch.equal(owned, whole + time_ % group.size)
+        assert torch.equal(gathered, torch.cat(pieces, dim=1))
+        assert torch.equal(owned, gathered + time_ % group.size)
 
 
 def wait_for_ever(group: SharedMemory) -> None:

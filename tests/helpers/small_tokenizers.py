@@ -95,8 +95,8 @@ NUM_MERGES = 600
 
 def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
     """Merge the two neighbours whose merge has the lowest rank, the first of equal ones, until no merge applies."""
-    while found := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
-        _, i = min(found)
+    while merges := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        _, i = min(merges)
         parts = [*parts[:i], parts[i] + parts[i + 1], *parts[i + 2 :]]
     return parts
 
@@ -114,7 +114,7 @@ def make_ranks() -> dict[bytes, int]:
                     counts[a + b] = counts.get(a + b, 0) + 1
         if not counts:
             break
-        for each in sorted(counts, key=lambda token: (-counts[token], token))[:20]:
-            ranks[each] = len(ranks)
+        for candidate in sorted(counts, key=lambda token: (-counts[token], token))[:20]:
+            ranks[candidate] = len(ranks)
         texts = [merged(parts, ranks) for parts in texts]
     return ranks

@@ -36,7 +36,7 @@ def main() -> None:
     for folder in folders:
         engine = LLM(folder, dtype=dtype, max_model_len=128, enforce_eager=True, skip_tokenizer_init=True)
         rows = [output.outputs[0] for output in engine.generate(prompts, settings, use_tqdm=False)]
-        first = [{token: found.logprob for token, found in row.logprobs[0].items()} for row in rows]
+        first = [{token: entry.logprob for token, entry in row.logprobs[0].items()} for row in rows]
         del engine  # before the next is created: a process can have one at a time
         print(json.dumps({"tokens": [list(row.token_ids) for row in rows], "first": first}))
 

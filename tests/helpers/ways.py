@@ -45,10 +45,10 @@ def every_way() -> list[str]:
 def instruction_sets(begin: str = "") -> list[str]:
     """Return the instruction sets with this beginning that can be tested, the best first. Skips the test if there are
     none."""
-    found = [name for name in every_way() if name in build.INSTRUCTION_SETS and name.startswith(begin)]
-    if not found:
+    names = [name for name in every_way() if name in build.INSTRUCTION_SETS and name.startswith(begin)]
+    if not names:
         pytest.skip("there are no such kernels here: test_build.py says why")
-    return found
+    return names
 
 
 @contextmanager
@@ -74,11 +74,11 @@ def by_ways(ways: Callable[[], list[str]]) -> Callable[[Test], Test]:
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
-        def run(**given: Any) -> None:
+        def run(**fixtures: Any) -> None:
             for way in ways():
                 torch.manual_seed(0)
                 with computing(way):
-                    test(**given)
+                    test(**fixtures)
 
         return run
 

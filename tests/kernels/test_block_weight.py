@@ -97,13 +97,13 @@ def test_a_rows_bits_do_not_depend_on_its_company(kind: str, dtype: torch.dtype)
     weight, other, x = pack_blocks(kind, raw), pack_blocks(kind, raw.flip(0).contiguous()), randn(33, 768).to(dtype)
     bias = randn(1, 70)[0].to(dtype)
     set_threads(1)
-    whole = matmul(x, weight, bias)
+    batch_result = matmul(x, weight, bias)
     for num_threads, num_rows in enumerate(ROWS, start=1):
         set_threads(num_threads % 4 + 1)
-        assert matmul(x[-num_rows:], weight, bias).equal(whole[-num_rows:]), num_rows
-        assert matmul(x[:num_rows], weight, bias).equal(whole[:num_rows]), num_rows
+        assert matmul(x[-num_rows:], weight, bias).equal(batch_result[-num_rows:]), num_rows
+        assert matmul(x[:num_rows], weight, bias).equal(batch_result[:num_rows]), num_rows
         together = matmul_together(x[:num_rows], [other, weight], [None, bias])
-        assert together[1].equal(whole[:num_rows])
+        assert together[1].equal(batch_result[:num_rows])
         gated = matmul_swiglu(x[:num_rows], weight, other, bias, None)
         assert gated.equal(swiglu(together[1], together[0]))
     starts = torch.tensor([0, 5, 5, 33])

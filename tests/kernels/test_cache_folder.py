@@ -161,8 +161,8 @@ def test_what_belongs_to_another_user_is_not_loaded(
     path, real = place(filled), Path.stat
 
     def belongs_to_a_stranger(self: Path, **options: bool) -> os.stat_result:
-        found = real(self, **options)
-        return os.stat_result((*found[:4], STRANGER, *found[5:])) if self == path else found
+        status = real(self, **options)
+        return os.stat_result((*status[:4], STRANGER, *status[5:])) if self == path else status
 
     refused = pytest.raises(UserError, match=f"{path} belongs to another user .number {STRANGER}.*loaded: {remedy}, or")
     with monkeypatch.context() as patch, refused:

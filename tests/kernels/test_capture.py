@@ -216,12 +216,12 @@ def test_all_but_what_governs_is_recorded() -> None:
 def test_operators_are_all_that_are_declared_and_take_what_they_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator that is missing above is not proved to be replayable. An excess argument is one that C++ would not
     read."""
-    functions, given = vars(build.library()), dict[str, int]()
+    functions, num_arguments = vars(build.library()), dict[str, int]()
 
     def watched(name: str) -> Callable[..., object]:
         def call(*arguments: object) -> object:
-            given[name] = len(arguments)
-            return functions[name](*arguments) if given[name] == len(functions[name].argtypes) else None
+            num_arguments[name] = len(arguments)
+            return functions[name](*arguments) if num_arguments[name] == len(functions[name].argtypes) else None
 
         return call
 
@@ -231,7 +231,7 @@ def test_operators_are_all_that_are_declared_and_take_what_they_declare(monkeypa
             compute(torch.randn(4, 64, generator=GENERATOR))
     others = GOVERNING | OUTSIDE_OF_STEPS | BETWEEN_RANKS | OF_TORCH
     declared = {name: len(functions[name].argtypes) for name in functions.keys() - others}
-    assert given == declared, "arguments that Python gives beside those that C++ declares"
+    assert num_arguments == declared, "arguments that Python gives beside those that C++ declares"
 
 
 def _parts(result: Tensor | tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:

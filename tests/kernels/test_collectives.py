@@ -19,41 +19,41 @@ def slices(widths: tuple[int, ...]) -> list[slice]:
 @each("widths", WIDTHS)
 @each("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_pieces_beside_each_other_are_the_whole(widths: tuple[int, ...], dtype: torch.dtype) -> None:
-    whole = torch.randint(-100, 100, (7, sum(widths))).to(dtype)
+    tensor = torch.randint(-100, 100, (7, sum(widths))).to(dtype)
     pieces = slices(widths)
-    for found in run_ranks(len(widths), lambda group: group.gather(whole[:, pieces[group.rank]], widths)):
-        assert found.dtype == dtype
-        assert found.equal(whole)
+    for gathered in run_ranks(len(widths), lambda group: group.gather(tensor[:, pieces[group.rank]], widths)):
+        assert gathered.dtype == dtype
+        assert gathered.equal(tensor)
 
 
 def test_the_first_rank_alone_gets_the_whole() -> None:
-    whole, widths = torch.randn(4, 6), (1, 3, 2)
-    found = run_ranks(3, lambda group: group.gather_first(whole[:, slices(widths)[group.rank]], widths))
-    assert found[0] is not None
-    assert found[0].equal(whole)
-    assert found[1:] == [None, None]
+    tensor, widths = torch.randn(4, 6), (1, 3, 2)
+    results = run_ranks(3, lambda group: group.gather_first(tensor[:, slices(widths)[group.rank]], widths))
+    assert results[0] is not None
+    assert results[0].equal(tensor)
+    assert results[1:] == [None, None]
 
 
 def test_a_row_is_its_owners() -> None:
     rows, owners = torch.randn(3, 5, 4), torch.tensor([2, 0, 1, 1, 2])
-    for found in run_ranks(3, lambda group: group.owned_rows(rows[group.rank], owners)):
-        assert found.equal(torch.stack([rows[owner, row] for row, owner in enumerate(owners.tolist())]))
+    for selected in run_ranks(3, lambda group: group.owned_rows(rows[group.rank], owners)):
+        assert selected.equal(torch.stack([rows[owner, row] for row, owner in enumerate(owners.tolist())]))
 
 
 def test_many_collectives_in_turn_mix_nothing_up() -> None:
     """A rank that overwrites its piece after a collective does not change the results of other ranks."""
 
     def work(group: Threads) -> list[torch.Tensor]:
-        found = []
+        gathered = []
         for number in range(200):
             piece = torch.full((2, 1 + group.rank), number * 10.0 + group.rank)
-            found.append(group.gather(piece, (1, 2, 3)))
+            gathered.append(group.gather(piece, (1, 2, 3)))
             piece.fill_(-1)
-        return found
+        return gathered
 
-    for found in run_ranks(3, work):
-        for number, whole in enumerate(found):
-            assert whole.tolist() == [[number * 10.0 + rank for rank in (0, 1, 1, 2, 2, 2)]] * 2
+    for gathered in run_ranks(3, work):
+        for number, tensor in enumerate(gathered):
+            assert tensor.tolist() == [[number * 10.0 + rank for rank in (0, 1, 1, 2, 2, 2)]] * 2
 
 
 def test_alone_nothing_is_copied() -> None:

@@ -139,12 +139,12 @@ class LateGroup:
         self.works: list[LateWork] = []
         self.sent: list[ReferenceType[Tensor]] = []
 
-    def _allgather_base(self, every: Tensor, own: Tensor) -> LateWork:
-        every.copy_(own)
+    def _allgather_base(self, pieces: Tensor, piece: Tensor) -> LateWork:
+        pieces.copy_(piece)
         return self._begun()
 
-    def gather(self, every: list[Tensor], own: list[Tensor], options: object) -> LateWork:
-        self.sent.append(ref(own[0]))
+    def gather(self, pieces: list[Tensor], piece: list[Tensor], options: object) -> LateWork:
+        self.sent.append(ref(piece[0]))
         return self._begun()
 
     def _begun(self) -> LateWork:

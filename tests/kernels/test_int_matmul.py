@@ -72,12 +72,12 @@ def test_weight_only_equals_float64_and_with_the_kernels_itself_in_any_batch(
         for way in every_way():
             with computing(way), poisoned():
                 packed = pack_codes(codes, scales, points, bits)
-                whole = matmul(x, packed)
-                assert ((whole - expected).abs() <= allowed).all()
+                batch_result = matmul(x, packed)
+                assert ((batch_result - expected).abs() <= allowed).all()
                 for num_rows in ROWS:
                     part = matmul(x[:num_rows], packed)
                     assert ((part - expected[:num_rows]).abs() <= allowed[:num_rows]).all()
-                    assert way == "torch" or torch.equal(part, whole[:num_rows])
+                    assert way == "torch" or torch.equal(part, batch_result[:num_rows])
 
 
 @pytest.mark.long
@@ -96,10 +96,10 @@ def test_int8_equals_exact_integers_and_itself_in_any_batch(bits: int, group: in
         for way in every_way():
             with computing(way), poisoned():
                 packed = pack_codes(codes, scales, points, bits)
-                whole = matmul(x, packed)
-                assert ((whole - expected).abs() <= allowed).all()
+                batch_result = matmul(x, packed)
+                assert ((batch_result - expected).abs() <= allowed).all()
                 for num_rows in ROWS:
-                    assert torch.equal(matmul(first_rows(x, num_rows), packed), whole[:num_rows])
+                    assert torch.equal(matmul(first_rows(x, num_rows), packed), batch_result[:num_rows])
                 assert torch.equal(matmul(one_scale, packed), matmul(same_scales, packed))
 
 
@@ -110,14 +110,17 @@ def test_bits_do_not_depend_on_rows_or_threads(bits: int, group: int, zeros: boo
     packed, x = pack_codes(*make(100, 321, bits, group, zeros)[:3], bits), randn(512, 321)
     set_threads(1)
     codes, scales = quantize_rows(x)
-    whole, whole_int8 = matmul(x, packed), matmul(QuantizedActivations(codes, scales, torch.float32), packed)
+    batch_result, batch_result_int8 = (
+        matmul(x, packed),
+        matmul(QuantizedActivations(codes, scales, torch.float32), packed),
+    )
     for num_threads in (1, 2, 3, 4):
         set_threads(num_threads)
         for rows in [*range(1, 41), 64, 65, 512]:
-            assert torch.equal(matmul(x[-rows:], packed), whole[-rows:]), (num_threads, rows)
+            assert torch.equal(matmul(x[-rows:], packed), batch_result[-rows:]), (num_threads, rows)
             part = quantize_rows(x[-rows:])
             assert torch.equal(part[0], codes[-rows:])
-            assert torch.equal(matmul(QuantizedActivations(*part, torch.float32), packed), whole_int8[-rows:]), (
+            assert torch.equal(matmul(QuantizedActivations(*part, torch.float32), packed), batch_result_int8[-rows:]), (
                 num_threads,
                 rows,
             )
@@ -151,17 +154,17 @@ def test_float8_products_equal_float64(groups: int, dtype: torch.dtype) -> None:
     # Everything is positive, so errors are relative. A weight, a sum and a scaled sum are rounded once each, by half a
     # unit.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-10}[dtype]
-    for given, exact in ((x, x.double()), (rows, row_codes.double() * row_scales.double())):
-        whole = matmul(given, weight)
-        assert whole.dtype == dtype
-        torch.testing.assert_close(whole.double(), exact @ values.T, rtol=tolerance, atol=0)
+    for operand, exact in ((x, x.double()), (rows, row_codes.double() * row_scales.double())):
+        batch_result = matmul(operand, weight)
+        assert batch_result.dtype == dtype
+        torch.testing.assert_close(batch_result.double(), exact @ values.T, rtol=tolerance, atol=0)
         for count in ROWS:
             part = (
                 QuantizedActivations(row_codes[:count], row_scales[:count], dtype, rows.group_size)
-                if given is rows
+                if operand is rows
                 else x[:count]
             )
-            assert build.library() is None or torch.equal(matmul(part, weight), whole[:count])
+            assert build.library() is None or torch.equal(matmul(part, weight), batch_result[:count])
 
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -182,10 +185,10 @@ def test_every_float8_code_is_exact(dtype: torch.dtype) -> None:
     """One input at a time, denormals included, at every position of a vector. NaN makes its own output NaN and no
     other."""
     codes = ALL_CODES.view(64, 4)
-    found = matmul(torch.eye(4, dtype=dtype), pack_float8(codes, torch.ones(64, 1))).T
+    products = matmul(torch.eye(4, dtype=dtype), pack_float8(codes, torch.ones(64, 1))).T
     bad = codes.float().isnan().any(1)
-    assert found[~bad].equal(codes[~bad].to(dtype))
-    assert found[bad].isnan().all()
+    assert products[~bad].equal(codes[~bad].to(dtype))
+    assert products[bad].isnan().all()
 
 
 @any_way
@@ -211,14 +214,14 @@ def test_float8_of_any_shape(num_outputs: int, num_inputs: int, groups: int) -> 
         rows.append((QuantizedActivations(x_codes, x_scales, torch.float32, width), exact))
     x_codes, one = quantize_rows(x, torch.float8_e4m3fn, None, torch.tensor([0.01]))
     rows.append((QuantizedActivations(x_codes, one[:1], torch.float32), x_codes.double() * one[:1].double()))
-    for given, exact in rows:
-        whole = matmul(given, weight)
-        unit = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}[given.dtype]
+    for operand, exact in rows:
+        batch_result = matmul(operand, weight)
+        unit = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}[operand.dtype]
         allowed = unit * (exact.abs() @ values.abs().T)
-        assert ((whole.double() - exact @ values.T).abs() <= allowed).all()
+        assert ((batch_result.double() - exact @ values.T).abs() <= allowed).all()
         for count in ROWS:
-            part = given[:count] if isinstance(given, Tensor) else first_rows(given, count)
-            assert build.library() is None or torch.equal(matmul(part, weight), whole[:count])
+            part = operand[:count] if isinstance(operand, Tensor) else first_rows(operand, count)
+            assert build.library() is None or torch.equal(matmul(part, weight), batch_result[:count])
 
 
 @compiled
@@ -226,11 +229,11 @@ def test_float8_bits_do_not_depend_on_threads() -> None:
     set_threads(1)
     weight, x = pack_float8(*float8(100, 320, 5)), randn(100, 320)
     rows = [x, x.bfloat16(), QuantizedActivations(*quantize_rows(x, torch.float8_e4m3fn, 64), torch.float16, 64)]
-    alone = [matmul(given, weight, torch.ones(100, dtype=given.dtype)) for given in rows]
+    alone = [matmul(operand, weight, torch.ones(100, dtype=operand.dtype)) for operand in rows]
     for num_threads in (2, 3):
         set_threads(num_threads)
-        for given, expected in zip(rows, alone, strict=True):
-            assert torch.equal(matmul(given, weight, torch.ones(100, dtype=given.dtype)), expected)
+        for operand, expected in zip(rows, alone, strict=True):
+            assert torch.equal(matmul(operand, weight, torch.ones(100, dtype=operand.dtype)), expected)
 
 
 def test_float8_that_cannot_be_packed_or_multiplied() -> None:

@@ -85,8 +85,8 @@ def test_every_element_is_within_half_a_step(name: str, channels: int) -> None:
     back = FORMATS[name].decode(stored)[..., :channels]
     assert ((back.double() - x.double()).abs() <= bound(name, x.double())).all()
     for i in (0, 1, 14):  # alone as in a batch, bit for bit
-        for part, whole in zip(FORMATS[name].encode(x[i]), stored, strict=True):
-            assert part.view(torch.uint8).equal(whole[i].view(torch.uint8))
+        for part, batch_part in zip(FORMATS[name].encode(x[i]), stored, strict=True):
+            assert part.view(torch.uint8).equal(batch_part[i].view(torch.uint8))
 
 
 @each("name", QUANTISED)

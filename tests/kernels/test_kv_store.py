@@ -111,10 +111,10 @@ def test_one_call_gives_the_bits_of_norm_turn_and_store(
     new, slots = new_tokens(200, channels, turning, dtype)
     new[1][5], new[1][6, 1, 3], new[2][7, 1, 1] = 0, torch.nan, -torch.inf
     norms = norms_of(channels, dtype)
-    for own, options in (([], ()), (norms, (*norms, 1e-6))):
+    for norm_weights, options in (([], ()), (norms, (*norms, 1e-6))):
         expected_caches = caches_of(name, channels, dtype)
         set_threads(1)
-        expected = one_after_the_other(new, expected_caches, slots, interleaved, own)
+        expected = one_after_the_other(new, expected_caches, slots, interleaved, norm_weights)
         for threads in (1, 2, 4):
             set_threads(threads)
             caches = caches_of(name, channels, dtype)

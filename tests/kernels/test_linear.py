@@ -34,7 +34,7 @@ def test_has_the_bits_of_the_packed_product(dtype: torch.dtype) -> None:
         weight, x = randn(outputs, inputs, dtype=dtype), randn(max(ROWS), inputs, dtype=dtype)
         bias = randn(outputs, dtype=dtype) if outputs % 2 else None
         set_threads(1)
-        whole = bits_of(x, weight, bias)
+        expected = bits_of(x, weight, bias)
         lies = [
             weight,
             weight.T.contiguous().T,
@@ -42,8 +42,8 @@ def test_has_the_bits_of_the_packed_product(dtype: torch.dtype) -> None:
         ]  # by inputs, outputs, neither
         for num_threads, num_rows, held in zip((1, 2, 3, 4) * 3, ROWS, lies * 4, strict=False):
             set_threads(num_threads)
-            assert torch.equal(linear(x[-num_rows:], held, bias), whole[-num_rows:]), (outputs, inputs, num_rows)
-            assert torch.equal(linear(x[:num_rows], held, bias), whole[:num_rows]), (outputs, inputs, num_rows)
+            assert torch.equal(linear(x[-num_rows:], held, bias), expected[-num_rows:]), (outputs, inputs, num_rows)
+            assert torch.equal(linear(x[:num_rows], held, bias), expected[:num_rows]), (outputs, inputs, num_rows)
 
 
 @pytest.mark.long

@@ -61,11 +61,11 @@ def test_equals_formula(dtype: torch.dtype, inputs: int, outputs: int, slots: li
 def test_rows_may_lie_apart() -> None:
     table, slots = make_table(33, 70, torch.float32), [0, 2, -1]
     y, x = noise(3, 99, seed=1), noise(3, 50, seed=2)
-    whole = y.clone()
-    lora_add(whole[:, 10:80], x[:, 5:38], table, torch.tensor(slots))
-    assert_near(whole[:, 10:80], expected(y[:, 10:80], x[:, 5:38], table, slots))
-    assert torch.equal(whole[:, :10], y[:, :10])
-    assert torch.equal(whole[:, 80:], y[:, 80:])
+    batch_result = y.clone()
+    lora_add(batch_result[:, 10:80], x[:, 5:38], table, torch.tensor(slots))
+    assert_near(batch_result[:, 10:80], expected(y[:, 10:80], x[:, 5:38], table, slots))
+    assert torch.equal(batch_result[:, :10], y[:, :10])
+    assert torch.equal(batch_result[:, 80:], y[:, 80:])
     columns = x[:, :33].T.contiguous().T
     assert_near(added(y[:, :70], columns, table, slots), expected(y[:, :70], columns, table, slots))
 

@@ -36,11 +36,11 @@ def test_bans_the_tokens_whose_bit_is_0(dtype: torch.dtype, shape: tuple[int, in
 def test_rows_apart() -> None:
     """Only the tokens of the view are written, not the memory between its rows or its columns."""
     for view in (slice(3, 36), slice(3, 69, 2)):
-        whole = logits_of(4, 80, torch.float32)
-        before, bitmask = whole.clone(), masks(4, 33)
-        mask_logits(whole[:, view], bitmask[:, :])
+        storage = logits_of(4, 80, torch.float32)
+        before, bitmask = storage.clone(), masks(4, 33)
+        mask_logits(storage[:, view], bitmask[:, :])
         before[:, view] = expected_of(before[:, view], bitmask)
-        assert torch.equal(whole.view(torch.int32), before.view(torch.int32))
+        assert torch.equal(storage.view(torch.int32), before.view(torch.int32))
     bitmask = masks(4, 80)[:, :2]  # words with a stride
     logits = logits_of(4, 40, torch.float32)
     expected = expected_of(logits, bitmask)

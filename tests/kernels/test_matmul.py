@@ -36,13 +36,13 @@ def test_equals_float64_and_with_the_kernels_itself_in_any_batch(dtype: torch.dt
             expected, size = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
             if bias is not None:
                 expected, size = expected + bias.double(), size + bias.double().abs()
-            whole = matmul(x, packed, bias)
-            assert whole.dtype == dtype
-            assert ((whole - expected).abs() <= tolerance * size).all()
+            batch_result = matmul(x, packed, bias)
+            assert batch_result.dtype == dtype
+            assert ((batch_result - expected).abs() <= tolerance * size).all()
             for num_rows in ROWS:
                 part = matmul(x[:num_rows], packed, bias)
                 assert ((part - expected[:num_rows]).abs() <= tolerance * size[:num_rows]).all()
-                assert build.library() is None or torch.equal(part, whole[:num_rows])
+                assert build.library() is None or torch.equal(part, batch_result[:num_rows])
 
 
 @compiled
@@ -50,11 +50,11 @@ def test_equals_float64_and_with_the_kernels_itself_in_any_batch(dtype: torch.dt
 def test_bits_do_not_depend_on_rows_or_threads(dtype: torch.dtype) -> None:
     packed, x = pack(randn(100, 321, dtype=dtype)), randn(512, 321, dtype=dtype)
     set_threads(1)
-    whole = matmul(x, packed)
+    batch_result = matmul(x, packed)
     for num_threads in (1, 2, 3, 4):
         set_threads(num_threads)
         for num_rows in [*range(1, 41), 64, 65, 512]:
-            assert torch.equal(matmul(x[-num_rows:], packed), whole[-num_rows:]), (num_threads, num_rows)
+            assert torch.equal(matmul(x[-num_rows:], packed), batch_result[-num_rows:]), (num_threads, num_rows)
 
 
 @any_way

@@ -59,10 +59,10 @@ def attended(values: PagedVectors | None = None, **other: Tensor) -> Sequence[Te
         "alibi_slopes": waves(4),
         "prefix_lengths": torch.arange(3),
     }
-    given = fitting | other
-    options = None, None, given.pop("alibi_slopes"), given.pop("prefix_lengths")
-    query = given.pop("query")
-    return [paged_attention(query, keys, values, *given.values(), 0.3, *options)]
+    arguments = fitting | other
+    options = None, None, arguments.pop("alibi_slopes"), arguments.pop("prefix_lengths")
+    query = arguments.pop("query")
+    return [paged_attention(query, keys, values, *arguments.values(), 0.3, *options)]
 
 
 def adapted(**other: Tensor) -> Sequence[Tensor]:
@@ -153,13 +153,13 @@ def outcome(case: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | type[Exc
 @compiled
 @each("misfit", MISFITS)
 def test_what_does_not_fit_is_for_torch_to_judge(misfit: str) -> None:
-    found = outcome(MISFITS[misfit])
+    result = outcome(MISFITS[misfit])
     with computing("torch"):
         expected = outcome(MISFITS[misfit])
     if isinstance(expected, type):
-        assert found is expected
+        assert result is expected
     else:
-        torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0)  # the same operators computed it
+        torch.testing.assert_close(list(result), list(expected), rtol=0, atol=0)  # the same operators computed it
 
 
 @compiled

@@ -33,8 +33,8 @@ def test_equals_the_reference(sizes: tuple[int, int, int, int], dtype: torch.dty
     num_tokens, num_chosen, num_experts, channels = sizes
     x, chosen = randn(num_tokens, channels, dtype=dtype), choose(num_tokens, num_chosen, num_experts)
     rows, starts, places = group_rows(x, chosen, num_experts)
-    for found, expected in zip((rows, starts, places), reference.group_rows(x, chosen, num_experts), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip((rows, starts, places), reference.group_rows(x, chosen, num_experts), strict=True):
+        assert torch.equal(actual, expected)
     parts, weights = randn(num_tokens * num_chosen, channels, dtype=dtype), randn(num_tokens, num_chosen).abs()
     assert torch.equal(combine_rows(parts, weights, places), reference.combine_rows(parts, weights, places))
 
@@ -92,7 +92,7 @@ def test_routes_by_corrected_scores(
     weights, chosen = route_corrected(logits, correction, *settings)
     scores = logits.double().softmax(-1) if is_softmax else logits.double().sigmoid()
     corrected = (scores + correction.double()).tolist()
-    assert chosen.tolist() == [chosen_by_hand(each, num_chosen, num_groups, num_kept) for each in corrected]
+    assert chosen.tolist() == [chosen_by_hand(scores, num_chosen, num_groups, num_kept) for scores in corrected]
     exact = scores.gather(-1, chosen)
     exact = exact / exact.sum(-1, keepdim=True) if renormalise else exact
     # a sum of 256 float32 is rounded 256 times by 2^-24, the exponential by 2 of 2^-23
@@ -157,11 +157,11 @@ def test_the_sum_does_not_depend_on_threads_or_on_the_order_of_choice() -> None:
     chosen, parts, weights = choose(90, 4, 9), randn(360, 700), torch.rand(90, 4)
     places = group_rows(parts[:90], chosen, 9)[2]
     set_threads(1)
-    whole = combine_rows(parts, weights, places)
+    batch_result = combine_rows(parts, weights, places)
     for num_threads in (1, 2, 3, 4):
         set_threads(num_threads)
-        assert torch.equal(combine_rows(parts, weights, places), whole)
-        assert torch.equal(combine_rows(parts, weights.flip(1), places.flip(1)), whole)
+        assert torch.equal(combine_rows(parts, weights, places), batch_result)
+        assert torch.equal(combine_rows(parts, weights.flip(1), places.flip(1)), batch_result)
 
 
 STARTS = [[0, 5], [0, 0, 1, 1, 40, 57, 57], [0, 0, 0], list(range(0, 130, 3))]
@@ -175,13 +175,13 @@ def test_grouped_product_has_the_bits_of_single_ones(starts: list[int], dtype: t
     for num_outputs, num_inputs in ((100, 65), (16, 32), (257, 8)):
         x = randn(starts[-1], num_inputs, dtype=dtype)
         packed = [products.pack(randn(num_outputs, num_inputs, i, dtype=dtype)[:, :, 0]) for i in range(1, len(starts))]
-        found = products.grouped_matmul(x, products.WeightGroup(packed), torch.tensor(starts))
+        result = products.grouped_matmul(x, products.WeightGroup(packed), torch.tensor(starts))
         single = [products.matmul(x[a:b], w) for a, b, w in zip(starts, starts[1:], packed, strict=False)]
-        assert torch.equal(found, torch.cat(single))
+        assert torch.equal(result, torch.cat(single))
         weights = products.WeightGroup(packed)
-        found = products.grouped_matmul(x, weights, torch.tensor(starts), products.WeightGroup(packed[::-1]))
+        result = products.grouped_matmul(x, weights, torch.tensor(starts), products.WeightGroup(packed[::-1]))
         both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
-        assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
+        assert torch.equal(result, torch.cat([products.matmul_swiglu(x[a:b], gate, up) for a, b, gate, up in both]))
 
 
 @any_way
@@ -190,12 +190,12 @@ def test_grouped_product_has_the_bits_of_single_ones(starts: list[int], dtype: t
 def test_grouped_product_of_some_weights(first: int) -> None:
     """Rows of experts on this rank are between rows of other experts, and may be none."""
     starts, weights = [0, 0, 1, 1, 40, 57, 57, 60], [products.pack(randn(33, 17, i)[:, :, 0]) for i in range(1, 8)]
-    x, own = randn(60, 17), slice(starts[first], starts[first + 2])
-    whole = products.grouped_matmul(x, products.WeightGroup(weights), torch.tensor(starts))
+    x, rank_rows = randn(60, 17), slice(starts[first], starts[first + 2])
+    all_outputs = products.grouped_matmul(x, products.WeightGroup(weights), torch.tensor(starts))
     some = products.WeightGroup(weights[first : first + 2])
-    found = products.grouped_matmul(x, some, torch.tensor(starts)[first : first + 3])
-    assert found.shape == whole.shape
-    assert torch.equal(found[own], whole[own])
+    result = products.grouped_matmul(x, some, torch.tensor(starts)[first : first + 3])
+    assert result.shape == all_outputs.shape
+    assert torch.equal(result[rank_rows], all_outputs[rank_rows])
 
 
 @any_way
@@ -215,18 +215,18 @@ def test_grouped_quantised_product_has_the_bits_of_single_ones(
         scales = torch.rand(num_outputs, groups, generator=generator) + 0.1
         points = torch.full((num_outputs, groups), i % 16, dtype=torch.int8) if zeros else None
         packed.append(products.pack_codes(codes, scales, points, bits))
-    weights, each = products.WeightGroup(packed), list(zip(starts, starts[1:], packed, strict=False))
-    found = products.grouped_matmul(x, weights, torch.tensor(starts))
-    assert torch.equal(found, torch.cat([products.matmul(x[a:b], w) for a, b, w in each]))
+    weights, expert_ranges = products.WeightGroup(packed), list(zip(starts, starts[1:], packed, strict=False))
+    result = products.grouped_matmul(x, weights, torch.tensor(starts))
+    assert torch.equal(result, torch.cat([products.matmul(x[a:b], w) for a, b, w in expert_ranges]))
     ups = products.WeightGroup(packed[::-1])
-    found = products.grouped_matmul(x, weights, torch.tensor(starts), ups)
+    result = products.grouped_matmul(x, weights, torch.tensor(starts), ups)
     both = zip(starts, starts[1:], packed, packed[::-1], strict=False)
-    assert torch.equal(found, torch.cat([products.matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
+    assert torch.equal(result, torch.cat([products.matmul_swiglu(x[a:b], w, up) for a, b, w, up in both]))
     codes, scales = quantize_rows(x)
     rows = QuantizedActivations(codes, scales, x.dtype)
-    found = products.grouped_matmul(rows, weights, torch.tensor(starts))
-    single = [products.matmul(QuantizedActivations(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in each]
-    assert torch.equal(found, torch.cat(single))
+    result = products.grouped_matmul(rows, weights, torch.tensor(starts))
+    single = [products.matmul(QuantizedActivations(codes[a:b], scales[a:b], x.dtype), w) for a, b, w in expert_ranges]
+    assert torch.equal(result, torch.cat(single))
 
 
 @compiled
@@ -238,10 +238,10 @@ def test_grouped_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:
     )
     x = randn(57, 65, dtype=dtype)
     set_threads(1)
-    whole = products.grouped_matmul(x, packed, starts)
+    batch_result = products.grouped_matmul(x, packed, starts)
     for num_threads in (2, 3, 4):
         set_threads(num_threads)
-        assert torch.equal(products.grouped_matmul(x, packed, starts), whole)
+        assert torch.equal(products.grouped_matmul(x, packed, starts), batch_result)
 
 
 @any_way
@@ -253,8 +253,8 @@ def test_numbers_that_do_not_lie_side_by_side() -> None:
     # a sum of two products, rounded three times by 2^-24 of numbers up to 5
     for same in (weights, weights.double()):
         torch.testing.assert_close(combine_rows(parts, same, apart).double(), exact, rtol=0, atol=1e-6)
-    for found, expected in zip(group_rows(parts[:7], chosen.int(), 5), group_rows(parts[:7], chosen, 5), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(group_rows(parts[:7], chosen.int(), 5), group_rows(parts[:7], chosen, 5), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @any_way

@@ -12,10 +12,10 @@ from tests.helpers.ways import any_way, compiled, computing
 def test_nothing_to_compute(operator: str, rows: int, channels: int) -> None:
     """The results are as empty as the reference's."""
     case = CASES[operator]
-    found = case(rows, channels, torch.clone)
+    case_result = case(rows, channels, torch.clone)
     with computing("torch"):
         wanted = case(rows, channels, torch.clone)
-    for result, expected in zip(found, wanted, strict=True):
+    for result, expected in zip(case_result, wanted, strict=True):
         assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
         assert torch.equal(result, expected)
 

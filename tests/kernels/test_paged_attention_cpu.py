@@ -191,7 +191,7 @@ def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
     dtype: torch.dtype, name: str, options: Options
 ) -> None:
     filled = fill([530, 40, 333], (4, 2, 48, 48), dtype, name)
-    whole = [attend(filled, [(s, 0, length)], options)[0] for s, length in enumerate(filled.lengths)]
+    batch_results = [attend(filled, [(s, 0, length)], options)[0] for s, length in enumerate(filled.lengths)]
     for threads, size in ((1, 1), (4, 5), (3, 16), (2, 300)):
         set_threads(threads)
         chunks: list[list[Tensor]] = [[], [], []]
@@ -200,7 +200,7 @@ def test_a_token_is_the_same_to_the_bit_in_one_step_in_chunks_and_in_company(
             steps = [(s, first, min(first + size, filled.lengths[s])) for s in left]
             for s, result in zip(left, attend(filled, steps, options), strict=True):
                 chunks[s].append(result)
-        for s, expected in enumerate(whole):
+        for s, expected in enumerate(batch_results):
             assert torch.equal(torch.cat(chunks[s]), expected)
 
 
@@ -267,12 +267,12 @@ def test_a_token_has_the_bits_of_a_step_without_those_after_it(
     value = torch.ones(1, 2, 24, dtype=dtype)
     value[0, :, 7] = bad
     kv_store(torch.ones_like(value), value, filled.keys, filled.values, filled.tables[0, 4:5] * BLOCK_SIZE + 6)
-    (whole,) = attend(filled, [(0, 0, 150)], options)
+    (batch_result,) = attend(filled, [(0, 0, 150)], options)
     parts = [attend(filled, [(0, *part)], options)[0] for part in ((0, 70), (70, 73), (73, 150))]
-    assert torch.equal(whole.nan_to_num(7), torch.cat(parts).nan_to_num(7))
+    assert torch.equal(batch_result.nan_to_num(7), torch.cat(parts).nan_to_num(7))
     sees = slice(70, 75 if "window" in options else 150)
-    assert not whole[sees, :, 7].isfinite().any()
-    assert torch.cat((whole[:70], whole[sees.stop :])).isfinite().all()
+    assert not batch_result[sees, :, 7].isfinite().any()
+    assert torch.cat((batch_result[:70], batch_result[sees.stop :])).isfinite().all()
 
 
 @compiled

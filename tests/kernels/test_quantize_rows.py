@@ -38,19 +38,19 @@ def test_equals_formula(codes: ActivationFormat, num_inputs: int) -> None:
     x[3] = 0
     x[5] = torch.arange(num_inputs) + 0.5  # ties
     x[5, 0] = 127
-    found, scales = quantize_rows(x, *codes[:2])
+    codes_found, scales = quantize_rows(x, *codes[:2])
     size = codes.group_size or num_inputs
-    assert (found.dtype, scales.shape) == (codes.dtype, (20, -(-num_inputs // min(size, num_inputs))))
-    for group, (part, whole) in enumerate(zip(found.split(size, 1), x.split(size, 1), strict=True)):
-        scale = whole.abs().amax(1, keepdim=True) / largest
+    assert (codes_found.dtype, scales.shape) == (codes.dtype, (20, -(-num_inputs // min(size, num_inputs))))
+    for group, (part, group_input) in enumerate(zip(codes_found.split(size, 1), x.split(size, 1), strict=True)):
+        scale = group_input.abs().amax(1, keepdim=True) / largest
         scale[scale == 0] = 1
         assert torch.equal(scales[:, group, None], scale)
-        ratio = whole.double() / scale.double()
+        ratio = group_input.double() / scale.double()
         # float8 has 3 bits after its first; if the ratio's float32 rounds to a tie, the code may be on its other side
         half_step = 0.5 if codes == INT8 else (ratio.abs() * 2**-4).clamp(min=2**-10)
         assert ((part.double() - ratio).abs() <= half_step + 1e-5 * ratio.abs()).all()
-    assert not found[3].float().any()
-    assert_same(quantize_rows(x.double(), *codes[:2]), (found, scales))
+    assert not codes_found[3].float().any()
+    assert_same(quantize_rows(x.double(), *codes[:2]), (codes_found, scales))
 
 
 @any_way
@@ -68,8 +68,8 @@ def test_float8_codes_are_those_of_torch(dtype: torch.dtype) -> None:
     middles, ulp = (codes[1:] + codes[:-1]) / 2, 1 + 2**-20
     numbers = torch.cat([codes, middles, middles * ulp, middles / ulp, codes * ulp, torch.tensor([449.0, 1e30])])
     x = torch.cat([numbers, -numbers])[None].to(dtype).clamp(-6e4, 6e4)
-    found, scales = quantize_rows(x, torch.float8_e4m3fn, None, torch.ones(1))
-    assert found.view(torch.uint8).equal(x.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    result, scales = quantize_rows(x, torch.float8_e4m3fn, None, torch.ones(1))
+    assert result.view(torch.uint8).equal(x.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
     assert scales.tolist() == [[1.0]]
 
 
@@ -81,14 +81,16 @@ def test_float8_codes_are_those_of_torch(dtype: torch.dtype) -> None:
 def test_static_scales(codes: ActivationFormat, dtype: torch.dtype, num_scales: int) -> None:
     """Codes saturate, and rows that are not finite have the scale NaN. A norm and a gate make the same codes."""
     x, weight, residual = odd_rows((20, 144), dtype), randn(144, dtype=dtype), randn(20, 144, dtype=dtype)
-    given = (*codes[:2], torch.linspace(1e-4, 0.02, num_scales))
-    assert_same(quantize_rows(x, *given), reference.quantize_rows(x, *given))
-    assert_same(quantize_rows(x * 1e-3, *given), reference.quantize_rows(x * 1e-3, *given))
-    assert_same(rms_norm_quantize(x, weight, 1e-5, *given), reference.quantize_rows(rms_norm(x, weight, 1e-5), *given))
+    arguments = (*codes[:2], torch.linspace(1e-4, 0.02, num_scales))
+    assert_same(quantize_rows(x, *arguments), reference.quantize_rows(x, *arguments))
+    assert_same(quantize_rows(x * 1e-3, *arguments), reference.quantize_rows(x * 1e-3, *arguments))
+    assert_same(
+        rms_norm_quantize(x, weight, 1e-5, *arguments), reference.quantize_rows(rms_norm(x, weight, 1e-5), *arguments)
+    )
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    expected = (*reference.quantize_rows(normed, *given), total)
-    assert_same(add_rms_norm_quantize(x, residual, weight, 1e-5, *given), expected)
-    assert_same(swiglu_quantize(x, residual, *given), reference.quantize_rows(swiglu(x, residual), *given))
+    expected = (*reference.quantize_rows(normed, *arguments), total)
+    assert_same(add_rms_norm_quantize(x, residual, weight, 1e-5, *arguments), expected)
+    assert_same(swiglu_quantize(x, residual, *arguments), reference.quantize_rows(swiglu(x, residual), *arguments))
 
 
 def odd_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -152,5 +154,5 @@ def test_bits_do_not_depend_on_rows_or_threads() -> None:
 def test_dtypes_that_no_kernel_takes() -> None:
     x, residual, weight = randn(3, 40).double(), randn(3, 40).double(), randn(40)
     normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    found = add_rms_norm_quantize(x, residual, weight, 1e-5, *INT8[:2])
-    assert_same(found, (*reference.quantize_rows(normed), total))
+    result = add_rms_norm_quantize(x, residual, weight, 1e-5, *INT8[:2])
+    assert_same(result, (*reference.quantize_rows(normed), total))

@@ -40,8 +40,8 @@ def test_with_an_offset_nothing_is_rounded_before_the_end(shape: tuple[int, int]
     assert torch.equal(rms_norm(x, weight, 1e-5, 1.0), expected)
     if dtype == torch.bfloat16 and shape[0] > 1:
         assert not torch.equal(rms_norm(x, 1 + weight, 1e-5), expected)
-    found = rms_norm_quantize(x, weight, 1e-5, torch.int8, None, None, 1.0)
-    for part, wanted in zip(found, quantize_rows(expected), strict=True):
+    result = rms_norm_quantize(x, weight, 1e-5, torch.int8, None, None, 1.0)
+    for part, wanted in zip(result, quantize_rows(expected), strict=True):
         assert torch.equal(part, wanted)
 
 

@@ -123,6 +123,6 @@ def test_rows_with_nan_are_left_to_the_reference() -> None:
     """Also if more tokens are requested than there are tokens without NaN."""
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(5))
     logits[0, 30:] = torch.nan
-    settings = torch.tensor([(*each, 0.4) for each in (*SETTINGS, (1.0, 35, 1.0, 0.0))], dtype=torch.float64)
+    settings = torch.tensor([(*setting, 0.4) for setting in (*SETTINGS, (1.0, 35, 1.0, 0.0))], dtype=torch.float64)
     rows = logits.expand(len(settings), -1)
     assert torch.equal(draw(rows, settings), reference.draw(rows, settings))

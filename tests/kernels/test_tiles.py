@@ -43,7 +43,7 @@ def documented(x: Tensor, weight: Tensor) -> Tensor:
     """Compute TDPBF16PS over 32 inputs at a time: [M, N]. A product of two bfloat16 is exact in float32, so adding it
     is a fused multiply-add."""
     padding = -x.shape[1] % 32
-    a, b = (flush(functional.pad(each.float(), (0, padding)).numpy()) for each in (x, weight))
+    a, b = (flush(functional.pad(operand.float(), (0, padding)).numpy()) for operand in (x, weight))
     total = np.zeros((len(a), len(b)), np.float32)
     with np.errstate(all="ignore"):
         for step in range(0, a.shape[1], 32):
@@ -207,10 +207,10 @@ def test_any_number_of_rows_gives_the_bits_of_all(kind: str, codes: bool) -> Non
     weight, rows = WEIGHTS[kind](), numbers("normal", 512, 95)
     rows[[7, 69, 300]] = float("nan")
     quantised = quantize_rows(rows, torch.float8_e4m3fn if kind == "float8" else torch.int8)
-    whole = matmul(QuantizedActivations(*quantised, rows.dtype) if codes else rows, weight)
+    batch_result = matmul(QuantizedActivations(*quantised, rows.dtype) if codes else rows, weight)
     for count in range(1, 71):
         some = QuantizedActivations(*(part[:count] for part in quantised), rows.dtype) if codes else rows[:count]
-        assert_equal(matmul(some, weight), whole[:count])
+        assert_equal(matmul(some, weight), batch_result[:count])
 
 
 @by_tiles
@@ -243,8 +243,8 @@ def product_in_a_child(expected: Tensor, send: Callable[[bool], None]) -> None:
 @pytest.mark.forks
 @by_tiles
 def test_tiles_belong_to_threads_and_children_and_not_to_torch() -> None:
-    ready, found = threading.Event(), []
-    older = threading.Thread(target=lambda: (ready.wait(), found.append(matmul(x, weight))))
+    ready, results = threading.Event(), []
+    older = threading.Thread(target=lambda: (ready.wait(), results.append(matmul(x, weight))))
     older.start()  # before the process requests tiles
     x, weight = torch.ones(20, 64).bfloat16(), pack(torch.ones(20, 64).bfloat16())
     expected = matmul(x, weight)
@@ -252,7 +252,7 @@ def test_tiles_belong_to_threads_and_children_and_not_to_torch() -> None:
     assert torch.equal(matmul(x, weight), expected)
     ready.set()
     older.join()
-    assert torch.equal(found[0], expected)
+    assert torch.equal(results[0], expected)
     receiving, sending = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=product_in_a_child, args=(expected, sending.send))
     child.start()

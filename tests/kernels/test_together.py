@@ -125,11 +125,11 @@ def test_bits_do_not_depend_on_rows_or_threads(dtype: torch.dtype) -> None:
         ]
 
     set_threads(1)
-    whole = results(x)
+    batch_result = results(x)
     for num_threads in (1, 2, 3, 4):
         set_threads(num_threads)
         for count in (1, 2, 7, 64, 130):
-            assert equal(results(x[-count:]), [result[-count:] for result in whole]), (num_threads, count)
+            assert equal(results(x[-count:]), [result[-count:] for result in batch_result]), (num_threads, count)
 
 
 @any_way

@@ -16,9 +16,9 @@ def test_a_row_is_the_same_in_any_number_of_rows(width: int, threads: int) -> No
     torch.set_num_threads(threads)
     try:
         for function in (gelu, gelu_tanh, lambda rows: soft_cap(rows, 2.0), lambda rows: swiglu(rows, rows)):
-            whole = function(x)
+            batch_result = function(x)
             for first in range(0, 40, 3):
                 for last in (first + 1, min(40, first + 5), 40):
-                    assert function(x[first:last]).equal(whole[first:last])
+                    assert function(x[first:last]).equal(batch_result[first:last])
     finally:
         torch.set_num_threads(before)

@@ -49,8 +49,8 @@ def test_factors_and_scales(base: Path, engine: Engine, tmp_path: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(adapter.factors) == len(tensors) / 2 == 2 * len(ALL_LINEAR)
     for name, factors in adapter.factors.items():
-        for own, tensor in (("A", factors.a), ("B", factors.b)):
-            assert torch.equal(tensor, tensors[f"base_model.model.{name}.lora_{own}.weight"].bfloat16())
+        for factor, tensor in (("A", factors.a), ("B", factors.b)):
+            assert torch.equal(tensor, tensors[f"base_model.model.{name}.lora_{factor}.weight"].bfloat16())
         rank, alpha = (2 if "down_proj" in name else 4), (8 if "v_proj" in name else 6)
         assert factors.scale == alpha / rank**0.5
 

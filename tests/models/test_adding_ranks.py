@@ -48,7 +48,7 @@ def adding(run: RunConfig, tp: int) -> RunConfig:
 
 def layers_that_add(ranks: list[list[Step]]) -> set[str]:
     """Return the last parts of the names of layers that add, which are equal on all ranks."""
-    (found,) = {
+    (layer_names,) = {
         frozenset(
             name.rpartition(".")[2]
             for name, module in steps[0].model.named_modules()
@@ -56,7 +56,7 @@ def layers_that_add(ranks: list[list[Step]]) -> set[str]:
         )
         for steps in ranks
     }
-    return set(found)
+    return set(layer_names)
 
 
 @each("tp", [2, 3, 4])
@@ -64,12 +64,12 @@ def test_llama(tp: int, tmp_path: Path) -> None:
     """With 4 query and 2 key heads, and biases, which are added once."""
     write_llama(tmp_path / str(tp), attention_bias=True, mlp_bias=True)
     run = run_config(tmp_path / str(tp))
-    whole, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, tp), tp, PROMPTS)
-    assert_same_tokens(whole, ranks)
+    expected, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, tp), tp, PROMPTS)
+    assert_same_tokens(expected, ranks)
     assert layers_that_add(ranks) == BOTH
     again = divided_steps(adding(run, tp), tp, PROMPTS)
     assert all(one.logits.equal(other.logits) for one, other in zip(ranks[0], again[0], strict=True))
-    assert any(not one.logits.equal(other.logits) for one, other in zip(ranks[0], whole, strict=True))
+    assert any(not one.logits.equal(other.logits) for one, other in zip(ranks[0], expected, strict=True))
 
 
 @each("heads, keys, tp", [(7, 1, 5), (15, 5, 4)])
@@ -86,10 +86,10 @@ def test_families(name: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)
     prompts = prompts_for(name)
     run = run_config(tmp_path, allow_pickle=True)
-    whole = whole_steps(run, prompts)
+    expected = whole_steps(run, prompts)
     for tp in (2,) if name == "chatglm_28layers" else (2, 3):  # has two heads
         ranks = divided_steps(adding(run, tp), tp, prompts)
-        assert_same_tokens(whole, ranks)
+        assert_same_tokens(expected, ranks)
         assert layers_that_add(ranks) == {
             name.rpartition(".")[2]
             for name, module in ranks[0][0].model.named_modules()
@@ -110,9 +110,9 @@ def test_sums_are_float32_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
     expected = np.zeros((7, 33), np.float32)
     for part in parts:
         expected = expected + part.float().numpy()
-    for found in run_ranks(5, lambda group: RowParallelReduce(group).combine_outputs(parts[group.rank])):
-        assert found.dtype == dtype
-        assert found.equal(torch.from_numpy(expected).to(dtype))
+    for total in run_ranks(5, lambda group: RowParallelReduce(group).combine_outputs(parts[group.rank])):
+        assert total.dtype == dtype
+        assert total.equal(torch.from_numpy(expected).to(dtype))
 
 
 def test_in_bfloat16(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_in_bfloat16(tmp_path: Path) -> None:
     run = run_config(tmp_path)
     run = replace(run, model=replace(run.model, dtype=DType.bfloat16))
     ranks = divided_steps(adding(run, 3), 3, PROMPTS)
-    for step, own in zip(whole_steps(run, PROMPTS), ranks[0], strict=True):
-        error = (own.logits.float() - step.logits.float()).abs().max() / step.logits.float().abs().max()
+    for step, rank_step in zip(whole_steps(run, PROMPTS), ranks[0], strict=True):
+        error = (rank_step.logits.float() - step.logits.float()).abs().max() / step.logits.float().abs().max()
         assert error < 8 * torch.finfo(torch.bfloat16).eps
-    assert all(own.hidden.equal(first.hidden) for steps in ranks for own, first in zip(steps, ranks[0], strict=True))
+    assert all(step.hidden.equal(first.hidden) for steps in ranks for step, first in zip(steps, ranks[0], strict=True))
 
 
 SUMS = {
@@ -140,13 +140,13 @@ SUMS = {
 def test_codes(case: str, tmp_path: Path) -> None:
     """Each layer adds if its groups can be sharded: attention's inputs are 64 in heads of 16, the feed-forward layer's
     inputs are 96."""
-    quant, tp, expected = SUMS[case]
+    quant, tp, adding_layers = SUMS[case]
     write_llama(tmp_path / case, intermediate_size=96)
     run = replace(run_config(tmp_path / case), quant=quant)
-    whole, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, tp), tp, PROMPTS)
-    assert layers_that_add(ranks) == expected
+    expected, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, tp), tp, PROMPTS)
+    assert layers_that_add(ranks) == adding_layers
     # with 16-bit rows, whose scale covers up to 128 inputs of a rank
-    assert_same_tokens(whole, ranks, tolerance=1e-3)
+    assert_same_tokens(expected, ranks, tolerance=1e-3)
 
 
 CALIBRATED_SUMS = {  # layers that gather have one process's bits
@@ -169,16 +169,16 @@ def test_schemes(scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         make(quantize_run(tmp_path / "float", EVERY[scheme], folder, tmp_path / "rows.jsonl"), tmp_path / "run")
     run = replace(run_config(folder), quant=quant)
     with caplog.at_level(logging.WARNING):
-        whole, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, 2), 2, PROMPTS)
+        expected, ranks = whole_steps(run, PROMPTS), divided_steps(adding(run, 2), 2, PROMPTS)
     adds = CALIBRATED_SUMS[scheme]
     assert layers_that_add(ranks) == adds
     said = [record.getMessage() for record in caplog.records if "parallel.sum" in record.getMessage()]
     if adds:
         # With static activations a last bit may round a value to the other code, which changes logits by hundredths.
-        assert_same_tokens(whole, ranks, tolerance=5e-2 if "static" in scheme else 1e-3)
+        assert_same_tokens(expected, ranks, tolerance=5e-2 if "static" in scheme else 1e-3)
         assert said == []
     else:
-        assert_same_bits(whole, ranks)
+        assert_same_bits(expected, ranks)
         assert said[0].startswith(
             "parallel.sum=reduce: 4 of 4 layers gather their inputs, because the groups, blocks or order of"
         )
@@ -189,9 +189,9 @@ def test_adapters(tmp_path: Path) -> None:
     write_adapter(tmp_path / "one", tmp_path / "base", LlamaForCausalLM, r=5, target_modules=ALL_LINEAR)
     run = run_config(tmp_path / "base")
     run = replace(run, model=replace(run.model, adapters={"one": str(tmp_path / "one")}))
-    whole = whole_steps(run, PROMPTS)
+    expected = whole_steps(run, PROMPTS)
     for tp in (2, 3):
-        assert_same_tokens(whole, divided_steps(adding(run, tp), tp, PROMPTS))
+        assert_same_tokens(expected, divided_steps(adding(run, tp), tp, PROMPTS))
 
 
 @pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")
@@ -202,8 +202,8 @@ def test_kept_files_are_those_of_the_sum(tmp_path: Path, monkeypatch: pytest.Mon
     gathered, added = divided_steps(run, 2, PROMPTS), divided_steps(adding(run, 2), 2, PROMPTS)
     assert len([*(tmp_path / "packed").glob("*.safetensors")]) == 4
     for one, other in ((run, gathered), (adding(run, 2), added)):
-        found = divided_steps(one, 2, PROMPTS)[0]
-        assert all(step.logits.equal(before.logits) for step, before in zip(found, other[0], strict=True))
+        adding_step = divided_steps(one, 2, PROMPTS)[0]
+        assert all(step.logits.equal(before.logits) for step, before in zip(adding_step, other[0], strict=True))
 
 
 def test_a_rank_reads_the_columns_of_its_inputs(tmp_path: Path) -> None:
@@ -211,6 +211,6 @@ def test_a_rank_reads_the_columns_of_its_inputs(tmp_path: Path) -> None:
     run, group = adding(run_config(tmp_path), 2), Threads.of(2)[1]
     (file,) = rank_plan(run, ParallelLayout(2, 1, 1, 0, adds=True), group).files
     name = "model.layers.1.mlp.down_proj.weight"  # [64, 88], of which a rank has whole steps of 16 columns
-    whole = load_file(tmp_path / "model.safetensors")[name]
+    weight = load_file(tmp_path / "model.safetensors")[name]
     assert file.shapes[name] == (64, 40)
-    assert dict(file.read([name]))[name].equal(whole[:, 48:])
+    assert dict(file.read([name]))[name].equal(weight[:, 48:])

@@ -229,9 +229,9 @@ def test_no_cutting_changes_the_parts(form: str, words: list[str], reasons: bool
     text = "".join(words)
     shards = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     pieces = [text[begin:end] for begin, end in zip([0, *shards], [*shards, len(text)], strict=True)]
-    whole = parts_of(form, [text], reasons=reasons)
-    assert parts_of(form, pieces, reasons=reasons) == whole
-    assert parts_of(form, list(text), reasons=reasons) == whole
+    expected = parts_of(form, [text], reasons=reasons)
+    assert parts_of(form, pieces, reasons=reasons) == expected
+    assert parts_of(form, list(text), reasons=reasons) == expected
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.text("a <{\n[t"))

@@ -131,8 +131,8 @@ def test_names_of_properties_are_no_control_tokens_either(style: str, tmp_path: 
     name = STYLES[style][1][0]
     tools = json.loads(json.dumps(TOOLS).replace('"city"', json.dumps(f"city{name}")))
     counts = [
-        ours.encode_messages(PLAIN, None, tools=given)[1].count(theirs.convert_tokens_to_ids(name))
-        for given in (TOOLS, tools)
+        ours.encode_messages(PLAIN, None, tools=conversation_tools)[1].count(theirs.convert_tokens_to_ids(name))
+        for conversation_tools in (TOOLS, tools)
     ]
     assert counts[0] == counts[1]
 
@@ -206,8 +206,8 @@ def test_tiktoken_reads_no_special_token_of_a_message(name: str, tmp_path: Path)
     messages = [{"role": "user", "content": f"e\u0301{end}b {end}"}]
     for template in (None, f"{{{{ messages[0].content }}}}{end}"):
         counts = [
-            tokenizer.encode_messages(given, template)[1].count(tokenizer.encode(end, False)[0])
-            for given in ([{"role": "user", "content": "x"}], messages)
+            tokenizer.encode_messages(conversation, template)[1].count(tokenizer.encode(end, False)[0])
+            for conversation in ([{"role": "user", "content": "x"}], messages)
         ]
         assert counts[0] == counts[1] > 0
     text, ids = tokenizer.encode_messages(messages, f"{{{{ messages[0].content }}}}{end}")
@@ -241,30 +241,30 @@ def test_chatglm3_has_tools_as_its_repository_has() -> None:
     text, ids = tokenizer.encode_messages(messages, None, tools=TOOLS)
     listed = json.dumps([tool["function"] for tool in TOOLS], indent=4, ensure_ascii=False)
     system = f"Answer the following questions as best as you can. You have access to the following tools:\n{listed}"
-    own = [
+    expected = [
         {"role": "system", "content": system},
         CALLED[1],
         {"role": "assistant", "metadata": "weather", "content": "```python\ntool_call(city='北京', n=1.5)\n```"},
         {"role": "observation", "content": CALLED[5]["content"]},
     ]
-    assert (text, ids) == tokenizer.encode_messages(own, None)
+    assert (text, ids) == tokenizer.encode_messages(expected, None)
     with pytest.raises(UnreadArgument, match="the built-in format of the tokenizer in .* has no tools: leave them out"):
         load_tokenizer(SHARED / "goldens" / "chatglm2").encode_messages(PLAIN, None, tools=TOOLS)  # type: ignore[union-attr]
     with pytest.raises(UnreadArgument, match="has no arguments, but 'enable_thinking' is given"):
         tokenizer.encode_messages(PLAIN, None, template_arguments={"enable_thinking": True})
 
 
-@each("own", [None, CHATML])
-def test_the_template_of_a_processor(own: str | None, tmp_path: Path) -> None:
+@each("own_template", [None, CHATML])
+def test_the_template_of_a_processor(own_template: str | None, tmp_path: Path) -> None:
     """Older multimodal checkpoints have it in chat_template.json; the template in the tokenizer's own settings has
     precedence."""
     save(byte_level(), tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": own}
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": own_template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": MISTRAL}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
-    assert tokenizer.chat_template == (own or MISTRAL)
+    assert tokenizer.chat_template == (own_template or MISTRAL)
 
 
 WITH_TOOLS = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}"

@@ -207,12 +207,12 @@ def test_llama_defaults() -> None:
 
 
 def test_llama_reads_every_key() -> None:
-    given = {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 99}
+    settings = {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "max_position_embeddings": 99}
     flags = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-    config = llama(**given, **flags)
-    expected = {key: value for key, value in (CONFIG | given | flags).items() if hasattr(config, key)}
+    config = llama(**settings, **flags)
+    expected = {key: value for key, value in (CONFIG | settings | flags).items() if hasattr(config, key)}
     assert {key: getattr(config, key) for key in expected} == expected
-    assert len(expected) == len(CONFIG) - 1 + len(given) - 1 + len(flags)
+    assert len(expected) == len(CONFIG) - 1 + len(settings) - 1 + len(flags)
     assert (config.context_length, config.rotary.head_dim) == (99, 16)
 
 
@@ -321,9 +321,9 @@ def test_no_scaling() -> None:
 
 
 def test_llama3_fields() -> None:
-    given = {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 8}
+    settings = {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 8}
     expected = RotaryConfig(8, 256, 10000.0, "llama3", 8.0, 64, low_freq_factor=2.0, high_freq_factor=8.0)
-    assert rotary(rope_scaling=given) == expected
+    assert rotary(rope_scaling=settings) == expected
 
 
 @each(

@@ -22,7 +22,7 @@ INDEX, PICKLE = "model.safetensors.index.json", "pytorch_model.bin"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     tokenizer = byte_level()
     sizes = {
@@ -40,10 +40,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_damaged(whole: Path, folder: Path, name: str, content: bytes) -> None:
+def load_damaged(whole_folder: Path, folder: Path, name: str, content: bytes) -> None:
     """Load the model of `whole` with this content in the file of this name. It loads, or one line gives the reason."""
     shutil.rmtree(folder, ignore_errors=True)
-    with_others_of(whole, folder)
+    with_others_of(whole_folder, folder)
     (folder / name).unlink()
     (folder / name).write_bytes(content)
     message = ""
@@ -54,57 +54,57 @@ def load_damaged(whole: Path, folder: Path, name: str, content: bytes) -> None:
     assert "\n" not in message
 
 
-def with_others_of(whole: Path, folder: Path) -> Path:
+def with_others_of(whole_folder: Path, folder: Path) -> Path:
     """Return `folder` with links to the files of `whole`. Its weights are linked only if `folder` has none."""
     has_weights = folder.exists()
     folder.mkdir(exist_ok=True)
-    for file in whole.iterdir():
+    for file in whole_folder.iterdir():
         if not has_weights or file.suffix != ".safetensors":
             (folder / file.name).symlink_to(file)
     return folder
 
 
-def load_mutated(whole: Path, folder: Path, name: str, mutations: list[tuple[str, float, int]]) -> None:
-    content = (whole / name).read_bytes()
+def load_mutated(whole_folder: Path, folder: Path, name: str, mutations: list[tuple[str, float, int]]) -> None:
+    content = (whole_folder / name).read_bytes()
     head = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
-    load_damaged(whole, folder, name, mutated(content, mutations, head))
+    load_damaged(whole_folder, folder, name, mutated(content, mutations, head))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), mutations=MUTATIONS)
 def test_damage_is_a_user_error(
-    whole: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
+    whole_folder: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
 ) -> None:
-    load_mutated(whole, tmp_path / "damaged", name, mutations)
+    load_mutated(whole_folder, tmp_path / "damaged", name, mutations)
 
 
 @pytest.mark.long
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), mutations=MUTATIONS)
 def test_damage_of_1000_files_is_a_user_error(
-    whole: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
+    whole_folder: Path, tmp_path: Path, name: str, mutations: list[tuple[str, float, int]]
 ) -> None:
-    load_mutated(whole, tmp_path / "damaged", name, mutations)
+    load_mutated(whole_folder, tmp_path / "damaged", name, mutations)
 
 
 @pytest.fixture(scope="module")
-def in_shards(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def in_shards(whole_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the same model in two files with an index."""
     folder = tmp_path_factory.mktemp("shards")
-    tensors, index = load_file(whole / "model.safetensors"), {}
+    tensors, index = load_file(whole_folder / "model.safetensors"), {}
     for number in range(2):
         names = sorted(tensors)[number::2]
         save_file({name: tensors[name] for name in names}, folder / f"{number}.safetensors")
         index |= dict.fromkeys(names, f"{number}.safetensors")
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return with_others_of(whole, folder)
+    return with_others_of(whole_folder, folder)
 
 
 @pytest.fixture(scope="module")
-def pickled(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pickled(whole_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pickled")
-    torch.save(load_file(whole / "model.safetensors"), folder / PICKLE)
-    return with_others_of(whole, folder)
+    torch.save(load_file(whole_folder / "model.safetensors"), folder / PICKLE)
+    return with_others_of(whole_folder, folder)
 
 
 @pytest.mark.long
@@ -135,17 +135,17 @@ def test_a_damaged_pickle_is_a_user_error(
         (0, "is truncated or not a safetensors file"),
     ],
 )
-def test_headers_of_absurd_length(whole: Path, tmp_path: Path, header: int, message: str) -> None:
-    shutil.copytree(whole, tmp_path / "model")
-    content = (whole / "model.safetensors").read_bytes()
+def test_headers_of_absurd_length(whole_folder: Path, tmp_path: Path, header: int, message: str) -> None:
+    shutil.copytree(whole_folder, tmp_path / "model")
+    content = (whole_folder / "model.safetensors").read_bytes()
     (tmp_path / "model" / "model.safetensors").write_bytes(header.to_bytes(8, "little") + content[8:])
     with pytest.raises(UserError, match=message):
         engine_of(tmp_path / "model")
 
 
-def test_tensors_that_overlap_are_refused(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "model")
-    content = (whole / "model.safetensors").read_bytes()
+def test_tensors_that_overlap_are_refused(whole_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_folder, tmp_path / "model")
+    content = (whole_folder / "model.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     first, second = [name for name, entry in header.items() if entry.get("shape") == [8]][:2]

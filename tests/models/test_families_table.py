@@ -29,11 +29,11 @@ def proof(architecture: Architecture) -> str:
     sources = [f"its original code ({', '.join(goldens)})"] if goldens else []
     module = architecture.read_config.__module__.rpartition(".")[2]
     file = TESTS / f"test_{module.removesuffix('_config')}.py"
-    own = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     is_row = any(ARCHITECTURES[row.model_type or name] is architecture for name, row in ROWS.items())
-    if is_row or re.search(r"equals_transformers\(|^(import|from) transformers\b", own, re.MULTILINE):
+    if is_row or re.search(r"equals_transformers\(|^(import|from) transformers\b", text, re.MULTILINE):
         sources.append("transformers")
-    if "its formulas in float64" in own:
+    if "its formulas in float64" in text:
         sources.append("its formulas in float64")
     assert sources, f"nothing proves {architecture.families}"
     return ", ".join(sources)

@@ -10,7 +10,7 @@ from tests.bench.family_configs import write_configs
 
 
 def test_every_architecture_has_one(tmp_path: Path) -> None:
-    found = set()
+    families = set()
     for folder in write_configs(tmp_path):
         config = ConfigReader.from_folder(folder)
         architecture = find_architecture(config)
@@ -18,5 +18,5 @@ def test_every_architecture_has_one(tmp_path: Path) -> None:
             model = architecture.build(architecture.read_config(config))
         assert config.unread() == [], folder.name
         assert 0.3e9 < sum(parameter.numel() for parameter in model.parameters()) < 0.9e9, folder.name
-        found.add("chatglm2" if architecture is CHATGLM2 else folder.name)
-    assert found == {*ARCHITECTURES, "chatglm2"}
+        families.add("chatglm2" if architecture is CHATGLM2 else folder.name)
+    assert families == {*ARCHITECTURES, "chatglm2"}

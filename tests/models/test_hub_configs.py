@@ -25,8 +25,8 @@ SIZES = {"internlm2_5-7b-chat": 7.74, "internlm3-8b-instruct": 8.80}
 
 def num_parameters(model: torch.nn.Module) -> int:
     """Routers' corrections are buffers in transformers."""
-    buffers = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    return sum(each.numel() for each in (*model.parameters(), *buffers))
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
 
 
 def built(values: dict[str, Any], folder: Path) -> torch.nn.Module:
@@ -40,7 +40,9 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the first layers."""
     num_layers = values["num_hidden_layers"]
     lists = {
-        key: each[:NUM_LAYERS] for key, each in values.items() if isinstance(each, list) and len(each) == num_layers
+        key: values_by_layer[:NUM_LAYERS]
+        for key, values_by_layer in values.items()
+        if isinstance(values_by_layer, list) and len(values_by_layer) == num_layers
     }
     return values | lists | {"num_hidden_layers": NUM_LAYERS}
 

@@ -37,12 +37,12 @@ def merged_layers(model: nn.Module) -> list[MergedLinear]:
 
 def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
     """Return the layers that are called with the same tensor."""
-    found: dict[int, list[Linear]] = {}
+    by_input: dict[int, list[Linear]] = {}
     inputs: list[Tensor] = []  # kept alive, so that no other tensor gets the same id
 
     def note(layer: nn.Module, args: tuple[Tensor, object]) -> None:
         inputs.append(args[0])
-        found.setdefault(id(args[0]), []).append(layer)  # type: ignore[arg-type]
+        by_input.setdefault(id(args[0]), []).append(layer)  # type: ignore[arg-type]
 
     layers = [
         module for module in engine.executor.model.modules() if isinstance(module, Linear) and module.is_quantizable
@@ -51,7 +51,7 @@ def layers_by_input(engine: Engine, prompt: list[int]) -> list[list[Linear]]:
     all_logits(engine, prompt)
     for hook in hooks:
         hook.remove()
-    return [layers for layers in found.values() if len(layers) > 1]
+    return [layers for layers in by_input.values() if len(layers) > 1]
 
 
 @pytest.mark.long

@@ -81,8 +81,8 @@ def test_equals_the_published_pattern(text: str, tmp_path: Path) -> None:
 
 
 def test_borders_matter_to_the_test() -> None:
-    whole = [RANKS[token] for token in merged([bytes([byte]) for byte in MIXED[0].encode()], RANKS)]
-    assert whole != expected(MIXED[0])
+    merged_ids = [RANKS[token] for token in merged([bytes([byte]) for byte in MIXED[0].encode()], RANKS)]
+    assert merged_ids != expected(MIXED[0])
 
 
 def test_special_tokens(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ def readers_of(layer: nn.Module, compute: Any) -> tuple[dict[str, set[str]], dic
     """Return, for each norm of a layer, the linear layers that are called with its output, and the declared layers."""
     made: dict[int, tuple[str, Tensor]] = {}  # the tensors stay alive, so that no other gets the same id
     seen: dict[str, set[str]] = {}
-    given: dict[str, set[str]] = {}
+    declared: dict[str, set[str]] = {}
     names = {module: name for name, module in layer.named_modules()}
 
     def note(name: str, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         made[id(tensor)] = name, tensor
         if isinstance(inputs[-1], list | tuple) and inputs[-1]:
-            given[name] = {names[reader] for reader in inputs[-1]}
+            declared[name] = {names[reader] for reader in inputs[-1]}
 
     def find(name: str, x: Tensor) -> None:
         if id(x) in made:
@@ -40,17 +40,17 @@ def readers_of(layer: nn.Module, compute: Any) -> tuple[dict[str, set[str]], dic
     compute()
     for hook in hooks:
         hook.remove()
-    return seen, given
+    return seen, declared
 
 
 def check_readers(folder: Path) -> None:
     engine = unpacked_engine(run_config(folder, allow_pickle=True), 3)
     model, prompt = engine.executor.model, list(range(2, 20))
     for layer in model.layers:
-        seen, given = readers_of(layer, lambda: all_logits(engine, prompt))
+        seen, declared = readers_of(layer, lambda: all_logits(engine, prompt))
         if any("experts" in name for name, _ in layer.named_modules()):  # a mixture reads floats
             seen = {norm: names for norm, names in seen.items() if min(names).startswith(model.layout.attention)}
-        assert given == seen
+        assert declared == seen
 
 
 # ChatGLM-6B, which accepts only some prompts, declares no norm: its residual stream is normed

@@ -87,9 +87,9 @@ def test_bytes_are_those_of_the_text_in_its_normal_form() -> None:
     tokenizer = wrapped(backend)
     check_all(tokenizer)
     decomposed = "a\u0327\u0301" * 999
-    whole = unicodedata.normalize("NFC", decomposed)
+    composed = unicodedata.normalize("NFC", decomposed)
     assert tokenizer.max_token_bytes == plain
-    assert tokenizer.least_tokens(decomposed) == tokenizer.least_tokens(whole) == -(-len(whole.encode()) // plain)
+    assert tokenizer.least_tokens(decomposed) == tokenizer.least_tokens(composed) == -(-len(composed.encode()) // plain)
 
 
 def test_nothing_is_known_where_a_token_may_stand_for_any_text() -> None:

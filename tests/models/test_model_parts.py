@@ -50,8 +50,8 @@ def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
     """Bit for bit, also if only the sum of a stream is passed on. A part without the last layer drops no rows."""
     engine = float_engine(family, tmp_path)
     model, cache, batch = engine.executor.model, engine.executor.cache, batch_of(engine, family, (1, 2))
-    whole, num_layers = model(batch, cache), model.config.num_hidden_layers
-    assert len(whole) == 3
+    expected, num_layers = model(batch, cache), model.config.num_hidden_layers
+    assert len(expected) == 3
     for first in range(1, num_layers):
         before, after = range(first), range(first, num_layers)
         stream = model.run_layers(model.embed(batch), batch, KVCache(cache.layers[: before.stop]), before)
@@ -59,7 +59,7 @@ def test_parts_in_turn_are_the_model(family: str, tmp_path: Path) -> None:
             stream = ResidualStream(stream.total())
         assert len(stream.x if isinstance(stream, ResidualStream) else stream) == batch.shape.num_tokens
         stream = model.run_layers(stream, batch, KVCache(cache.layers[after.start :]), after)
-        assert model.finish(stream).equal(whole)
+        assert model.finish(stream).equal(expected)
 
 
 @pytest.mark.long
@@ -69,7 +69,7 @@ def test_a_layout_names_what_there_is(family: str, tmp_path: Path) -> None:
     layout, names = model.layout, {name for name, _ in model.named_modules()}
     last_parts = {name.rpartition(".")[2] for name in names}
     outside = {layout.embedding, layout.layers, layout.head}
-    inside = {f"{layout.layers}.1.{own}" for own in (layout.attention, *layout.norms)}
+    inside = {f"{layout.layers}.1.{module_name}" for module_name in (layout.attention, *layout.norms)}
     assert outside | inside <= names
     absent = {"project_in", "project_out", "q_proj", "eh_proj"} if family in ("opt", "v3") else set()
     assert last_parts >= {*layout.row_parallel, *layout.replicated, *layout.units} - absent
@@ -108,11 +108,11 @@ def cut_layer(model: CausalLM, rank: int) -> nn.Module:
         units, size = layout.units.get(path.rpartition(".")[2], (Unit.CHANNEL,)), parameter.shape[axis]
         numbers = [counts.get(unit, size // len(units)) for unit in units]
         sections = [(number, size // sum(numbers)) for number in numbers]
-        module, own = layer.get_submodule(path), shard(parameter.data, axis, rank, sections)
+        module, rank_part = layer.get_submodule(path), shard(parameter.data, axis, rank, sections)
         if isinstance(module, Linear) and leaf == "weight":
-            module.method = module.method.with_weight(own.T if module.is_transposed else own)
+            module.method = module.method.with_weight(rank_part.T if module.is_transposed else rank_part)
         else:
-            setattr(module, leaf, nn.Parameter(own, False))
+            setattr(module, leaf, nn.Parameter(rank_part, False))
     groups = max(1, h.num_key_value_heads // RANKS)
     attention.heads = Heads(h.num_attention_heads // RANKS, groups, h.head_dim, h.value_head_dim)
     return layer
@@ -137,9 +137,9 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
     model, batch = engine.executor.model, batch_of(engine, family, (1, 1))
     stream, inputs = model.embed(batch), model.layer_inputs(batch, torch.float32)
     ranks = [cut_layer(model, rank) for rank in range(RANKS)]
-    whole: dict[str, tuple[Tensor, Tensor]] = {}  # input and output by row-parallel layer
+    layer_tensors: dict[str, tuple[Tensor, Tensor]] = {}  # input and output by row-parallel layer
     for name, module in row_parallel_layers(model, model.layers[0]).items():
-        module.register_forward_hook(lambda _, x, y, name=name: whole.update({name: (x[0].clone(), y.clone())}))
+        module.register_forward_hook(lambda _, x, y, name=name: layer_tensors.update({name: (x[0].clone(), y.clone())}))
     expected = model.layers[0](stream, *inputs, batch, engine.executor.cache.layers[0])
     sums: dict[str, Tensor] = {}
     for rank, layer in enumerate(ranks):
@@ -148,8 +148,8 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
             def reduce(
                 module: nn.Module, x: tuple[Tensor, ...], y: Tensor, name: str = name, rank: int = rank
             ) -> Tensor:
-                given, result = whole[name]
-                torch.testing.assert_close(x[0], given.chunk(RANKS, -1)[rank], atol=1e-4, rtol=1e-4)
+                layer_input, result = layer_tensors[name]
+                torch.testing.assert_close(x[0], layer_input.chunk(RANKS, -1)[rank], atol=1e-4, rtol=1e-4)
                 bias = getattr(module, "bias", None)
                 sums[name] = sums[name] + y - (0 if bias is None else bias) if rank else y  # the bias is added once
                 return result  # as after an all-reduce
@@ -157,14 +157,14 @@ def test_a_layer_cut_for_ranks_adds_up(family: str, tmp_path: Path) -> None:
             module.register_forward_hook(reduce)
         heads = layer.get_submodule(model.layout.attention).heads
         blocks = engine.scheduler.block_manager
-        formats = [(each.format, each.format) for each in engine.executor.cache.layers[0][:1]]
+        formats = [(paged.format, paged.format) for paged in engine.executor.cache.layers[0][:1]]
         cache = allocate_kv_cache([heads], blocks.num_blocks, blocks.block_size, formats, torch.float32, engine.device)
-        own = tuple(x.chunk(RANKS)[rank] for x in inputs) if family == "bloom" else inputs  # slopes of its heads
-        found = layer(stream, *own, batch, cache.layers[0])
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert sums.keys() == whole.keys()
+        arguments = tuple(x.chunk(RANKS)[rank] for x in inputs) if family == "bloom" else inputs  # slopes of its heads
+        layer_output = layer(stream, *arguments, batch, cache.layers[0])
+        torch.testing.assert_close(layer_output, expected, atol=1e-4, rtol=1e-4)
+    assert sums.keys() == layer_tensors.keys()
     for name, total in sums.items():
-        torch.testing.assert_close(total, whole[name][1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(total, layer_tensors[name][1], atol=1e-4, rtol=1e-4)
 
 
 @each("dtype", [DType.bfloat16, DType.float16])

@@ -68,10 +68,10 @@ def test_a_token_is_the_same_in_any_company(dtype: torch.dtype, count: int, pack
     def block(rows: torch.Tensor) -> torch.Tensor:
         return experts(rows, *route(linear(rows, router), min(count, 4), True))
 
-    whole = block(x)
+    batch_result = block(x)
     for size in (1, 2, 3, 11, 12, 13, 40):
         for start in (0, 5, 90 - size):
-            assert torch.equal(block(x[start : start + size]), whole[start : start + size]), (size, start)
+            assert torch.equal(block(x[start : start + size]), batch_result[start : start + size]), (size, start)
 
 
 @each("dtype", [torch.float32, torch.bfloat16])

@@ -57,9 +57,9 @@ def turn_and_store_own(
     """Replaces rope_and_store in the same way; the query of a token without a slot is arbitrary."""
     with _disable_current_modes():
         count = int((slots >= 0).sum())
-        own = (part[:count] for part in (query, key, value, cos, sin))
+        true_rows = (part[:count] for part in (query, key, value, cos, sin))
         output = torch.full_like(query, torch.nan)
-        output[:count] = rope_and_store(*own, keys, values, slots[:count], *how, **named)
+        output[:count] = rope_and_store(*true_rows, keys, values, slots[:count], *how, **named)
     return output
 
 
@@ -68,10 +68,10 @@ def attend_own(query: Tensor, keys: Any, values: Any, *where: Any) -> Tensor:
     tables, starts, contexts, scale, soft_cap, window, slopes, prefixes = where
     with _disable_current_modes():
         count = int((starts.diff() > 0).sum())
-        own = tables[:count], starts[: count + 1], contexts[:count], scale, soft_cap, window, slopes
+        arguments = tables[:count], starts[: count + 1], contexts[:count], scale, soft_cap, window, slopes
         prefixes = None if prefixes is None else prefixes[:count]
         output = query.new_full((*query.shape[:2], values.channels), torch.nan)
-        output[:count] = paged_attention(query[:count], keys, values, *own, prefixes)
+        output[:count] = paged_attention(query[:count], keys, values, *arguments, prefixes)
     return output
 
 
@@ -95,9 +95,9 @@ def test_a_step_of_two_sequences_in_one_of_four(family: str, tmp_path: Path, mon
     padded = Batch(torch.full((shape.num_numbers,), 10**6), shape)
     fill(padded, batch)
     for module in [module for name, module in sys.modules.items() if name.startswith("models.")]:
-        for function, own in OWN.items():
+        for function, replacement in OWN.items():
             if getattr(module, function.__name__, None) is function:
-                monkeypatch.setattr(module, function.__name__, own)
+                monkeypatch.setattr(module, function.__name__, replacement)
     with NeverWaits():
         hidden = engine.executor.run(Hidden(padded))
     assert torch.equal(hidden[:2], expected)

@@ -51,9 +51,9 @@ def test_llama(dtype: str, tmp_path: Path) -> None:
     two pairs that share."""
     write_llama(tmp_path / dtype)
     run = of_dtype(run_config(tmp_path / dtype), dtype)
-    whole = whole_steps(run, PROMPTS)
+    expected = whole_steps(run, PROMPTS)
     for tp in (2, 3, 4):
-        assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+        assert_same_bits(expected, divided_steps(run, tp, PROMPTS))
 
 
 @each("heads, keys, tp", [(7, 1, 5), (15, 5, 3), (15, 5, 4), (6, 3, 6)])
@@ -74,10 +74,10 @@ def test_adapters(tmp_path: Path) -> None:
     change_adapter(tmp_path / "one", {}, dict.fromkeys(copies))  # PEFT's copy of the head next to its factors
     plain = run_config(tmp_path / "base")
     run = replace(plain, model=replace(plain.model, adapters={"one": str(tmp_path / "one")}))
-    whole = whole_steps(run, PROMPTS)
-    assert not whole[0].logits.equal(whole_steps(plain, PROMPTS[:1])[0].logits)
+    expected = whole_steps(run, PROMPTS)
+    assert not expected[0].logits.equal(whole_steps(plain, PROMPTS[:1])[0].logits)
     for tp in (2, 3):
-        assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+        assert_same_bits(expected, divided_steps(run, tp, PROMPTS))
 
 
 @pytest.mark.skipif(
@@ -89,11 +89,11 @@ def test_weights_of_12_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compressed, "MIN_BYTES", 0)
     write_llama(tmp_path)
     run = of_dtype(run_config(tmp_path), "bfloat16")
-    whole, ranks = whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS)
-    for model in (whole[0].model, *(steps[0].model for steps in ranks)):
+    expected, ranks = whole_steps(run, PROMPTS), divided_steps(run, 3, PROMPTS)
+    for model in (expected[0].model, *(steps[0].model for steps in ranks)):
         weights = [layer.method.weight for layer in model.modules() if isinstance(layer, Linear)]
         assert any(isinstance(weight, FloatWeight) and weight.is_compressed for weight in weights)
-    assert_same_bits(whole, ranks)
+    assert_same_bits(expected, ranks)
 
 
 @pytest.mark.skipif(build_kernels.library() is None, reason="weights are packed where the C++ kernels are")
@@ -101,9 +101,9 @@ def test_each_part_is_kept_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("QUINTET_OUTPUTS", str(tmp_path))
     write_llama(tmp_path / "base", attention_bias=True)
     run = run_config(tmp_path / "base", keep_packed=True)
-    whole = whole_steps(run, PROMPTS)
+    expected = whole_steps(run, PROMPTS)
     for num_parts in (3, 3):  # written, and found
-        assert_same_bits(whole, divided_steps(run, 2, PROMPTS))
+        assert_same_bits(expected, divided_steps(run, 2, PROMPTS))
         assert len([*(tmp_path / "packed").glob("*.safetensors")]) == num_parts
 
 
@@ -116,9 +116,9 @@ def layouts_of(name: str) -> list[tuple[int, str]]:
 def check_layouts(name: str, parallel_layouts: list[tuple[int, str]], folder: Path) -> None:
     write_family(folder, name)
     run, prompts = run_config(folder, allow_pickle=True), prompts_for(name)
-    whole = {dtype: whole_steps(of_dtype(run, dtype), prompts) for dtype in {dtype for _, dtype in parallel_layouts}}
+    expected = {dtype: whole_steps(of_dtype(run, dtype), prompts) for dtype in {dtype for _, dtype in parallel_layouts}}
     for tp, dtype in parallel_layouts:
-        assert_same_bits(whole[dtype], divided_steps(of_dtype(run, dtype), tp, prompts))
+        assert_same_bits(expected[dtype], divided_steps(of_dtype(run, dtype), tp, prompts))
 
 
 @pytest.mark.parametrize("name", tiers(MODELS, quick=[*LAYER_KINDS.values()], long=MODELS))
@@ -147,9 +147,9 @@ def test_families_of_deepseeks_layers(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     EVERY[name](tmp_path / name)
     run = run_config(tmp_path / name)
-    whole = whole_steps(run, PROMPTS)
+    expected = whole_steps(run, PROMPTS)
     for tp in (2, 3):
-        assert_same_bits(whole, divided_steps(run, tp, PROMPTS))
+        assert_same_bits(expected, divided_steps(run, tp, PROMPTS))
 
 
 IN_STAGES = [name for name in MODELS if name != "chatglm_28layers"]
@@ -161,9 +161,9 @@ def check_stages(name: str, numbers: tuple[int, ...], folder: Path) -> None:
     write_family(folder / name, name)
     prompts = prompts_for(name)
     run = of_dtype(run_config(folder / name, allow_pickle=True), "bfloat16")
-    whole = whole_steps(run, prompts)
+    expected = whole_steps(run, prompts)
     for tp in numbers:
-        assert_same_bits(whole, stage_steps(run, tp, 2, prompts))
+        assert_same_bits(expected, stage_steps(run, tp, 2, prompts))
 
 
 @pytest.mark.long
@@ -202,7 +202,7 @@ def test_a_stage_has_its_layers_alone(tmp_path: Path) -> None:
     assert sum(map(len, files)) == len(set.union(*files))
     assert "model.embed_tokens.weight" in files[0]
     assert {"model.norm.weight", "lm_head.weight"} <= files[2]
-    layers = [sorted({int(name.split(".")[2]) for name in each if ".layers." in name}) for each in files]
+    layers = [sorted({int(name.split(".")[2]) for name in names if ".layers." in name}) for names in files]
     assert [*chain(*layers)] == [0, 1, 2, 3, 4]
     assert all(layers)
 
@@ -211,7 +211,7 @@ def test_a_tied_embedding_is_at_both_ends(tmp_path: Path) -> None:
     write_llama(tmp_path, num_hidden_layers=3, tie_word_embeddings=True)
     run, group = run_config(tmp_path), Threads.of(1)[0]
     files = [set(rank_plan(run, ParallelLayout(1, 3, 0, stage), group).files[0].shapes) for stage in range(3)]
-    assert ["model.embed_tokens.weight" in each for each in files] == [True, False, True]
+    assert ["model.embed_tokens.weight" in names for names in files] == [True, False, True]
 
 
 def test_adapters_of_stages(tmp_path: Path) -> None:
@@ -221,7 +221,9 @@ def test_adapters_of_stages(tmp_path: Path) -> None:
     run = run_config(tmp_path / "base")
     run = replace(run, model=replace(run.model, adapters={"one": str(tmp_path / "one")}))
     assert_same_bits(whole_steps(run, PROMPTS), stage_steps(run, 2, 2, PROMPTS))
-    tensors = {f"base_model.model.model.layers.9.mlp.up_proj.lora_{own}.weight": torch.zeros(5, 5) for own in "AB"}
+    tensors = {
+        f"base_model.model.model.layers.9.mlp.up_proj.lora_{factor}.weight": torch.zeros(5, 5) for factor in "AB"
+    }
     change_adapter(tmp_path / "one", {}, dict(tensors))
     with pytest.raises(UserError, match=r"changes model\.layers\.9\.mlp\.up_proj, which this model does not have"):
         stage_steps(run, 1, 2, PROMPTS)
@@ -240,19 +242,19 @@ def test_ranks_divide_the_weights(tmp_path: Path) -> None:
     """Linear layers, the embedding and the head are sharded; norms are replicated."""
     write_llama(tmp_path, attention_bias=True)
     run = run_config(tmp_path)
-    whole = {name: parameter.numel() for name, parameter in plan_of(run).model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in plan_of(run).model.named_parameters()}
     ranks = [
         {name: parameter.numel() for name, parameter in rank_plan(run, ParallelLayout(3, 1, group.rank), group).model.named_parameters()}
         for group in Threads.of(3)
     ]  # fmt: skip
-    shared = {name for name in whole if "norm" not in name}
+    shared = {name for name in sizes if "norm" not in name}
     keys = {name for name in shared if "k_proj" in name or "v_proj" in name}  # two heads for three ranks
-    for name, count in whole.items():
-        found = [rank[name] for rank in ranks]
+    for name, count in sizes.items():
+        rank_sizes = [rank[name] for rank in ranks]
         if name in keys:
-            assert found == [count // 2] * 3
+            assert rank_sizes == [count // 2] * 3
         else:
-            assert sum(found) == count if name in shared else found == [count] * 3, name
+            assert sum(rank_sizes) == count if name in shared else rank_sizes == [count] * 3, name
 
 
 def test_pieces_are_joined_where_heads_and_channels_are_read(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_llama_70b_on_eight_ranks() -> None:
     e, f, v, layers, keys = 8192, 28672, 32000, 80, 8 * 128
     cut = 2 * v * e + layers * (2 * e * e + 2 * keys * e + 3 * e * f)
     norms = (2 * layers + 1) * e
-    found = [rank_bytes(LLAMA_70B, ParallelLayout(8, 1, rank)) for rank in range(8)]
-    assert found == [BFLOAT16 * (cut // 8 + norms)] * 8
+    sizes = [rank_bytes(LLAMA_70B, ParallelLayout(8, 1, rank)) for rank in range(8)]
+    assert sizes == [BFLOAT16 * (cut // 8 + norms)] * 8
 
 
 def test_qwen2_7b_on_eight_ranks_has_its_four_keys_twice() -> None:
@@ -64,9 +64,9 @@ def test_qwen2_7b_on_eight_ranks_has_its_four_keys_twice() -> None:
     once = 2 * v * e + layers * (2 * e * e + e + 3 * e * f)
     twice = layers * 2 * keys * (e + 1)  # with biases
     norms = (2 * layers + 1) * e
-    found = [rank_bytes(QWEN2_7B, ParallelLayout(8, 1, rank)) for rank in range(8)]
-    assert sum(found) == BFLOAT16 * (once + 2 * twice + 8 * norms)
-    assert max(found) < 1.02 * min(found)  # 3 heads and 4
+    sizes = [rank_bytes(QWEN2_7B, ParallelLayout(8, 1, rank)) for rank in range(8)]
+    assert sum(sizes) == BFLOAT16 * (once + 2 * twice + 8 * norms)
+    assert max(sizes) < 1.02 * min(sizes)  # 3 heads and 4
 
 
 @pytest.mark.parametrize("layers", tiers([(21,), (61,)], long=[(21,)]))
@@ -77,18 +77,18 @@ def test_deepseek_v3_on_four_stages_of_sixteen_ranks(layers: int) -> None:
     attention = h * 192 * 1536 + 512 * h * 256 + e * h * 128
     cut = 2 * v * e + layers * attention + dense * 3 * e * 18432 + (layers - dense) * (x + 1) * 3 * e * 2048
     latents = (1536 + 576) * e + 1536 + 512
-    whole = layers * (latents + 2 * e) + e
+    whole_bytes = layers * (latents + 2 * e) + e
     routers = 4 * (layers - dense) * (x * e + x)  # float32
-    found = [
+    sizes = [
         rank_bytes(config, ParallelLayout(16, 4, 5 * stage, stage)) for stage in range(4)
     ]  # all sizes are multiples of 16
-    assert sum(found) == BFLOAT16 * (cut // 16 + whole) + routers
+    assert sum(sizes) == BFLOAT16 * (cut // 16 + whole_bytes) + routers
     a_layer = (BFLOAT16 * (attention + (x + 1) * 3 * e * 2048)) // 16 + 2**20 * 64
-    assert max(found) - sum(found) / 4 < a_layer
+    assert max(sizes) - sum(sizes) / 4 < a_layer
 
 
 def test_stages_of_a_large_vocabulary_differ_by_less_than_a_layer() -> None:
     """With the vocabulary at both ends, the outer stages have fewer layers."""
     model = build(QWEN2_7B)
-    found = stage_layers(model, 4, torch.bfloat16)
-    assert [len(stage) for stage in found] == [6, 8, 8, 6]
+    ranges = stage_layers(model, 4, torch.bfloat16)
+    assert [len(stage) for stage in ranges] == [6, 8, 8, 6]

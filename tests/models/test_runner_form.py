@@ -14,7 +14,7 @@ from tests.helpers.cases import each
 
 
 @each(
-    "pattern, what",
+    "pattern, feature",
     [
         (r"a\b", r"\b"),
         ("^a", "^a"),
@@ -30,10 +30,10 @@ from tests.helpers.cases import each
         ("a)b", ")b"),
     ],
 )
-def test_patterns_that_programs_do_not_have(pattern: str, what: str) -> None:
+def test_patterns_that_programs_do_not_have(pattern: str, feature: str) -> None:
     with pytest.raises(UserError) as raised:
         compile_pattern(pattern, Sets(members))
-    assert str(raised.value) == f"its pattern {pattern!r} has {what!r}"
+    assert str(raised.value) == f"its pattern {pattern!r} has {feature!r}"
 
 
 def test_sets_are_those_of_the_library() -> None:

@@ -70,8 +70,8 @@ def test_sections_of_heads(num_keys: int, group: int, width: int, tp: int, which
         )
         before = 0
         for unit, outputs in zip(units, ranges, strict=True):
-            own, count = (heads.keys, num_keys) if unit is Unit.KEY_VALUE_HEAD else (heads.queries, num_queries)
-            assert [*outputs] == [before + head * width + i for head in own for i in range(width)]
+            head_range, count = (heads.keys, num_keys) if unit is Unit.KEY_VALUE_HEAD else (heads.queries, num_queries)
+            assert [*outputs] == [before + head * width + i for head in head_range for i in range(width)]
             before += count * width
 
 
@@ -80,8 +80,8 @@ def test_sections_of_channels(length: int, sections: int, tp: int) -> None:
     assume(tp <= length)
     for rank in range(tp):
         ranges = shard_outputs((Unit.CHANNEL,) * sections, length * sections, (tp, tp), tp, rank)
-        own = shard_channels(length, tp, rank)
-        assert ranges == tuple(range(i * length + own.start, i * length + own.stop) for i in range(sections))
+        channels = shard_channels(length, tp, rank)
+        assert ranges == tuple(range(i * length + channels.start, i * length + channels.stop) for i in range(sections))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(0, 20), st.integers(0, 20), st.integers(1, 7))
@@ -94,11 +94,11 @@ def test_no_borders_make_the_largest_stage_smaller(layers: list[int], first: int
         ends = [0, *borders, len(layers)]
         return max(sum(sizes[start:end]) for start, end in itertools.pairwise(ends))
 
-    found = stages(layers, first, last, pp)
-    assert [layer for stage in found for layer in stage] == list(range(len(layers)))
-    assert all(found)
+    stage_ranges = stages(layers, first, last, pp)
+    assert [layer for stage in stage_ranges for layer in stage] == list(range(len(layers)))
+    assert all(stage_ranges)
     every = itertools.combinations(range(1, len(layers)), pp - 1)
-    assert largest(tuple(stage.start for stage in found[1:])) == min(map(largest, every))
+    assert largest(tuple(stage.start for stage in stage_ranges[1:])) == min(map(largest, every))
 
 
 def test_embedding_and_head_count() -> None:

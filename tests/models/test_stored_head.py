@@ -107,5 +107,5 @@ def test_it_is_quantised_as_a_head_of_its_own(tmp_path: Path) -> None:
     (untied / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     run = replace(run_config(folder), quant=QuantConfig(QuantScheme.int8))
     other = replace(run_config(untied), quant=QuantConfig(QuantScheme.int8))
-    one, two = (all_logits(load_engine(each, 1), PROMPT) for each in (run, other))
+    one, two = (all_logits(load_engine(config, 1), PROMPT) for config in (run, other))
     assert torch.equal(one, two)

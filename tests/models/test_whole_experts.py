@@ -94,13 +94,15 @@ def test_beside_products_that_are_added(name: str, tmp_path: Path) -> None:
 def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
     run = run_config(tmp_path)
-    found = []
+    rank_shapes = []
     for rank, group in enumerate(Threads.of(3)):
         parallel_layout = ParallelLayout(3, 1, rank, 0, whole_experts=True)
         shapes = [shape for file in rank_plan(run, parallel_layout, group).files for shape in file.shapes.items()]
-        found += [(name, shape) for name, shape in shapes if "experts" in name]
-    whole = [item for file in rank_plan(run, ParallelLayout(), Threads.of(1)[0]).files for item in file.shapes.items()]
-    assert sorted(found) == sorted((name, shape) for name, shape in whole if "experts" in name)
+        rank_shapes += [(name, shape) for name, shape in shapes if "experts" in name]
+    all_shapes = [
+        item for file in rank_plan(run, ParallelLayout(), Threads.of(1)[0]).files for item in file.shapes.items()
+    ]
+    assert sorted(rank_shapes) == sorted((name, shape) for name, shape in all_shapes if "experts" in name)
 
 
 def test_what_has_too_few_experts_is_refused(tmp_path: Path) -> None:

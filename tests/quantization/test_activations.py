@@ -74,16 +74,16 @@ def test_a_static_int8_scale_has_the_least_error_of_eight() -> None:
         sum((max(-128, min(127, round(value / scale))) * scale - value) ** 2 for value in x.flatten().tolist())
         for scale in candidates
     ]
-    found = float(best_static_scale(x.abs().amax(0), x, CodeKind.INT))
-    assert found == pytest.approx(candidates[errors.index(min(errors))], rel=1e-6)  # one float32 rounding
+    best_scale = float(best_static_scale(x.abs().amax(0), x, CodeKind.INT))
+    assert best_scale == pytest.approx(candidates[errors.index(min(errors))], rel=1e-6)  # one float32 rounding
     assert best_static_scale(x.abs().amax(0), x, CodeKind.FP8) == static_scale(x.abs().amax(0), CodeKind.FP8)
 
 
 def test_a_static_int8_scale_lets_rare_values_saturate() -> None:
     """The value saturates unless it matters more than the steps of all other values."""
     x = random(4000, 16)
-    whole = static_scale(x.abs().amax(0), CodeKind.INT)
-    assert best_static_scale(x.abs().amax(0), x, CodeKind.INT) < whole
+    full_scale = static_scale(x.abs().amax(0), CodeKind.INT)
+    assert best_static_scale(x.abs().amax(0), x, CodeKind.INT) < full_scale
     x[:, 3] = 500
     assert best_static_scale(x.abs().amax(0), x, CodeKind.INT) == static_scale(x.abs().amax(0), CodeKind.INT)
 

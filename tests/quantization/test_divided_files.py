@@ -62,14 +62,14 @@ SOURCES = {
 
 @each("name", SOURCES, quick=["a8w8 static smoothquant", "fused"])
 def test_through_divisions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = SOURCES[name](tmp_path / "source")
-    halves = convert(whole, tmp_path / "2", format=SHARDED, tp=2)
+    source = SOURCES[name](tmp_path / "source")
+    halves = convert(source, tmp_path / "2", format=SHARDED, tp=2)
     thirds = convert(halves, tmp_path / "3x2", format=SHARDED, tp=3, pp=2)
     last = convert(thirds, tmp_path / "last")
-    without = {FOLDS} & contents(whole).keys()
-    assert_same(tensors_in(last), tensors_in(whole))
-    assert {name: contents(last)[name] for name in without} == {name: contents(whole)[name] for name in without}
-    expected = whole_steps(run_config(whole), PROMPTS)
+    without = {FOLDS} & contents(source).keys()
+    assert_same(tensors_in(last), tensors_in(source))
+    assert {name: contents(last)[name] for name in without} == {name: contents(source)[name] for name in without}
+    expected = whole_steps(run_config(source), PROMPTS)
     assert_same_bits(expected, divided_steps(run_config(thirds), 2, PROMPTS))
     reads: list[str] = []
     read = SafetensorsFile.read

@@ -57,10 +57,10 @@ def largest_in_transformers(folder: Path, rows: list[list[int]]) -> dict[str, to
         with torch.no_grad():
             model(torch.tensor([row]), past_key_values=cache)
         for i, layer in enumerate(cache.layers):
-            for own, kept in (("k", layer.keys), ("v", layer.values)):  # [1, G, T, D]
-                name = f"model.layers.{i}.self_attn.{own}_scale"
-                found = kept.abs().amax((0, 2, 3))
-                largest[name] = torch.maximum(found, largest.get(name, found))
+            for kind, kept in (("k", layer.keys), ("v", layer.values)):  # [1, G, T, D]
+                name = f"model.layers.{i}.self_attn.{kind}_scale"
+                maximum = kept.abs().amax((0, 2, 3))
+                largest[name] = torch.maximum(maximum, largest.get(name, maximum))
     return largest
 
 
@@ -101,20 +101,20 @@ def test_transformers_reads_the_scales_and_gives_the_same_logits(
     scale = tensors_in(tmp_path / "made")["model.layers.1.self_attn.k_scale"]
     assert theirs.model.layers[1].self_attn.k_scale.equal(scale)
     with torch.no_grad():
-        found = theirs(torch.tensor([PROMPT])).logits[0]
+        logits = theirs(torch.tensor([PROMPT])).logits[0]
     ours, exact = all_logits(engine_of(tmp_path / "made"), PROMPT), all_logits(engine_of(source), PROMPT)
     # Codes differ only if a last bit of float32 decides between two: rarely, so that ours are far nearer to theirs than
     # to floats.
-    assert (found - ours).norm() < 0.2 * (exact - ours).norm()
+    assert (logits - ours).norm() < 0.2 * (exact - ours).norm()
 
 
 def test_the_cache_of_a_reloaded_model_has_the_scales_and_no_others(source: Path, data: Path, tmp_path: Path) -> None:
     make(quantize_run(source, STATIC_FP8, tmp_path / "made", data), tmp_path / "run")
     engine, tensors = engine_of(tmp_path / "made"), tensors_in(tmp_path / "made")
     for i, layer in enumerate(engine.executor.cache.layers):
-        for own, cache in zip("kv", layer, strict=True):
+        for kind, cache in zip("kv", layer, strict=True):
             assert isinstance(cache.format, StaticFloat8)
-            assert cache.format.scales.equal(tensors[f"model.layers.{i}.self_attn.{own}_scale"].flatten())
+            assert cache.format.scales.equal(tensors[f"model.layers.{i}.self_attn.{kind}_scale"].flatten())
             assert [part.dtype for part in cache.tensors] == [torch.float8_e4m3fn]
     assert engine.executor.kv_bytes_per_token == 2 * 2 * 2 * 16  # layers, keys and values, heads, channels
     same = replace(run_config(tmp_path / "made"), quant=STATIC_FP8)
@@ -210,7 +210,7 @@ def test_damaged_files(change: Change, message: str, source: Path, data: Path, t
 
 
 @each(
-    ("made", "given", "message"),
+    ("made", "requested", "message"),
     [
         (STATIC_INT8, STATIC_FP8, "quant.kv_cache=fp8 with static scales contradicts the checkpoint, whose KV cache is int8"),
         (STATIC_INT8, QuantConfig(kv_cache=KVCacheFormat.int8), "quant.kv_cache=int8 with dynamic scales contradicts the checkpoint"),
@@ -219,11 +219,11 @@ def test_damaged_files(change: Change, message: str, source: Path, data: Path, t
     ],
 )  # fmt: skip
 def test_contradictions(
-    made: QuantConfig, given: QuantConfig, message: str, source: Path, data: Path, tmp_path: Path
+    made: QuantConfig, requested: QuantConfig, message: str, source: Path, data: Path, tmp_path: Path
 ) -> None:
     make(quantize_run(source, made, tmp_path / "made", data), tmp_path / "run")
     with pytest.raises(UserError, match=message) as caught:
-        load_engine(replace(run_config(tmp_path / "made"), quant=given), 3)
+        load_engine(replace(run_config(tmp_path / "made"), quant=requested), 3)
     assert "\n" not in str(caught.value)
 
 

@@ -100,15 +100,15 @@ def test_a_model_is_transformers_with_such_layers(config: dict[str, Any], tmp_pa
     for name, module in reference.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0], config),))
-    own, plain = engine_of(packed), engine_of(floats)
+    packed_engine, plain = engine_of(packed), engine_of(floats)
     for prompt in random_prompts(96, (5, 40)):
         with torch.no_grad():
             expected = reference(torch.tensor([prompt])).logits[0]
-        error = (all_logits(own, prompt) - expected).square().mean().sqrt() / expected.std()
+        error = (all_logits(packed_engine, prompt) - expected).square().mean().sqrt() / expected.std()
         unrounded = (all_logits(plain, prompt) - expected).square().mean().sqrt() / expected.std()
         # An activation between two codes may round to either, because float32 sums have another order.
         assert error < 0.01 < unrounded
-    assert_rows_are_independent(own, random_prompts(96, (5, 1, 17)))
+    assert_rows_are_independent(packed_engine, random_prompts(96, (5, 1, 17)))
 
 
 def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
 def test_names_of_transformers_for_one_scale() -> None:
     tensors, expected = encode(STATIC, random(72, 64))
     names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-    scheme, stored = read(STATIC, {names[own]: tensor for own, tensor in tensors.items()}, (72, 64))
+    scheme, stored = read(STATIC, {names[tensor_name]: tensor for tensor_name, tensor in tensors.items()}, (72, 64))
     assert scheme.activations is Activations.static
     assert stored.weight.dequantize().equal(expected)
     assert stored.input_scale == INPUT_SCALE
@@ -167,7 +167,7 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
 
 
 @each(
-    ("own", "tensor", "message"),
+    ("tensor_name", "tensor", "message"),
     [
         ("weight_scale_inv", None, f"{NAME}.weight is torch.float8_e4m3fn, but its layer is not quantised: .* scales"),
         ("weight_scale_inv", torch.full((2, 2), torch.nan), "weight_scale_inv has values that are not finite"),
@@ -177,9 +177,9 @@ def test_unknown_settings(config: dict[str, Any], message: str) -> None:
         ("weight", None, f"missing: {NAME}.weight"),
     ],
 )
-def test_damaged_tensors(own: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
+def test_damaged_tensors(tensor_name: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
     packed, _ = write_twins(tmp_path, SMALL_BLOCKS, lambda name, weight: encode(SMALL_BLOCKS, weight))
-    change(packed, f"{NAME}.{own}", tensor)
+    change(packed, f"{NAME}.{tensor_name}", tensor)
     with pytest.raises(UserError, match=message):
         engine_of(packed)
 

@@ -51,15 +51,15 @@ def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) 
     assert modules
     before = dict(weights.shapes)
     weights.keep_codes(modules)
-    found = dict(weights.read(weights.shapes))
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == weights.shapes
+    all_tensors = dict(weights.read(weights.shapes))
+    assert {name: tuple(tensor.shape) for name, tensor in all_tensors.items()} == weights.shapes
     for module in modules:
         layout = GGUFWeight((before[f"{module}.weight"][0], before[f"{module}.weight"][1]))
-        own = {name: found[f"{module}.{name}"] for name in layout.tensors()}
-        assert {name: tuple(tensor.shape) for name, tensor in own.items()} == layout.tensors()
-        assert layout.read(own).weight.dequantize().equal(expected[f"{module}.weight"])
-    assert any(bool((found[f"{module}.scales"] == 0).any()) for module in modules)
-    assert kind == "Q8_0" or all(bool((found[f"{module}.scales"] < 0).any()) for module in modules)
+        layer_tensors = {name: all_tensors[f"{module}.{name}"] for name in layout.tensors()}
+        assert {name: tuple(tensor.shape) for name, tensor in layer_tensors.items()} == layout.tensors()
+        assert layout.read(layer_tensors).weight.dequantize().equal(expected[f"{module}.weight"])
+    assert any(bool((all_tensors[f"{module}.scales"] == 0).any()) for module in modules)
+    assert kind == "Q8_0" or all(bool((all_tensors[f"{module}.scales"] < 0).any()) for module in modules)
 
 
 @pytest.mark.long
@@ -67,17 +67,17 @@ def test_codes_and_scales_are_the_files(family: str, kind: str, tmp_path: Path) 
 @each("family", TWINS)
 def test_a_file_runs_packed_without_an_option(family: str, kind: str, tmp_path: Path) -> None:
     file, folder = write_pair(tmp_path, family, kind)
-    own, expected = engine_of(file), engine_of(folder)
-    assert own.executor.weight_bytes < expected.executor.weight_bytes / 2
+    packed_engine, expected = engine_of(file), engine_of(folder)
+    assert packed_engine.executor.weight_bytes < expected.executor.weight_bytes / 2
     prompts = random_prompts(96, (5, 1, 40))
     for prompt in prompts:
         # Kernels may hold 128 inputs of a row in 16 bits: 2^-16 of the largest at every layer, of logits of the order 10.
-        torch.testing.assert_close(all_logits(own, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
+        torch.testing.assert_close(all_logits(packed_engine, prompt), all_logits(expected, prompt), atol=2e-3, rtol=0)
     decode = DecodeConfig(max_new_tokens=12)
     ids = [output.token_ids for output in complete(expected, prompts, decode)]
-    assert [output.token_ids for output in complete(own, prompts, decode)] == ids
-    assert_rows_are_independent(own, prompts)
-    model = own.executor.model
+    assert [output.token_ids for output in complete(packed_engine, prompts, decode)] == ids
+    assert_rows_are_independent(packed_engine, prompts)
+    model = packed_engine.executor.model
     assert is_int(model.head) == (family != "llama_tied")
     embedding = model.get_submodule("model.embed_tokens").weight
     assert embedding.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])  # type: ignore[union-attr, operator]
@@ -147,9 +147,13 @@ def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:
 @each("family", TWINS)
 def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, floats = write_blocks(tmp_path, family)
-    own, expected = engine_of(file), engine_of(floats)
+    packed_engine, expected = engine_of(file), engine_of(floats)
     assert not caplog.messages
-    methods = {name: module.method for name, module in own.executor.model.named_modules() if isinstance(module, Linear)}
+    methods = {
+        name: module.method
+        for name, module in packed_engine.executor.model.named_modules()
+        if isinstance(module, Linear)
+    }
     blocks = {name for name, method in methods.items() if isinstance(method, BlockMethod)}
     assert {name for name in methods if "_proj" in name or "experts" in name} <= blocks
     for name in blocks:  # bit for bit
@@ -165,20 +169,22 @@ def test_blocks_run_packed(family: str, tmp_path: Path, caplog: pytest.LogCaptur
         logits = all_logits(expected, prompt)
         # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of
         # larger numbers, at every layer.
-        torch.testing.assert_close(all_logits(own, prompt), logits, atol=1e-3 * float(logits.abs().max()), rtol=0)
-    assert_rows_are_independent(own, prompts)
+        torch.testing.assert_close(
+            all_logits(packed_engine, prompt), logits, atol=1e-3 * float(logits.abs().max()), rtol=0
+        )
+    assert_rows_are_independent(packed_engine, prompts)
 
 
 def test_a_mixture_is_the_one_of_the_converted_file(tmp_path: Path) -> None:
     write_model(tmp_path / "floats", LlamaForCausalLM, hidden_size=256, intermediate_size=512, num_hidden_layers=9)
     write_gguf(open_checkpoint(tmp_path / "floats", False), tmp_path / "file.gguf", "q4_k_m")
     run = run_config(tmp_path / "floats")
-    own = load_engine(replace(run, quant=QuantConfig(QuantScheme.q4_k_m)), 1).executor.model
+    packed_model = load_engine(replace(run, quant=QuantConfig(QuantScheme.q4_k_m)), 1).executor.model
     stored = engine_of(tmp_path / "file.gguf").executor.model
     kinds = Counter[str]()
     for name, layer in stored.named_modules():
         if isinstance(layer, Linear):
-            expected, weight = layer.method.weight, linear_layer(own, name).method.weight
+            expected, weight = layer.method.weight, linear_layer(packed_model, name).method.weight
             assert isinstance(weight, BlockWeight)
             assert isinstance(expected, BlockWeight)
             assert (weight.kind, weight.memory.tolist()) == (expected.kind, expected.memory.tolist()), name
@@ -190,9 +196,9 @@ def test_blocks_are_floats_for_a_gpu(tmp_path: Path) -> None:
     file, _ = write_blocks(tmp_path, "llama")
     files = open_checkpoint(file, False).open_weights({})
     assert read_gguf_quantization(files, torch.device("cuda")) is None
-    found = read_gguf_quantization(files)
-    assert found is not None
-    assert set(found.types.values()) == {"Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"}
+    file_quantization = read_gguf_quantization(files)
+    assert file_quantization is not None
+    assert set(file_quantization.types.values()) == {"Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K"}
 
 
 def test_a_share_of_blocks(tmp_path: Path) -> None:
@@ -209,9 +215,9 @@ def test_a_share_of_blocks(tmp_path: Path) -> None:
 @each(("tensor", "place"), [("ffn_up", 2), ("ffn_down", 208), ("attn_output", 0)])
 def test_a_damaged_block_is_refused(tensor: str, place: int, tmp_path: Path) -> None:
     file, _ = write_blocks(tmp_path, "llama")
-    found = next(t for t in gguf.GGUFReader(file).tensors if t.name == f"blk.0.{tensor}.weight")
+    file_tensor = next(t for t in gguf.GGUFReader(file).tensors if t.name == f"blk.0.{tensor}.weight")
     data = bytearray(file.read_bytes())
-    data[found.data_offset + place : found.data_offset + place + 2] = np.float16("inf").tobytes()
+    data[file_tensor.data_offset + place : file_tensor.data_offset + place + 2] = np.float16("inf").tobytes()
     file.write_bytes(data)
     with pytest.raises(UserError, match="model.layers.0.*_proj: its scales have values that are not finite"):
         engine_of(file)

@@ -185,18 +185,18 @@ def test_a_norm_quantises_its_rows_once_for_all_who_read_them(name: str, dtype: 
         assert shared is not None
         assert shared[:2] == format[:2]
         assert (shared.static_scales is not None) == ("static" in name)
-        for found, alone in (
+        for joint, alone in (
             (norm(x, layers), norm(x)),
             (add_norm(x, None, layers)[0], norm(x)),
             (add_norm(x, update, layers)[0], add_norm(x, update)[0]),
         ):
-            assert isinstance(found, QuantizedActivations)
-            assert found.codes.dtype == format.dtype
-            for result, layer in zip(together(found, None), layers, strict=True):
+            assert isinstance(joint, QuantizedActivations)
+            assert joint.codes.dtype == format.dtype
+            for result, layer in zip(together(joint, None), layers, strict=True):
                 assert torch.equal(result, layer(alone, None))
             down = coded(5, dtype, INT8, DYNAMIC, inputs=17)
             gated = swiglu(layers[0](alone, None), layers[0](alone, None))
-            result = merged([layers[0], layers[0]]).swiglu(found, None, [down])
+            result = merged([layers[0], layers[0]]).swiglu(joint, None, [down])
             assert torch.equal(down(result, None), down(gated, None))
         assert torch.equal(add_norm(x, update, layers)[1], x + update)
 
@@ -238,16 +238,16 @@ def test_a_cut_gives_a_range_of_the_outputs(name: str) -> None:
     dtype = layer.bias.dtype
     for num_rows in (1, 40):
         x = randn(num_rows, INPUTS, dtype=dtype)
-        whole = layer.method.apply(x, None)
+        expected = layer.method.apply(x, None)
         for outputs in (slice(0, 70), slice(0, 16), slice(5, 6), slice(33, 70)):
-            assert torch.equal(layer.method.slice_outputs(outputs).apply(x, None), whole[:, outputs])
+            assert torch.equal(layer.method.slice_outputs(outputs).apply(x, None), expected[:, outputs])
 
 
 @each("name", METHODS)
 def test_a_method_restores_what_it_held(name: str) -> None:
     layer, other = METHODS[name](), METHODS[name]()
     dtype = layer.bias.dtype
-    held = {own: tensor.clone() for own, tensor in layer.method.held.items()}
+    held = {tensor_name: tensor.clone() for tensor_name, tensor in layer.method.held.items()}
     assert set(held) == set(layer.state_dict()) - {"bias"}
     other.restore({**held, "bias": layer.bias.data.clone()}, dtype)
     x = randn(3, INPUTS, dtype=dtype)
@@ -255,17 +255,19 @@ def test_a_method_restores_what_it_held(name: str) -> None:
     for missing in held:
         if missing != "permutation":  # only the file tells whether there is one
             with pytest.raises(KeyError, match=missing):
-                other.method.restore({own: part for own, part in held.items() if own != missing}, dtype)
+                other.method.restore(
+                    {tensor_name: part for tensor_name, part in held.items() if tensor_name != missing}, dtype
+                )
 
 
 def test_a_layer_has_the_tensors_of_its_method_alone() -> None:
     layer = floats(5, torch.float32)
-    own = layer.method
+    method = layer.method
     assert set(layer.state_dict()) == {"weight", "bias"}
     layer.method = coded(5, torch.float32, INT8, STATIC).method
     assert set(layer.state_dict()) == {"packed", "input_scale", "bias"}
     assert [name for name, _ in layer.named_parameters()] == ["bias", "packed"]
-    layer.method = own
+    layer.method = method
     assert set(layer.state_dict()) == {"weight", "bias"}
 
 

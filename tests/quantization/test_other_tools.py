@@ -63,8 +63,8 @@ def test_transformers_gives_the_same_logits(
         monkeypatch.setattr(forward, "compute_dynamic_scales_and_zp", scales_of_127)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32, **config).eval()
     with torch.no_grad():
-        found = theirs(torch.tensor([PROMPT])).logits[0]
-    errors = (found - ours).abs().amax(1) / ours.abs().max()  # of each token
+        logits = theirs(torch.tensor([PROMPT])).logits[0]
+    errors = (logits - ours).abs().amax(1) / ours.abs().max()  # of each token
     scheme = name.split()[0]
     assert errors.median() < (ORDER if scheme in STEPS else FIXED_POINT)
     assert errors.max() < STEPS.get(scheme, FIXED_POINT)

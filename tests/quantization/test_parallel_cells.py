@@ -78,9 +78,9 @@ def check_family(name: str, scheme: str, kv_cache: str, numbers: tuple[int, ...]
     prompts = prompts_for(name)
     quant = replace(EVERY[scheme], **CACHES[kv_cache])
     run = replace(run_config(folder / name, allow_pickle=True), quant=quant)
-    whole = whole_steps(run, prompts)
+    expected = whole_steps(run, prompts)
     for tp in numbers:
-        assert_same_bits(whole, divided_steps(run, tp, prompts))
+        assert_same_bits(expected, divided_steps(run, tp, prompts))
 
 
 def numbers_of(name: str) -> tuple[int, ...]:

@@ -71,9 +71,9 @@ ROWS, PROMPT = random_rows(20, 16), [1, *range(5, 50)]
 def least(scores: np.ndarray, count: int) -> np.ndarray:
     """Return the positions of the `count` smallest entries of each row, the first of equal ones."""
     order = scores.argsort(1, kind="stable")[:, :count]
-    found = np.zeros(scores.shape, bool)
-    np.put_along_axis(found, order, True, 1)
-    return found
+    mask = np.zeros(scores.shape, bool)
+    np.put_along_axis(mask, order, True, 1)
+    return mask
 
 
 def test_the_least_are_pruned_and_no_more() -> None:
@@ -89,9 +89,9 @@ def test_the_least_are_pruned_and_no_more() -> None:
         expected = least(magnitudes.reshape(1, -1), of_all).reshape(outputs, inputs)
         assert (pruned_entries(weight, norms, magnitude).numpy() == expected).all()
         if ratio == "0.5" and inputs % 4 == 0:
-            for method, found in (WANDA, scores), (MAGNITUDE, magnitudes):
+            for method, errors in (WANDA, scores), (MAGNITUDE, magnitudes):
                 entries = pruned_entries(weight, norms, SparsityConfig(method, pattern=TWO_OF_FOUR)).numpy()
-                assert (entries.reshape(-1, 4) == least(found.reshape(-1, 4), 2)).all()
+                assert (entries.reshape(-1, 4) == least(errors.reshape(-1, 4), 2)).all()
     with pytest.raises(UserError, match="activations are NaN or infinite"):
         pruned_entries(random(2, 4), torch.tensor([1, 2, 3, torch.nan]), SparsityConfig(WANDA))
 
@@ -121,14 +121,14 @@ def pruned_as_by_the_authors(
             hook.remove()
         for name, module in linears.items():
             full_name = f"model.layers.{number}.{name}"
-            found, scores = made[f"{full_name}.weight"], module.weight.double().abs() * squares[name].sqrt()
-            zeros = found == 0
-            assert found.equal(module.weight.masked_fill(zeros, 0))
+            weight, scores = made[f"{full_name}.weight"], module.weight.double().abs() * squares[name].sqrt()
+            zeros = weight == 0
+            assert weight.equal(module.weight.masked_fill(zeros, 0))
             assert (zeros.sum(1) == (0 if full_name == skipped else int(scores.shape[1] * ratio))).all()
             if full_name != skipped:
                 largest_pruned = scores.where(zeros, 0).amax(1)
                 assert (largest_pruned <= scores.where(~zeros, torch.inf).amin(1) * (1 + 1e-5)).all()
-            module.weight.copy_(found)
+            module.weight.copy_(weight)
 
 
 @torch.no_grad()
@@ -191,8 +191,12 @@ def test_zeros_stay_zeros_under_every_scheme(name: str, tmp_path: Path) -> None:
     stored = read_quantization(ConfigReader({"quantization_config": config}, "config.json"), [])
     assert stored is not None
     for layer, spec in linear_specs(again.executor.model).items():
-        own = {key.removeprefix(f"{layer}."): t for key, t in tensors.items() if key.startswith(f"{layer}.")}
-        weight = stored.layout(spec, {key: tuple(t.shape) for key, t in own.items()}).read(own).weight.dequantize()
+        layer_tensors = {key.removeprefix(f"{layer}."): t for key, t in tensors.items() if key.startswith(f"{layer}.")}
+        weight = (
+            stored.layout(spec, {key: tuple(t.shape) for key, t in layer_tensors.items()})
+            .read(layer_tensors)
+            .weight.dequantize()
+        )
         zeros = (weight == 0).double()
         if layer == "lm_head":
             assert zeros.mean() < 0.3  # 4-bit codes round some weights to 0
@@ -206,9 +210,9 @@ def test_zeros_stay_zeros_under_every_scheme(name: str, tmp_path: Path) -> None:
 
 def test_options_as_they_are_typed() -> None:
     quantize, wanda = "task=quantize", "quant.sparsity.method=wanda"
-    found = compose_run_config([quantize, wanda, "quant.sparsity.pattern=2:4", "quant=int8"])
-    assert found.quant.sparsity == SparsityConfig(WANDA, 0.5, TWO_OF_FOUR)
-    assert "pattern: '2:4'" in dump(found, Path("out"))  # without quotes YAML reads 124
+    composed = compose_run_config([quantize, wanda, "quant.sparsity.pattern=2:4", "quant=int8"])
+    assert composed.quant.sparsity == SparsityConfig(WANDA, 0.5, TWO_OF_FOUR)
+    assert "pattern: '2:4'" in dump(composed, Path("out"))  # without quotes YAML reads 124
     with pytest.raises(UserError, match="'4:8', expected one of .unstructured, 2:4"):
         compose_run_config([quantize, wanda, "quant.sparsity.pattern=4:8"])
     with pytest.raises(

@@ -56,8 +56,8 @@ def written(
 def compressed(
     format: WeightFormat, activations: Activations = Activations.none, is_permuted: bool = False
 ) -> tuple[WeightLayout, dict[str, Tensor]]:
-    scheme, found = LinearScheme(format, activations), {"weight_g_idx": SHAPE[1:]} if is_permuted else {}
-    return written(CompressedWeight(SHAPE, scheme, is_packed(scheme), found), format, is_permuted)
+    scheme, shapes = LinearScheme(format, activations), {"weight_g_idx": SHAPE[1:]} if is_permuted else {}
+    return written(CompressedWeight(SHAPE, scheme, is_packed(scheme), shapes), format, is_permuted)
 
 
 def blocks() -> tuple[WeightLayout, dict[str, Tensor]]:
@@ -67,13 +67,13 @@ def blocks() -> tuple[WeightLayout, dict[str, Tensor]]:
 
 
 def one_scale() -> tuple[WeightLayout, dict[str, Tensor]]:
-    found = {"weight_scale": (), "input_scale": ()}
+    shapes = {"weight_scale": (), "input_scale": ()}
     tensors = {
         "weight": weight().to(torch.float8_e4m3fn),
         "weight_scale": torch.tensor(0.25),
         "input_scale": torch.tensor(2.0),
     }
-    return Fp8Weight(SHAPE, None, True, found), tensors  # type: ignore[arg-type]
+    return Fp8Weight(SHAPE, None, True, shapes), tensors  # type: ignore[arg-type]
 
 
 def gguf() -> tuple[WeightLayout, dict[str, Tensor]]:
@@ -105,25 +105,25 @@ LAYOUTS: dict[str, Callable[[], tuple[WeightLayout, dict[str, Tensor]]]] = {
 }  # fmt: skip
 
 
-def rows(whole: QuantizedWeight, outputs: list[int]) -> QuantizedWeight:
-    scales = whole.scales[outputs] if len(whole.scales) > 1 else whole.scales
-    zero_points = None if whole.zero_points is None else whole.zero_points[outputs]
-    return QuantizedWeight(whole.codes[outputs], scales, zero_points, whole.permutation)
+def rows(weight: QuantizedWeight, outputs: list[int]) -> QuantizedWeight:
+    scales = weight.scales[outputs] if len(weight.scales) > 1 else weight.scales
+    zero_points = None if weight.zero_points is None else weight.zero_points[outputs]
+    return QuantizedWeight(weight.codes[outputs], scales, zero_points, weight.permutation)
 
 
-def assert_same(found: StoredWeight, expected: StoredWeight, outputs: list[int]) -> None:
-    own, part = found.weight, rows(expected.weight, outputs)
+def assert_same(actual: StoredWeight, expected: StoredWeight, outputs: list[int]) -> None:
+    actual_weight, part = actual.weight, rows(expected.weight, outputs)
     for name, tensor in vars(part).items():
         if tensor is None:
-            assert getattr(own, name) is None, name
+            assert getattr(actual_weight, name) is None, name
         else:
-            assert getattr(own, name).float().equal(tensor.float()), name
-    assert found.input_scale == expected.input_scale
+            assert getattr(actual_weight, name).float().equal(tensor.float()), name
+    assert actual.input_scale == expected.input_scale
 
 
 def two_ranges(ends: list[int]) -> tuple[range, ...]:
     first, second, third, fourth = sorted(ends)
-    return tuple(each for each in (range(first, second), range(third, fourth)) if each)
+    return tuple(indices for indices in (range(first, second), range(third, fourth)) if indices)
 
 
 RANGES = st.lists(st.integers(0, SHAPE[0]), min_size=4, max_size=4).map(two_ranges).filter(bool)
@@ -138,26 +138,29 @@ def test_any_ranges_of_outputs(name: str, outputs: tuple[range, ...]) -> None:
     shared = ShardedLayout(layout, outputs)
     shards = shared.shards()
     parts = {
-        own: torch.cat([tensor.narrow(shards[own].axis, each.start, len(each)) for each in shards[own].ranges], shards[own].axis)
-        if own in shards
+        stored: torch.cat(
+            [tensor.narrow(shards[stored].axis, part.start, len(part)) for part in shards[stored].ranges],
+            shards[stored].axis,
+        )
+        if stored in shards
         else tensor
-        for own, tensor in tensors.items()
-    }  # fmt: skip
-    assert {own: tuple(part.shape) for own, part in parts.items()} == shared.tensors()
+        for stored, tensor in tensors.items()
+    }
+    assert {name: tuple(part.shape) for name, part in parts.items()} == shared.tensors()
     assert shared.shape == (count(outputs), SHAPE[1])
-    found, whole = shared.read(parts), layout.read(tensors)
-    assert_same(found, whole, [output for each in outputs for output in each])
+    actual, expected = shared.read(parts), layout.read(tensors)
+    assert_same(actual, expected, [output for indices in outputs for output in indices])
 
 
 def test_no_more_is_read_than_the_words_and_blocks_that_hold_the_outputs() -> None:
     shards = {name: ShardedLayout(LAYOUTS[name]()[0], (range(10, 25),)).shards() for name in LAYOUTS}
     exact, words, block = (range(10, 25),), (range(1, 4),), (range(1),)
-    assert {own: cut.ranges for own, cut in shards["awq"].items()} == {
+    assert {name: cut.ranges for name, cut in shards["awq"].items()} == {
         "qweight": words,
         "qzeros": words,
         "scales": exact,
     }
-    assert {own: cut.ranges for own, cut in shards["fp8 blocks"].items()} == {
+    assert {name: cut.ranges for name, cut in shards["fp8 blocks"].items()} == {
         "weight": exact,
         "weight_scale_inv": block,
     }

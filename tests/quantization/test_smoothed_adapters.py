@@ -86,10 +86,10 @@ def write_folded(base: Path, folder: Path, quant: QuantConfig) -> int:
     calibrator = SequentialCalibrator(model, batches, probe, calibration_cache(engine), is_sequential(quant))
     shutil.copytree(base, folder)
     for part, layer in zip(parts_of(model, schemes), model.layers, strict=True):
-        own = {name.removeprefix(part.prefix): scheme.weights for name, scheme in part.schemes.items()}
-        weights = {name: float_weight(linear_layer(layer, name)).float() for name in own}
-        groups = calibrator.observe(list(own))
-        _, folds = Smoother(layer, model.layout, weights, quant, calibrator.output).smooth(groups, own)
+        formats = {name.removeprefix(part.prefix): scheme.weights for name, scheme in part.schemes.items()}
+        weights = {name: float_weight(linear_layer(layer, name)).float() for name in formats}
+        groups = calibrator.observe(list(formats))
+        _, folds = Smoother(layer, model.layout, weights, quant, calibrator.output).smooth(groups, formats)
         calibrator.advance()  # float layers: their outputs are unchanged
         add_folds(folder, fold_tensors({part.prefix + name: fold for name, fold in folds.items()}))
     save_file({name: tensor.contiguous() for name, tensor in weights_of(model).items()}, folder / "model.safetensors")
@@ -185,8 +185,8 @@ def test_a_calibrating_run_simply_works(llama: Path, tmp_path: Path, monkeypatch
     expected = expected_logprobs(llama / "base", LlamaForCausalLM, llama / "fr")
     for _ in range(2):
         pipe = pipeline("text_generation", model=llama / "base", device="cpu", overrides=overrides)
-        found = logprobs(pipe.engine)
-        assert (found - expected).norm() < 0.02 * expected.norm()
+        actual = logprobs(pipe.engine)
+        assert (actual - expected).norm() < 0.02 * expected.norm()
     (kept,) = (tmp_path / "quantized").iterdir()
     assert (kept / FOLDS).is_file()
 

@@ -13,19 +13,19 @@ WEIGHTS = [random(9, 48), 3 * random(1, 48, seed=5)]
 
 def test_scales_are_the_formula() -> None:
     absmax = random(48, seed=3).abs()
-    found = smooth_scales(absmax, WEIGHTS, 0.7)
+    scales = smooth_scales(absmax, WEIGHTS, 0.7)
     for channel in range(48):
         wmax = max(abs(value) for weight in WEIGHTS for value in weight[:, channel].tolist())
         expected = absmax[channel].item() ** 0.7 / wmax**0.3
-        assert found[channel].item() == pytest.approx(expected, rel=1e-5)  # two float32 powers
+        assert scales[channel].item() == pytest.approx(expected, rel=1e-5)  # two float32 powers
 
 
 def test_channels_of_zeros_are_left_alone() -> None:
     absmax, weight = random(48, seed=3).abs(), random(9, 48)
     absmax[3], weight[:, 5] = 0, 0
-    found = smooth_scales(absmax, [weight])
-    assert found[[3, 5]].tolist() == [1, 1]
-    assert bool((found.isfinite() & (found > 0)).all())
+    scales = smooth_scales(absmax, [weight])
+    assert scales[[3, 5]].tolist() == [1, 1]
+    assert bool((scales.isfinite() & (scales > 0)).all())
 
 
 def test_the_error_is_that_of_int8_products() -> None:
@@ -53,15 +53,15 @@ def test_smoothing_saves_what_outliers_destroy() -> None:
 def test_the_search_is_never_worse_than_alpha_one_half(num_groups: int) -> None:
     x = with_outliers(63, 48)
     absmax = x.abs().amax(0)
-    found = search_smooth_scales(x, WEIGHTS, num_groups)
-    error = int8_output_error(x, WEIGHTS, found)
+    scales = search_smooth_scales(x, WEIGHTS, num_groups)
+    error = int8_output_error(x, WEIGHTS, scales)
     assert error < int8_output_error(x, WEIGHTS, smooth_scales(absmax, WEIGHTS))
     if num_groups == 1:
         errors = [int8_output_error(x, WEIGHTS, smooth_scales(absmax, WEIGHTS, step / 20)) for step in range(4, 17)]
         assert error == pytest.approx(
             min(errors), rel=1e-4
         )  # a power by a tensor may differ in its last bit, and change a code
-    assert torch.equal(found, search_smooth_scales(x, WEIGHTS, num_groups))
+    assert torch.equal(scales, search_smooth_scales(x, WEIGHTS, num_groups))
 
 
 def test_groups_part_outliers_from_the_rest() -> None:
@@ -77,8 +77,8 @@ def test_groups_part_outliers_from_the_rest() -> None:
 def test_more_groups_than_channels_and_channels_that_are_equal() -> None:
     assert group_channels(torch.ones(4), 3).tolist() == [0, 0, 0, 0]
     assert len(group_channels(torch.tensor([1.0, 9.0]), 5).unique()) == 2
-    found = search_smooth_scales(random(5, 2), [random(3, 2)], 5)
-    assert bool(found.isfinite().all())
+    scales = search_smooth_scales(random(5, 2), [random(3, 2)], 5)
+    assert bool(scales.isfinite().all())
 
 
 def test_bad_input_is_refused() -> None:

@@ -102,8 +102,8 @@ def test_it_gives_nearly_our_log_probabilities(prompts: list[list[int]], tmp_pat
         pytest.skip("vLLM's library for AVX2 has no product of 4 bits")
     first = DecodeConfig(max_new_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
     for folder, theirs in in_vllm(IN_BFLOAT16, prompts, tmp_path, "bfloat16"):
-        for row, found in zip(complete(engine_of(folder), prompts, first), theirs["first"], strict=True):
+        for row, expected in zip(complete(engine_of(folder), prompts, first), theirs["first"], strict=True):
             assert row.logprobs is not None
-            own = row.logprobs[0].logprobs
-            for token, value in found.items():
-                assert own[int(token)] == pytest.approx(value, abs=0.2), (folder.name, token)
+            our_logprobs = row.logprobs[0].logprobs
+            for token, value in expected.items():
+                assert our_logprobs[int(token)] == pytest.approx(value, abs=0.2), (folder.name, token)

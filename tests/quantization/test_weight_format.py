@@ -31,9 +31,10 @@ FORMATS = [
 def symmetric_by_hand(row: list[float], highest: int) -> tuple[list[int], float]:
     if highest == 127:
         return coded(row, max(abs(value) for value in row) / 127, highest)
-    whole = max(max(row) / 7, min(row) / -8)  # no code saturates
+    scale_bound = max(max(row) / 7, min(row) / -8)  # no code saturates
     return min(
-        (coded(row, scale, highest) for scale in (whole, whole * 0.92)), key=lambda done: squared_error(row, *done)
+        (coded(row, scale, highest) for scale in (scale_bound, scale_bound * 0.92)),
+        key=lambda done: squared_error(row, *done),
     )
 
 
@@ -232,10 +233,10 @@ def test_formats_that_contradict_themselves_are_refused(options: dict[str, objec
 )
 def test_blocks_of_rows_change_nothing(format: WeightFormat, num_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(40, 72).bfloat16()
-    whole = quantize(weight, format)
+    expected = quantize(weight, format)
     monkeypatch.setattr("quantization.weight_format.BLOCK", num_numbers)
     blocks = quantize(weight, format)
-    assert blocks.codes.view(torch.int8).equal(whole.codes.view(torch.int8))
-    assert blocks.scales.equal(whole.scales)
-    assert (blocks.zero_points is None) == (whole.zero_points is None)
-    assert whole.zero_points is None or whole.zero_points.equal(blocks.zero_points)  # type: ignore[arg-type]
+    assert blocks.codes.view(torch.int8).equal(expected.codes.view(torch.int8))
+    assert blocks.scales.equal(expected.scales)
+    assert (blocks.zero_points is None) == (expected.zero_points is None)
+    assert expected.zero_points is None or expected.zero_points.equal(blocks.zero_points)  # type: ignore[arg-type]

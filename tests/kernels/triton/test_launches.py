@@ -186,10 +186,10 @@ def test_the_fastest_right_launch_is_kept() -> None:
     seconds = {None: 10.0, wrong: 1.0, broken: 1.0, slow: 9.9, fast: 7.0}
     steps = [(product, 1.0)]
     candidates = [wrong, broken, slow, fast]
-    found, default_s = tune_gpu.attempt(steps, launching, candidates, lambda _: seconds[launching.launch])
-    assert found == {slow: 9.9, fast: 7.0}
+    seconds_by_launch, default_s = tune_gpu.attempt(steps, launching, candidates, lambda _: seconds[launching.launch])
+    assert seconds_by_launch == {slow: 9.9, fast: 7.0}
     assert default_s == 10.0
-    assert tune_gpu.best(found, default_s) == fast
+    assert tune_gpu.best(seconds_by_launch, default_s) == fast
     assert tune_gpu.best({slow: 9.9}, default_s) is None  # 1 %: noise
     assert tune_gpu.best({}, default_s) is None
 

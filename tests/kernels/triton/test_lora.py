@@ -22,11 +22,11 @@ def on_device(table: AdapterTable) -> AdapterTable:
 
 
 def check(dtype: torch.dtype, slots: list[int], inputs: int, outputs: int) -> None:
-    table, own = make_table(inputs, outputs, dtype), torch.tensor(slots)
+    table, row_slots = make_table(inputs, outputs, dtype), torch.tensor(slots)
     y, x = noise(len(slots), outputs + 9, dtype=dtype, seed=1), noise(len(slots), inputs, dtype=dtype, seed=2)
     expected, result = y[:, 4:-5].clone(), y.to(DEVICE)
-    reference.lora_add(expected, x, table, own)
-    triton.lora_add(result[:, 4:-5], x.to(DEVICE), on_device(table), own.to(DEVICE))
+    reference.lora_add(expected, x, table, row_slots)
+    triton.lora_add(result[:, 4:-5], x.to(DEVICE), on_device(table), row_slots.to(DEVICE))
     assert_near(result[:, 4:-5], expected)
     untouched = [row for row, slot in enumerate(slots) if slot in (-1, 1)]
     assert torch.equal(result[untouched].cpu(), y[untouched])

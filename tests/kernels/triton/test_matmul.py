@@ -63,10 +63,10 @@ def test_float8(rows: int, format: tuple[str, int | None, int | None]) -> None:
     weight = on_device(gpu_weight.pack(codes, scales, None, 8))
     assert weight.has_blocks == (kind == "blocks")  # its scales are stored once
     result = triton.matmul(QuantizedActivations(x_codes, x_scales, torch.float32, x_group_size), weight)
-    whole = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
+    row_values = values(x_codes.cpu(), x_scales.cpu(), None, x_group_size or inputs)
     # Hopper's matrix units add float8 products of a chunk with 14 bits
     tolerance = 1e-3 if DEVICE == "cuda" else 1e-5
-    assert_near(result, whole @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T, tolerance)
+    assert_near(result, row_values @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T, tolerance)
     x = noise(rows, inputs, dtype=torch.bfloat16)
     unrounded = triton.matmul(x.to(DEVICE), weight)
     assert_near(unrounded, x.double() @ values(codes, scales.expand(outputs, -1), None, group_size or inputs).T)

@@ -27,12 +27,12 @@ EMPTY = [case for case in cases.EMPTY if case[0] in KERNELS]
 def test_nothing_to_compute(operator: str, rows: int, channels: int) -> None:
     expected = cases.CASES[operator](rows, channels, torch.clone)
     with torch.device(DEVICE), patch.multiple(cases, **KERNELS):
-        found = cases.CASES[operator](rows, channels, torch.clone)
-    assert all(torch.equal(*pair) for pair in zip(map(Tensor.cpu, found), expected, strict=True))
+        result = cases.CASES[operator](rows, channels, torch.clone)
+    assert all(torch.equal(*pair) for pair in zip(map(Tensor.cpu, result), expected, strict=True))
 
 
 @each("operator", KERNELS)
 def test_numbers_that_lie_apart(operator: str) -> None:
     with torch.device(DEVICE), patch.multiple(cases, **KERNELS):
-        found, expected = (cases.CASES[operator](5, 32, at) for at in (cases.apart, torch.clone))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        result, expected = (cases.CASES[operator](5, 32, at) for at in (cases.apart, torch.clone))
+    assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))

@@ -49,9 +49,9 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_layer_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = noise(*shape, dtype=dtype) + 4
     weight, bias = noise(shape[-1], dtype=dtype), noise(shape[-1], dtype=dtype, seed=1)
-    for given in ((weight, bias), (weight, None), (None, None)):
-        placed = [part if part is None else part.to(DEVICE) for part in given]
-        expected = kernels.layer_norm.reference.layer_norm(x, *given, 1e-5)
+    for parameters in ((weight, bias), (weight, None), (None, None)):
+        placed = [part if part is None else part.to(DEVICE) for part in parameters]
+        expected = kernels.layer_norm.reference.layer_norm(x, *parameters, 1e-5)
         assert_near(kernels.layer_norm.triton.layer_norm(x.to(DEVICE), *placed, 1e-5), expected)
     codes, scales = kernels.layer_norm.triton.layer_norm_quantize(x.to(DEVICE), *placed, 1e-5, torch.int8, None)
     assert_near((codes.float() * scales).to(dtype), expected, 1 / 127)  # half a code, and an adjacent code
@@ -62,10 +62,10 @@ def test_gelu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     both = noise(shape[0], 2 * shape[1], dtype=dtype) * 30  # exp of the largest overflows; halves of one matrix
     x, up = both.chunk(2, dim=-1)
     on_device, up_on_device = both.to(DEVICE).chunk(2, dim=-1)
-    found, wanted = kernels.gelu.triton, kernels.gelu.reference
-    assert_near(found.gelu(on_device), wanted.gelu(x))
-    assert_near(found.gelu_tanh(on_device), wanted.gelu_tanh(x))
-    assert_near(found.gelu_tanh(on_device, up_on_device), wanted.gelu_tanh(x, up))
+    actual, expected = kernels.gelu.triton, kernels.gelu.reference
+    assert_near(actual.gelu(on_device), expected.gelu(x))
+    assert_near(actual.gelu_tanh(on_device), expected.gelu_tanh(x))
+    assert_near(actual.gelu_tanh(on_device, up_on_device), expected.gelu_tanh(x, up))
 
 
 @each("dtype, shape", product(DTYPES, [(1, 1), (5, 80), (3, 1030)]))
@@ -211,17 +211,19 @@ def test_turning_and_storing_in_one_launch(
     query, key, value = fused.split((heads, groups, groups), dim=1)
     angles, norms = noise(3, turning // 2), noise(2, channels, dtype=dtype, seed=1).to(DEVICE)
     cos, sin, slots = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype), torch.tensor([19, -1, 7])
-    for own in (None, norms):
+    for norm_weights in (None, norms):
         normed = [query, key]
-        if own is not None:
-            pairs = zip(normed, own, strict=True)
+        if norm_weights is not None:
+            pairs = zip(normed, norm_weights, strict=True)
             normed = [kernels.rms_norm.triton.rms_norm(part, norm, 1e-6) for part, norm in pairs]
         turned = [kernels.rope.triton.rope(part, cos, sin, interleaved) for part in normed]
         expected = stored(kernels.kv_store.triton.kv_store, kv_cache, turned[1], value, slots, DEVICE)
         outputs = []
 
-        def store(key: Tensor, value: Tensor, *where: Any, own: Tensor | None = own, outputs: Any = outputs) -> None:
-            options = () if own is None else (*own, 1e-6)
+        def store(
+            key: Tensor, value: Tensor, *where: Any, norm_weights: Tensor | None = norm_weights, outputs: Any = outputs
+        ) -> None:
+            options = () if norm_weights is None else (*norm_weights, 1e-6)
             outputs.append(
                 kernels.kv_store.triton.rope_and_store(query, key, value, cos, sin, *where, interleaved, *options)
             )

@@ -83,7 +83,9 @@ def test_the_router_stays_float32(tmp_path: Path) -> None:
     model = load_engine(run, 1).executor.model
     dtypes = {name: parameter.dtype for name, parameter in weights_of(model).items()}
     kept = {name for name, dtype in dtypes.items() if dtype is torch.float32}
-    assert kept == {f"model.layers.{i}.mlp.gate.{own}" for i in (1, 2) for own in ("e_score_correction_bias", "weight")}
+    assert kept == {
+        f"model.layers.{i}.mlp.gate.{tensor}" for i in (1, 2) for tensor in ("e_score_correction_bias", "weight")
+    }
     gates = (model.get_submodule("model.layers.1.mlp.gate"), reference.model.layers[1].mlp.gate)
     assert torch.equal(*(gate.e_score_correction_bias.data for gate in gates))
 

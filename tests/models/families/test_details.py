@@ -64,15 +64,15 @@ def test_settings_of_gemma3s_first_files(tmp_path: Path) -> None:
 
 def test_what_gemma3s_files_leave_out() -> None:
     """google/gemma-3-4b-it names only the sizes of its layers; its context is the context after scaling."""
-    given = {
+    config_json = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
         "num_hidden_layers": 34,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
-    config = gemma3.read_config(ConfigReader(given, "config.json"))
-    reference = transformers.Gemma3TextConfig(**given)
+    config = gemma3.read_config(ConfigReader(config_json, "config.json"))
+    reference = transformers.Gemma3TextConfig(**config_json)
     assert config.windows == tuple(1024 if kind == SLIDING else None for kind in reference.layer_types)
     names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar")
     assert [getattr(config, name) for name in names] == [getattr(reference, name) for name in names]

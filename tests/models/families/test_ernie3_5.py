@@ -193,9 +193,9 @@ def test_a_converted_folder_divided(is_hatf: bool, tmp_path: Path) -> None:
     logits = all_logits(engine_of(folder), PROMPT)
     assert logits.equal(all_logits(engine_of(tmp_path / "paddle"), PROMPT))
     run = run_config(folder)
-    whole = whole_steps(run, [PROMPT])
-    assert_same_bits(whole, divided_steps(run, 2, [PROMPT]))
-    assert_same_bits(whole, stage_steps(run, 1, 3, [PROMPT]))
+    expected = whole_steps(run, [PROMPT])
+    assert_same_bits(expected, divided_steps(run, 2, [PROMPT]))
+    assert_same_bits(expected, stage_steps(run, 1, 3, [PROMPT]))
 
 
 @each("kv_cache", ["none", "int8", "fp8"])

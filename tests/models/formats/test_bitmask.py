@@ -60,19 +60,19 @@ def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | N
 
 def read(folder: Path) -> dict[str, Tensor]:
     files = open_huggingface(folder, allow_pickle=False).open_weights({})
-    found = {name: tensor for file in files for name, tensor in file.read(file.shapes)}
+    tensors = {name: tensor for file in files for name, tensor in file.read(file.shapes)}
     for file in files:
         for name in file.shapes:
-            assert (tuple(found[name].shape), found[name].dtype) == (file.shapes[name], file.dtypes[name])
-    return found
+            assert (tuple(tensors[name].shape), tensors[name].dtype) == (file.shapes[name], file.dtypes[name])
+    return tensors
 
 
 def test_the_packages_files_give_their_weights(tmp_path: Path) -> None:
-    found = read(written(tmp_path / "model", WRITTEN))
-    assert found.keys() == {"matrix.weight", "vector.weight", "fours.weight", "other.weight"}
-    assert found["matrix.weight"].equal(UNSTRUCTURED)
-    assert found["vector.weight"].equal(UNSTRUCTURED[1])
-    assert found["fours.weight"].view(torch.uint8).equal(TWO_OF_FOUR.view(torch.uint8))
+    tensors = read(written(tmp_path / "model", WRITTEN))
+    assert tensors.keys() == {"matrix.weight", "vector.weight", "fours.weight", "other.weight"}
+    assert tensors["matrix.weight"].equal(UNSTRUCTURED)
+    assert tensors["vector.weight"].equal(UNSTRUCTURED[1])
+    assert tensors["fours.weight"].view(torch.uint8).equal(TWO_OF_FOUR.view(torch.uint8))
 
 
 @each(

@@ -39,10 +39,10 @@ def greedy(path: Path) -> list[list[int]]:
 
 def assert_equal(file: Path, folder: Path) -> None:
     """Compare weights by name and bit, and greedy tokens."""
-    found, expected = weights(opened(file)), weights(opened(folder))
-    assert found.keys() == expected.keys()
+    actual, expected = weights(opened(file)), weights(opened(folder))
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name].float(), tensor.float()), name
+        assert torch.equal(actual[name].float(), tensor.float()), name
     assert greedy(file) == greedy(folder)
 
 
@@ -87,10 +87,10 @@ def test_every_type_is_dequantised_as_the_package_does(
     writer.write_ti_data_to_file()
     writer.write_tensor_data(data)
     writer.close()
-    found = weights(opened(tmp_path / "x.gguf"))["model.layers.0.self_attn.v_proj.weight"]
+    value_weight = weights(opened(tmp_path / "x.gguf"))["model.layers.0.self_attn.v_proj.weight"]
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(data, type).reshape(shape)
-    np.testing.assert_array_equal(found.float().numpy(), expected)
+    np.testing.assert_array_equal(value_weight.float().numpy(), expected)
 
 
 def add_minimum(writer: gguf.GGUFWriter) -> None:

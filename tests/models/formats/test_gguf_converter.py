@@ -140,7 +140,7 @@ def test_logits_of_chatglm(tmp_path: Path) -> None:
 
 def texts(special: tuple[str, ...]) -> list[str]:
     """Return 300 texts: code, CJK, emoji, runs of white space, special tokens, and parts of the shared texts."""
-    found = [
+    lines = [
         *TEXTS,
         TRICKY,
         "def f(n):\n    return n\n\n\n\tx",
@@ -149,18 +149,18 @@ def texts(special: tuple[str, ...]) -> list[str]:
         "今天 天气  很好",
         "🙂👩‍👩‍👧 é e\u0301",
     ]
-    found += [f"{token}a {token} b{token}{token}\n  {token}" for token in special]
+    lines += [f"{token}a {token} b{token}{token}\n  {token}" for token in special]
     drawn, pages = (
         random.Random(7),
         [file.read_text(encoding="utf-8") for file in sorted((SHARED / "data" / "text").glob("*.txt"))],
     )
-    while len(found) < 300:
+    while len(lines) < 300:
         page = drawn.choice(pages)
         at = drawn.randrange(len(page))
-        found.append(
+        lines.append(
             page[at : at + drawn.randrange(1, 400)].replace("<unk>", "unk")
         )  # a word of wikitext, and a special token
-    return found
+    return lines
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real vocabularies are not in the repository")

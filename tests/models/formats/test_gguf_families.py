@@ -76,15 +76,15 @@ def test_every_tensor_is_the_other_layouts(tmp_path: Path) -> None:
     for name in CASES:
         build(tmp_path, name)
         files = opened(write_family(tmp_path, tmp_path / "twin.gguf"))
-        found = {key: tensor for file in files for key, tensor in file.read(file.shapes)}
+        tensors = {key: tensor for file in files for key, tensor in file.read(file.shapes)}
         shapes = {key: shape for file in files for key, shape in file.shapes.items()}
         expected = load_file(tmp_path / "model.safetensors")
-        assert found.keys() == expected.keys(), name
+        assert tensors.keys() == expected.keys(), name
         for key, tensor in expected.items():
             assert shapes[key] == tuple(tensor.shape), key
             # 2e-7: float32 next to 2 has steps of 2.4e-7, by half of which 1 + w is rounded
             is_norm = name.startswith("gemma") and key.endswith("norm.weight")
-            torch.testing.assert_close(found[key], tensor, atol=2e-7 if is_norm else 0, rtol=0)
+            torch.testing.assert_close(tensors[key], tensor, atol=2e-7 if is_norm else 0, rtol=0)
 
 
 def test_deepseek_before_its_latent_was_split(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_deepseek_before_its_latent_was_split(tmp_path: Path) -> None:
 def test_halves_in_two_files(tmp_path: Path) -> None:
     """attn_k_b is the last tensor of the first file, attn_v_b the first of the second."""
     reference = build(tmp_path, "deepseek_v3")
-    whole = gguf.GGUFReader(write_family(tmp_path, tmp_path / "twin.gguf"))
-    tensors = {tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in whole.tensors}
+    reader = gguf.GGUFReader(write_family(tmp_path, tmp_path / "twin.gguf"))
+    tensors = {tensor.name: np.array(tensor.data).reshape(tensor.shape[::-1]) for tensor in reader.tensors}
     cut = [name for name in tensors if "attn_v_b" not in name]
     config = json.loads((tmp_path / "config.json").read_text())
     for i, names in enumerate((cut, sorted(tensors.keys() - set(cut)))):
@@ -126,7 +126,7 @@ def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> No
     reference = build(tmp_path, name, **WIDE.get(name, {}))
     file = write_family(tmp_path, tmp_path / "twin.gguf", "Q8_0")
     with torch.no_grad():
-        read = {key: tensor for each in opened(file) for key, tensor in each.read(each.shapes)}
+        read = {key: tensor for weight_file in opened(file) for key, tensor in weight_file.read(weight_file.shapes)}
         state = load_file(tmp_path / "model.safetensors")
         for key, tensor in read.items():
             # half a step of the codes, and float16's rounding of the scale; wrongly ordered rows differ by far more
@@ -135,8 +135,8 @@ def test_codes_are_those_of_the_rounded_weights(name: str, tmp_path: Path) -> No
     rounded = type(reference).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
     engine = engine_of(file)
     first = next(module for module in engine.executor.model.modules() if isinstance(module, nn.ModuleList))[-1]
-    for own in PACKED[name]:
-        assert isinstance(first.get_submodule(own).method, IntMethod), own
+    for weight_name in PACKED[name]:
+        assert isinstance(first.get_submodule(weight_name).method, IntMethod), weight_name
     for prompt in random_prompts(96):
         with torch.no_grad():
             expected = rounded(torch.tensor([prompt])).logits[0]
@@ -161,11 +161,11 @@ def test_blocks_are_in_the_order_of_the_weight(
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", name)
     add_family_shape(writer, config, splits_latent=True)
     kind = gguf.GGMLQuantizationType.Q4_K
-    for own, array in converted_tensors(tmp_path).items():
-        if own == "blk.1.attn_qkv.weight":
-            writer.add_tensor(own, random_blocks("Q4_K", 768, 256, seed=0), raw_dtype=kind)
+    for weight_name, array in converted_tensors(tmp_path).items():
+        if weight_name == "blk.1.attn_qkv.weight":
+            writer.add_tensor(weight_name, random_blocks("Q4_K", 768, 256, seed=0), raw_dtype=kind)
         else:
-            writer.add_tensor(own, array)
+            writer.add_tensor(weight_name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -230,15 +230,17 @@ def test_blocks_of_every_architecture(name: str, tmp_path: Path) -> None:
     """The weights stay packed, and the logits are near those with the package's own dequantisation of the same file."""
     build(tmp_path, name, **ROWS_OF_256[name])
     packed, floats = write_random_blocks(tmp_path)
-    own, expected = engine_of(packed), engine_of(floats)
+    packed_engine, expected = engine_of(packed), engine_of(floats)
     layers = [
-        module for key, module in own.executor.model.named_modules() if ".1." in key and isinstance(module, Linear)
+        module
+        for key, module in packed_engine.executor.model.named_modules()
+        if ".1." in key and isinstance(module, Linear)
     ]
     in_blocks = [module for module in layers if isinstance(module.method, BlockMethod)]
     assert len(in_blocks) >= len(layers) - 1 >= 3  # DeepSeek's kv_b_proj, split in the file, is not quantised
     for prompt in random_prompts(96):
         logits = all_logits(expected, prompt)
-        differences = (all_logits(own, prompt) - logits).abs().amax(1)
+        differences = (all_logits(packed_engine, prompt) - logits).abs().amax(1)
         # Kernels hold 16 or 32 inputs of a row in 16 bits: 2^-16 of the largest, times weights that are differences of
         # larger numbers, at every layer. If random attention is nearly undecided between two tokens, one row's error
         # can be a hundred times larger.
@@ -277,9 +279,9 @@ def test_gemma2_without_its_keys(tmp_path: Path) -> None:
     """The caps and the window are transformers' defaults, which are the values of all published Gemma 2 models."""
     published = transformers.Gemma2Config()
     keys = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
-    own = {key: getattr(published, key) for key in keys}
-    assert own == {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
-    reference = build(tmp_path, "gemma2", **own)
+    settings = {key: getattr(published, key) for key in keys}
+    assert settings == {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
+    reference = build(tmp_path, "gemma2", **settings)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma2")
     add_family_shape(writer, json.loads((tmp_path / "config.json").read_text()), splits_latent=True)
     written = set(writer.kv_data[0])
@@ -289,7 +291,7 @@ def test_gemma2_without_its_keys(tmp_path: Path) -> None:
         del writer.kv_data[0][key]
     write_tensors(writer, converted_tensors(tmp_path), "F32")
     config = open_checkpoint(tmp_path / "x.gguf", allow_pickle=False).config
-    assert {key: config.raw(key) for key in keys} == own
+    assert {key: config.raw(key) for key in keys} == settings
     assert_equals_transformers(tmp_path / "x.gguf", reference)
 
 
@@ -394,8 +396,8 @@ def test_halves_that_do_not_fit(changed: Callable[[np.ndarray], np.ndarray], sha
 def test_halves_and_their_whole(tmp_path: Path) -> None:
     """One of the two would stay unread."""
     build(tmp_path, "deepseek_v2")
-    whole = converted_tensors(tmp_path, splits_latent=False)["blk.1.attn_kv_b.weight"]
-    file = write_deepseek(tmp_path, converted_tensors(tmp_path) | {"blk.1.attn_kv_b.weight": whole})
+    fused = converted_tensors(tmp_path, splits_latent=False)["blk.1.attn_kv_b.weight"]
+    file = write_deepseek(tmp_path, converted_tensors(tmp_path) | {"blk.1.attn_kv_b.weight": fused})
     with pytest.raises(
         UserError, match=r"layers.1.self_attn.kv_b_proj.weight twice: the second is in 'blk.1.attn_kv_b"
     ):
@@ -428,8 +430,8 @@ def test_the_dtype_of_halves(tmp_path: Path) -> None:
     expected = load_file(tmp_path / "model.safetensors")
     for layer, dtype, keys in ((0, torch.float16, torch.float16), (1, torch.float32, torch.bfloat16)):
         name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
-        ((_, found),) = weights.read([name])
-        assert (weights.dtypes[name], found.dtype) == (dtype, dtype)
-        found, whole = (each.view(4, 12 + 10, 24) for each in (found, expected[name]))
-        assert found[:, :12].equal(whole[:, :12].to(keys).to(dtype))
-        assert found[:, 12:].equal(whole[:, 12:].to(dtype))
+        ((_, actual),) = weights.read([name])
+        assert (weights.dtypes[name], actual.dtype) == (dtype, dtype)
+        actual, fused = (weight.view(4, 12 + 10, 24) for weight in (actual, expected[name]))
+        assert actual[:, :12].equal(fused[:, :12].to(keys).to(dtype))
+        assert actual[:, 12:].equal(fused[:, 12:].to(dtype))

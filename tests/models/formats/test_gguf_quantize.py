@@ -80,7 +80,7 @@ def test_types_are_llama_quantizes() -> None:
     values_80 = OF_80.replace("4", "5")
     of_8_experts = "attn_k=888 attn_v=888 ffn_gate_inp=fff"
     same = ATTENTION | {"attn_k": SQUARE}
-    for architecture, num_layers, layer, whole, dtype, expected in (
+    for architecture, num_layers, layer, whole_names, dtype, expected in (
         ("llama", 9, ATTENTION | MLP, {"token_embd.weight": (96, 256)}, "q4_k_m", "4 token_embd=6 attn_v=644644666 ffn_down=644644666"),
         ("llama", 9, ATTENTION | MLP, {"token_embd.weight": (96, 256)}, "q5_k_m", "5 token_embd=6 attn_v=655655666 ffn_down=655655666"),
         ("llama", 9, ATTENTION | MLP, {"token_embd.weight": (96, 256)}, "q6_k", "6"),
@@ -96,14 +96,14 @@ def test_types_are_llama_quantizes() -> None:
         ("llama", 3, short, {"output.weight": (96, 96)}, "q4_k_m", "4 output=8 attn_v=pp8 ffn_down=hhh"),
     ):  # fmt: skip
         shapes = {f"blk.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in layer.items()}
-        types = tensor_types(dtype, shapes | whole | {"blk.0.attn_norm.weight": (256,)}, architecture)
+        types = tensor_types(dtype, shapes | whole_names | {"blk.0.attn_norm.weight": (256,)}, architecture)
         assert types.pop("blk.0.attn_norm.weight") is gguf.GGMLQuantizationType.F32
         first, *changed = expected.split()
-        found = {name.removesuffix(".weight"): [types[name]] for name in whole}
-        found |= {name: [types[f"blk.{i}.{name}.weight"] for i in range(num_layers)] for name in layer}
-        wanted = {name: first * len(each) for name, each in found.items()} | dict(each.split("=") for each in changed)
-        for name, each in found.items():
-            assert [kind.name for kind in each] == [LETTERS[letter] for letter in wanted[name]], (
+        letters = {name.removesuffix(".weight"): [types[name]] for name in whole_names}
+        letters |= {name: [types[f"blk.{i}.{name}.weight"] for i in range(num_layers)] for name in layer}
+        wanted = {name: first * len(text) for name, text in letters.items()} | dict(text.split("=") for text in changed)
+        for name, text in letters.items():
+            assert [kind.name for kind in text] == [LETTERS[letter] for letter in wanted[name]], (
                 architecture,
                 dtype,
                 name,
@@ -128,10 +128,10 @@ def test_files_of_every_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         stored = {tensor.name: tensor for tensor in reader.tensors}
         assert stored["blk.1.ffn_down.weight"].tensor_type is gguf.GGMLQuantizationType.F16
         (opened,) = open_checkpoint(file, False).open_weights({})
-        found = next(iter(opened.read([name])))[1]
+        dequantised = next(iter(opened.read([name])))[1]
         gate = stored["blk.1.ffn_gate.weight"]
-        np.testing.assert_array_equal(found.numpy(), gguf.quants.dequantize(gate.data, gate.tensor_type))
-        errors[dtype] = (found - floats[name]).norm().item()
+        np.testing.assert_array_equal(dequantised.numpy(), gguf.quants.dequantize(gate.data, gate.tensor_type))
+        errors[dtype] = (dequantised - floats[name]).norm().item()
     by_bits = [errors[dtype] for dtype in ("q4_0", "q4_k_m", "q5_0", "q5_k_m", "q6_k", "q8_0")]
     assert by_bits == sorted(by_bits, reverse=True)
     assert caplog.messages[0] == (

@@ -242,9 +242,11 @@ def test_how_texts_are_cut(pre: str, text: str, words: list[str], tmp_path: Path
                 merges.append(f"{part[:-1]} {part[-1]}")
     keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [1] * len(tokens), "merges": merges}
     tokenizer = load(write(tmp_path / "x.gguf", **keys))
-    found = [tokens[id].replace("Ġ", " ").replace("Ċ", "\n") for id in tokenizer.encode(text, add_special_tokens=False)]
-    assert "".join(found) == text
-    cuts = {sum(map(len, found[:i])) for i in range(len(found))}
+    pieces = [
+        tokens[id].replace("Ġ", " ").replace("Ċ", "\n") for id in tokenizer.encode(text, add_special_tokens=False)
+    ]
+    assert "".join(pieces) == text
+    cuts = {sum(map(len, pieces[:i])) for i in range(len(pieces))}
     assert cuts >= {sum(map(len, words[:i])) for i in range(len(words))}
 
 
@@ -324,14 +326,14 @@ def test_cased_letters_are_letters_with_a_case() -> None:
 
 def test_gemma(tmp_path: Path) -> None:
     """User-defined pieces are matched first. Nothing is added before a text, and no space is lost."""
-    own = ["<start_of_turn>", "▁▁", "▁▁▁", "\n\n"]
+    user_pieces = ["<start_of_turn>", "▁▁", "▁▁▁", "\n\n"]
     SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS * 20),
         model_prefix=str(tmp_path / "gemma"),
         model_type="bpe",
         vocab_size=420,
         byte_fallback=True,
-        user_defined_symbols=own,
+        user_defined_symbols=user_pieces,
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
         normalization_rule_name="identity",

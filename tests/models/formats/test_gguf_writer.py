@@ -79,9 +79,9 @@ def test_reads_back_equal(family: str, dtype: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "hf", model_class, **config)
     model.to(DTYPES[dtype]).save_pretrained(tmp_path / "hf")
     file = convert(tmp_path / "hf", dtype)
-    expected, found = weights(tmp_path / "hf"), weights(file)
-    assert found.keys() == expected.keys() - ({"lm_head.weight"} if config.get("tie_word_embeddings") else set())
-    for name, tensor in found.items():
+    expected, actual = weights(tmp_path / "hf"), weights(file)
+    assert actual.keys() == expected.keys() - ({"lm_head.weight"} if config.get("tie_word_embeddings") else set())
+    for name, tensor in actual.items():
         assert torch.equal(tensor.to(DTYPES[dtype]), expected[name]), name
         is_matrix = tensor.ndim == 2 and ".gate." not in name
         assert tensor.dtype == (DTYPES[dtype] if is_matrix else torch.float32)
@@ -94,14 +94,14 @@ def test_reads_back_equal(family: str, dtype: str, tmp_path: Path) -> None:
 
 def test_q8_0_is_the_packages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path / "hf", LlamaForCausalLM)  # its intermediate_size of 88 is not a multiple of 32
-    found = weights(convert(tmp_path / "hf", "q8_0"))
+    tensors = weights(convert(tmp_path / "hf", "q8_0"))
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     for name, tensor in weights(tmp_path / "hf").items():
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
             tensor = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), q8_0), q8_0))
         elif tensor.ndim == 2:
             tensor = tensor.half()
-        assert torch.equal(found[name].float(), tensor.float()), name
+        assert torch.equal(tensors[name].float(), tensor.float()), name
     assert caplog.messages == [
         "q8_0: the rows of 2 tensors are not a multiple of the block size, so their type is F16 (the first is blk.0.ffn_down.weight)"
     ]
@@ -257,20 +257,20 @@ def test_spaces_of_sentencepiece(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     source = SHARED / "data" / "models" / "stories260K"
     vectors = json.loads((SHARED / "data" / "tokenizers" / "llama2" / "vectors.json").read_text(encoding="utf-8"))
     texts = [*(case["text"] for case in vectors["cases"]), *TEXTS, TRICKY, *SPACES]
-    whole = with_tokenizer(tmp_path / "whole", *source.glob("tokenizer*"))
+    source_folder = with_tokenizer(tmp_path / "whole", *source.glob("tokenizer*"))
     plain = with_tokenizer(tmp_path / "plain", source / "tokenizer.model")
     differing = {}
-    for folder in (whole, plain):
+    for folder in (source_folder, plain):
         ours, other = (open_checkpoint(path, False).load_tokenizer() for path in (convert(folder, "float32"), folder))
         assert ours is not None
         assert other is not None
         differing[folder] = [text for text in texts if ours.encode(text, True) != other.encode(text, True)]
     assert differing[plain] == []
-    assert all(text.startswith(" ") or "<s> " in text for text in differing[whole])
-    assert " a  b " in differing[whole]
-    assert "a  b" not in differing[whole]
+    assert all(text.startswith(" ") or "<s> " in text for text in differing[source_folder])
+    assert " a  b " in differing[source_folder]
+    assert "a  b" not in differing[source_folder]
     assert caplog.messages == [
-        f"the tokenizer in {whole} changes in GGUF: it has rules that GGUF cannot express, so texts such as ' a', '  a', ' ' "
+        f"the tokenizer in {source_folder} changes in GGUF: it has rules that GGUF cannot express, so texts such as ' a', '  a', ' ' "
         "get other tokens",
         f"the tokenizer in {plain} changes in GGUF: it removes leading and repeated spaces, which llama.cpp keeps",
     ]

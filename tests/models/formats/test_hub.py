@@ -215,8 +215,8 @@ def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytes
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = [(0, 0, 0, "", (host, port)) for host in ("2001:db8::1", "127.0.0.1")]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        addresses = [(0, 0, 0, "", (host, port)) for host in ("2001:db8::1", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
         monkeypatch.setattr(socket, "create_connection", hangs)
         monkeypatch.setattr(constants, "ENDPOINT", f"https://hub.invalid:{port}")
         monkeypatch.setattr(
@@ -231,14 +231,14 @@ def test_one_address_that_leads_nowhere_does_not_hide_another(monkeypatch: pytes
 def test_what_cannot_be_reached_is_looked_for_in_the_cache_alone(
     proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(path: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+    def download(path: str, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         assert local_files_only == (proxy is None)  # only the client can tell what a proxy reaches
         return "/found"
 
     if proxy:
         monkeypatch.setenv("https_proxy", proxy)
     monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{1 if proxy else 2}")  # no server listens there
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", found)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_checkpoint("org/name", with_weights=True, allow_pickle=False) == Path("/found")
 
 

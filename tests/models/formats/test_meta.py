@@ -179,11 +179,11 @@ def test_params_that_contradict_the_tensors(params: dict[str, Any], message: str
         load(meta, allow_pickle=True)
 
 
-@each("missing, found", [("00", "consolidated.01"), ("01", "consolidated.00.pth, consol")])
-def test_missing_shard(missing: str, found: str, tmp_path: Path) -> None:
+@each("missing, listed", [("00", "consolidated.01"), ("01", "consolidated.00.pth, consol")])
+def test_missing_shard(missing: str, listed: str, tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", tensors_of(tmp_path / "hf"), 4, n_kv_heads=4)
     (meta / f"consolidated.{missing}.pth").unlink()
-    with pytest.raises(UserError, match=rf"consolidated\.{missing}\.pth is missing \(found: {found}"):
+    with pytest.raises(UserError, match=rf"consolidated\.{missing}\.pth is missing \(found: {listed}"):
         load(meta, allow_pickle=True)
 
 

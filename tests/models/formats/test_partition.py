@@ -71,12 +71,12 @@ AXES = {
 @each("family", AXES)
 def test_axes_by_hand(family: str) -> None:
     model = golden(family)
-    found: dict[int | None, set[str]] = {0: set(), 1: set(), None: set()}
+    names_by_axis: dict[int | None, set[str]] = {0: set(), 1: set(), None: set()}
     for name, _ in model.named_parameters():
         if re.search(r"\.\d+\.", name):
-            found[split_axis(model, name)].add(".".join(name.split(".")[-2:]))
-    assert (found[0], found[1]) == AXES[family]
-    assert not found[None] & (found[0] | found[1])
+            names_by_axis[split_axis(model, name)].add(".".join(name.split(".")[-2:]))
+    assert (names_by_axis[0], names_by_axis[1]) == AXES[family]
+    assert not names_by_axis[None] & (names_by_axis[0] | names_by_axis[1])
 
 
 def test_embeddings_and_heads_are_cut_along_the_vocabulary_and_tables_of_positions_are_not() -> None:
@@ -97,20 +97,25 @@ def cuts_of(model: CausalLM, layer: str) -> dict[str, tuple[int, ...]]:
 
 def test_slices_that_ranks_may_hold() -> None:
     """Embeddings along either axis. For fused tensors the slicing is unknown."""
-    rows, columns, whole = (0,), (1,), ()
+    rows, columns, replicated = (0,), (1,), ()
     llama = build({**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "attention_bias": True})
     assert cuts_of(llama, "layers.1.") == {
-        "embed_tokens.weight": (0, 1), "norm.weight": whole, "lm_head.weight": rows,
-        "input_layernorm.weight": whole, "post_attention_layernorm.weight": whole,
+        "embed_tokens.weight": (0, 1), "norm.weight": replicated, "lm_head.weight": rows,
+        "input_layernorm.weight": replicated, "post_attention_layernorm.weight": replicated,
         **{f"{name}_proj.{kind}": rows for name in "qkv" for kind in ("weight", "bias")},
-        "o_proj.weight": columns, "o_proj.bias": whole,
+        "o_proj.weight": columns, "o_proj.bias": replicated,
         "gate_proj.weight": rows, "up_proj.weight": rows, "down_proj.weight": columns,
     }  # fmt: skip
     gpt2 = cuts_of(golden("gpt2"), "h.1.")
-    assert [gpt2[f"{name}.weight"] for name in ("wpe", "c_attn", "c_fc", "c_proj")] == [whole, whole, columns, rows]
-    assert gpt2["c_attn.bias"] == whole
+    assert [gpt2[f"{name}.weight"] for name in ("wpe", "c_attn", "c_fc", "c_proj")] == [
+        replicated,
+        replicated,
+        columns,
+        rows,
+    ]
+    assert gpt2["c_attn.bias"] == replicated
     mixtral = cuts_of(golden("mixtral"), "layers.1.")
-    assert [mixtral[f"{name}.weight"] for name in ("gate", "w1", "w2", "w3")] == [whole, rows, columns, rows]
+    assert [mixtral[f"{name}.weight"] for name in ("gate", "w1", "w2", "w3")] == [replicated, rows, columns, rows]
     assert {tensor.shape for tensor in expected_tensors(llama).values()} == {
         tuple(parameter.shape) for parameter in llama.parameters()
     }
@@ -118,8 +123,8 @@ def test_slices_that_ranks_may_hold() -> None:
 
 def test_latents_and_routers_are_whole() -> None:
     model = build(DEEPSEEK)
-    whole = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if split_axis(model, name) is None}
-    assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "mlp.gate.weight"} <= whole
+    replicated = {name.split(".", 3)[-1] for name, _ in model.named_parameters() if split_axis(model, name) is None}
+    assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "mlp.gate.weight"} <= replicated
     cut = {name.split(".", 3)[-1]: split_axis(model, name) for name, _ in model.named_parameters()}
     assert (cut["self_attn.q_b_proj.weight"], cut["self_attn.kv_b_proj.weight"], cut["self_attn.o_proj.weight"]) == (
         0,

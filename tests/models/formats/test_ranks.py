@@ -20,16 +20,16 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 QUERY, OUTPUT = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo")
 
 
-def write_ranks(folder: Path, ranks: Ranks, whole: Path) -> Path:
+def write_ranks(folder: Path, ranks: Ranks, whole_folder: Path) -> Path:
     for i, tensors in enumerate(ranks):
         (folder / f"rank_{i}").mkdir(parents=True)
         save_file(tensors, folder / f"rank_{i}" / "model.safetensors")
-    shutil.copy(whole / "config.json", folder)
+    shutil.copy(whole_folder / "config.json", folder)
     return folder
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def whole_folder(tmp_path: Path) -> Path:
     write_llama(tmp_path / "whole")
     return tmp_path / "whole"
 
@@ -45,27 +45,27 @@ def test_rank_folders(num_ranks: int, num_stages: int, tied: bool, tmp_path: Pat
     assert_same_model(folder, tmp_path / "whole")
 
 
-def test_key_value_heads_that_ranks_share(whole: Path, tmp_path: Path) -> None:
+def test_key_value_heads_that_ranks_share(whole_folder: Path, tmp_path: Path) -> None:
     """Four ranks and two key/value heads: ranks 0 and 1 hold the first."""
-    tensors = load_file(whole / "model.safetensors")
+    tensors = load_file(whole_folder / "model.safetensors")
     ranks = cut(tensors, 4)
     for name in (name for name in tensors if "k_proj" in name or "v_proj" in name):
         for rank in range(4):
             ranks[rank][name] = tensors[name].chunk(2)[rank // 2].clone()
-    assert_same_model(write_ranks(tmp_path / "ranks", ranks, whole), whole)
+    assert_same_model(write_ranks(tmp_path / "ranks", ranks, whole_folder), whole_folder)
 
 
-def test_data_parallel_copies(whole: Path, tmp_path: Path) -> None:
-    ranks = cut(load_file(whole / "model.safetensors"), 2)
-    assert_same_model(write_ranks(tmp_path / "ranks", ranks + ranks, whole), whole)
+def test_data_parallel_copies(whole_folder: Path, tmp_path: Path) -> None:
+    ranks = cut(load_file(whole_folder / "model.safetensors"), 2)
+    assert_same_model(write_ranks(tmp_path / "ranks", ranks + ranks, whole_folder), whole_folder)
 
 
-def test_an_embedding_cut_along_its_channels(whole: Path, tmp_path: Path) -> None:
-    tensors = load_file(whole / "model.safetensors")
+def test_an_embedding_cut_along_its_channels(whole_folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(whole_folder / "model.safetensors")
     ranks = cut(tensors, 2)
     for rank in range(2):
         ranks[rank]["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].chunk(2, 1)[rank].clone()
-    assert_same_model(write_ranks(tmp_path / "ranks", ranks, whole), whole)
+    assert_same_model(write_ranks(tmp_path / "ranks", ranks, whole_folder), whole_folder)
 
 
 def sharded_state_rank(tensors: dict[str, Tensor], rank: int, num_ranks: int) -> dict[str, Tensor]:
@@ -86,15 +86,15 @@ def sharded_state_rank(tensors: dict[str, Tensor], rank: int, num_ranks: int) ->
     return held
 
 
-def write_sharded_state(folder: Path, whole: Path, num_ranks: int) -> Path:
+def write_sharded_state(folder: Path, whole_folder: Path, num_ranks: int) -> Path:
     folder.mkdir()
-    tensors = load_file(whole / "model.safetensors")
+    tensors = load_file(whole_folder / "model.safetensors")
     for rank in range(num_ranks):
         held = sharded_state_rank(tensors, rank, num_ranks)
         for part in range(2):
             content = {name: held[name] for name in sorted(held)[part::2]}
             save_file(content, folder / f"model-rank-{rank}-part-{part}.safetensors")
-    shutil.copy(whole / "config.json", folder)
+    shutil.copy(whole_folder / "config.json", folder)
     return folder
 
 
@@ -199,37 +199,39 @@ def fused_twice(ranks: Ranks) -> None:
         (fused_twice, r"rank_0/model\.safetensors has .*mlp\.gate_proj\.weight twice"),
     ],
 )
-def test_ranks_that_do_not_fit(damage: Callable[[Ranks], None], message: str, whole: Path, tmp_path: Path) -> None:
-    ranks = cut(load_file(whole / "model.safetensors"), 2)
+def test_ranks_that_do_not_fit(
+    damage: Callable[[Ranks], None], message: str, whole_folder: Path, tmp_path: Path
+) -> None:
+    ranks = cut(load_file(whole_folder / "model.safetensors"), 2)
     damage(ranks)
     with pytest.raises(UserError, match=message):
-        parameters(write_ranks(tmp_path / "ranks", ranks, whole))
+        parameters(write_ranks(tmp_path / "ranks", ranks, whole_folder))
 
 
 @each("lost", [0, 1])
-def test_a_missing_rank(lost: int, whole: Path, tmp_path: Path) -> None:
-    folder = write_ranks(tmp_path / "ranks", cut(load_file(whole / "model.safetensors"), 4), whole)
+def test_a_missing_rank(lost: int, whole_folder: Path, tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "ranks", cut(load_file(whole_folder / "model.safetensors"), 4), whole_folder)
     shutil.rmtree(folder / f"rank_{lost}")
     with pytest.raises(UserError, match=rf"rank_{lost}/\*\.safetensors is missing \(found: [01], 2, 3\)"):
         parameters(folder)
 
 
-def test_the_last_rank_is_missing(whole: Path, tmp_path: Path) -> None:
-    folder = write_ranks(tmp_path / "ranks", cut(load_file(whole / "model.safetensors"), 4), whole)
+def test_the_last_rank_is_missing(whole_folder: Path, tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "ranks", cut(load_file(whole_folder / "model.safetensors"), 4), whole_folder)
     shutil.rmtree(folder / "rank_3")
     with pytest.raises(UserError, match=r"one of 3 slices, expected .* and \d+ more$"):
         parameters(folder)
 
 
-def test_a_missing_part(whole: Path, tmp_path: Path) -> None:
-    folder = write_sharded_state(tmp_path / "ranks", whole, 2)
+def test_a_missing_part(whole_folder: Path, tmp_path: Path) -> None:
+    folder = write_sharded_state(tmp_path / "ranks", whole_folder, 2)
     (folder / "model-rank-1-part-0.safetensors").unlink()
     with pytest.raises(UserError, match=r"model-rank-1-part-0\.safetensors is missing \(found: 1\)"):
         parameters(folder)
 
 
-def test_the_same_tensor_in_two_parts(whole: Path, tmp_path: Path) -> None:
-    folder = write_sharded_state(tmp_path / "ranks", whole, 2)
+def test_the_same_tensor_in_two_parts(whole_folder: Path, tmp_path: Path) -> None:
+    folder = write_sharded_state(tmp_path / "ranks", whole_folder, 2)
     shutil.copy(folder / "model-rank-0-part-0.safetensors", folder / "model-rank-0-part-2.safetensors")
     with pytest.raises(
         UserError, match=r"part-2\.safetensors and model-rank-0-part-0.* of the same rank both hold lm_head"
@@ -248,7 +250,7 @@ def test_fused_matrices_of_the_model_itself_are_not_joined(tmp_path: Path) -> No
         parameters(folder)
 
 
-def test_whole_weights_go_first(whole: Path) -> None:
-    (whole / "rank_0").mkdir()
-    (whole / "rank_0" / "model.safetensors").write_bytes(b"damaged")
-    assert parameters(whole).keys() == load_file(whole / "model.safetensors").keys()
+def test_whole_weights_go_first(whole_folder: Path) -> None:
+    (whole_folder / "rank_0").mkdir()
+    (whole_folder / "rank_0" / "model.safetensors").write_bytes(b"damaged")
+    assert parameters(whole_folder).keys() == load_file(whole_folder / "model.safetensors").keys()

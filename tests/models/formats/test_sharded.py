@@ -53,11 +53,11 @@ def nothing(done: int, total: int) -> None:
     pass
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.fixture
@@ -98,13 +98,13 @@ def test_every_type_and_shape_comes_back(source: SafetensorsFile, tmp_path: Path
 def test_a_rank_has_all_that_it_reads_as_the_library_reads_it(sharded: Path) -> None:
     for stage, ranks in enumerate(SHARES):
         for rank, share in enumerate(ranks):
-            found = load_file(sharded / f"rank_{stage}_{rank}.safetensors")
-            assert found.keys() == share.keys()
+            tensors = load_file(sharded / f"rank_{stage}_{rank}.safetensors")
+            assert tensors.keys() == share.keys()
             for name, shard in share.items():
-                whole = TENSORS[name]
-                wanted = [i for each in shard.ranges for i in each] if shard else None
+                tensor = TENSORS[name]
+                wanted = [i for indices in shard.ranges for i in indices] if shard else None
                 index = torch.tensor(wanted or [], dtype=torch.int64)
-                assert torch.equal(found[name], whole.index_select(shard.axis, index) if shard else whole), name
+                assert torch.equal(tensors[name], tensor.index_select(shard.axis, index) if shard else tensor), name
 
 
 def test_the_index_says_where_pieces_are(sharded: Path) -> None:
@@ -157,7 +157,7 @@ def test_any_ranges_are_read(sharded: Path, parallel_layout: ParallelLayout) -> 
                 (range(size // 2, size), range(size // 3)),
                 (range(size - 1, size),) * bool(size),
             ):
-                index = torch.tensor([i for each in ranges for i in each], dtype=torch.int64)
+                index = torch.tensor([i for indices in ranges for i in indices], dtype=torch.int64)
                 assert torch.equal(file.read_ranges(name, Shard(axis, ranges)), tensor.index_select(axis, index)), name
 
 

@@ -52,7 +52,7 @@ class Watched:
         for name in names:
             tensor = TENSORS[name].clone()
             self._read.append(weakref.ref(tensor))
-            self.most_alive = max(self.most_alive, sum(each() is not None for each in self._read))
+            self.most_alive = max(self.most_alive, sum(reference() is not None for reference in self._read))
             yield name, tensor
             del tensor
 
@@ -60,12 +60,12 @@ class Watched:
 def assert_has_the_parts(file: SlicedFile) -> None:
     assert file.shapes == {name: tuple(part.shape) for name, part in PARTS.items()}
     assert file.dtypes == {name: part.dtype for name, part in PARTS.items()}
-    found = dict(file.read(NEEDED))
+    tensors = dict(file.read(NEEDED))
     for name, part in PARTS.items():
-        assert found[name].dtype == part.dtype
-        assert found[name].float().equal(part.float()), name
+        assert tensors[name].dtype == part.dtype
+        assert tensors[name].float().equal(part.float()), name
         if name in CUTS:  # it keeps nothing else in memory
-            assert found[name].untyped_storage().nbytes() == part.numel() * part.itemsize
+            assert tensors[name].untyped_storage().nbytes() == part.numel() * part.itemsize
 
 
 def test_of_safetensors_ranges_are_read(tmp_path: Path) -> None:
@@ -118,6 +118,6 @@ def test_names_that_lack_their_first_part(tmp_path: Path) -> None:
     link("gpt2", tmp_path)
     run, groups = run_config(tmp_path), Threads.of(2)
     shapes = [rank_plan(run, ParallelLayout(2, 1, group.rank), group).files[0].shapes for group in groups]
-    whole = plan_of(run).files[0].shapes
-    name = next(name for name in whole if name.endswith("0.attn.c_attn.weight"))
-    assert [each[name] for each in shapes] == [(whole[name][0], whole[name][1] // 2)] * 2
+    whole_shapes = plan_of(run).files[0].shapes
+    name = next(name for name in whole_shapes if name.endswith("0.attn.c_attn.weight"))
+    assert [rank_shapes[name] for rank_shapes in shapes] == [(whole_shapes[name][0], whole_shapes[name][1] // 2)] * 2

@@ -190,11 +190,11 @@ def test_an_adapted_head(models: Path, tmp_path: Path) -> None:
     for saved in (tensors, bare, tensors | {"base_model.model.model.embed_tokens.weight": embedding.double()}):
         save_file(saved, file)
         engine = engine_of(base, {"head": adapter})
-        found = completions(outputs(engine, rows))
+        actual = completions(outputs(engine, rows))
         if expected is None:
             check_as_peft(peft, rows, outputs(engine, rows))
-            assert found == [outputs(engine, [row])[0].completions for row in rows]
-        assert found == (expected := expected or found)
+            assert actual == [outputs(engine, [row])[0].completions for row in rows]
+        assert actual == (expected := expected or actual)
     save_file(tensors | {copy: tensors[copy] + 1}, file)
     with pytest.raises(UserError, match=r"replaces a bias or a saved module \(lm_head\)"):
         engine_of(base, {"head": adapter})

@@ -26,22 +26,24 @@ def test_any_order_of_events(num_slots: int, events: list[tuple[str, AdapterId]]
     by_use: list[AdapterId] = []
     for event, id in events:
         if event == "use":
-            idle = [each for each in by_use if not users[each]]
+            idle = [adapter_id for adapter_id in by_use if not users[adapter_id]]
             slot = slots.acquire(id)
             if id not in by_use and len(by_use) == num_slots:
                 assert (slot is None) == (not idle)
-                by_use = [each for each in by_use if not idle or each != idle[0]]
+                by_use = [adapter_id for adapter_id in by_use if not idle or adapter_id != idle[0]]
             if slot is not None:
                 users[id].append(slot)
-                by_use = [*(each for each in by_use if each != id), id]
+                by_use = [*(adapter_id for adapter_id in by_use if adapter_id != id), id]
         elif event == "end" and users[id]:
             users[id].pop()
             slots.release(id)
         elif event == "forget" and not users[id]:
             slots.forget(id)
-            by_use = [each for each in by_use if each != id]
+            by_use = [adapter_id for adapter_id in by_use if adapter_id != id]
         assert slots.resident == by_use
-        assert all(contents[slot] == each and 0 <= slot < num_slots for each in IDS for slot in users[each])
+        assert all(
+            contents[slot] == adapter_id and 0 <= slot < num_slots for adapter_id in IDS for slot in users[adapter_id]
+        )
 
 
 def group_of(id: int, num_tokens: int, adapter: AdapterId) -> SequenceGroup:

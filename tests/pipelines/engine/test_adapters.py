@@ -98,8 +98,8 @@ def test_rows_without_an_adapter_are_those_of_an_engine_without(models: Path) ->
 
 def test_batches_without_adapters_have_the_shapes_of_before(models: Path) -> None:
     engine, plain = engine_with(models), engine_of(models / "base", 5)
-    for each in (engine, plain):
-        outputs(each, [(prompt, None) for prompt in PROMPTS])
+    for loaded in (engine, plain):
+        outputs(loaded, [(prompt, None) for prompt in PROMPTS])
     assert engine.executor.decode_steps.shapes == plain.executor.decode_steps.shapes  # type: ignore[attr-defined]
     assert all(shape.num_adapted == 0 for shape in engine.executor.decode_steps.shapes)  # type: ignore[attr-defined]
 

@@ -50,10 +50,10 @@ def test_random_texts_join_to_the_whole(kind: Callable[[], Tokenizer]) -> None:
     decode = decode_with(tokenizer)
     for _ in range(60):
         prompt, output = ("".join(rng.choices("ab cdé 今天好，🙂👩🇨\n", k=12)) for _ in range(2))
-        ids, whole = tokenizer.encode(prompt).ids, tokenizer.encode(prompt + output).ids
-        if whole[: len(ids)] == ids:
-            got, _ = pieces(decode, ids, whole[len(ids) :])
-            assert decode(ids) + "".join(got) == decode(whole)
+        ids, all_ids = tokenizer.encode(prompt).ids, tokenizer.encode(prompt + output).ids
+        if all_ids[: len(ids)] == ids:
+            got, _ = pieces(decode, ids, all_ids[len(ids) :])
+            assert decode(ids) + "".join(got) == decode(all_ids)
 
 
 def test_stop_strings_are_found_in_special_tokens_that_are_not_shown() -> None:
@@ -146,8 +146,8 @@ def test_stop_strings_across_token_boundaries(
 ) -> None:
     chunks = [text[i : i + size] for i in range(0, len(text), size)]
     decode = lambda ids: "".join(chunks[i - 1] if i else ">" for i in ids)  # noqa: E731
-    got, found = pieces(decode, [0], list(range(1, len(chunks) + 1)), stop)
-    assert ("".join(got), found) == (expected, met)
+    got, stop_string = pieces(decode, [0], list(range(1, len(chunks) + 1)), stop)
+    assert ("".join(got), stop_string) == (expected, met)
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
@@ -165,21 +165,21 @@ def test_no_stop_before_it_may() -> None:
 def brute_force(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:
     """By definition: the string that ends first; of several that end there, the longest."""
     for end in range(1, len(text) + 1):
-        if found := max((len(s) for s in stop if text[:end].endswith(s)), default=0):
-            return text[: end if include_stop else end - found], text[end - found : end]
+        if length := max((len(s) for s in stop if text[:end].endswith(s)), default=0):
+            return text[: end if include_stop else end - length], text[end - length : end]
     return text, None
 
 
 @each("include_stop", [False, True])
 def test_stop_strings_that_begin_and_contain_each_other(include_stop: bool) -> None:
-    rng, found = random.Random(7), 0
+    rng, num_stopped = random.Random(7), 0
     for _ in range(400):
         stop = tuple("".join(rng.choices("ab", k=rng.randint(1, 6))) + "c" * rng.randrange(2) for _ in range(3))
         text = "".join(rng.choices("abc", weights=(5, 5, 1), k=25))
         got, met = pieces(by_letter, [ord(">")], list(map(ord, text)), stop, include_stop)
         assert ("".join(got), met) == brute_force(text, stop, include_stop)
-        found += met is not None
-    assert found > 100
+        num_stopped += met is not None
+    assert num_stopped > 100
 
 
 def test_stop_strings_read_each_character_once_however_long_the_text_is(monkeypatch: pytest.MonkeyPatch) -> None:

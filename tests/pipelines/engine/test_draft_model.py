@@ -127,8 +127,8 @@ def test_equals_assisted_generation(folder: Path, smaller: Path) -> None:
             do_sample=False,
             pad_token_id=0,
         )
-        (own,) = generate(engine, [prompt], drafted(GREEDY))
-        assert own.completions[0].token_ids == output[0, len(prompt) :].tolist()
+        (self_drafted,) = generate(engine, [prompt], drafted(GREEDY))
+        assert self_drafted.completions[0].token_ids == output[0, len(prompt) :].tolist()
 
 
 @pytest.fixture

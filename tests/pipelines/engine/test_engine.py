@@ -181,11 +181,11 @@ def test_prompt_logprobs_are_whole_after_preemption(
     settings = DecodeConfig(max_new_tokens=12, prompt_logprobs=0, **decode)
     expected = [list(engine.generate([engine.request(0, prompt, settings)]))[0] for prompt in prompts]
     small = engine_of(folder, max_batched_tokens=13, block_size=4, kv_cache_memory=str(blocks * 4 * KEY_VALUE_BYTES))
-    for output, whole in zip(generate(small, prompts, settings), expected, strict=True):
+    for output, expected_output in zip(generate(small, prompts, settings), expected, strict=True):
         assert output.prompt_logprobs is not None
-        assert whole.prompt_logprobs is not None
+        assert expected_output.prompt_logprobs is not None
         assert len(output.prompt_logprobs) == output.num_prompt_tokens - 1
-        for ours, theirs in zip(output.prompt_logprobs, whole.prompt_logprobs, strict=True):
+        for ours, theirs in zip(output.prompt_logprobs, expected_output.prompt_logprobs, strict=True):
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)  # chunks sum in another order
     assert preempted
 
@@ -369,8 +369,12 @@ def test_text_and_pieces_of_a_row_agree(texts: Engine) -> None:
     request = texts.request(0, [0, 70, 71], decode, lambda sample, ids, text, logprobs: pieces.append(text))
     output = next(texts.generate([request])).completions[0]
     assert texts.tokenizer is not None
-    whole = texts.tokenizer.decode([0, 70, 71, *output.token_ids], skip_special_tokens=True)
-    assert "".join(pieces) == output.text == whole[len(texts.tokenizer.decode([0, 70, 71], skip_special_tokens=True)) :]
+    full_text = texts.tokenizer.decode([0, 70, 71, *output.token_ids], skip_special_tokens=True)
+    assert (
+        "".join(pieces)
+        == output.text
+        == full_text[len(texts.tokenizer.decode([0, 70, 71], skip_special_tokens=True)) :]
+    )
     assert len(pieces) > 10
 
 

@@ -176,7 +176,7 @@ def test_random_requests_that_come_are_cancelled_and_give_way_are_as_alone(
     random, scheduler = Random(seed), narrow.scheduler
     blocks = scheduler.block_manager
     requests = [random_request(random, id) for id in range(25)]
-    alone = [next(narrow.generate([narrow.request(id, *each)])) for id, each in enumerate(requests)]
+    alone = [next(narrow.generate([narrow.request(id, *request)])) for id, request in enumerate(requests)]
     assert not preempted
     waiting, alive, ends = list(enumerate(requests)), [], dict[int, Any]()
     while waiting or alive:

@@ -26,7 +26,7 @@ from tests.helpers.tiers import tiers
 
 DRAWN = DecodeConfig(max_new_tokens=100, temperature=1.0, top_p=0.95, seed=5)
 SETTINGS = [replace(DRAWN, guide=guide, seed=i) for i, guide in enumerate(GUIDES)]
-SETTINGS += [replace(each, temperature=0.0, top_p=1.0, max_new_tokens=40) for each in SETTINGS]
+SETTINGS += [replace(settings, temperature=0.0, top_p=1.0, max_new_tokens=40) for settings in SETTINGS]
 SETTINGS += [DRAWN, DecodeConfig(max_new_tokens=30), replace(DRAWN, guide=GUIDES[3], n=3, max_new_tokens=20)]
 PROMPTS = [[0, 70 + i, 9, 4] * (i % 3 + 1) for i in range(len(SETTINGS))]
 
@@ -69,17 +69,17 @@ def test_whole_texts_are_in_the_grammar(chatty: Path, llama_like: Path, kind: st
     engine = engine_of(chatty if kind == "byte-level" else llama_like, 8, tokenizer="")
     settings = [replace(DRAWN, guide=guide, seed=seed) for guide in GUIDES for seed in range(12)]
     requests = [engine.request(i, [0, 70, 9], decode) for i, decode in enumerate(settings)]
-    whole = dict.fromkeys(range(len(GUIDES)), 0)
+    num_whole = dict.fromkeys(range(len(GUIDES)), 0)
     for output in engine.generate(requests):
         (completion,) = output.completions
         assert completion.text is not None
         if completion.finish_reason is FinishReason.stop:
             assert keeps_to(completion.text, GUIDES[output.request_id // 12])
-            whole[output.request_id // 12] += 1
+            num_whole[output.request_id // 12] += 1
         else:
             assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.length, 100)
     assert all(
-        whole[i] > 0 for i in whole if "json_object" not in GUIDES[i]
+        num_whole[i] > 0 for i in num_whole if "json_object" not in GUIDES[i]
     )  # with a random model its strings may never end
 
 
@@ -130,9 +130,9 @@ def test_rows_are_those_alone(
 def test_unguided_rows_keep_their_tokens(chatty: Path) -> None:
     free = [replace(decode, guide=None) for decode in SETTINGS]
     mixed = [replace(decode, guide=None) if i % 2 else decode for i, decode in enumerate(SETTINGS)]
-    expected, found = run(engine_of(chatty, 6, tokenizer=""), free), run(engine_of(chatty, 6, tokenizer=""), mixed)
-    assert found[1::2] == expected[1::2]
-    assert found[::2] != expected[::2]
+    expected, actual = run(engine_of(chatty, 6, tokenizer=""), free), run(engine_of(chatty, 6, tokenizer=""), mixed)
+    assert actual[1::2] == expected[1::2]
+    assert actual[::2] != expected[::2]
 
 
 @each("right", [None, lambda place: True, at_random(0.6)])

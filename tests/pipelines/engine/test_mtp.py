@@ -187,9 +187,9 @@ def test_hidden_states_are_those_of_the_definition(tmp_path: Path) -> None:
     (sequence,) = engine.add(engine.request(0, token_ids, GREEDY)).sequences
     engine.scheduler.plan()
     batch = flat_batch([NewTokens(sequence, 0, behind, len(behind))], engine.block_size)
-    own = engine.executor.model.predict_ahead(hidden.float(), batch, engine.executor.cache)
+    predicted = engine.executor.model.predict_ahead(hidden.float(), batch, engine.executor.cache)
     # 1e-4: float32 sums in another order; normed values are of order 1
-    torch.testing.assert_close(own.double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(predicted.double(), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.long

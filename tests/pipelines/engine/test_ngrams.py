@@ -20,7 +20,7 @@ def followers(token_ids: list[int], size: int) -> set[int]:
 
 @each("size", [1, 2, 3, 5, 40])
 def test_it_says_what_a_search_says_while_sequences_grow_and_fork(size: int) -> None:
-    rng, found = random.Random(size), 0
+    rng, num_found = random.Random(size), 0
     branches = [(NgramIndex(size), [rng.randrange(3) for _ in range(60)]) for _ in range(3)]
     for _ in range(150):
         index, tokens = rng.choice(branches)
@@ -29,8 +29,8 @@ def test_it_says_what_a_search_says_while_sequences_grow_and_fork(size: int) -> 
         start = rng.randrange(len(tokens) + 1)
         tokens += tokens[start : start + 60] if rng.random() < 0.1 else [rng.randrange(3)]
         assert set(index.followers(tokens)) == followers(tokens, size)
-        found += bool(followers(tokens, size))
-    assert found > 10
+        num_found += bool(followers(tokens, size))
+    assert num_found > 10
 
 
 @each("size", [2, MAX_NGRAM])

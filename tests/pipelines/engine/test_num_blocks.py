@@ -21,9 +21,9 @@ def num_blocks(memory: str, *ranks: int) -> int:
 def test_ranks_share_bytes_with_all_and_free_memory_with_those_of_their_machine() -> None:
     """One process; four ranks on one machine; four ranks, two on each of two machines."""
     ranks = (1, 1), (4, 4), (4, 2)
-    assert [num_blocks("auto", *each) for each in ranks] == [int(1200 * AUTO_SHARE) // local for _, local in ranks]
-    assert [num_blocks("0.5", *each) for each in ranks] == [600, 150, 300]
-    assert [num_blocks(str(800 * BLOCK), *each) for each in ranks] == [800, 200, 200]
+    assert [num_blocks("auto", *rank) for rank in ranks] == [int(1200 * AUTO_SHARE) // local for _, local in ranks]
+    assert [num_blocks("0.5", *rank) for rank in ranks] == [600, 150, 300]
+    assert [num_blocks(str(800 * BLOCK), *rank) for rank in ranks] == [800, 200, 200]
 
 
 def test_more_than_is_free_on_all_machines_is_refused() -> None:

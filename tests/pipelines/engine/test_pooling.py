@@ -31,19 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def vectors(engine: Engine, prompts: list[list[int]], pooling: Pooling, **decode: Any) -> list[Tensor]:
     settings = DecodeConfig(**decode)
-    found = {}
+    vectors_by_id = {}
     for output in engine.generate(engine.pooled_request(i, p, pooling, settings) for i, p in enumerate(prompts)):
         engine.scheduler.check_integrity()
         assert output.completions == []
-        found[output.request_id] = output.pooled
+        vectors_by_id[output.request_id] = output.pooled
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_blocks
-    return [found[i] for i in range(len(prompts))]
+    return [vectors_by_id[i] for i in range(len(prompts))]
 
 
 def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
     reference, prompts = write_llama(tmp_path), random_prompts(96, LENGTHS)
     engine = engine_of(tmp_path)
-    found = {pooling: vectors(engine, prompts, pooling) for pooling in Pooling}
+    actual = {pooling: vectors(engine, prompts, pooling) for pooling in Pooling}
     for i, prompt in enumerate(prompts):
         with torch.inference_mode():
             hidden = reference.model(torch.tensor([prompt])).last_hidden_state[0]
@@ -53,9 +53,9 @@ def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
                 Pooling.cls: hidden[0],
             }
         for pooling in Pooling:
-            assert found[pooling][i].dtype == torch.float32
+            assert actual[pooling][i].dtype == torch.float32
             # Logits are of order 10, with float32 sums in another order; hidden states are of order 1.
-            torch.testing.assert_close(found[pooling][i], wanted[pooling], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(actual[pooling][i], wanted[pooling], atol=1e-5, rtol=1e-5)
 
 
 def test_a_mean_is_added_up_in_float64(folder: Path) -> None:
@@ -76,11 +76,11 @@ def test_bits_depend_on_the_prompt_alone(
     folder: Path, pooling: Pooling, device: dict[str, Any], batch_size: int
 ) -> None:
     prompts = random_prompts(96, LENGTHS)
-    whole = vectors(engine_of(folder), prompts, pooling, prefix_cache=False)
+    expected = vectors(engine_of(folder), prompts, pooling, prefix_cache=False)
     engine = engine_of(folder, batch_size, **device)
     for order in (prompts, prompts[::-1]):  # the second time with the prefix cache
         again = vectors(engine, order, pooling)
-        for wanted, vector in zip(whole if order is prompts else whole[::-1], again, strict=True):
+        for wanted, vector in zip(expected if order is prompts else expected[::-1], again, strict=True):
             assert torch.equal(vector, wanted)
 
 

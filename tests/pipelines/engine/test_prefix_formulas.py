@@ -47,10 +47,10 @@ def test_families_equal_their_formulas(family: str, tmp_path: Path) -> None:
     prompts, paths = prompts_of(family), {name: tmp_path / name for name in prefixes}
     engine = engine_with(tmp_path, paths)
     for prompt in prompts:
-        found = [all_logits(engine, prompt, name).double() for name in prefixes]
-        for logits, values in zip(found, prefixes.values(), strict=True):
+        actual = [all_logits(engine, prompt, name).double() for name in prefixes]
+        for logits, values in zip(actual, prefixes.values(), strict=True):
             torch.testing.assert_close(logits, written(weights, prompt, values), atol=TOLERANCE, rtol=0)
-        assert (found[0] - found[1]).abs().max() > 100 * TOLERANCE  # the prefix matters
+        assert (actual[0] - actual[1]).abs().max() > 100 * TOLERANCE  # the prefix matters
     rows = [(prompt, name) for prompt in prompts for name in (*prefixes, None)]
     expected: list[list[int]] | None = None
     chunks: dict[str, Any] = {"max_batched_tokens": 60 if family == "chatglm" else 5}

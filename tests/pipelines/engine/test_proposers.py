@@ -63,11 +63,11 @@ def test_places_are_those_of_a_search() -> None:
     for end in range(1, 60):
         places.update(text[:end])
         size, last = 4, text[:end]
-        found = None
-        while size and found is None:
+        position = None
+        while size and position is None:
             hits = [p for p in range(size, end) if last[p - size : p] == last[-size:]] if size <= end else []
-            found, size = (hits[-1] if hits else None), size - 1
-        assert places.find(last) == found
+            position, size = (hits[-1] if hits else None), size - 1
+        assert places.find(last) == position
 
 
 @each(

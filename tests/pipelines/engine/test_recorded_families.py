@@ -54,10 +54,10 @@ def test_steps_are_recorded(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(executor, "PROMPTS_BEFORE_RECORDING", 1)
     prompt = write(name, tmp_path)
     engine = engine_of(tmp_path, allow_pickle=True)
-    found = answers(engine, prompt)
+    actual = answers(engine, prompt)
     for steps in (engine.executor.decode_steps, engine.executor.prompt_steps):
         assert isinstance(steps, RecordedSteps)
         assert steps.can_record
         assert steps.shapes
     monkeypatch.setattr(recorded_steps, "capture", lambda compute: (None, compute()))
-    assert found == answers(engine_of(tmp_path, allow_pickle=True), prompt)
+    assert actual == answers(engine_of(tmp_path, allow_pickle=True), prompt)

@@ -116,8 +116,8 @@ def test_a_last_token_that_only_the_device_knows() -> None:
     ]
     logits = torch.randn(len(settings), 9, generator=torch.Generator().manual_seed(4))
     for last in range(9):
-        known = [context([2, 5, 2], [3, 3, 7, last], **each) for each in settings]
-        listed = [context([2, 5, 2], [3, 3, 7], **each) for each in settings]
+        known = [context([2, 5, 2], [3, 3, 7, last], **options) for options in settings]
+        listed = [context([2, 5, 2], [3, 3, 7], **options) for options in settings]
         result = process_logits(logits, listed, torch.full((len(settings),), last))
         assert result.equal(process_logits(logits, known))
         assert not result[[0, 1, 3, 5]].eq(logits[[0, 1, 3, 5]]).all(1).any()

@@ -215,9 +215,9 @@ def test_a_smaller_budget_is_the_prompts_alone() -> None:
     assert step(scheduler, max_tokens=13) == {0: 1, 1: 1, 2: 1, 3: 10}
     assert step(scheduler, max_tokens=2) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert step(scheduler, max_tokens=1000) == {0: 1, 1: 1, 2: 1, 3: 15}
-    whole = scheduler_of(budget=64, needs_whole_prompt=True)
-    whole.add(sequence(0, 30, 9))
-    assert step(whole, max_tokens=2) == {0: 30}
+    whole_prompts = scheduler_of(budget=64, needs_whole_prompt=True)
+    whole_prompts.add(sequence(0, 30, 9))
+    assert step(whole_prompts, max_tokens=2) == {0: 30}
 
 
 def test_what_ended_since_the_plan_was_made_is_not_committed() -> None:
@@ -274,9 +274,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         )
         self.long_rope_threshold = long_rope_threshold
         blocks = self.scheduler.block_manager
-        own = blocks.allocate(blocks.num_blocks_for(num_prefix_tokens))
-        blocks.pin(own)
-        self.placed = PlacedPrefix(num_prefix_tokens, 0, "story", tuple(own)) if own else NO_PREFIX
+        prefix_blocks = blocks.allocate(blocks.num_blocks_for(num_prefix_tokens))
+        blocks.pin(prefix_blocks)
+        self.placed = PlacedPrefix(num_prefix_tokens, 0, "story", tuple(prefix_blocks)) if prefix_blocks else NO_PREFIX
         self.sides: dict[int, bool] = {}
         self.keys: Keys = {}
         self.alive: list[SequenceGroup] = []

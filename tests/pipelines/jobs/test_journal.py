@@ -48,25 +48,25 @@ def test_rows_come_back_in_order_and_once(tmp_path: Path) -> None:
 
 def test_a_file_cut_anywhere_keeps_its_whole_lines_and_goes_on(tmp_path: Path) -> None:
     file = write(tmp_path, *[record(i) for i in range(3)])
-    whole = file.read_bytes()
-    for length in range(len(whole) + 1):
-        file.write_bytes(whole[:length])
+    content = file.read_bytes()
+    for length in range(len(content) + 1):
+        file.write_bytes(content[:length])
         with closing(open_journal("auto", tmp_path, JOB)) as journal:
-            num_lines = whole[:length].count(b"\n")
+            num_lines = content[:length].count(b"\n")
             assert read(journal) == list(range(max(0, num_lines - 1)))
             for i in range(journal.num_rows, 3):
                 journal.append(record(i))
-        assert file.read_bytes() == whole
+        assert file.read_bytes() == content
 
 
 @each("torn", [b"\0" * 50, b'{"digest": "ff"}\n', b"{}\n", b"\xff\xfe\n", b"[3]\n"])
 def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     file = write(tmp_path, record(0))
-    whole = file.read_bytes()
-    file.write_bytes(whole + torn)
+    content = file.read_bytes()
+    file.write_bytes(content + torn)
     with closing(open_journal("auto", tmp_path, JOB)) as journal:
         assert read(journal) == [0]
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
 
 
 def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_a_broken_line_elsewhere_is_named(tmp_path: Path) -> None:
 )
 def test_a_line_that_no_job_wrote_is_broken(tmp_path: Path, damage: tuple[str, str]) -> None:
     file = write(tmp_path, record(0), record(1))
-    whole = file.read_text()
-    assert damage[0] in whole.splitlines()[2]
-    lines = whole.splitlines(keepends=True)
+    content = file.read_text()
+    assert damage[0] in content.splitlines()[2]
+    lines = content.splitlines(keepends=True)
     lines[2] = lines[2].replace(*damage)
     file.write_text("".join(lines))
     with closing(open_journal("auto", tmp_path, JOB)) as journal:
@@ -132,8 +132,8 @@ def test_whatever_happens_to_the_file_every_row_is_there_once_or_nothing_is_touc
             for index in order:
                 if index not in done:
                     journal.append(rows[index])
-        whole = file.read_bytes()
-        file.write_bytes(whole[: int(kill * len(whole))])
+        content = file.read_bytes()
+        file.write_bytes(content[: int(kill * len(content))])
     before = file.read_bytes() if kills else b""
     file.write_bytes(damaged := mutated(before, mutations, head=len(before)))
     try:
@@ -155,11 +155,11 @@ def test_whatever_happens_to_the_file_every_row_is_there_once_or_nothing_is_touc
             return
         for index in set(order) - set(done):
             journal.append(rows[index])
-        found = list(journal.records())
-    assert [one["row"]["index"] for one in found] == sorted(order)
+        records = list(journal.records())
+    assert [one["row"]["index"] for one in records] == sorted(order)
     if not mutations:
         assert len(done) == max(0, before.count(b"\n") - 1)
-        assert found == [rows[index] for index in sorted(order)]
+        assert records == [rows[index] for index in sorted(order)]
 
 
 def test_a_row_that_is_done_is_known_by_its_input(tmp_path: Path) -> None:
@@ -224,11 +224,11 @@ def without_seed(file: Path) -> None:
 
 
 @each("resume", ["auto", "folder"])
-@each("given", [3, None])
+@each("seed", [3, None])
 def test_a_journal_without_a_seed_has_the_given_one_or_always_the_same(
-    tmp_path: Path, resume: str, given: int | None
+    tmp_path: Path, resume: str, seed: int | None
 ) -> None:
-    job = {**JOB, "decode.seed": given}
+    job = {**JOB, "decode.seed": seed}
     folder = tmp_path / MOMENTS[0]
     without_seed(write(folder, record(0), fingerprint=job))
     seeds = []
@@ -239,7 +239,7 @@ def test_a_journal_without_a_seed_has_the_given_one_or_always_the_same(
             seeds.append(journal.seed)
         job = {**JOB, "decode.seed": seeds[0]}  # config.yaml names it from now on
     assert None not in seeds
-    assert seeds == [given or seeds[0]] * 2
+    assert seeds == [seed or seeds[0]] * 2
 
 
 def test_standard_input_is_resumed_only_by_name(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_journal_that_was_just_removed_is_no_journal(tmp_path: Path) -> None:
 def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(open_journal("none", tmp_path, JOB)) as journal:
         journal.append(record(0))
-        whole = journal.path.read_bytes()
+        content = journal.path.read_bytes()
         real = os.write
 
         def full(fd: int, data: bytes) -> int:
@@ -285,7 +285,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             UserError, match=r"cannot be written \(No space left on device\): 1 rows are done and kept, go on"
         ):
             journal.append(record(1))
-        assert journal.path.read_bytes() == whole
+        assert journal.path.read_bytes() == content
         monkeypatch.undo()
         journal.append(record(1))
     with closing(open_journal("auto", tmp_path, JOB)) as journal:

@@ -71,20 +71,20 @@ def test_a_prompt_that_is_too_long_is_cut_as_transformers_cuts_it(tmp_path: Path
     """A text keeps its special tokens; ids, and the output of a template, are cut directly."""
     from transformers import PreTrainedTokenizerFast
 
-    own = save_tokenizer(tmp_path, chat_template=TEMPLATE)
+    tokenizer_folder = save_tokenizer(tmp_path, chat_template=TEMPLATE)
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for side in (Truncation.left, Truncation.right):
         theirs.truncation_side = side.name
         for most in (1, 2, 5, 9, 10, 40):
-            encoder = PromptEncoder(own, True, "auto", truncate=side, max_tokens=most)
+            encoder = PromptEncoder(tokenizer_folder, True, "auto", truncate=side, max_tokens=most)
             encoded = encoder.encode(PromptRow(0, prompt="abcabcabc"))
             assert encoded.token_ids == theirs("abcabcabc", truncation=True, max_length=most).input_ids
             assert (encoded.text, encoded.num_truncated) == ("abcabcabc", max(0, 10 - most))
-            whole = [VOCABULARY[BOS], *ids("[user]hi[assistant]")]
-            for row in (PromptRow(0, messages=HELLO), PromptRow(0, prompt_token_ids=whole)):
+            expected = [VOCABULARY[BOS], *ids("[user]hi[assistant]")]
+            for row in (PromptRow(0, messages=HELLO), PromptRow(0, prompt_token_ids=expected)):
                 cut = encoder.encode(row)
-                assert cut.token_ids == (whole[-most:] if side is Truncation.left else whole[:most])
-                assert cut.num_truncated == max(0, len(whole) - most)
+                assert cut.token_ids == (expected[-most:] if side is Truncation.left else expected[:most])
+                assert cut.num_truncated == max(0, len(expected) - most)
 
 
 @each("token", [-1, 10**6, 2**40, 10**30])

@@ -91,8 +91,10 @@ def test_in_python(chatty: Path, adapters: dict[str, str]) -> None:
 
 
 def test_from_the_command_line(chatty: Path, adapters: dict[str, str], tmp_path: Path) -> None:
-    given = ",".join(f"{name}:{folder}" for name, folder in adapters.items())
-    run = compose_run_config([f"model.adapters={{{given}}}", "predict.adapter=fr"], {"model.path": str(chatty)})
+    adapter_option = ",".join(f"{name}:{folder}" for name, folder in adapters.items())
+    run = compose_run_config(
+        [f"model.adapters={{{adapter_option}}}", "predict.adapter=fr"], {"model.path": str(chatty)}
+    )
     assert (run.model.adapters, run.predict.adapter) == (adapters, "fr")
     assert all(folder in dump(run, tmp_path) for folder in adapters.values())
 

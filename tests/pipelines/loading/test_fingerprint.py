@@ -46,8 +46,8 @@ def test_machines_have_equal_weights_whenever_they_were_written(chatty: Path, tm
     )
     weights[2].write_bytes(content + b"\0")
     os.utime(weights[0], (1, 1))
-    own, *others = (common_fingerprint(folder) for folder in (chatty, *copies))
-    differing = [[name for name in own if own[name] != other[name]] for other in others]
+    original, *others = (common_fingerprint(folder) for folder in (chatty, *copies))
+    differing = [[name for name in original if original[name] != other[name]] for other in others]
     assert differing == [[], ["model/model.safetensors"], ["model/model.safetensors"]]
 
 
@@ -72,12 +72,12 @@ def test_a_template_is_what_it_says(chatty: Path, tmp_path: Path, monkeypatch: p
 def test_a_tokenizer_of_its_own_is_a_part(chatty: Path, tmp_path: Path) -> None:
     run = run_config(chatty)
     subprocess.run(["cp", "-a", str(chatty), str(tmp_path / "other")], check=True)
-    own, other, none = (
+    original, other, none = (
         of(replace(run, model=replace(run.model, tokenizer=tokenizer)))
         for tokenizer in ("", str(tmp_path / "other"), None)
     )
-    assert "tokenizer/tokenizer.json" in other.keys() - own.keys()
-    assert [parts["model.tokenizer"] for parts in (own, other, none)] == [True, True, False]
+    assert "tokenizer/tokenizer.json" in other.keys() - original.keys()
+    assert [parts["model.tokenizer"] for parts in (original, other, none)] == [True, True, False]
 
 
 def test_a_calibrated_model_is_its_texts_and_its_layout(chatty: Path, tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_a_calibrated_model_is_its_texts_and_its_layout(chatty: Path, tmp_path: 
     engine = load_engine(run_config(chatty), 2)
 
     def parts(**changes: Any) -> dict[str, Any]:
-        given = {"calibrate": CalibrateConfig(str(texts)), **changes}
-        return fingerprint(replace(run, **given), resolve_model(run.model), engine)
+        options = {"calibrate": CalibrateConfig(str(texts)), **changes}
+        return fingerprint(replace(run, **options), resolve_model(run.model), engine)
 
     before = parts()
     texts = texts.rename(tmp_path / "b.txt")

@@ -222,9 +222,11 @@ def test_a_batch_that_no_step_takes_is_refused_before_anything_is_calibrated(
 
 
 def test_what_a_model_becomes_has_its_tokenizers_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = "/cache/org/tok/v1"
+    tokenizer_folder = "/cache/org/tok/v1"
     monkeypatch.setattr(model_source, "find_tokenizer", lambda path, hub, revision: Path("/cache") / path / revision)
-    given = ModelConfig("org/name", tokenizer="org/tok", revision="v1", max_length=9)
-    assert model_source.replace_model_path(given, Path("/made")) == ModelConfig("/made", tokenizer=found, max_length=9)
+    model = ModelConfig("org/name", tokenizer="org/tok", revision="v1", max_length=9)
+    assert model_source.replace_model_path(model, Path("/made")) == ModelConfig(
+        "/made", tokenizer=tokenizer_folder, max_length=9
+    )
     plain = ModelConfig("org/name", tokenizer="org/tok")
     assert model_source.replace_model_path(plain, Path("/made")) == ModelConfig("/made", tokenizer="org/tok")

@@ -148,11 +148,11 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
 
     load_engine(job(tmp_path), 3)
     # 20 MB in addition to the weights: written cache blocks, the step's tensors, freed memory.
-    own, of_files = grown(lambda: load_engine(run_config(tmp_path), 3))
-    assert own > 0.8
+    private_bytes, of_files = grown(lambda: load_engine(run_config(tmp_path), 3))
+    assert private_bytes > 0.8
     assert of_files < 0.2
-    own, of_files = grown(lambda: mapped(job(tmp_path)))
-    assert own < 0.2
+    private_bytes, of_files = grown(lambda: mapped(job(tmp_path)))
+    assert private_bytes < 0.2
     assert of_files > 0.8
 
 
@@ -235,11 +235,11 @@ def test_a_foreign_file_is_refused(changes: dict[str, torch.Tensor | None], mess
 def refused(run: RunConfig, kept: Path, changes: dict[str, torch.Tensor | None]) -> str:
     """Return the error for this job's file if these of its tensors differ."""
     (file,) = kept.iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
     change(file, changes)
     with pytest.raises(UserError) as raised:
         load_engine(run, 3)
-    file.write_bytes(whole)
+    file.write_bytes(content)
     text = str(raised.value)
     assert text.startswith(f"{file} does not hold this model: ")
     assert text.endswith("; remove it, and it is made again")
@@ -250,13 +250,13 @@ def refused(run: RunConfig, kept: Path, changes: dict[str, torch.Tensor | None])
 def test_a_bias_is_compared(scheme: str, kept: Path) -> None:
     run, name = job(GOLDENS / "llama_tied_bias", SCHEMES[scheme]), "model.layers.0.self_attn.q_proj.bias"
     load_engine(run, 3)
-    for bias, found in (
+    for bias, change in (
         (torch.ones(65), "[65] of torch.float32"),
         (torch.ones(1), "[1] of torch.float32"),
         (torch.ones(64, 1), "[64, 1] of torch.float32"),
         (torch.ones(64).bfloat16(), "[64] of torch.bfloat16"),
     ):
-        assert f"q_proj: {found}, not [64] of torch.float32, for its bias" in refused(run, kept, {name: bias})
+        assert f"q_proj: {change}, not [64] of torch.float32, for its bias" in refused(run, kept, {name: bias})
     assert "q_proj: 'bias' is missing" in refused(run, kept, {name: None})
 
 
@@ -277,14 +277,16 @@ def test_a_permutation_is_compared(tmp_path: Path, kept: Path) -> None:
     run = replace(run, calibrate=replace(run.calibrate, data=str(data), num_samples=4, sequence_length=20))
     load_engine(run, 3)
     (file,) = kept.iterdir()
-    name, own = next((name, each) for name, each in load_file(file).items() if name.endswith(".permutation"))
-    size = len(own)
+    name, permutation = next(
+        (name, tensor) for name, tensor in load_file(file).items() if name.endswith(".permutation")
+    )
+    size = len(permutation)
     for other, message in (
-        (own[:-1].clone(), f"[{size - 1}] of torch.int64, not [{size}] of torch.int64, for its permutation"),
-        (own.int(), f"[{size}] of torch.int32, not [{size}] of torch.int64, for its permutation"),
-        (own + 1, f"permutation does not name each of {size} inputs once"),
-        (own * 0, f"permutation does not name each of {size} inputs once"),
-        (own - 2**62, f"permutation does not name each of {size} inputs once"),
+        (permutation[:-1].clone(), f"[{size - 1}] of torch.int64, not [{size}] of torch.int64, for its permutation"),
+        (permutation.int(), f"[{size}] of torch.int32, not [{size}] of torch.int64, for its permutation"),
+        (permutation + 1, f"permutation does not name each of {size} inputs once"),
+        (permutation * 0, f"permutation does not name each of {size} inputs once"),
+        (permutation - 2**62, f"permutation does not name each of {size} inputs once"),
     ):
         assert message in refused(run, kept, {name: other})
 
@@ -315,8 +317,8 @@ def test_a_damaged_header_is_noticed_or_harmless(
 ) -> None:
     """The logits equal the checkpoint's, or one line gives the reason why there are none."""
     run, file, expected = packed
-    whole, message = file.read_bytes(), ""
-    damaged = mutated(whole, mutations, head=8 + int.from_bytes(whole[:8], "little"))
+    content, message = file.read_bytes(), ""
+    damaged = mutated(content, mutations, head=8 + int.from_bytes(content[:8], "little"))
     (tmp_path / "packed").mkdir(exist_ok=True)
     (tmp_path / "packed" / file.name).write_bytes(damaged)
     with pytest.MonkeyPatch.context() as context:

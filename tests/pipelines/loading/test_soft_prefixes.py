@@ -55,14 +55,14 @@ def test_rows_name_prefixes_and_the_job_names_one_for_all(
     lines += [row | {"prefix": prefixes["a"]}, row | {"prefix": 3}]
     data.write_text("\n".join(map(json.dumps, lines)))
     none, a, b, null, unknown, path, number = predict(job(chatty, prefixes, data), tmp_path / "none")
-    assert len({str(each["token_ids"]) for each in (none, a, b)}) == 3
+    assert len({str(row["token_ids"]) for row in (none, a, b)}) == 3
     assert null["token_ids"] == none["token_ids"]
     assert none["num_prompt_tokens"] == a["num_prompt_tokens"] == b["num_prompt_tokens"]
     assert unknown["error"] == "prefix 'c' does not exist: there are a, b"
     assert "does not exist: there are a, b" in path["error"]
     assert number["error"] == "prefix is of type int, not str"
     rows = predict(job(chatty, prefixes, data, "b"), tmp_path / "all")
-    assert [each["token_ids"] for each in rows[:4]] == [each["token_ids"] for each in (b, a, b, b)]
+    assert [row["token_ids"] for row in rows[:4]] == [row["token_ids"] for row in (b, a, b, b)]
 
 
 def test_an_unknown_prefix_of_the_job_is_refused_before_anything_is_written(

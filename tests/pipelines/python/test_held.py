@@ -43,8 +43,8 @@ def made(name: str) -> PreTrainedModel:
     elif name == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**EXPERTS, num_local_experts=4))
     elif name == "qwen3_moe":
-        own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **own))
+        moe_sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **moe_sizes))
     else:
         model = LlamaForCausalLM(LlamaConfig(**EXPERTS, tie_word_embeddings=name == "tied"))
     model.generation_config = GenerationConfig(repetition_penalty=1.5, eos_token_id=17)
@@ -58,10 +58,10 @@ def said(pipe: TextGenerationPipeline) -> list[dict[str, Any]]:
 @each("name", ["gpt2", "mixtral", "qwen3_moe", "tied", "bfloat16"], quick=["mixtral"])
 def test_a_model_in_memory_is_its_folder(name: str, chatty: Path, tmp_path: Path) -> None:
     """Experts are fused in memory but not in files; a tied head is stored once in a file, and twice in memory."""
-    model, given = made(name), {"device": "cpu", "tokenizer": chatty}
+    model, options = made(name), {"device": "cpu", "tokenizer": chatty}
     model.save_pretrained(tmp_path / "saved")
-    expected = pipeline("text_generation", model=tmp_path / "saved", **given)
-    held = pipeline("text_generation", model=model, **given)
+    expected = pipeline("text_generation", model=tmp_path / "saved", **options)
+    held = pipeline("text_generation", model=model, **options)
     assert held.engine.dtype == expected.engine.dtype == (torch.bfloat16 if name == "bfloat16" else torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +69,8 @@ def test_a_model_in_memory_is_its_folder(name: str, chatty: Path, tmp_path: Path
     assert said(held) == said(expected)
     if name == "tied":
         int8 = [
-            pipeline("text_generation", model=each, quant="int8", **given) for each in (made(name), tmp_path / "saved")
+            pipeline("text_generation", model=source, quant="int8", **options)
+            for source in (made(name), tmp_path / "saved")
         ]
         assert said(int8[0]) == said(int8[1])
 
@@ -80,10 +81,10 @@ def test_a_tokenizer_in_memory_is_its_folder(chatty: Path, tmp_path: Path) -> No
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     expected = pipeline("text_generation", model=model, tokenizer=tmp_path / "tokenizer", device="cpu")
     assert expected.tokenizer is not None
-    for own in (tokenizer, expected.tokenizer):
-        found = pipeline("text_generation", model=model, tokenizer=own, device="cpu")
+    for held_tokenizer in (tokenizer, expected.tokenizer):
+        pipe = pipeline("text_generation", model=model, tokenizer=held_tokenizer, device="cpu")
         for text in ("Once upon <|own|> a time", [{"role": "user", "content": "我 am"}]):
-            assert found(text, max_new_tokens=4) == expected(text, max_new_tokens=4)
+            assert pipe(text, max_new_tokens=4) == expected(text, max_new_tokens=4)
     read = tokenizer_in_memory(tokenizer, {})
     folder = read.source
     assert folder.is_dir()
@@ -96,7 +97,7 @@ def test_a_tokenizer_in_memory_is_its_folder(chatty: Path, tmp_path: Path) -> No
 def test_what_cannot_be_held_is_one_line(chatty: Path) -> None:
     model = made("llama")
     offloaded = LlamaForCausalLM(model.config).to("meta")
-    for given, message in (
+    for options, message in (
         ({"model": 5}, "model is of type int: give a folder, a hub id, an option or a PreTrainedModel of transformers"),
         (
             {"model": model, "tokenizer": torch.nn.Linear(1, 1)},
@@ -114,7 +115,7 @@ def test_what_cannot_be_held_is_one_line(chatty: Path) -> None:
         ({"model": offloaded}, "is not in memory: load the model without offloading, or give its folder"),
     ):
         with pytest.raises(UserError, match=message) as raised:
-            pipeline("text_generation", **{"tokenizer": chatty, "device": "cpu", **given})  # type: ignore[arg-type]
+            pipeline("text_generation", **{"tokenizer": chatty, "device": "cpu", **options})  # type: ignore[arg-type]
         assert "\n" not in str(raised.value)
     with pytest.raises(UserError, match="there is no tokenizer, so no text"):
         pipeline("text_generation", model=model, device="cpu")("Once")

@@ -78,9 +78,9 @@ def test_a_script_of_vllm_runs_with_its_import_changed(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.py", tmp_path / "ours.py"
     theirs.write_text(SCRIPT)
     ours.write_text(SCRIPT.replace("from vllm import", "from pipelines import"))
-    expected, found = said_by(VLLM, theirs), said_by(sys.executable, ours)
-    assert len(found) == len(PROMPTS) + 2
-    for mine, other in zip(found, expected, strict=True):
+    expected, actual = said_by(VLLM, theirs), said_by(sys.executable, ours)
+    assert len(actual) == len(PROMPTS) + 2
+    for mine, other in zip(actual, expected, strict=True):
         # sums of at most 12 float32 logarithms
         assert mine.pop("cumulative") == pytest.approx(other.pop("cumulative"), abs=1e-3)
         assert mine == other
@@ -88,7 +88,7 @@ def test_a_script_of_vllm_runs_with_its_import_changed(tmp_path: Path) -> None:
 
 def test_texts_are_those_of_the_pipeline(llm: LLM) -> None:
     pipe = pipeline("text_generation", model="tiny", dtype="float32", device="cpu")
-    expected = [each["text_generation_text"][0] for each in pipe(PROMPTS, max_new_tokens=12)]
+    expected = [result["text_generation_text"][0] for result in pipe(PROMPTS, max_new_tokens=12)]
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     assert [f"{output.prompt}{output.outputs[0].text}" for output in outputs] == expected
 
@@ -96,10 +96,10 @@ def test_texts_are_those_of_the_pipeline(llm: LLM) -> None:
 def test_prompts_of_token_ids(llm: LLM) -> None:
     settings = SamplingParams(temperature=0, max_tokens=12)
     texts = llm.generate(PROMPTS, settings)
-    of_ids = llm.generate([{"prompt_token_ids": each.prompt_token_ids} for each in texts], settings)
-    assert [each.prompt_token_ids for each in of_ids] == [each.prompt_token_ids for each in texts]
-    assert [each.outputs[0].token_ids for each in of_ids] == [each.outputs[0].token_ids for each in texts]
-    assert [each.prompt for each in of_ids] == [None] * len(PROMPTS)
+    of_ids = llm.generate([{"prompt_token_ids": output.prompt_token_ids} for output in texts], settings)
+    assert [output.prompt_token_ids for output in of_ids] == [output.prompt_token_ids for output in texts]
+    assert [output.outputs[0].token_ids for output in of_ids] == [output.outputs[0].token_ids for output in texts]
+    assert [output.prompt for output in of_ids] == [None] * len(PROMPTS)
 
 
 @pytest.mark.long
@@ -111,16 +111,16 @@ def test_a_script_of_vllm_runs(llm: LLM, tmp_path: Path) -> None:
     settings = SamplingParams(temperature=0, max_tokens=12, stop=["."])
     expected = llm.generate([*PROMPTS, {"prompt_token_ids": [0, 43, 874]}], settings)
     expected += llm.chat([{"role": "user", "content": "What is 3 + 4?"}], SamplingParams(temperature=0, max_tokens=8))
-    assert [each["text"] for each in said] == [each.outputs[0].text for each in expected]
-    assert [each["prompt_token_ids"] for each in said] == [each.prompt_token_ids for each in expected]
+    assert [line["text"] for line in said] == [line.outputs[0].text for line in expected]
+    assert [line["prompt_token_ids"] for line in said] == [line.prompt_token_ids for line in expected]
 
 
 def test_each_prompt_may_have_its_own_settings(llm: LLM) -> None:
     outputs = llm.generate(
         PROMPTS[:2], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5, n=2, ignore_eos=True)]
     )
-    assert [[len(each.token_ids) for each in output.outputs] for output in outputs] == [[3], [5, 5]]
-    assert [each.index for each in outputs[1].outputs] == [0, 1]
+    assert [[len(completion.token_ids) for completion in output.outputs] for output in outputs] == [[3], [5, 5]]
+    assert [completion.index for completion in outputs[1].outputs] == [0, 1]
 
 
 @pytest.mark.long
@@ -140,9 +140,9 @@ def test_log_probabilities_add_up(llm: LLM) -> None:
     assert completion.logprobs is not None
     assert output.prompt_logprobs is not None
     chosen = [step[id] for step, id in zip(completion.logprobs, completion.token_ids, strict=True)]
-    assert completion.cumulative_logprob == pytest.approx(sum(each.logprob for each in chosen))
-    assert "".join(each.decoded_token or "" for each in chosen) == completion.text
-    assert [each.rank for each in chosen] == [1] * 6
+    assert completion.cumulative_logprob == pytest.approx(sum(token.logprob for token in chosen))
+    assert "".join(token.decoded_token or "" for token in chosen) == completion.text
+    assert [token.rank for token in chosen] == [1] * 6
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
@@ -156,7 +156,7 @@ def test_chat_answers_each_conversation(llm: LLM) -> None:
     conversations = [[{"role": "user", "content": f"What is {a} + 4?"}] for a in (3, 5)]
     settings = SamplingParams(temperature=0, max_tokens=8)
     both = llm.chat(conversations, settings)
-    assert [each.outputs[0].text for each in both] == [
+    assert [output.outputs[0].text for output in both] == [
         llm.chat(one, settings)[0].outputs[0].text for one in conversations
     ]
 
@@ -174,7 +174,7 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
 def test_embed_gives_the_embedding_pipelines_vectors() -> None:
     llm = LLM("tiny", runner="pooling", overrides=["device=cpu"])
     expected = pipeline("embedding", model="tiny", device="cpu")(PROMPTS)
-    assert [each.outputs.embedding for each in llm.embed(PROMPTS)] == expected.tolist()
+    assert [output.outputs.embedding for output in llm.embed(PROMPTS)] == expected.tolist()
     assert llm.embed("x")[0].outputs.hidden_size == expected.shape[1]
     with pytest.raises(UserError, match="generate and chat need a model that was loaded for them"):
         llm.generate("x")
@@ -265,8 +265,8 @@ def test_vllms_own_values_may_be_said(llm: LLM) -> None:
         SamplingParams(**settings),
         SamplingParams(**settings, detokenize=True, spaces_between_special_tokens=True),
     )
-    found, expected = (each.generate("Once", params) for each, params in ((other, full), (llm, plain)))
-    assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in expected]
+    actual, expected = (engine.generate("Once", params) for engine, params in ((other, full), (llm, plain)))
+    assert [output.outputs[0].text for output in actual] == [output.outputs[0].text for output in expected]
 
 
 def test_every_argument_of_vllm_is_answered(caplog: pytest.LogCaptureFixture) -> None:
@@ -337,21 +337,24 @@ def test_an_engine_of_two_ranks_that_drafts(llm: LLM) -> None:
         overrides=["device=cpu"],
     )
     settings = SamplingParams(temperature=0, max_tokens=30)
-    found, expected = ([each.outputs[0].token_ids for each in run.generate(PROMPTS, settings)] for run in (other, llm))
-    assert found == expected
+    actual, expected = (
+        [output.outputs[0].token_ids for output in run.generate(PROMPTS, settings)] for run in (other, llm)
+    )
+    assert actual == expected
     assert other.engine.speculator.counts.num_drafted_tokens > 0
 
 
 def test_fields_of_vllm_change_prompts_and_texts(llm: LLM) -> None:
     settings = {"temperature": 0, "max_tokens": 6, "logprobs": 1}
-    whole, cut = (
-        llm.generate(PROMPTS[2], SamplingParams(**settings, **own))[0] for own in ({}, {"truncate_prompt_tokens": 3})
+    full, cut = (
+        llm.generate(PROMPTS[2], SamplingParams(**settings, **options))[0]
+        for options in ({}, {"truncate_prompt_tokens": 3})
     )
-    assert cut.prompt_token_ids == whole.prompt_token_ids[-3:]
+    assert cut.prompt_token_ids == full.prompt_token_ids[-3:]
     (bare,) = llm.generate(PROMPTS[2], SamplingParams(**settings, detokenize=False, skip_reading_prefix_cache=True))
-    assert bare.outputs[0].token_ids == whole.outputs[0].token_ids
+    assert bare.outputs[0].token_ids == full.outputs[0].token_ids
     assert (bare.outputs[0].text, bare.num_cached_tokens) == ("", 0)
-    assert all(each.decoded_token is None for step in bare.outputs[0].logprobs or [] for each in step.values())
+    assert all(entry.decoded_token is None for step in bare.outputs[0].logprobs or [] for entry in step.values())
     (long,) = llm.generate([[5] * 500], SamplingParams(**settings, truncate_prompt_tokens=-1))
     assert (len(long.prompt_token_ids), len(long.outputs[0].token_ids)) == (122, 6)
 
@@ -377,7 +380,7 @@ def test_scripts_of_vllms_first_versions(tmp_path: Path, caplog: pytest.LogCaptu
     settings, ids = SamplingParams(temperature=0, max_tokens=5), [[0, 43, 874], [5, 6]]
     by_name = llm.generate(prompt_token_ids=ids, sampling_params=settings, use_tqdm=False)
     plain = llm.generate(ids, settings, use_tqdm=False)
-    assert [each.outputs[0].token_ids for each in by_name] == [each.outputs[0].token_ids for each in plain]
+    assert [output.outputs[0].token_ids for output in by_name] == [output.outputs[0].token_ids for output in plain]
     with pytest.raises(UserError, match="give one of them"):
         llm.generate("a", settings, ids)
     with pytest.raises(UserError, match="quantization='gptq' contradicts the checkpoint .*, which has awq"):

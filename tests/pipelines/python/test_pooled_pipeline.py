@@ -62,7 +62,7 @@ def test_the_length_of_any_vector_is_found(pipe: EmbeddingPipeline, pooled: list
 
 
 def test_arguments_of_a_call_beat_those_of_the_constructor(folder: Path, pipe: EmbeddingPipeline) -> None:
-    given = pipeline(
+    configured = pipeline(
         "embedding",
         model=folder,
         device="cpu",
@@ -72,11 +72,11 @@ def test_arguments_of_a_call_beat_those_of_the_constructor(folder: Path, pipe: E
         pooling="mean",
     )
     plain = pipe("a", instruction="query", normalize=False, pooling="mean")
-    np.testing.assert_array_equal(given("a"), plain)
-    assert not np.allclose(given("a", instruction=""), plain)
+    np.testing.assert_array_equal(configured("a"), plain)
+    assert not np.allclose(configured("a", instruction=""), plain)
     ids = byte_level().encode("a", add_special_tokens=False).ids
     row = {"prompt_token_ids": [*ids, 1]}  # with the eos that the tokenizer adds
-    np.testing.assert_array_equal(given(row, instruction=None, normalize=None, pooling="auto"), pipe("a"))
+    np.testing.assert_array_equal(configured(row, instruction=None, normalize=None, pooling="auto"), pipe("a"))
 
 
 def test_the_numbers_are_those_of_transformers(tmp_path: Path) -> None:

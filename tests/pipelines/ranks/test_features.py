@@ -114,13 +114,13 @@ def test_adapters_come_and_go(llama: Path, adapters: dict[str, str]) -> None:
     with divided(run) as engine:
         before = completions(outputs(alone, ROWS, ADAPTED))
         assert completions(outputs(engine, ROWS, ADAPTED)) == before
-        for each in (alone, engine):
-            each.load_adapter("large", adapters["large"])  # its rank exceeds the tables
+        for loader in (alone, engine):
+            loader.load_adapter("large", adapters["large"])  # its rank exceeds the tables
         loaded = completions(outputs(alone, rows, ADAPTED))
         assert completions(outputs(engine, rows, ADAPTED)) == loaded != before
-        for each in (alone, engine):
-            each.load_adapter("some", adapters["large"])
-            each.unload_adapter("all")
+        for loader in (alone, engine):
+            loader.load_adapter("some", adapters["large"])
+            loader.unload_adapter("all")
         rows = [(prompt, name and "some") for prompt, name in ROWS]
         assert completions(outputs(engine, rows, ADAPTED)) == completions(outputs(alone, rows, ADAPTED)) == loaded
         with pytest.raises(UserError, match="adapter 'all' does not exist"):
@@ -138,7 +138,9 @@ def test_an_adapter_comes_while_stages_compute(llama: Path, adapters: dict[str, 
     def finished(engine: Engine) -> list[Any]:
         decodes = [replace(ADAPTED, max_new_tokens=2 + 5 * i) for i in range(3)]
         rows = zip(ROWS, decodes, strict=False)
-        requests = [engine.request(i, prompt, each, adapter=name) for i, ((prompt, name), each) in enumerate(rows)]
+        requests = [
+            engine.request(i, prompt, settings, adapter=name) for i, ((prompt, name), settings) in enumerate(rows)
+        ]
         generated = engine.generate(requests)
         first = next(generated)
         engine.load_adapter("large", adapters["large"])
@@ -160,8 +162,8 @@ def test_soft_prefixes(llama: Path, tmp_path: Path, tp: int, kv_cache: str) -> N
     run = replace(run_config(llama, prefixes=named), quant=QuantConfig(kv_cache=KVCacheFormat[kv_cache]))
     alone = load_engine(run, 3)
     with divided(run, tp) as engine:
-        found = [[complete(each, OTHER, prefix=name) for name in (None, *named)] for each in (alone, engine)]
-    said = [[output.completions for output in outputs] for outputs in found]
+        results = [[complete(loaded, OTHER, prefix=name) for name in (None, *named)] for loaded in (alone, engine)]
+    said = [[output.completions for output in outputs] for outputs in results]
     assert said[0] == said[1]
     assert said[0][0] != said[0][1] != said[0][2] != said[0][0]
 
@@ -216,8 +218,8 @@ def test_a_kept_prefix_of_a_model_with_latents(tmp_path: Path) -> None:
 def test_a_model_drafts(llama: Path, tmp_path: Path, tp: int) -> None:
     """The draft model equals the model, so drafts are accepted; rank 0 has it whole."""
     run = run_config(llama)
-    own = replace(DRAFTED, model_path=str(llama))
-    with_model = replace(run, decode=replace(run.decode, speculate=Speculate.model, speculation=own))
+    model_drafts = replace(DRAFTED, model_path=str(llama))
+    with_model = replace(run, decode=replace(run.decode, speculate=Speculate.model, speculation=model_drafts))
     check_drafts(with_model, tp, Speculate.model)
 
 
@@ -235,10 +237,10 @@ def check_drafts(run: RunConfig, tp: int, kind: Speculate) -> None:
         for name in ("greedy", "penalties", "three samples"):
             decode = replace(SETTINGS[name], speculate=kind, speculation=DRAFTED)
             for _ in range(2):
-                expected, found = (
-                    [output.completions for output in generate(each, PROMPTS, decode)] for each in (alone, engine)
+                expected, actual = (
+                    [output.completions for output in generate(loaded, PROMPTS, decode)] for loaded in (alone, engine)
                 )
-                assert found == expected
+                assert actual == expected
         assert engine.speculator.counts == alone.speculator.counts
         assert engine.speculator.counts.num_accepted_tokens > 0
 

@@ -52,7 +52,7 @@ def test_a_port_without_a_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "mark", "what"),
+    ("environment", "mark", "problem"),
     [
         ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID", "RANK is missing"),
         (TORCHRUN | {"RANK": ""}, "TORCHELASTIC_RUN_ID", "invalid literal .* ''"),
@@ -63,9 +63,9 @@ def test_a_port_without_a_next_one() -> None:
         (SRUN | {"SLURM_NODEID": "1"}, "SLURM_STEP_NUM_TASKS", "list index out of range"),
     ],
 )
-def test_variables_that_no_launcher_sets_so_are_one_line(environment: dict[str, str], mark: str, what: str) -> None:
+def test_variables_that_no_launcher_sets_so_are_one_line(environment: dict[str, str], mark: str, problem: str) -> None:
     launcher = "srun" if mark in SRUN else "torchrun"
-    wrong = rf"other variables of {launcher} are not as it sets them \({what}\)"
+    wrong = rf"other variables of {launcher} are not as it sets them \({problem}\)"
     with pytest.raises(UserError, match=rf"^{mark} is set, but {wrong}: start it by {launcher}, or unset {mark}$"):
         joined(environment)
 
@@ -112,7 +112,9 @@ def test_what_ranks_exchange_numbers_by() -> None:
         return backend_of(backend, place, tp, num_gpus)
 
     auto, shared_memory, gloo, nccl = Backend
-    assert {used(each, place, 2) for each in (auto, shared_memory) for place in (None, near)} == {shared_memory}
+    assert {used(requested, place, 2) for requested in (auto, shared_memory) for place in (None, near)} == {
+        shared_memory
+    }
     assert {used(auto, place, 2, 4) for place in (None, near)} == {used(auto, far, 1, 4)} == {nccl}
     assert {used(gloo, place, 2, num_gpus) for place in (None, near, far) for num_gpus in (0, 1)} == {gloo}
     assert used(nccl, far, 2, 4) is nccl
@@ -178,8 +180,8 @@ def test_a_server_starts_its_ranks_itself() -> None:
 
 def test_ranks_have_cores_of_their_own_node_by_node() -> None:
     """Four cores of two threads, as x86 numbers them; the even cores are on the second node."""
-    found = _cores({0, 1, 2, 3, 4, 5, 7}, lambda cpu: {cpu % 4, cpu % 4 + 4}, lambda cpu: 1 - cpu % 2)
-    assert found == [{1, 5}, {3, 7}, {0, 4}, {2}]
+    cores = _cores({0, 1, 2, 3, 4, 5, 7}, lambda cpu: {cpu % 4, cpu % 4 + 4}, lambda cpu: 1 - cpu % 2)
+    assert cores == [{1, 5}, {3, 7}, {0, 4}, {2}]
 
 
 def test_who_is_bound_to_processors_has_no_others_to_divide_them_with() -> None:
@@ -191,8 +193,8 @@ def test_who_is_bound_to_processors_has_no_others_to_divide_them_with() -> None:
 
 def test_ranks_share_cores_where_there_are_too_few() -> None:
     allowed = os.sched_getaffinity(0)
-    (whole,) = cores_of_ranks(1, allowed)
-    assert whole == allowed
+    (all_cores,) = cores_of_ranks(1, allowed)
+    assert all_cores == allowed
     many = cores_of_ranks(len(allowed) + 1, allowed)
     assert len(many) == len(allowed) + 1
-    assert all(each and each <= allowed for each in many)
+    assert all(cores and cores <= allowed for cores in many)

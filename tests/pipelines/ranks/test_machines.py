@@ -159,8 +159,8 @@ def test_a_rank_waits_aloud_for_as_long_as_rank_0_is_there(
     second = start(data, tmp_path / "1", "parallel=pp", **srun(1))
     assert second.stderr is not None
     line = second.stderr.readline()
-    what = "it finds, downloads or calibrates the model first"
-    assert line == f"rank 1 waits for rank 0, which has not begun to load: {what}\n"
+    reason = "it finds, downloads or calibrates the model first"
+    assert line == f"rank 1 waits for rank 0, which has not begun to load: {reason}\n"
     first.send_signal(signal.SIGCONT)
     assert done(first) == done(second) == ""
     assert same_files(tmp_path / "0", run_of())

@@ -97,18 +97,18 @@ def test_an_operation_is_equal_after_its_message() -> None:
     batch = Batch.of([7, 8], [0, 1], [16, 17], [[1]], [0, 2], [2], [2], [()], [1], [0, 1])
     pairs = [Pair(torch.tensor([True, False, True]), torch.tensor(0.5, dtype=torch.bfloat16))]
     named = {"columns": torch.arange(6).view(2, 3).T, "empty": torch.empty(0, 4)}
-    given = Everything(batch, pairs, named, None, (3, torch.ones(5, dtype=torch.int8)), {"tensor": [1, None]})
+    message = Everything(batch, pairs, named, None, (3, torch.ones(5, dtype=torch.int8)), {"tensor": [1, None]})
     ours, theirs = map(Channel, socket.socketpair())
-    fields, payload = encode(given)
+    fields, payload = encode(message)
     ours.send({"fields": fields}, payload)
     header, content = theirs.receive()
-    found: Everything = decode(Everything, header["fields"], content, torch.device("cpu"))
-    assert (found.batch.shape, found.config, found.absent) == (batch.shape, given.config, None)
-    assert found.batch.numbers.equal(batch.numbers)
-    assert found.named is not None
-    assert [*found.named] == [*named]
-    tensors = [*found.pairs[0], *found.named.values(), found.sizes[1]]
-    for tensor, expected in zip(tensors, [*pairs[0], *named.values(), given.sizes[1]], strict=True):
+    decoded: Everything = decode(Everything, header["fields"], content, torch.device("cpu"))
+    assert (decoded.batch.shape, decoded.config, decoded.absent) == (batch.shape, message.config, None)
+    assert decoded.batch.numbers.equal(batch.numbers)
+    assert decoded.named is not None
+    assert [*decoded.named] == [*named]
+    tensors = [*decoded.pairs[0], *decoded.named.values(), decoded.sizes[1]]
+    for tensor, expected in zip(tensors, [*pairs[0], *named.values(), message.sizes[1]], strict=True):
         assert tensor.dtype == expected.dtype
         assert tensor.equal(expected)
         assert tensor.data_ptr() % ALIGNMENT == 0

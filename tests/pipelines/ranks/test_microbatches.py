@@ -57,17 +57,19 @@ def test_prompts_of_microbatches_are_computed_in_parts(tmp_path: Path, monkeypat
     write_llama(tmp_path)
     engine = engine_of(tmp_path, max_batched_tokens=64)
     prompts = random_prompts(96, (40, 9, 21))
-    whole = generate(engine, prompts, DecodeConfig(max_new_tokens=6))
+    expected = generate(engine, prompts, DecodeConfig(max_new_tokens=6))
     parts, execute = list[int](), engine.executor.execute
 
     def begin(operation: Execute) -> Callable[[], StepOutputs]:
         parts.append(operation.batch.shape.num_tokens)
         outputs = execute(operation.batch)
-        kept = StepOutputs(*(each.clone() for each in outputs))
+        kept = StepOutputs(*(tensor.clone() for tensor in outputs))
         return lambda: kept
 
     monkeypatch.setattr(engine.executor, "num_microbatches", 2)
     monkeypatch.setattr(engine.executor, "begin", begin)
     outputs = generate(engine, prompts, DecodeConfig(max_new_tokens=6, prefix_cache=False))
-    assert [each.completions[0].token_ids for each in outputs] == [each.completions[0].token_ids for each in whole]
+    assert [output.completions[0].token_ids for output in outputs] == [
+        output.completions[0].token_ids for output in expected
+    ]
     assert max(parts) == 8  # of 64 tokens, in four steps of each of two microbatches

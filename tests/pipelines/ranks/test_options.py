@@ -29,14 +29,14 @@ REDUCE = ("parallel=tp", "parallel.tp=2", "parallel.sum=reduce")
 def answers_of(run: RunConfig, **parallel: Any) -> list[Any]:
     """Return the answers twice; the second time from recorded steps."""
     engine = load_engine(replace(run, parallel=ParallelConfig(**parallel)), 3)
-    found = answers(engine, GREEDY)
+    first_answers = answers(engine, GREEDY)
     steps: Any = engine.executor.decode_steps
     assert steps.can_record
     assert steps.shapes
-    assert answers(engine, GREEDY) == found
+    assert answers(engine, GREEDY) == first_answers
     if parallel:
         close(engine)
-    return found
+    return first_answers
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -47,8 +47,8 @@ def test_ranks_that_add_give_the_same_tokens(tp: int, tmp_path: Path) -> None:
     assert token_ids(added) == token_ids(alone)
 
 
-def token_ids(found: list[Any]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in completions] for completions, _ in found]
+def token_ids(all_answers: list[Any]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in completions] for completions, _ in all_answers]
 
 
 @pytest.mark.long
@@ -57,9 +57,9 @@ def test_whole_experts(sum: Sum, tmp_path: Path) -> None:
     write_family(tmp_path, "mixtral")
     run = run_config(tmp_path)
     alone = answers_of(run)
-    whole = answers_of(run, mode=ParallelMode.tp, tp=2, experts=ExpertPlacement.whole, sum=sum)
-    assert token_ids(whole) == token_ids(alone)
-    assert sum is Sum.reduce or whole == alone
+    expected = answers_of(run, mode=ParallelMode.tp, tp=2, experts=ExpertPlacement.whole, sum=sum)
+    assert token_ids(expected) == token_ids(alone)
+    assert sum is Sum.reduce or expected == alone
 
 
 @pytest.mark.long

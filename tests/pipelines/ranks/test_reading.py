@@ -106,8 +106,8 @@ def test_of_files_in_the_same_division_a_rank_reads_its_own(
     folder = convert(model, tmp_path / "divided", format=SHARDED, tp=tp, pp=pp)
     for rank in range(2):
         said, read = load(folder, tp, pp, rank)
-        own = read.pop(f"rank_{rank // tp}_{rank % tp}.safetensors")
-        assert 0.99 * said["weight_bytes"] < own < MORE * said["weight_bytes"]
+        rank_file_bytes = read.pop(f"rank_{rank // tp}_{rank % tp}.safetensors")
+        assert 0.99 * said["weight_bytes"] < rank_file_bytes < MORE * said["weight_bytes"]
         assert [*read.values()] == [0]  # its header was written, and nothing beyond it is read
         assert said["peak_bytes"] < said["weight_bytes"] + LARGEST_BYTES + OVERHEAD_BYTES
 

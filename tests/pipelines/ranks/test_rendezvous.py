@@ -17,32 +17,32 @@ from pipelines.ranks.rendezvous import RENDEZVOUS_S, _connect, addresses, await_
 
 def test_addresses_are_those_by_which_ranks_have_come() -> None:
     class Reached(Channel):
-        def __init__(self, own: str, other: str) -> None:
-            self._ends = own, other
+        def __init__(self, own_end: str, other_end: str) -> None:
+            self._ends = own_end, other_end
 
         def addresses(self) -> tuple[str, str]:
             return self._ends
 
-    def found(host: str | None, *ends: tuple[str, str]) -> list[str]:
-        return addresses([Rank(number, 1, Reached(*each), host=host) for number, each in enumerate(ends, 1)])
+    def addresses_of(host: str | None, *ends: tuple[str, str]) -> list[str]:
+        return addresses([Rank(number, 1, Reached(*pair), host=host) for number, pair in enumerate(ends, 1)])
 
     local, near, far = ("127.0.0.1", "127.0.0.1"), ("127.0.1.1", "127.0.0.1"), ("10.0.0.1", "10.0.0.2")
-    assert found(None, ("", "")) == ["127.0.0.1"] * 2
-    assert found("a", local, local) == ["127.0.0.1"] * 3
-    assert found("a", near, far) == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
+    assert addresses_of(None, ("", "")) == ["127.0.0.1"] * 2
+    assert addresses_of("a", local, local) == ["127.0.0.1"] * 3
+    assert addresses_of("a", near, far) == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
 
 
 def places(size: int) -> list[Joined]:
     """Return contexts of ranks that meet at a free port."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        address = found.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
     return [Joined("torchrun", rank, size, "job", 0, 1, address) for rank in range(size)]
 
 
 def test_strangers_at_the_port_are_no_ranks() -> None:
     first, second = places(2)
     with ThreadPoolExecutor() as threads:
-        found = threads.submit(await_ranks, first)
+        connections = threads.submit(await_ranks, first)
         for hello in (
             {"rank": 1, "job": "other", "pid": 1},
             {"rank": 0, "job": "job", "pid": 1},
@@ -53,7 +53,7 @@ def test_strangers_at_the_port_are_no_ranks() -> None:
         for content in (b"GET / HTTP/1.1\r\n\r\n", LENGTHS.pack(2, MAX_PAYLOAD_BYTES) + b"{}"):
             _connect_until_open(second).sendall(content)
         channel = join(second)
-        (rank,) = found.result()
+        (rank,) = connections.result()
     assert rank.name == f"rank 1 (process {os.getpid()} on {socket.gethostname()})"
     assert rank.cpus == os.sched_getaffinity(0)
     rank.channel.send({"op": "end"})
@@ -73,12 +73,12 @@ def _connect_until_open(place: Joined) -> socket.socket:
 def test_a_second_process_of_a_rank_is_sent_away() -> None:
     first, second, third = places(3)
     with ThreadPoolExecutor() as threads:
-        found = threads.submit(await_ranks, first)
+        connections = threads.submit(await_ranks, first)
         channel, again = join(second), join(second)
         with pytest.raises(Gone):
             again.receive()
         join(third)
-        ranks = found.result()
+        ranks = connections.result()
     assert [rank.rank for rank in ranks] == [1, 2]
     ranks[0].channel.send({"op": "end"})
     assert channel.receive() == ({"op": "end"}, b"")
@@ -124,9 +124,9 @@ def test_a_second_model_of_a_process_is_one_line() -> None:
     """For example of a sweep: the ranks have ended with the first model."""
     first, second = places(2)
     with ThreadPoolExecutor() as threads:
-        found = threads.submit(await_ranks, first)
+        connections = threads.submit(await_ranks, first)
         join(second)
-        found.result()
+        connections.result()
     wanted = "the ranks that torchrun started have ended with the first model of this process: run each job of a sweep by itself"
     with pytest.raises(UserError, match=f"^{wanted}, or without torchrun$"):
         await_ranks(first)

@@ -69,9 +69,9 @@ def test_every_way_to_choose_tokens_gives_the_files_of_one_process(
     logs = sorted(file.name for file in run.glob("run*.log"))
     assert logs == ["run.log", *(f"run.rank{rank}.log" for rank in range(1, 4 if how is TP_PP else 2))]
     assert all("loads its part" in (run / name).read_text() for name in logs[1:])
-    found = [json.loads(line) for line in (expected / "predictions.jsonl").read_text().splitlines()]
-    assert [each["error"] for each in found] == [None] * 2 * len(WAYS)
-    assert [len(each.get("completions", [each])) for each in found] == [1, 1, 3, 1, 2, 1] * 2
+    records = [json.loads(line) for line in (expected / "predictions.jsonl").read_text().splitlines()]
+    assert [record["error"] for record in records] == [None] * 2 * len(WAYS)
+    assert [len(record.get("completions", [record])) for record in records] == [1, 1, 3, 1, 2, 1] * 2
 
 
 @each_division
@@ -79,9 +79,9 @@ def test_evaluate_gives_the_numbers_of_one_process(
     data: Path, alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]
 ) -> None:
     asked = ("task=evaluate", f"evaluate.data={data}")
-    expected, found = (metrics_of(each) for each in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
-    assert found["nll_per_token"] == expected["nll_per_token"]
-    assert found["num_scored_tokens"] == expected["num_scored_tokens"]
+    expected, actual = (metrics_of(folder) for folder in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
+    assert actual["nll_per_token"] == expected["nll_per_token"]
+    assert actual["num_scored_tokens"] == expected["num_scored_tokens"]
 
 
 @each_division
@@ -97,18 +97,18 @@ def test_embed_gives_the_vectors_of_one_process(
 def test_bench_counts_all_ranks(alone: Callable[..., Path], tmp_path: Path, how: tuple[str, ...]) -> None:
     sizes = ("bench.prompt_tokens=8", "bench.new_tokens=4", "bench.batch_size=2", "bench.repeats=1")
     asked = ("task=bench", *sizes)
-    whole, divided = (metrics_of(each) for each in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
+    expected, divided = (metrics_of(folder) for folder in (alone(*asked), finish(tmp_path / "run", *asked, *how)))
     assert divided["decode_tokens_per_s"] > 0
-    assert divided["kv_bytes"] == whole["kv_bytes"]
+    assert divided["kv_bytes"] == expected["kv_bytes"]
     # Each rank is a process with its own torch, which is most of the memory for this model.
-    assert divided["peak_memory_bytes"] > 1.5 * whole["peak_memory_bytes"]
+    assert divided["peak_memory_bytes"] > 1.5 * expected["peak_memory_bytes"]
     # Each rank has copies of the norms, and the last stage also of a tied embedding.
-    assert whole["weight_bytes"] <= divided["weight_bytes"] < 1.3 * whole["weight_bytes"]
+    assert expected["weight_bytes"] <= divided["weight_bytes"] < 1.3 * expected["weight_bytes"]
 
 
 def metrics_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
-    return found
+    metrics: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    return metrics
 
 
 SRUN = {

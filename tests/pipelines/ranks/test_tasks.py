@@ -34,12 +34,12 @@ def both(
     tmp_path: Path, how: tuple[str, ...], *arguments: str, **options: Any
 ) -> list[tuple[subprocess.CompletedProcess[str], Path]]:
     """Return the run of one process and of two ranks in this layout, each with its folder."""
-    found = []
+    results = []
     for name, parallel in (("alone", ()), ("divided", how)):
         folder = tmp_path / name
-        found.append((run("device=cpu", *arguments, *parallel, f"hydra.run.dir={folder}", **options), folder))
-        assert found[-1][0].returncode == 0, found[-1][0].stderr
-    return found
+        results.append((run("device=cpu", *arguments, *parallel, f"hydra.run.dir={folder}", **options), folder))
+        assert results[-1][0].returncode == 0, results[-1][0].stderr
+    return results
 
 
 def ranks_of(engine: int) -> list[int]:
@@ -79,8 +79,8 @@ def answers(url: str) -> list[Any]:
     fingerprints."""
     asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 5}]
     asked += [{"temperature": 1.0, "seed": 6, "n": 2}, {"temperature": 0, "model": "story"}]
-    found = [httpx.post(f"{url}/v1/completions", json=BODY | each, timeout=LIMIT_S).json() for each in asked]
-    return [(each["choices"], each["system_fingerprint"], each["usage"]["completion_tokens"]) for each in found]
+    bodies = [httpx.post(f"{url}/v1/completions", json=BODY | fields, timeout=LIMIT_S).json() for fields in asked]
+    return [(body["choices"], body["system_fingerprint"], body["usage"]["completion_tokens"]) for body in bodies]
 
 
 @parallel_layouts

@@ -86,19 +86,19 @@ def test_each_row_ends_once_whatever_happens(num_rows: int, events: list[tuple[i
     losses, ended = Counter[int](), list[int]()
 
     def happen(replica: int, number: int, is_lost: bool) -> None:
-        own = held[replica]
-        own += taken(dispatch, replica, most=1 + number)
-        assert dispatch.holds(replica) == len(own) <= WINDOW
-        assert len(own) == 1 or all(losses[index] < 2 for index in own)
-        assert sum(map(len, held.values())) == len({index for each in held.values() for index in each})
+        rows = held[replica]
+        rows += taken(dispatch, replica, most=1 + number)
+        assert dispatch.holds(replica) == len(rows) <= WINDOW
+        assert len(rows) == 1 or all(losses[index] < 2 for index in rows)
+        assert sum(map(len, held.values())) == len({index for replica_rows in held.values() for index in replica_rows})
         if is_lost:
-            losses.update(own)
+            losses.update(rows)
             given_up = [row.index for row in dispatch.lost(replica)]
-            assert given_up == [index for index in own if losses[index] == MAX_LOSSES]
+            assert given_up == [index for index in rows if losses[index] == MAX_LOSSES]
             ended.extend(given_up)
-            own.clear()
-        elif own:
-            ended.append(own.pop(number % len(own)))
+            rows.clear()
+        elif rows:
+            ended.append(rows.pop(number % len(rows)))
             dispatch.done(replica, ended[-1])
         assert len(ended) == num_rows or not dispatch.is_done
 

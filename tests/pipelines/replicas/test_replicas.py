@@ -114,7 +114,7 @@ def test_what_may_not_be_shared_is_not_alike() -> None:
         SubmitPooled(0, tokens, adapter="de"),
         SubmitPooled(0, tokens, cache_salt="c"),
     ]
-    assert len({tuple(chunks_of(each)) for each in cases}) == len(cases)
+    assert len({tuple(chunks_of(case)) for case in cases}) == len(cases)
     assert chunks_of(cases[0]) == chunks_of(Submit(5, tokens, {"temperature": 0.5, "n": 2}, streams=True))
     assert [len(chunks_of(Submit(0, [1] * n, {}))) for n in (0, CHUNK_TOKENS - 1, CHUNK_TOKENS, 40)] == [0, 0, 1, 2]
     long = chunks_of(Submit(0, tokens[:33] + [8] * 31, {}))
@@ -125,10 +125,10 @@ def test_no_more_is_remembered_than_a_cache_holds() -> None:
     clients = [Client(6 * CHUNK_TOKENS), Client(6 * CHUNK_TOKENS)]
     replicas, send = together(*clients)
     first = send(prompt(1, 4 * CHUNK_TOKENS))
-    assert [each.num_chunks for each in replicas._replicas] == [4, 0]
+    assert [replica.num_chunks for replica in replicas._replicas] == [4, 0]
     clients[1 - first].num_requests = ALLOWED + 1  # so that all requests go to the first
     send(prompt(2, 4 * CHUNK_TOKENS))
-    assert [each.num_chunks for each in replicas._replicas] == [6, 0]
+    assert [replica.num_chunks for replica in replicas._replicas] == [6, 0]
     known = [replicas._replicas[0].num_known(chunks_of(Submit(0, prompt(i), {}))) for i in (1, 2)]
     assert known == [2, 4]  # the older one's end was forgotten
 

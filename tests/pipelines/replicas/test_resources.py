@@ -10,8 +10,8 @@ from pipelines.replicas.resources import resources_of
 
 
 def place(number: int, cpus: list[int], gpus: list[int], **device: Any) -> tuple[int, int]:
-    found = resources_of("serve.replicas", number, DeviceConfig(**device), cpus, gpus)
-    return found.num_cpus, found.num_gpus
+    resources = resources_of("serve.replicas", number, DeviceConfig(**device), cpus, gpus)
+    return resources.num_cpus, resources.num_gpus
 
 
 def test_each_replica_has_its_share_of_the_machines() -> None:

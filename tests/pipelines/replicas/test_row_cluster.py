@@ -54,11 +54,11 @@ def cluster() -> Iterator[str]:
         patch.delenv("RAY_ADDRESS", raising=False)
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))  # socket paths must be short
         said = stack.enter_context(node(*HEAD, f"--temp-dir={folder}"))
-        found = re.search(r"--address='([^']+)'", said)
-        assert found, said
-        stack.enter_context(node(f"--address={found[1]}", "--min-worker-port=0", "--max-worker-port=0"))
-        patch.setenv("RAY_ADDRESS", found[1])
-        yield found[1]
+        match = re.search(r"--address='([^']+)'", said)
+        assert match, said
+        stack.enter_context(node(f"--address={match[1]}", "--min-worker-port=0", "--max-worker-port=0"))
+        patch.setenv("RAY_ADDRESS", match[1])
+        yield match[1]
 
 
 def test_a_killed_job_goes_on_where_it_was(cluster: str, tmp_path: Path) -> None:
@@ -66,15 +66,15 @@ def test_a_killed_job_goes_on_where_it_was(cluster: str, tmp_path: Path) -> None
     data.write_text("".join(f"Once upon a time there were {i} dogs\n" for i in range(60)))
     settings = [f"predict.data={data}", "predict.batch_size=4", "decode=sampling", "decode.seed=3", "device=cpu"]
     settings.append("decode.max_new_tokens=6")
-    whole, folder = tmp_path / "single", tmp_path / "ray"
-    assert run(*settings, f"hydra.run.dir={whole}").returncode == 0
+    single, folder = tmp_path / "single", tmp_path / "ray"
+    assert run(*settings, f"hydra.run.dir={single}").returncode == 0
     command = [*settings, "parallel=ray", "parallel.replicas=2", f"hydra.run.dir={folder}"]
     assert run_interrupted(signal.SIGKILL, folder, 20, *command).returncode == -signal.SIGKILL
     assert not (folder / "predictions.jsonl").exists()
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert "20 rows are done" in done.stderr
-    assert (folder / "predictions.jsonl").read_bytes() == (whole / "predictions.jsonl").read_bytes()
+    assert (folder / "predictions.jsonl").read_bytes() == (single / "predictions.jsonl").read_bytes()
 
 
 def test_a_server_has_its_replicas_there_and_no_other_without_the_token(

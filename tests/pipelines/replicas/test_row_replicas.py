@@ -104,7 +104,7 @@ def test_one_of_two_is_killed_and_the_files_are_those_of_one_process(
     for name in RESULTS:
         assert (tmp_path / "ray" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
     assert [record.message for record in caplog.records if "is lost and restarted" in record.message]
-    metrics, alone = (json.loads((tmp_path / each / "metrics.json").read_text()) for each in ("ray", "single"))
+    metrics, alone = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("ray", "single"))
     for name in ("num_prompts", "num_errors", "num_generated_tokens", "seed", "weight_bytes"):
         assert metrics[name] == alone[name], name
     assert all_end()
@@ -146,20 +146,20 @@ def test_replicas_of_a_machine_compute_on_cores_of_their_own(monkeypatch: pytest
     run = run_of(replicas=number)
     assert all_end()  # of other tests
     with rows_on_ray(PoisonRows, replace(run, device=replace(run.device, threads=1))):
-        found = [allowed(pid) for pid in row_workers()]
+        workers = [allowed(pid) for pid in row_workers()]
     # of the computing thread, and of the threads that it has started
-    own = [min(threads, key=len) for threads in found]
-    assert [len(each) for each in own] == [1] * number
-    assert len(set().union(*own)) == number
+    processors = [min(threads, key=len) for threads in workers]
+    assert [len(cpus) for cpus in processors] == [1] * number
+    assert len(set().union(*processors)) == number
 
 
 def allowed(pid: int) -> list[set[int]]:
     """Return the processors that each thread of a process may use."""
-    found = []
+    threads = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(ProcessLookupError):  # the process has ended meanwhile
-            found.append(os.sched_getaffinity(int(thread)))
-    return found
+            threads.append(os.sched_getaffinity(int(thread)))
+    return threads
 
 
 def test_vectors_are_those_of_one_process(chatty: Path, tmp_path: Path) -> None:
@@ -185,10 +185,10 @@ def test_a_row_that_kills_all_it_may_is_an_error_and_the_others_are_done(monkeyp
     run = replace(run_of(replicas=1), decode=DecodeConfig(max_new_tokens=2))
     with rows_on_ray(PoisonRows, run) as runner:
         records = [record for records in runner.steps(lambda: next(rows, None), 3) for record in records]
-    found = {record["row"]["index"]: record["row"]["error"] for record in records}
+    errors = {record["row"]["index"]: record["row"]["error"] for record in records}
     assert len(records) == len(prompts)
-    assert [index for index, error in found.items() if error] == [prompts.index(POISON)]
-    assert "2 replicas were lost with this row, which ran alone in the last one" in found[prompts.index(POISON)]
+    assert [index for index, error in errors.items() if error] == [prompts.index(POISON)]
+    assert "2 replicas were lost with this row, which ran alone in the last one" in errors[prompts.index(POISON)]
 
 
 def test_replicas_that_only_end_end_the_job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,7 +264,7 @@ def test_what_is_wrong_with_a_model_or_a_machine_is_one_line(tmp_path: Path) -> 
             "parallel.replicas=4000 needs 1 CPUs for each replica",
         ),
     ]
-    for each, message in wrong:
+    for options, message in wrong:
         with pytest.raises(UserError, match=message):  # noqa: SIM117
-            with rows_on_ray(PoisonRows, each):
+            with rows_on_ray(PoisonRows, options):
                 pass

@@ -86,11 +86,11 @@ def test_records_are_those_of_one_process(chatty: Path) -> None:
     worker, ready = loaded(run)
     assert ready.loaded == alone.loaded
     first, *others = rows()
-    found = work(worker, first, others[0])
+    results = work(worker, first, others[0])
     while more := work(worker, *others[1:]):
         others = []
-        found += more
-    assert sorted(map(dumps, found)) == sorted(map(dumps, wanted))
+        results += more
+    assert sorted(map(dumps, results)) == sorted(map(dumps, wanted))
 
 
 def test_what_is_asked_goes_on_where_it_was(chatty: Path) -> None:
@@ -133,8 +133,8 @@ def test_what_the_user_can_mend_is_told(chatty: Path, tmp_path: Path) -> None:
         (replace(run, predict=PredictConfig(chat_template=str(tmp_path / "x.jinja"))), "cannot be read"),
         (replace(run, parallel=ParallelConfig(ParallelMode.ray)), "parallel=ray is for the rows of a job"),
     ]
-    for each, message in wrong:
-        answer = read_answer(RowWorker().load(PredictRows, encode(Load(each, 0))))
+    for options, message in wrong:
+        answer = read_answer(RowWorker().load(PredictRows, encode(Load(options, 0))))
         assert isinstance(answer, Failed)
         assert re.search(message, answer.message), answer.message
 

@@ -38,12 +38,12 @@ def post(url: str, **fields: Any) -> httpx.Response:
 def events(lines: Iterator[str]) -> list[Any]:
     """Return the events of a stream until it ends; None is its [DONE]."""
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    return [None if each == "[DONE]" else json.loads(each) for each in data]
+    return [None if text == "[DONE]" else json.loads(text) for text in data]
 
 
 def restarts(url: str) -> str:
     (line,) = [
-        each for each in httpx.get(f"{url}/metrics").text.splitlines() if each.startswith("quintet:engine_restarts")
+        line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("quintet:engine_restarts")
     ]
     return line.split()[-1]
 
@@ -54,17 +54,17 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
         assert len(engines()) == 2
         first, again = post(url).json(), post(url).json()
         assert (first["choices"], first["system_fingerprint"]) == (again["choices"], again["system_fingerprint"])
-        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, again)]
+        cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in (first, again)]
         assert cached == [0, 48]  # three whole blocks, and the last token is always computed
         with ExitStack() as stack:
             opened = [httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=LIMIT_S) for _ in range(2)]
-            streams = [stack.enter_context(each).iter_lines() for each in opened]
-            assert [next(each).startswith("data: {") for each in streams] == [True, True]  # each replica has one
+            streams = [stack.enter_context(stream).iter_lines() for stream in opened]
+            assert [next(lines).startswith("data: {") for lines in streams] == [True, True]  # each replica has one
             refused = post(url)
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
             assert int(refused.headers["retry-after"]) > 0
             os.kill(next(iter(engines().values())), signal.SIGKILL)
-            ends = sorted((events(each)[-2:] for each in streams), key=lambda end: end[-1] is None)
+            ends = sorted((events(lines)[-2:] for lines in streams), key=lambda end: end[-1] is None)
         assert "lost its worker of Ray: send the request again" in ends[0][-1]["error"]["message"]
         assert ends[1][-1] is None
         assert post(url).json()["choices"] == first["choices"]
@@ -72,9 +72,9 @@ def test_two_replicas_behind_one_address(tmp_path: Path) -> None:
         until(lambda: len(engines()) == 2)  # the other replica's Ray worker ends later
         left = [os.pidfd_open(pid) for pid in engines()]
         assert ended(process)[0] == 0
-    for each in left:
-        assert select.select([each], [], [], LIMIT_S)[0]  # the process has ended
-        os.close(each)
+    for process_id in left:
+        assert select.select([process_id], [], [], LIMIT_S)[0]  # the process has ended
+        os.close(process_id)
 
 
 def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
     ]
     with served(tmp_path / "run", f"serve.batches={tmp_path / 'batches'}", "serve.replicas=2") as (process, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            content = "".join(json.dumps(each) + "\n" for each in lines).encode()
+            content = "".join(json.dumps(line) + "\n" for line in lines).encode()
             file = client.files.create(file=("input.jsonl", content), purpose="batch")
             asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
             batch = client.batches.create(input_file_id=file.id, **asked)
@@ -98,7 +98,7 @@ def test_a_batch_goes_on_where_a_replica_is_killed(tmp_path: Path) -> None:
                 time.sleep(0.05)
             assert (batch.error_file_id, num_completed(batch)) == (None, len(lines))
             assert batch.output_file_id is not None
-            answers = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
+            answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
         assert restarts(url) == "1.0"
         assert [answer["custom_id"] for answer in answers] == [str(i) for i in range(len(lines))]
         for number in (0, 100, 249):

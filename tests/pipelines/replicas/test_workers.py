@@ -120,8 +120,10 @@ def test_two_answer_as_one_and_compute_hardly_more() -> None:
         assert used == [True, True]
         # Separate processors, if two are free of replicas of other tests.
         assert not cores[0] & cores[1] or os.sched_getaffinity(0) in cores
-        assert [(each.token_ids, each.texts) for each in shared] == [(each.token_ids, each.texts) for each in alone]
-        cached = [sum(each.done.num_cached_tokens for each in answers) for answers in (shared, alone)]
+        assert [(answer.token_ids, answer.texts) for answer in shared] == [
+            (answer.token_ids, answer.texts) for answer in alone
+        ]
+        cached = [sum(answer.done.num_cached_tokens for answer in answers) for answers in (shared, alone)]
         assert cached[1] > 0.7 * 96 * len(submits)
         # Of 240 at least all but 12, if each replica has each prefix, or all but 24 if two prompts with a prefix come
         # to each at once.
@@ -137,7 +139,7 @@ def test_where_one_is_killed_the_other_goes_on_and_what_crashed_two_is_refused_b
     async def test() -> None:
         async with replicated() as replicas:
             clients, before = replicas._clients, engines()
-            answers = [Asked(replicas, each) for each in submits]
+            answers = [Asked(replicas, submit) for submit in submits]
             await asyncio.gather(*map(first_token, answers))
             assert [client.num_requests for client in clients] == [2, 2]
             os.kill(next(iter(before.values())), signal.SIGKILL)
@@ -247,14 +249,14 @@ def test_an_engine_starts_its_ranks_where_a_launcher_has_started_ray(
     """For example with `srun ray start` on two machines, whose variables Ray's workers and their processes inherit."""
     from pipelines.replicas import workers
 
-    found: list[object] = []
+    results: list[object] = []
 
     async def start() -> None:
-        found.append(joined(os.environ))
+        results.append(joined(os.environ))
 
     for name, value in started.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(workers.LocalChild, "start", start)
     assert joined(os.environ) is not None
     asyncio.run(workers.EngineWorker().start(0))
-    assert found == [None]
+    assert results == [None]

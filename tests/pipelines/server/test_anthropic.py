@@ -44,17 +44,20 @@ async def client_of(
 def test_a_message_and_its_stream_are_the_same() -> None:
     async def test() -> None:
         async with client_of() as client:
-            whole = await client.messages.create(**ASKED)
+            message = await client.messages.create(**ASKED)
             async with client.messages.stream(**ASKED) as stream:
                 kinds = [event.type async for event in stream]
                 streamed = await stream.get_final_message()
             raw = await client.messages.with_raw_response.create(**ASKED, stream=True)
             content = (await raw.http_response.aread()).decode()
-        assert (whole.content[0].type, whole.stop_reason, whole.model) == ("text", "max_tokens", "tiny")
-        assert whole.content[0].text == streamed.content[0].text
-        assert (whole.stop_reason, whole.usage.output_tokens) == (streamed.stop_reason, streamed.usage.output_tokens)
-        assert whole.usage.output_tokens == 3
-        assert whole.id.startswith("msg_")
+        assert (message.content[0].type, message.stop_reason, message.model) == ("text", "max_tokens", "tiny")
+        assert message.content[0].text == streamed.content[0].text
+        assert (message.stop_reason, message.usage.output_tokens) == (
+            streamed.stop_reason,
+            streamed.usage.output_tokens,
+        )
+        assert message.usage.output_tokens == 3
+        assert message.id.startswith("msg_")
         assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
         assert "[DONE]" not in content
         assert [event.name for event in parsed(content)][-2:] == ["message_delta", "message_stop"]

@@ -29,8 +29,8 @@ def routes() -> list[tuple[str, str]]:
     """Return all routes of the application."""
     guard: Any = app_of_any()
     inner: FastAPI = guard._app
-    found = [(method, route.path) for route in inner.routes for method in sorted(route.methods)]  # type: ignore[attr-defined]
-    return sorted(found)
+    table = [(method, route.path) for route in inner.routes for method in sorted(route.methods)]  # type: ignore[attr-defined]
+    return sorted(table)
 
 
 def app_of_any() -> ASGIApp:
@@ -108,8 +108,8 @@ def test_what_no_context_holds_is_not_encoded(
                 error["message"],
             )
             assert param is None or (error["param"], error["code"]) == (param, "context_length_exceeded")
-    whole = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})
-    assert whole.json()["count"] > READY.context_length  # only counts
+    response = ask("POST", "/tokenize", json={"prompt": "x" * (most + 1)})
+    assert response.json()["count"] > READY.context_length  # only counts
 
 
 @each(
@@ -185,8 +185,8 @@ def test_a_folder_is_named_however_it_is_written(monkeypatch: pytest.MonkeyPatch
 def test_adapters_and_prefixes_are_models() -> None:
     service = service_of(FakeEngine(prefixes={"story": 5}), {"fr": "/adapters/fr"}, {"story": "/story.npy"})
     models = ask("GET", "/v1/models", service).json()
-    found = [(model["id"], model["parent"], model["max_model_len"]) for model in models["data"]]
-    assert found == [("tiny", None, 64), ("fr", "tiny", 64), ("story", "tiny", 59)]
+    entries = [(model["id"], model["parent"], model["max_model_len"]) for model in models["data"]]
+    assert entries == [("tiny", None, 64), ("fr", "tiny", 64), ("story", "tiny", 59)]
     assert ask("GET", "/v1/models/fr", service).json() == models["data"][1]
     assert ask("GET", "/v1/models/de", service).json()["error"]["code"] == "model_not_found"
     with pytest.raises(UserError, match="model.adapters=tiny is not allowed: it is the model's own name"):
@@ -360,5 +360,5 @@ def test_the_description_names_every_route_and_body() -> None:
     references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert references <= document["components"]["schemas"].keys()
     assert {"ChatRequest", "CompletionRequest", "ErrorBody"} <= references
-    streams = {path for path, each in document["paths"].items() if "text/event-stream" in json.dumps(each)}
+    streams = {path for path, operations in document["paths"].items() if "text/event-stream" in json.dumps(operations)}
     assert streams == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}

@@ -40,7 +40,7 @@ def line(id: str, url: str = ENDPOINT, **body: Any) -> dict[str, Any]:
 
 
 def jsonl(lines: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(each) + "\n" for each in lines).encode()
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def lines_of(client: openai.AsyncOpenAI, id: str | None) -> list[dict[str,
     if id is None:
         return []
     content = await client.files.content(id)
-    return [json.loads(each) for each in content.text.splitlines()]
+    return [json.loads(line) for line in content.text.splitlines()]
 
 
 def test_a_batch_from_its_file_to_its_output(tmp_path: Path) -> None:
@@ -99,18 +99,18 @@ def test_a_batch_from_its_file_to_its_output(tmp_path: Path) -> None:
             assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
             assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
             output = await lines_of(client, batch.output_file_id)
-            said = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in output}
+            said = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in output}
             assert said == {"a": "t5 t6 t7 ", "b": "t9 "}
-            assert {(each["error"], each["response"]["status_code"]) for each in output} == {(None, 200)}
-            failed = {each["custom_id"]: each["response"] for each in await lines_of(client, batch.error_file_id)}
-            assert {id: (each["status_code"], each["body"]["error"]["param"]) for id, each in failed.items()} == {
+            assert {(answer["error"], answer["response"]["status_code"]) for answer in output} == {(None, 200)}
+            failed = {answer["custom_id"]: answer["response"] for answer in await lines_of(client, batch.error_file_id)}
+            assert {id: (response["status_code"], response["body"]["error"]["param"]) for id, response in failed.items()} == {
                 "c": (400, "nope"), "d": (400, "stream"),
             }  # fmt: skip
-            ids = [each["id"] for each in output] + [each["request_id"] for each in failed.values()]
+            ids = [answer["id"] for answer in output] + [answer["request_id"] for answer in failed.values()]
             assert len(set(ids)) == 4
             file = await client.files.retrieve(batch.output_file_id)
             assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
-            assert all(isinstance(each, Submit) and each.is_background for each in engine.submitted)
+            assert all(isinstance(message, Submit) and message.is_background for message in engine.submitted)
 
     run_async(test())
 
@@ -127,15 +127,15 @@ def test_a_line_has_the_answer_of_its_route(url: str, body: dict[str, Any], tmp_
     async def test() -> None:
         async with batching(tmp_path, FakeEngine(embeds=url == "/v1/embeddings")) as client:
             body["model"] = "tiny"
-            each = {"custom_id": "a", "method": "POST", "url": url, "body": body}
-            batch = await ended(client, (await begun(client, [each], endpoint=url)).id)
+            batch_line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+            batch = await ended(client, (await begun(client, [batch_line], endpoint=url)).id)
             (answer,) = await lines_of(client, batch.output_file_id)
             alone = (await client.post(url.removeprefix("/v1"), body=body, cast_to=httpx.Response)).json()
             changing = ("id", "created", "created_at", "completed_at", "output", "seed")
-            for each in (answer["response"]["body"], alone):
-                assert all(each.pop(name, None) is not None for name in ("model", "usage"))
+            for answer_body in (answer["response"]["body"], alone):
+                assert all(answer_body.pop(name, None) is not None for name in ("model", "usage"))
                 for name in changing:
-                    each.pop(name, None)
+                    answer_body.pop(name, None)
             assert answer["response"]["body"] == alone
 
     run_async(test())
@@ -151,9 +151,9 @@ def test_files(tmp_path: Path) -> None:
             assert file.expires_at == file.created_at + 3600
             other = await client.files.create(file=io.BytesIO(b"x" * 90000), purpose="batch")
             assert other.expires_at == other.created_at + 30 * 24 * 3600
-            assert [each.id async for each in client.files.list()] == [other.id, file.id]
-            assert [each.id async for each in client.files.list(order="asc", limit=1)] == [file.id, other.id]
-            assert [each.id async for each in client.files.list(purpose="batch_output")] == []
+            assert [stored.id async for stored in client.files.list()] == [other.id, file.id]
+            assert [stored.id async for stored in client.files.list(order="asc", limit=1)] == [file.id, other.id]
+            assert [stored.id async for stored in client.files.list(purpose="batch_output")] == []
             assert (await client.files.content(file.id)).content == content
             assert (await client.files.delete(file.id)).deleted
             for gone in (client.files.retrieve(file.id), client.files.content(file.id), client.files.delete(file.id)):
@@ -235,11 +235,16 @@ def test_a_download_that_nobody_reads_is_ended(tmp_path: Path) -> None:
         async with batching(tmp_path, send_timeout_s=0.05) as client:
             file = await client.files.create(file=("in.jsonl", b"x" * 500_000), purpose="batch")
             url = f"{URL}/v1/files/{file.id}/content"
-            for given, status in (("bytes=0-3", 206), ("bytes=500000-", 416), ("bytes=5-2", 400), ("lines=1", 400)):
-                answer = await client._client.get(url, headers={"range": given})
+            for range_header, status in (
+                ("bytes=0-3", 206),
+                ("bytes=500000-", 416),
+                ("bytes=5-2", 400),
+                ("lines=1", 400),
+            ):
+                answer = await client._client.get(url, headers={"range": range_header})
                 assert answer.status_code == status
-                assert answer.text == "xxxx" if status == 206 else given in answer.json()["error"]["message"]
-                stale = await client._client.get(url, headers={"range": given, "if-range": '"another"'})
+                assert answer.text == "xxxx" if status == 206 else range_header in answer.json()["error"]["message"]
+                stale = await client._client.get(url, headers={"range": range_header, "if-range": '"another"'})
                 assert (stale.status_code, len(stale.content)) == (200, 500_000)
                 assert status != 416 or answer.headers["content-range"] == "bytes */500000"
             transport: Any = client._client._transport
@@ -314,8 +319,8 @@ def test_nothing_of_a_key_is_another_ones(tmp_path: Path) -> None:
                 # the same error as for a missing one
                 words = str(caught.value).replace(id, "ID").replace("file", "batch")
                 assert words.replace("/v1/batchs", "/v1/batches") == str(none.value).replace("batch_none", "ID")
-            assert [each async for each in bob.files.list()] == [each async for each in bob.batches.list()] == []
-            assert [each.id async for each in alice.batches.list()] == [batch.id]
+            assert [item async for item in bob.files.list()] == [item async for item in bob.batches.list()] == []
+            assert [item.id async for item in alice.batches.list()] == [batch.id]
             with pytest.raises(openai.AuthenticationError):
                 await alice.with_options(api_key="wrong").files.create(file=b"x", purpose="batch")
 
@@ -341,10 +346,10 @@ def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
             batch = await ended(client, batch.id)
             assert (batch.status, batch.cancelled_at >= batch.cancelling_at) == ("cancelled", True)
             assert batch.request_counts.to_dict() == {"total": 6, "completed": 1, "failed": 5}
-            assert [each["custom_id"] for each in await lines_of(client, batch.output_file_id)] == ["a"]
+            assert [answer["custom_id"] for answer in await lines_of(client, batch.output_file_id)] == ["a"]
             errors = await lines_of(client, batch.error_file_id)
-            assert [each["custom_id"] for each in errors] == list("01234")
-            assert {(each["response"], each["error"]["code"]) for each in errors} == {(None, "batch_cancelled")}
+            assert [answer["custom_id"] for answer in errors] == list("01234")
+            assert {(answer["response"], answer["error"]["code"]) for answer in errors} == {(None, "batch_cancelled")}
             assert len(engine.cancelled) == 2
             await client.files.delete(batch.input_file_id)
 
@@ -368,9 +373,9 @@ def test_time_that_is_over(tmp_path: Path) -> None:
         async with batching(tmp_path, engine, batch_size=1, clock=lambda: time.time() + left_s) as client:
             batch = await ended(client, batch.id)
             assert (batch.status, batch.expired_at >= batch.expires_at - 1) == ("expired", True)  # whole seconds
-            assert [each["custom_id"] for each in await lines_of(client, batch.output_file_id)] == ["a"]
+            assert [answer["custom_id"] for answer in await lines_of(client, batch.output_file_id)] == ["a"]
             errors = await lines_of(client, batch.error_file_id)
-            assert [(each["custom_id"], each["error"]["code"]) for each in errors] == [
+            assert [(answer["custom_id"], answer["error"]["code"]) for answer in errors] == [
                 ("b", "batch_expired"), ("c", "batch_expired"),
             ]  # fmt: skip
 
@@ -423,7 +428,7 @@ def test_a_disk_that_fails_for_a_while(
             monkeypatch.setattr(batch_jobs, name, fails_once)
             batch = await ended(client, (await begun(client, [line(str(i)) for i in range(9)])).id)
             assert (batch.status, batch.request_counts.completed) == ("completed", 9)
-            assert [each["custom_id"] for each in await lines_of(client, batch.output_file_id)] == list("012345678")
+            assert [answer["custom_id"] for answer in await lines_of(client, batch.output_file_id)] == list("012345678")
 
     run_async(test())
     assert not list(tmp_path.rglob("journal.jsonl"))
@@ -500,12 +505,12 @@ def test_batches_of_a_killed_server_end_in_the_next_ones(tmp_path: Path) -> None
                     time.sleep(0.05)
                 assert batch.error_file_id is None
                 assert batch.output_file_id is not None
-                answers = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
+                answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
                 alone = client.completions.create(model="tiny", prompt=[10, 3], max_tokens=1, temperature=0)
                 assert httpx.delete(f"{url}/v1/files/{batch.output_file_id}").json()["deleted"]
             assert ended_by_signal(process) == (0, "")
     assert [answer["custom_id"] for answer in answers] == [str(i) for i in range(num_lines)]
-    assert answers[7]["response"]["body"]["choices"] == [each.to_dict() for each in alone.choices]
+    assert answers[7]["response"]["body"]["choices"] == [choice.to_dict() for choice in alone.choices]
 
 
 def count_of(batch: Any) -> int:

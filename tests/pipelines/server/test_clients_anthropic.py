@@ -58,15 +58,15 @@ def test_answers_are_sent_back_whole_and_counted(client: anthropic.Anthropic) ->
     turns = [*ASKED["messages"], {"role": "assistant", "content": [block.model_dump() for block in answer.content]}]
     turns += [{"role": "system", "content": "be brief"}, *ASKED["messages"]]
     tools: Any = [{"name": "n" * 128, "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]
-    given: Any = {"model": ASKED["model"], "messages": turns, "system": "x", "tools": tools}
-    counted = client.messages.count_tokens(**given)
+    fields: Any = {"model": ASKED["model"], "messages": turns, "system": "x", "tools": tools}
+    counted = client.messages.count_tokens(**fields)
     assert (
         counted.input_tokens
-        == client.messages.create(**given, max_tokens=1).usage.input_tokens
+        == client.messages.create(**fields, max_tokens=1).usage.input_tokens
         > answer.usage.input_tokens
     )
     with pytest.raises(anthropic.BadRequestError, match="end with the user's"):
-        client.messages.count_tokens(**{**given, "messages": turns[:2]})
+        client.messages.count_tokens(**{**fields, "messages": turns[:2]})
 
 
 def test_the_async_client_asks_many_at_once(url: str, expected: Expected) -> None:
@@ -75,10 +75,10 @@ def test_the_async_client_asks_many_at_once(url: str, expected: Expected) -> Non
 
     async def ask(client: anthropic.AsyncAnthropic, question: str) -> str:
         asked = ASKED | {"messages": [{"role": "user", "content": question}], "temperature": 1, "top_k": 20}
-        whole = await client.messages.create(**asked)
+        message = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as stream:
-            assert text_of(await stream.get_final_message()) == text_of(whole)
-        return text_of(whole)
+            assert text_of(await stream.get_final_message()) == text_of(message)
+        return text_of(message)
 
     async def all_at_once() -> list[str]:
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:

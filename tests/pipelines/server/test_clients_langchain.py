@@ -66,10 +66,10 @@ def test_answers_are_predicts(url: str, expected: Expected) -> None:
 def test_the_async_client_asks_many_at_once(url: str, expected: Expected) -> None:
     async def ask(seed: int) -> str:
         model = chat(url, temperature=1, seed=seed)
-        whole = await model.ainvoke(QUESTION)
+        message = await model.ainvoke(QUESTION)
         streamed = joined([chunk async for chunk in model.astream(QUESTION)])
-        assert whole.content == streamed.content
-        return str(whole.content)
+        assert message.content == streamed.content
+        return str(message.content)
 
     async def all_at_once() -> list[str]:
         return await asyncio.gather(*map(ask, range(8)))
@@ -83,7 +83,7 @@ def test_prompts_are_continued(url: str, expected: Expected) -> None:
     model = OpenAI(model="tiny", base_url=url, api_key="none", max_retries=0, temperature=0, max_tokens=12)  # type: ignore[arg-type]
     assert model.invoke(PROMPT) == text
     assert "".join(model.stream(PROMPT)) == text
-    assert [each[0].text for each in model.generate([PROMPT, PROMPT]).generations] == [text, text]
+    assert [generations[0].text for generations in model.generate([PROMPT, PROMPT]).generations] == [text, text]
 
 
 @each("choice", ["required", "Weather"])

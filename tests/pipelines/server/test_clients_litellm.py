@@ -52,10 +52,10 @@ def test_answers_are_predicts(asked: Asked, expected: Expected) -> None:
 def test_the_async_client_asks_many_at_once(asked: Asked, expected: Expected) -> None:
     async def ask(seed: int) -> str:
         sampled = asked | {"temperature": 1, "seed": seed}
-        whole = await litellm.acompletion(**sampled)
+        answer = await litellm.acompletion(**sampled)
         chunks = [chunk async for chunk in await litellm.acompletion(**sampled, stream=True)]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert whole.choices[0].message.content == text
+        assert answer.choices[0].message.content == text
         return text
 
     async def all_at_once() -> list[str]:
@@ -86,9 +86,9 @@ def test_tools_are_called(asked: Asked, choice: Any) -> None:
 
 def test_structured_output_has_its_type(asked: Asked) -> None:
     fields = asked | {"max_tokens": 200, "response_format": Weather}
-    whole = litellm.completion(**fields).choices[0].message.content
+    content = litellm.completion(**fields).choices[0].message.content
     later = asyncio.run(litellm.acompletion(**fields)).choices[0].message.content
-    assert Weather.model_validate_json(whole) == Weather.model_validate_json(later)
+    assert Weather.model_validate_json(content) == Weather.model_validate_json(later)
 
 
 def test_errors_are_its_exceptions(asked: Asked) -> None:

@@ -51,10 +51,10 @@ def write_data(folder: Path) -> list[str]:
     rounds = [first for _, (first, *_) in zip(range(60), questions(7, held_out=True), strict=False)]
     tokenizer, expected = load_tokenizer(TINY), Expected()
     assert tokenizer is not None
-    long = " ".join(f"{each.prompt} {each.answer}" for each in rounds)
+    long = " ".join(f"{turn.prompt} {turn.answer}" for turn in rounds)
     while len(tokenizer.encode(long, False)) % STRIDE:  # lm-eval gives a shorter last window more context
         long = long[:-1]
-    texts = [long, *(f"{each.prompt} {each.answer}" for each in rounds[:7])]
+    texts = [long, *(f"{turn.prompt} {turn.answer}" for turn in rounds[:7])]
     write_rows(folder / "texts.jsonl", [{"text": text} for text in texts])
     asked = []
     for number, start in enumerate(STARTS):

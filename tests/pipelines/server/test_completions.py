@@ -95,10 +95,12 @@ def test_a_completion_is_what_the_engine_gives(ask: Asker, engine: Engine, token
     body = ask.completion(max_tokens=20, temperature=0.7, seed=3, n=2, return_token_ids=True)
     prompt = tokenizer.encode(PROMPT, True)
     output = generate(engine, prompt, max_new_tokens=20, temperature=0.7, seed=3, n=2)
-    assert [choice["text"] for choice in body["choices"]] == [each.text for each in output.completions]
-    assert [choice["token_ids"] for choice in body["choices"]] == [each.token_ids for each in output.completions]
+    assert [choice["text"] for choice in body["choices"]] == [completion.text for completion in output.completions]
+    assert [choice["token_ids"] for choice in body["choices"]] == [
+        completion.token_ids for completion in output.completions
+    ]
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
-    num_generated = sum(len(each.token_ids) for each in output.completions)
+    num_generated = sum(len(completion.token_ids) for completion in output.completions)
     assert body["usage"] | {"prompt_tokens_details": None} == {
         "prompt_tokens": len(prompt),
         "completion_tokens": num_generated,
@@ -231,7 +233,7 @@ def test_beams_are_answered_whole(ask: Asker, engine: Engine, tokenizer: Tokeniz
     body = ask.completion(max_tokens=10, use_beam_search=True, n=3, length_penalty=0.5)
     decode = {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.5}
     output = generate(engine, tokenizer.encode(PROMPT, True), max_new_tokens=10, **decode)
-    assert [choice["text"] for choice in body["choices"]] == [each.text for each in output.completions]
+    assert [choice["text"] for choice in body["choices"]] == [completion.text for completion in output.completions]
 
 
 def test_prompt_log_probabilities_have_vllms_shape(ask: Asker, engine: Engine, tokenizer: Tokenizer) -> None:
@@ -243,7 +245,7 @@ def test_prompt_log_probabilities_have_vllms_shape(ask: Asker, engine: Engine, t
     for body in (ask.chat(max_tokens=1, prompt_logprobs=2), ask.completion(prompt_logprobs=2)["choices"][0]):
         told = body["prompt_logprobs"]
         assert told[0] is None
-        assert [{int(id): (e["logprob"], e["rank"]) for id, e in each.items()} for each in told[1:]] == expected
+        assert [{int(id): (e["logprob"], e["rank"]) for id, e in entries.items()} for entries in told[1:]] == expected
 
 
 @each(
@@ -284,8 +286,8 @@ def test_a_dropped_stream_goes_on_where_it_was(ask: Asker, kind: str) -> None:
     for cut in range(len(first)):
         rest = getattr(ask, kind)(**fields, last_event_id=first[cut].id)
         for index in range(2):
-            before, after, whole = (said(events, index) for events in (first[: cut + 1], rest, first))
-            assert tuple(a + b for a, b in zip(before, after, strict=True)) == whole
+            before, after, complete = (said(events, index) for events in (first[: cut + 1], rest, first))
+            assert tuple(a + b for a, b in zip(before, after, strict=True)) == complete
         assert rest[-1].id == first[-1].id
 
 

@@ -66,8 +66,8 @@ def test_connections_are_bounded() -> None:
     async def test() -> None:
         async with listening(max_connections=2) as port:
             held = [await connected(port) for _ in range(2)]
-            for each in held:
-                assert (await answer(each)).endswith(b"hello")
+            for connection in held:
+                assert (await answer(connection)).endswith(b"hello")
             status, error = await refused(await connected(port))
             assert (status, error["code"]) == ("HTTP/1.1 503 Service Unavailable", "connections")
             assert error["message"] == "there are too many connections: try again"

@@ -98,7 +98,7 @@ def test_states_files_and_batches_are_as_described() -> None:
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
     upload = {"files": {"file": ("a.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
     file = check_described(ask("POST", "/v1/files", **upload), "/v1/files")["id"]
-    assert file in [each["id"] for each in check_described(ask("GET", "/v1/files"), "/v1/files")["data"]]
+    assert file in [entry["id"] for entry in check_described(ask("GET", "/v1/files"), "/v1/files")["data"]]
     check_described(ask("GET", f"/v1/files/{file}"), "/v1/files/{file_id}")
     check_described(ask("GET", "/v1/batches"), "/v1/batches")
     assert check_described(ask("DELETE", f"/v1/files/{file}"), "/v1/files/{file_id}")["deleted"]
@@ -115,7 +115,7 @@ def possible(draw: strategies.DrawFn, cases: strategies.SearchStrategy[Any]) -> 
 
 @pytest.mark.long
 @each("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-@each("operation", [each.ok() for each in SCHEMA.get_all_operations()])
+@each("operation", [operation.ok() for operation in SCHEMA.get_all_operations()])
 def test_requests_by_the_description(operation: Any, mode: GenerationMode) -> None:
     """A request that matches the description, or does not, is answered as described: no undocumented status, no server
     error."""

@@ -27,8 +27,8 @@ def begun(url: str, number: int = 1, **fields: Any) -> Iterator[list[Iterator[st
     body = ENDLESS | fields
     with ExitStack() as stack:
         opened = [httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) for _ in range(number)]
-        streams = [stack.enter_context(each).iter_lines() for each in opened]
-        assert all(next(each).startswith("data: {") for each in streams)
+        streams = [stack.enter_context(stream).iter_lines() for stream in opened]
+        assert all(next(lines).startswith("data: {") for lines in streams)
         yield streams
 
 
@@ -92,7 +92,7 @@ def test_a_server_that_ends_finishes_what_it_took_or_says_so(tmp_path: Path, dra
         begun(url, 2, max_tokens=300 if drain_s else 900) as streams,
     ):
         process.send_signal(signal.SIGTERM)
-        ends = [data_of(each)[-2:] for each in streams]
+        ends = [data_of(lines)[-2:] for lines in streams]
         if drain_s:
             assert [end[-1] for end in ends] == ["[DONE]"] * 2
             assert [json.loads(end[0])["choices"][0]["finish_reason"] for end in ends] == ["length"] * 2

@@ -25,8 +25,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("served")
     words = SERVE.split()
     assert words[:3] == [".venv/bin/python", "run.py", "task=serve"]
-    own = [word for word in words[3:] if not word.startswith(("serve.port=", "serve.batches="))]
-    with served(folder / "run", *own, f"serve.batches={folder / 'batches'}") as (process, url):
+    options = [word for word in words[3:] if not word.startswith(("serve.port=", "serve.batches="))]
+    with served(folder / "run", *options, f"serve.batches={folder / 'batches'}") as (process, url):
         yield url
         assert ended(process) == (0, "")
 
@@ -66,11 +66,11 @@ def test_chat_page(url: str, tmp_path: Path) -> None:
     page = subprocess.Popen(["bash", "-c", command], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     try:
         assert page.stdout is not None
-        found = None
-        while found is None and (line := page.stdout.readline()):
-            found = re.search(r"http://[\w.:]+", line)
-        assert found
-        assert "gradio" in httpx.get(found[0]).text
+        match = None
+        while match is None and (line := page.stdout.readline()):
+            match = re.search(r"http://[\w.:]+", line)
+        assert match
+        assert "gradio" in httpx.get(match[0]).text
     finally:
         page.send_signal(signal.SIGINT)
         page.wait(LIMIT_S)

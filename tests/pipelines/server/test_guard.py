@@ -103,8 +103,8 @@ def test_with_a_right_key(key: str) -> None:
     assert ask("GET", "/v1/models", keys=KEYS, headers={"x-api-key": f"{key}x"}).status_code == 401
 
 
-@each("given", ["secret-1", "secret-2", "wrong", ""])
-def test_a_key_is_compared_with_all_in_constant_time(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each("sent_key", ["secret-1", "secret-2", "wrong", ""])
+def test_a_key_is_compared_with_all_in_constant_time(sent_key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a match, and with a function whose time does not depend on where two keys differ."""
     compared: list[tuple[bytes, bytes]] = []
     original = hmac.compare_digest
@@ -114,8 +114,8 @@ def test_a_key_is_compared_with_all_in_constant_time(given: str, monkeypatch: py
         return original(one, other)
 
     monkeypatch.setattr(hmac, "compare_digest", noting)
-    ask(json=BODY, keys=KEYS, headers={"authorization": f"Bearer {given}"})
-    assert compared == [(key, given.encode()) for key in KEYS.values()]
+    ask(json=BODY, keys=KEYS, headers={"authorization": f"Bearer {sent_key}"})
+    assert compared == [(key, sent_key.encode()) for key in KEYS.values()]
 
 
 def test_names_of_keys_are_written_down_and_values_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,11 +54,11 @@ def written(
     if not body.stream:
         if failure:
             raise failure
-        whole = ChoiceText()
+        total = ChoiceText()
         for _, _, rest in taken:
-            whole.add(rest)
-        return writer.body([whole])
-    events = [*writer.begin(), *(event for each in taken for event in writer.read(*each))]
+            total.add(rest)
+        return writer.body([total])
+    events = [*writer.begin(), *(event for part in taken for event in writer.read(*part))]
     return [*events, writer.failed(failure)] if failure else [*events, *writer.end()]
 
 

@@ -46,9 +46,9 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, prefixes: dict[str, str]) -> Iterator[str]:
     # Hydra does not accept {...} under -O
-    given = [f"+model.prefixes.{name}={path}" for name, path in prefixes.items()]
+    prefix_options = [f"+model.prefixes.{name}={path}" for name, path in prefixes.items()]
     folder = tmp_path_factory.mktemp("served") / "run"
-    with served(folder, "decode.seed=5", *given) as (_, url):
+    with served(folder, "decode.seed=5", *prefix_options) as (_, url):
         yield f"{url}/v1"
 
 
@@ -100,14 +100,16 @@ def test_a_prefix_is_a_model(url: str, client: openai.OpenAI, prefixes: dict[str
     prompt = "Once upon a time there was a little girl who lived in a small house near a big dark forest. One day she"
     messages: Any = [{"role": "user", "content": "Tell me a story."}]
     names = "tiny", *prefixes
-    own: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_full_text": False}
     parents = {model.id: (model.model_extra or {})["parent"] for model in client.models.list()}
     assert parents == {"tiny": None, "poem": "tiny", "story": "tiny"}
     texts, cached = set[str](), list[bool]()
     for name in names * 2:
         prefix = None if name == "tiny" else name
         asked: Any = {"model": name, "temperature": 0}
-        text, reply = (pipe(each, prefix=prefix, **own)[0]["text_generation_text"][0] for each in (prompt, messages))
+        text, reply = (
+            pipe(request, prefix=prefix, **options)[0]["text_generation_text"][0] for request in (prompt, messages)
+        )
         answer = client.completions.create(**asked, prompt=prompt, max_tokens=12)
         assert (answer.model, answer.choices[0].text) == (name, text)
         chat = client.chat.completions.create(**asked, messages=messages, max_tokens=12)
@@ -251,7 +253,7 @@ def test_the_same_body_seed_and_fingerprint_give_the_same_after_a_restart(tmp_pa
             body["seed"] = wholes[0]["seed"]
             headers = {"Last-Event-ID": places[3][0] if places else ""}
             stream = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}, headers=headers).text
-            events = [dict(line.split(": ", 1) for line in each.split("\n")) for each in stream.strip().split("\n\n")]
+            events = [dict(line.split(": ", 1) for line in event.split("\n")) for event in stream.strip().split("\n\n")]
             assert events.pop()["data"] == "[DONE]"
             rests.append([json.loads(event["data"]) for event in events])
             places = places or [(event["id"], event) for event in events]

@@ -20,11 +20,11 @@ class Connection:
     """A client of an ASGI application that disconnects or stops reading on command."""
 
     def __init__(self, app: Any, body: bytes, headers: dict[str, str] | None = None) -> None:
-        given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
+        all_headers = {"host": "localhost", "content-type": "application/json", **(headers or {})}
         self.scope = {
             "type": "http", "method": "POST", "path": "/v1/echo", "raw_path": b"/v1/echo", "query_string": b"", "root_path": "",
             "http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 9),
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()], "state": {"abort": self.abort},
+            "headers": [(name.encode(), value.encode()) for name, value in all_headers.items()], "state": {"abort": self.abort},
         }  # fmt: skip
         self.left, self.reads, self.sent, self.aborted = asyncio.Event(), asyncio.Event(), list[dict[str, Any]](), False
         self.reads.set()
@@ -204,9 +204,9 @@ def test_an_engine_that_dies() -> None:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             engine.crash()
-            whole, streamed = [await each for each in asked]
-            assert whole.status_code == 500
-            assert whole.json()["error"]["code"] == "engine_gone"
+            body, streamed = [await response for response in asked]
+            assert body.status_code == 500
+            assert body.json()["error"]["code"] == "engine_gone"
             assert '"code":"engine_gone"' in streamed.text
             assert "[DONE]" not in streamed.text
             later = await client.post("/v1/echo", json=IDS)
@@ -232,8 +232,8 @@ def test_the_servers_end() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert not service.idle.is_set()
             service.stopping.set()
-            whole, streamed = [await each for each in asked]
-        assert whole.status_code == 503
+            body, streamed = [await response for response in asked]
+        assert body.status_code == 503
         assert '"code":"draining"' in streamed.text
         assert service.idle.is_set()
         assert sorted(engine.cancelled) == [1, 2]
@@ -281,7 +281,7 @@ def test_waiting_tokens_are_bounded() -> None:
             while len(engine.submitted) < 2:
                 await asyncio.sleep(0)
             engine.speaks.set()
-            assert [(await each).status_code for each in (first, second)] == [200, 200]
+            assert [(await response).status_code for response in (first, second)] == [200, 200]
         assert (
             'vllm:admission_rejections_total{model_name="tiny",reason="tokens"} 1.0' in service.metrics.text().decode()
         )

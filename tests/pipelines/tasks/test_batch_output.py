@@ -46,19 +46,19 @@ LINES = [
 
 
 def write(lines: list[dict[str, Any]], file: Path) -> Path:
-    file.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return file
 
 
 def read(text: str) -> dict[str, Any]:
     """Return the lines by their custom_id, without the fields that differ in each answer."""
-    found = {each["custom_id"]: each for each in map(json.loads, text.splitlines())}
-    for each in found.values():
-        assert each.pop("id")
-        assert each["response"].pop("request_id")
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, text.splitlines())}
+    for answer in answers.values():
+        assert answer.pop("id")
+        assert answer["response"].pop("request_id")
         for name in ("id", "created"):
-            assert each["response"]["body"].pop(name, True)
-    return found
+            assert answer["response"]["body"].pop(name, True)
+    return answers
 
 
 def predict(data: Path, folder: Path, *overrides: str) -> None:
@@ -71,28 +71,28 @@ def test_the_lines_are_those_of_the_servers_batches(tmp_path: Path) -> None:
     files: dict[str, dict[str, Any]] = {"output": {}, "error": {}}
     write_paddle(tmp_path / "story.npy", 5, num_layers=4, channels=64)
     prefixes = f"model.prefixes={{story:{tmp_path / 'story.npy'}}}"
-    own = (*DECODE, f"serve.batches={tmp_path / 'batches'}")
-    with served(tmp_path / "server", prefixes, *own) as (process, url):
+    serve_options = (*DECODE, f"serve.batches={tmp_path / 'batches'}")
+    with served(tmp_path / "server", prefixes, *serve_options) as (process, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         for endpoint in (CHAT, COMPLETIONS):
-            lines = write([each for each in LINES if each["url"] == endpoint], tmp_path / "lines.jsonl")
+            lines = write([line for line in LINES if line["url"] == endpoint], tmp_path / "lines.jsonl")
             file = client.files.create(file=lines, purpose="batch")
             asked: Any = {"endpoint": endpoint, "completion_window": "24h"}
             batch = client.batches.create(input_file_id=file.id, **asked)
             while batch.status != "completed":
                 batch = client.batches.retrieve(batch.id)
-            for name, found in files.items():
+            for name, answers in files.items():
                 file_id = getattr(batch, f"{name}_file_id")
-                found |= read(client.files.content(file_id).text)
+                answers |= read(client.files.content(file_id).text)
         assert ended(process) == (0, "")
     predict(write(LINES, tmp_path / "all.jsonl"), tmp_path / "out", prefixes)
     for name, expected in files.items():
         text = (tmp_path / "out" / f"batch_{name}.jsonl").read_text()
         assert read(text) == expected
-        order = [each["custom_id"] for each in LINES if each["custom_id"] in expected]
-        assert [json.loads(each)["custom_id"] for each in text.splitlines()] == order
+        order = [line["custom_id"] for line in LINES if line["custom_id"] in expected]
+        assert [json.loads(answer)["custom_id"] for answer in text.splitlines()] == order
     assert set(files["output"]) == {"你", "n", "rest", "json", "text", "ids", "behind"}
-    rows = [json.loads(each) for each in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    rows = [json.loads(row) for row in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
     assert [row["error"] is None for row in rows] == [row["id"] in files["output"] for row in rows]
     first = next(row for row in rows if row["id"] == "text")
     said = files["output"]["text"]["response"]["body"]["choices"]
@@ -123,10 +123,10 @@ def test_a_job_that_was_ended_has_each_line_once(tmp_path: Path) -> None:
     assert not (tmp_path / "o" / "batch_output.jsonl").exists()
     predict(data, tmp_path / "o")
     for name in ("batch_output.jsonl", "batch_error.jsonl"):
-        resumed, whole = ((tmp_path / folder / name).read_text() for folder in ("o", "whole"))
-        assert read(resumed) == read(whole)
-        ids = [json.loads(each)["id"] for each in resumed.splitlines()]
-        assert ids == [json.loads(each)["id"] for each in whole.splitlines()]
+        resumed, uninterrupted = ((tmp_path / folder / name).read_text() for folder in ("o", "whole"))
+        assert read(resumed) == read(uninterrupted)
+        ids = [json.loads(answer)["id"] for answer in resumed.splitlines()]
+        assert ids == [json.loads(answer)["id"] for answer in uninterrupted.splitlines()]
         assert len(set(ids)) == len(ids) == (6 if name == "batch_output.jsonl" else 1)
 
 

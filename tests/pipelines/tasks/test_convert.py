@@ -78,7 +78,7 @@ def test_any_division_becomes_any_other(tmp_path: Path) -> None:
     names_of = ("mlp.gate_proj", "self_attn.q_proj", "self_attn.k_proj")
     gate, query, key = (entries[f"model.layers.1.{name}.weight"] for name in names_of)
     assert (gate["axis"], [piece["ranges"] for piece in gate["pieces"]]) == (0, [[[0, 32]], [[32, 64]], [[64, 96]]])
-    heads = [[piece["ranges"][0][1] - piece["ranges"][0][0] for piece in each["pieces"]] for each in (query, key)]
+    heads = [[piece["ranges"][0][1] - piece["ranges"][0][0] for piece in entry["pieces"]] for entry in (query, key)]
     assert heads == [[16, 16, 32], [16, 16]]  # two ranks share the first key head
     assert [len(piece["files"]) for piece in key["pieces"]] == [2, 1]
     assert [len(piece["files"]) for piece in entries["model.layers.0.input_layernorm.weight"]["pieces"]] == [3]
@@ -112,8 +112,8 @@ def check_family(family: str, tmp_path: Path) -> None:
 def test_the_sharded_folder_loads_to_the_same_parameters(chatty: Path, tmp_path: Path) -> None:
     sharded = convert(chatty, tmp_path / "sharded", format=SHARDED, tp=2, pp=2)
     engines = [load_engine(run_config(folder, verify=folder == sharded), 3) for folder in (chatty, sharded)]
-    expected, found = (weights_of(engine.executor.model) for engine in engines)
-    assert_same(found, expected)
+    expected, actual = (weights_of(engine.executor.model) for engine in engines)
+    assert_same(actual, expected)
 
 
 def test_transformers_loads_what_a_meta_source_became(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_transformers_loads_what_a_meta_source_became(tmp_path: Path) -> None:
     prompt = torch.tensor([list(range(3, 43))])
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "twin")]
     with torch.no_grad():
-        found, wanted = (model(prompt).logits for model in models)
-    assert found.dtype == wanted.dtype == torch.float32
-    assert torch.equal(found, wanted)
+        actual, wanted = (model(prompt).logits for model in models)
+    assert actual.dtype == wanted.dtype == torch.float32
+    assert torch.equal(actual, wanted)
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
     assert None not in config.values()
@@ -182,9 +182,9 @@ def test_tensors_keep_their_types_or_are_cast(settings: dict[str, Any], tmp_path
     kept = convert(source, tmp_path / "kept", **settings)
     cast = convert(source, tmp_path / "cast", dtype=ConvertDType.bfloat16, **settings)
     files = [open_checkpoint(folder, False).open_weights({})[0] for folder in (kept, cast)]
-    found = [dict(file.read(file.shapes)) for file in files]
-    assert_same(found[0], tensors | frequencies)
-    assert_same(found[1], {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()} | frequencies)
+    file_tensors = [dict(file.read(file.shapes)) for file in files]
+    assert_same(file_tensors[0], tensors | frequencies)
+    assert_same(file_tensors[1], {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()} | frequencies)
     dtypes = [json.loads((folder / "config.json").read_text())["torch_dtype"] for folder in (kept, cast)]
     assert dtypes == ["float32", "bfloat16"]
 

@@ -43,14 +43,14 @@ def test_a_chain_through_all_layouts_is_exact(chatty: Path, tmp_path: Path) -> N
 
 
 def test_q8_0_is_the_packages(chatty: Path, tmp_path: Path) -> None:
-    found = tensors_in(
+    tensors = tensors_in(
         convert(
             convert(chatty, tmp_path / "gguf", format=CheckpointFormat.gguf, dtype=ConvertDType.q8_0), tmp_path / "back"
         )
     )
     name = "model.layers.0.mlp.gate_proj.weight"
     codes = quantize(tensors_in(chatty)[name].numpy(), GGMLQuantizationType.Q8_0)
-    assert torch.equal(found[name], torch.from_numpy(dequantize(codes, GGMLQuantizationType.Q8_0)))
+    assert torch.equal(tensors[name], torch.from_numpy(dequantize(codes, GGMLQuantizationType.Q8_0)))
 
 
 @each("format", CheckpointFormat)
@@ -58,9 +58,9 @@ def test_an_adapter_is_merged_into_every_layout(format: CheckpointFormat, tmp_pa
     base = write_llama(tmp_path / "base")
     expected = write_adapter(tmp_path / "adapter", base, r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     made = convert(tmp_path / "base", tmp_path / "made", format=format, lora=str(tmp_path / "adapter"))
-    found = all_logits(engine_of(made), PROMPT)
+    logits = all_logits(engine_of(made), PROMPT)
     # Float32 sums in other orders.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
 def test_a_missing_adapter_leaves_nothing(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_texts_are_cut_to_max_seq_length(tmp_path: Path, model: str) -> None:
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": most, "do_lower_case": False}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     end = [1] if model.endswith("setting") else []  # transformers leaves it out
-    whole = [[*tokenizer(f"Query: {text}").input_ids, *end] for text in texts]
+    full_ids = [[*tokenizer(f"Query: {text}").input_ids, *end] for text in texts]
     cut = [
         [*tokenizer(f"Query: {text}", truncation=True, max_length=most - len(end)).input_ids, *end] for text in texts
     ]
@@ -127,7 +127,7 @@ def test_texts_are_cut_to_max_seq_length(tmp_path: Path, model: str) -> None:
         np.testing.assert_allclose(vector, expected, atol=TOLERANCE, rtol=0)
     assert [row["num_prompt_tokens"] for row in rows] == [*map(len, cut)]
     lost = [row.get("num_truncated_tokens", 0) for row in rows]
-    assert lost == [len(ids) - len(kept) for ids, kept in zip(whole, cut, strict=True)]
+    assert lost == [len(ids) - len(kept) for ids, kept in zip(full_ids, cut, strict=True)]
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["num_truncated_rows"] == sum(map(bool, lost)) > 0
 
@@ -222,8 +222,8 @@ def test_a_quantised_checkpoint_whose_head_is_coded(tmp_path: Path) -> None:
     for name in ("float", "coded"):
         run = embed_run(tmp_path / name, data)
         run_embed(replace(run, quant=quant if name == "float" else QuantConfig()), tmp_path / f"{name} out", dump)
-    (own, _), (stored, _) = results(tmp_path / "float out"), results(tmp_path / "coded out")
-    np.testing.assert_allclose(stored, own, atol=1e-6, rtol=1e-6)
+    (float_vectors, _), (stored, _) = results(tmp_path / "float out"), results(tmp_path / "coded out")
+    np.testing.assert_allclose(stored, float_vectors, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.long
@@ -298,7 +298,7 @@ def test_rows_have_adapters_of_their_own(tmp_path: Path) -> None:
     row: dict[str, Any] = {"prompt_token_ids": prompt}
     data = tmp_path / "rows.jsonl"
     rows = [row, row | {"adapter": "low"}, row | {"adapter": "high"}, row | {"adapter": "lo"}, row | {"adapter": None}]
-    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = embed_run(tmp_path / "model", data)
     model = replace(run.model, tokenizer=None, adapters={name: str(folder) for name, folder in folders.items()})
     run_embed(replace(run, model=model), tmp_path / "out", dump)

@@ -99,12 +99,12 @@ def expected_scores(folder: Path, other: Path, texts: list[list[int]], window: i
     for ids in texts:
         pairs = zip(scored_logits(folder, ids, window, stride), scored_logits(other, ids, window, stride), strict=True)
         for (logits, targets), (others, _) in pairs:
-            own, reference = (
+            task_metrics, reference = (
                 torch.distributions.Categorical(logits=logits),
                 torch.distributions.Categorical(logits=others),
             )
-            nll -= float(own.log_prob(targets).sum())
-            kl += float(torch.distributions.kl_divergence(reference, own).sum())
+            nll -= float(task_metrics.log_prob(targets).sum())
+            kl += float(torch.distributions.kl_divergence(reference, task_metrics).sum())
             agreed += float((logits.argmax(-1) == others.argmax(-1)).sum())
             count += len(targets)
     return {
@@ -434,8 +434,8 @@ def test_paths_are_saved_so_that_the_run_can_be_made_from_any_folder(
     (tmp_path / "float").mkdir()
     overrides = ["task=evaluate", "evaluate.data=a.txt", "evaluate.questions=q.jsonl", "evaluate.reference="]
     overrides[1:1] = ["evaluate.tasks=[arc_easy]", "evaluate.tasks_folder=float"]
-    for given, saved_as in (("float", str(tmp_path / "float")), ("none", "none"), ("org/name", "org/name")):
-        run = compose_run_config([*overrides[:-1], overrides[-1] + given])
+    for model, saved_as in (("float", str(tmp_path / "float")), ("none", "none"), ("org/name", "org/name")):
+        run = compose_run_config([*overrides[:-1], overrides[-1] + model])
         saved = OmegaConf.create(dump(run, tmp_path)).evaluate
         assert saved == {
             "data": str(tmp_path / "a.txt"), "window": None, "stride": None,

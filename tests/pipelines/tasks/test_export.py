@@ -148,24 +148,24 @@ def test_activations_are_quantised_where_a_run_asks_for_it(
     """As in the model: before products of many rows, by each weight of many experts, and never in the same run's short
     steps."""
     run = llama(tmp_path / family, quant) if family == "llama" else family_model(family, tmp_path / family, quant)
-    own, prompts = on_export(run, exports.of(run)), [[*range(5, 69)], [*range(70, 79)], [9]]
+    export_run, prompts = on_export(run, exports.of(run)), [[*range(5, 69)], [*range(70, 79)], [9]]
     auto = replace(quant, activations=Activations.auto)
     expected = answers(load_engine(replace(run, quant=auto), 3), prompts)
-    for given in (AUTO, auto):
-        assert answers(load_engine(replace(own, quant=given), 3), prompts) == expected
-    assert answers(load_engine(own, 3), prompts) != expected
+    for quant_config in (AUTO, auto):
+        assert answers(load_engine(replace(export_run, quant=quant_config), 3), prompts) == expected
+    assert answers(load_engine(export_run, 3), prompts) != expected
     with pytest.raises(UserError, match="quant contradicts .*, which was exported with its own: leave quant out"):
-        load_engine(replace(own, quant=replace(auto, kv_cache=KVCacheFormat.int8)), 1)
+        load_engine(replace(export_run, quant=replace(auto, kv_cache=KVCacheFormat.int8)), 1)
 
 
 @pytest.mark.long
 def test_activations_of_floats_and_of_codes_stay_as_they_are(exports: Exports, tmp_path: Path) -> None:
     for quant in (FLOATS, A8W8):
-        own = run_config(exports.of(llama(tmp_path / "model", quant)))
+        export_run = run_config(exports.of(llama(tmp_path / "model", quant)))
         with pytest.raises(
             UserError, match="quant.activations=auto is for int8 and int4 weights .* this model has none"
         ):
-            load_engine(replace(own, quant=AUTO), 1)
+            load_engine(replace(export_run, quant=AUTO), 1)
 
 
 def test_no_activations_of_each_run_are_exported(tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def export_folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) ->
 
 def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
     (batch, *_) = export_steps._batches(load_engine(run_config(folder), 1).executor.model.config.vocab_size)
-    found = read_description(folder)
-    formats = [(keys.format, values.format) for keys, values in zip(*[iter(found.vectors({}))] * 2, strict=True)]
-    cache = allocate_kv_cache(found.heads, 8, 16, formats, found.dtype, torch.device("cpu"))
+    description = read_description(folder)
+    formats = [(keys.format, values.format) for keys, values in zip(*[iter(description.vectors({}))] * 2, strict=True)]
+    cache = allocate_kv_cache(description.heads, 8, 16, formats, description.dtype, torch.device("cpu"))
     for part in cache.tensors:
         part.zero_()
     return {name: getattr(batch, name) for name in INPUTS}, cache
@@ -239,26 +239,26 @@ def step_of(folder: Path) -> tuple[dict[str, Tensor], KVCache]:
 
 def test_torch_loads_the_same_archive(export_folder: Path) -> None:
     fields, cache = step_of(export_folder)
-    found = read_description(export_folder)
+    description = read_description(export_folder)
     weights = load_file(export_folder / WEIGHTS)
     program = torch.export.load(export_folder / GRAPH)
     assert not program.state_dict
     assert not program.constants
     stored = [part.clone() for part in cache.tensors]
-    hidden, logits = program.module()(fields, stored, {name: weights[name] for name in found.weights}, [])
-    own_weights = {name: weights[name] for name in found.weights}
+    hidden, logits = program.module()(fields, stored, {name: weights[name] for name in description.weights}, [])
+    own_weights = {name: weights[name] for name in description.weights}
     graph = build_graph(
-        read_graph(export_folder / GRAPH, found.sha256[GRAPH]),
+        read_graph(export_folder / GRAPH, description.sha256[GRAPH]),
         INPUTS,
-        found.vectors(weights),
+        description.vectors(weights),
         own_weights,
-        GraphEmbedding(found.embedding_dim),
+        GraphEmbedding(description.embedding_dim),
     )
     batch = Batch.__new__(Batch)
     vars(batch).update(fields)
-    own = graph.compute_hidden(batch, cache)
-    assert own.equal(hidden)
-    assert graph.compute_logits(own).equal(logits)
+    actual = graph.compute_hidden(batch, cache)
+    assert actual.equal(hidden)
+    assert graph.compute_logits(actual).equal(logits)
     assert all(mine.equal(other) for mine, other in zip(cache.tensors, stored, strict=True))
 
 

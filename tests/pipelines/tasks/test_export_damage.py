@@ -260,16 +260,16 @@ def compute(graph: dict[str, Any], step: Step, file: str) -> Tensor:
 
 
 def node_of(graph: dict[str, Any], operator: str, number: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = [node for node in graph["nodes"] if f".{operator}." in node["target"]][number]
-    return found
+    call: dict[str, Any] = [node for node in graph["nodes"] if f".{operator}." in node["target"]][number]
+    return call
 
 
 def give(node: dict[str, Any], name: str, argument: Any) -> None:
-    next(each for each in node["inputs"] if each["name"] == name)["arg"] = argument
+    next(input for input in node["inputs"] if input["name"] == name)["arg"] = argument
 
 
 def argument_of(node: dict[str, Any], name: str) -> Any:
-    return next(each["arg"] for each in node["inputs"] if each["name"] == name)
+    return next(input["arg"] for input in node["inputs"] if input["name"] == name)
 
 
 def other_function(graph: dict[str, Any]) -> None:
@@ -408,7 +408,7 @@ def test_damaged_files_give_a_line_or_tokens(
     harm: Callable[[Path, random.Random, Any], None], export_folder: Path, tmp_path: Path
 ) -> None:
     """One of the three files is damaged, with its sha256 corrected."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for seed in range(75):
         chooser, folder = random.Random(seed), tmp_path / "made"
         shutil.copytree(export_folder, folder, dirs_exist_ok=True)
@@ -416,8 +416,8 @@ def test_damaged_files_give_a_line_or_tokens(
         line = line_of(folder)
         assert "\n" not in line, seed
         assert len(line) < 1000, seed
-        found["line" if line else "tokens"] += 1
-    assert found["line"] > found["tokens"]
+        counts["line" if line else "tokens"] += 1
+    assert counts["line"] > counts["tokens"]
 
 
 @pytest.mark.long
@@ -439,20 +439,20 @@ def check_places(file: str, export_folder: Path, step: Step, share: float) -> No
 
     `share`: the share of positions that are changed, in turn.
     """
-    whole, found, chooser = graph_of(export_folder, file), Counter[str](), random.Random(0)
-    for node in whole["nodes"]:
+    graph, counts, chooser = graph_of(export_folder, file), Counter[str](), random.Random(0)
+    for node in graph["nodes"]:
         node.pop("metadata", None)  # unread fields
-    expected = compute(whole, step, file)
-    every = leaves({part: whole[part] for part in ("nodes", "inputs", "outputs")})
+    expected = compute(graph, step, file)
+    every = leaves({part: graph[part] for part in ("nodes", "inputs", "outputs")})
     for holder, key in chooser.sample(every, int(share * len(every))):
-        own, holder[key] = holder[key], chooser.choice(OTHERS)
+        original, holder[key] = holder[key], chooser.choice(OTHERS)
         try:
-            found["right" if compute(whole, step, file).equal(expected) else "wrong"] += 1
+            counts["right" if compute(graph, step, file).equal(expected) else "wrong"] += 1
         except DamagedGraphError:
-            found["line"] += 1
-        holder[key] = own
-    assert compute(whole, step, file).equal(expected)
+            counts["line"] += 1
+        holder[key] = original
+    assert compute(graph, step, file).equal(expected)
     # 5 of 1,000 graphs: a number that is valid for another model, such as an epsilon; twice as many mean a missing
     # check
-    assert found["wrong"] <= found.total() / 100
-    assert found["line"] > found["right"]
+    assert counts["wrong"] <= counts.total() / 100
+    assert counts["line"] > counts["right"]

@@ -91,16 +91,16 @@ def test_processes_give_what_one_gives(
     adapter = write_adapter(tmp_path / "adapter", checkpoint, LlamaForCausalLM, 3, r=5, target_modules=layers)
     run = run_config(checkpoint, adapters={"a": str(adapter)})
 
-    def found(engine: Engine) -> list[Any]:
+    def results_of(engine: Engine) -> list[Any]:
         adapted = outputs(engine, [(prompt, "a") for prompt in PROMPTS], DECODE)
-        return [answers(engine), [each.completions for each in adapted]]
+        return [answers(engine), [output.completions for output in adapted]]
 
-    expected = found(load_engine(run, 3))
+    expected = results_of(load_engine(run, 3))
     without_families(monkeypatch)
     divided = load_engine(parallel(on_export(run, folder), 2, 2), 3)
-    own = found(divided)
+    actual = results_of(divided)
     close(divided)
-    assert own == expected
+    assert actual == expected
 
 
 @pytest.mark.long
@@ -112,11 +112,11 @@ def test_prefixes_of_ranks_without_stages(exports: Exports, tmp_path: Path) -> N
     prefixes = {name: str(tmp_path / name) for name in ("keys.npy", "embedded")}
     run = replace(model, model=replace(model.model, prefixes=prefixes))
     divided = load_engine(parallel(on_export(run, exports.of(model, tp=2)), 2), 3)
-    expected, found = (
+    expected, actual = (
         [complete(engine, PROMPTS, DECODE, name) for name in prefixes] for engine in (load_engine(run, 3), divided)
     )
     close(divided)
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.long
@@ -145,16 +145,16 @@ def test_schemes_by_the_other_number_of_ranks(quant: QuantConfig, tp: int, expor
 
 def check(run: RunConfig, exports: Exports, tp: int, pp: int, prompts: list[list[int]] = PROMPTS) -> None:
     """Compare steps of ranks that are threads with one process's."""
-    own = parallel(on_export(run, exports.of(run, tp=tp, pp=pp)), tp, pp)
-    assert_same_bits(whole_steps(run, prompts), stage_steps(own, tp, pp, prompts))
+    export_run = parallel(on_export(run, exports.of(run, tp=tp, pp=pp)), tp, pp)
+    assert_same_bits(whole_steps(run, prompts), stage_steps(export_run, tp, pp, prompts))
 
 
 @pytest.mark.long
 def test_activations_are_quantised_where_a_run_asks_for_it(exports: Exports, tmp_path: Path) -> None:
     run = layer(tmp_path / "model", INT4_FP8_CACHE)
-    own = parallel(on_export(run, exports.of(run, tp=3)), 3)
-    whole = whole_steps(replace(run, quant=replace(run.quant, activations=Activations.auto)), PROMPTS)
-    assert_same_bits(whole, stage_steps(replace(own, quant=AUTO), 3, 1, PROMPTS))
+    export_run = parallel(on_export(run, exports.of(run, tp=3)), 3)
+    expected = whole_steps(replace(run, quant=replace(run.quant, activations=Activations.auto)), PROMPTS)
+    assert_same_bits(expected, stage_steps(replace(export_run, quant=AUTO), 3, 1, PROMPTS))
 
 
 @pytest.mark.long
@@ -222,10 +222,10 @@ def test_ranks_that_give_other_bits_than_one_process(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_another_norm(plan: Any, *arguments: Any) -> Any:
-        own = shard_plan(plan, *arguments)
-        for norm in [layer for layer in own.model.modules() if hasattr(layer, "eps")]:
+        rank_plan = shard_plan(plan, *arguments)
+        for norm in [layer for layer in rank_plan.model.modules() if hasattr(layer, "eps")]:
             norm.eps = 0.1
-        return own
+        return rank_plan
 
     monkeypatch.setattr(export_parts, "shard_plan", with_another_norm)
     with pytest.raises(UserError, match=r"with tp=2 and pp=1 \(result 0 of 20 is not that of one process\): run it as"):
@@ -309,17 +309,17 @@ def test_the_fakes_have_the_shapes_of_the_collectives() -> None:
     def work(group: Any) -> None:
         x, owners = torch.full((3, 2 + group.rank), float(group.rank)), torch.tensor([0, 1, 1])
         rows = torch.full((3, 4), float(group.rank))
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         functions = nodes.node_functions(group)
         for name, arguments in {
             "gather": (x, [2, 3]),
             "gather_first": (x, [2, 3], group.rank),
             "owned_rows": (rows, owners),
         }.items():
-            found[name] = functions[name](*arguments)
-            meta = [each.to("meta") if isinstance(each, Tensor) else each for each in arguments]
-            assert getattr(torch.ops.quintet, name)(*meta).shape == found[name].shape
-        assert found["owned_rows"][:, 0].tolist() == [0, 1, 1]
-        assert found["gather"].equal(torch.cat((torch.zeros(3, 2), torch.ones(3, 3)), dim=1))
+            results[name] = functions[name](*arguments)
+            meta = [argument.to("meta") if isinstance(argument, Tensor) else argument for argument in arguments]
+            assert getattr(torch.ops.quintet, name)(*meta).shape == results[name].shape
+        assert results["owned_rows"][:, 0].tolist() == [0, 1, 1]
+        assert results["gather"].equal(torch.cat((torch.zeros(3, 2), torch.ones(3, 3)), dim=1))
 
     run_ranks(2, work)

@@ -58,10 +58,12 @@ def test_soft_prefixes(quant: QuantConfig, exports: Exports, tmp_path: Path) -> 
         write_peft(folder / name, LlamaForCausalLM.from_pretrained(folder / "model"), kind, length)
     paths = {name: str(folder / name) for name in ("paddle.npy", "tuned", "embedded")}
     runs = run, on_export(run, exports.of(run))
-    model, exported_engine = (load_engine(replace(own, model=replace(own.model, prefixes=paths)), 3) for own in runs)
+    model, exported_engine = (
+        load_engine(replace(variant, model=replace(variant.model, prefixes=paths)), 3) for variant in runs
+    )
     expected = [completions(model, prefix) for prefix in (None, *paths)]
     assert [completions(exported_engine, prefix) for prefix in (None, *paths)] == expected
-    assert len({str(found) for found in expected}) == 4
+    assert len({str(result) for result in expected}) == 4
 
 
 @pytest.mark.long
@@ -70,15 +72,15 @@ def test_soft_prefixes_of_other_families(family: str, exports: Exports, tmp_path
     write_written(tmp_path, family)
     write_paddle(tmp_path / "p.npy", 21, heads=4)
     run = run_config(tmp_path)
-    prompts = [[*each, GMASK, SOP] if family == "chatglm" else each for each in PROMPTS]
+    prompts = [[*prompt, GMASK, SOP] if family == "chatglm" else prompt for prompt in PROMPTS]
     model, exported_engine = (
-        load_engine(replace(own, model=replace(own.model, prefixes={"p": str(tmp_path / "p.npy")})), 3)
-        for own in (run, on_export(run, exports.of(run)))
+        load_engine(replace(variant, model=replace(variant.model, prefixes={"p": str(tmp_path / "p.npy")})), 3)
+        for variant in (run, on_export(run, exports.of(run)))
     )
     expected = [generate(model, prompts, DECODE, name) for name in (None, "p")]
-    found = [generate(exported_engine, prompts, DECODE, name) for name in (None, "p")]
-    assert [[output.completions for output in each] for each in found] == [
-        [output.completions for output in each] for each in expected
+    outputs_by_prefix = [generate(exported_engine, prompts, DECODE, name) for name in (None, "p")]
+    assert [[output.completions for output in batch] for batch in outputs_by_prefix] == [
+        [output.completions for output in batch] for batch in expected
     ]
 
 
@@ -86,24 +88,26 @@ def test_soft_prefixes_of_other_families(family: str, exports: Exports, tmp_path
 def test_a_prefix_that_the_model_refuses(exports: Exports, tmp_path: Path) -> None:
     run = family_model("gemma3", tmp_path / "model")
     write_paddle(tmp_path / "a.npy", 5, heads=2, channels=16)
-    for own in (run, on_export(run, exports.of(run))):
+    for variant in (run, on_export(run, exports.of(run))):
         with pytest.raises(UserError, match="a.npy is not possible with model_type=gemma3_text, whose sliding windows"):
-            load_engine(replace(own, model=replace(own.model, prefixes={"a": str(tmp_path / "a.npy")})), 1)
+            load_engine(replace(variant, model=replace(variant.model, prefixes={"a": str(tmp_path / "a.npy")})), 1)
 
 
 def test_kept_prefixes(exports: Exports, tmp_path: Path) -> None:
     run, kept = llama(tmp_path / "model"), tmp_path / "kept"
-    own = on_export(run, exports.of(run))
+    export_run = on_export(run, exports.of(run))
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt_token_ids": {[*range(20, 60)]}}}\n')
     prefix = PrefixConfig(data=str(tmp_path / "rows.jsonl"), output=str(kept))
     run_prefix(
-        replace(own, task=Task.prefix, predict=PredictConfig(), prefix=prefix), tmp_path / "out", lambda run, folder: ""
+        replace(export_run, task=Task.prefix, predict=PredictConfig(), prefix=prefix),
+        tmp_path / "out",
+        lambda run, folder: "",
     )
-    with_kept = replace(own, device=replace(own.device, kept_prefixes=[str(kept)]))
-    (found,) = generate(load_engine(with_kept, 1), [[*range(20, 61)]], DECODE)
+    with_kept = replace(export_run, device=replace(export_run.device, kept_prefixes=[str(kept)]))
+    (output,) = generate(load_engine(with_kept, 1), [[*range(20, 61)]], DECODE)
     (expected,) = generate(load_engine(run, 1), [[*range(20, 61)]], DECODE)
-    assert found.num_cached_tokens == 32
-    assert found.completions == expected.completions
+    assert output.num_cached_tokens == 32
+    assert output.completions == expected.completions
     with pytest.raises(UserError, match="kept"):
         load_engine(replace(run, device=replace(run.device, kept_prefixes=[str(kept)])), 1)
 
@@ -119,9 +123,9 @@ def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
     predict = PredictConfig(data=str(data), batch_size=1, adapter="a")
     run = replace(run, decode=decode, quant=INT8_INT4_CACHE, predict=predict)
     run_predict(run, tmp_path / "model_itself", dump)
-    own = replace(run, predict=replace(run.predict, export=True, max_errors=0))
+    export_run = replace(run, predict=replace(run.predict, export=True, max_errors=0))
     with pytest.raises(UserError, match="more than predict.max_errors=0 rows failed"):
-        run_predict(own, out, dump)
+        run_predict(export_run, out, dump)
     made = (out / "export" / EXPORT).stat()
     for changed, message in (
         ({"quant": INT4}, "quant contradicts .*/export"),
@@ -131,20 +135,23 @@ def test_one_run_exports_and_predicts(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(UserError, match=message):
-            run_predict(replace(own, **changed), out, dump)
-    run_predict(replace(own, predict=replace(own.predict, max_errors=1)), out, dump)
+            run_predict(replace(export_run, **changed), out, dump)
+    run_predict(replace(export_run, predict=replace(export_run.predict, max_errors=1)), out, dump)
     assert (out / "export" / EXPORT).stat() == made
     for name in ("predictions.jsonl", "text_generation_result.txt"):
         assert (out / name).read_bytes() == (tmp_path / "model_itself" / name).read_bytes()
     floats = replace(run, quant=FLOATS)
-    for name, other in (("floats", floats), ("out", replace(floats, predict=replace(own.predict, max_errors=1)))):
+    for name, other in (
+        ("floats", floats),
+        ("out", replace(floats, predict=replace(export_run.predict, max_errors=1))),
+    ):
         run_predict(other, tmp_path / name, dump)  # in the folder of a finished job the model is exported again
     assert (out / "predictions.jsonl").read_bytes() == (tmp_path / "floats" / "predictions.jsonl").read_bytes()
     alone = replace(run, model=replace(run.model, path=str(out / "export")), quant=FLOATS)
     run_predict(alone, tmp_path / "alone", dump)
     assert (tmp_path / "alone" / "predictions.jsonl").read_bytes() == (out / "predictions.jsonl").read_bytes()
     with pytest.raises(UserError, match="model.keep_packed=true is not used by predict.export=true: leave it out"):
-        run_predict(replace(own, model=replace(run.model, keep_packed=True)), tmp_path / "refused", dump)
+        run_predict(replace(export_run, model=replace(run.model, keep_packed=True)), tmp_path / "refused", dump)
 
 
 def adapted(run: RunConfig, num: int) -> RunConfig:
@@ -163,16 +170,16 @@ def test_adapters(quant: QuantConfig, exports: Exports, tmp_path: Path) -> None:
         for number, kind in enumerate(settings)
     ]
     change_adapter(folders[0], {}, {HEADS_COPY: None})
-    own = on_export(run, exports.of(run))
+    export_run = on_export(run, exports.of(run))
     rows: Rows = [*zip(PROMPTS, ("a", None, "b"), strict=True), (PROMPTS[0], None), (PROMPTS[1], "b")]
-    given = dict(zip("ab", folders, strict=True))
-    model, exported_engine = (load_with(adapted(its_run, 1), given) for its_run in (run, own))
+    adapters = dict(zip("ab", folders, strict=True))
+    model, exported_engine = (load_with(adapted(its_run, 1), adapters) for its_run in (run, export_run))
     expected = outputs(model, rows, DECODE)
     assert completions_of(outputs(exported_engine, rows, DECODE)) == completions_of(expected)
     assert [completions_of(outputs(exported_engine, [row], DECODE))[0] for row in rows] == completions_of(expected)
-    assert len({str(found.completions) for found in expected}) == len(rows)
-    later = load_engine(adapted(own, 2), 5)
-    for name, adapter in given.items():
+    assert len({str(output.completions) for output in expected}) == len(rows)
+    later = load_engine(adapted(export_run, 2), 5)
+    for name, adapter in adapters.items():
         later.load_adapter(name, adapter)
     assert completions_of(outputs(later, rows, DECODE)) == completions_of(expected)
 
@@ -211,10 +218,10 @@ def test_adapters_of_a_smoothed_model(tmp_path: Path) -> None:
     quant = CALIBRATED["a8w8 dynamic smoothquant"]
     make(quantize_run(tmp_path / "base", quant, tmp_path / "model", tmp_path / "rows.jsonl"), tmp_path / "quantize")
     run = run_config(tmp_path / "model")
-    own = on_export(run, exported(run, tmp_path / "made"))
+    export_run = on_export(run, exported(run, tmp_path / "made"))
     rows: Rows = [(prompt, "a") for prompt in PROMPTS]
-    model, exported_engine = (load_with(its_run, {"a": adapter}) for its_run in (run, own))
+    model, exported_engine = (load_with(its_run, {"a": adapter}) for its_run in (run, export_run))
     assert completions_of(outputs(exported_engine, rows, DECODE)) == completions_of(outputs(model, rows, DECODE))
     (tmp_path / "made" / FOLDS).unlink()
     with pytest.raises(UserError, match="was trained on activations that smoothquant has scaled in this model"):
-        load_with(own, {"a": adapter})
+        load_with(export_run, {"a": adapter})

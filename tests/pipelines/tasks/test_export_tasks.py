@@ -53,38 +53,38 @@ def test_predict(folders: dict[str, Path], tmp_path: Path) -> None:
         run_predict(job(folder, data, **NGRAM), tmp_path / name, dump)
     for file in ("predictions.jsonl", "text_generation_result.txt"):
         assert (tmp_path / "exported" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
-    own, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
-    assert own["num_drafted_tokens"] == expected["num_drafted_tokens"] > 0
-    assert own["num_accepted_tokens"] == expected["num_accepted_tokens"]
+    actual, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
+    assert actual["num_drafted_tokens"] == expected["num_drafted_tokens"] > 0
+    assert actual["num_accepted_tokens"] == expected["num_accepted_tokens"]
 
 
 def test_evaluate(folders: dict[str, Path], tmp_path: Path) -> None:
     data = texts_file(tmp_path)
     for name, folder in folders.items():
         run_evaluate(of(folder, Task.evaluate, evaluate=EvaluateConfig(data=str(data))), tmp_path / name, dump)
-    own, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
-    assert own["num_scored_tokens"] > 0
+    actual, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
+    assert actual["num_scored_tokens"] > 0
     names = ("num_scored_tokens", "nll_per_token", "perplexity")
-    assert [own[name] for name in names] == [expected[name] for name in names]
+    assert [actual[name] for name in names] == [expected[name] for name in names]
 
 
 def test_embed(folders: dict[str, Path], tmp_path: Path) -> None:
     data = texts_file(tmp_path)
     for name, folder in folders.items():
         run_embed(of(folder, Task.embed, data, embed=EmbedConfig()), tmp_path / name, dump)
-    own, expected = (np.load(tmp_path / name / "embeddings.npy") for name in ("exported", "model"))
-    assert own.shape[0] == len(TEXTS)
-    assert np.abs(own).max() > 0
-    assert (own == expected).all()
+    actual, expected = (np.load(tmp_path / name / "embeddings.npy") for name in ("exported", "model"))
+    assert actual.shape[0] == len(TEXTS)
+    assert np.abs(actual).max() > 0
+    assert (actual == expected).all()
 
 
 def test_bench(folders: dict[str, Path], tmp_path: Path) -> None:
     sizes = BenchConfig(prompt_tokens=9, new_tokens=4, repeats=1)
     for name, folder in folders.items():
         run_bench(of(folder, Task.bench, bench=sizes), tmp_path / name, dump)
-    own, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
-    assert own.keys() == expected.keys()
-    assert own["decode_tokens_per_s"] > 0
+    actual, expected = metrics(tmp_path / "exported"), metrics(tmp_path / "model")
+    assert actual.keys() == expected.keys()
+    assert actual["decode_tokens_per_s"] > 0
 
 
 def test_serve(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -113,13 +113,13 @@ def test_generation_settings_are_the_checkpoints(chatty: Path, exports: Exports,
 
 def test_the_prefix_cache(folders: dict[str, Path]) -> None:
     prompt, decode = [*range(20, 60)], DecodeConfig(max_new_tokens=6, ignore_eos=True, logprobs=2)
-    found = []
+    results = []
     for folder in folders.values():
         engine = load_engine(run_config(folder), 1)
-        found.append([generate(engine, [prompt], decode)[0] for _ in range(2)])
-    assert [each.num_cached_tokens for each in found[1]] == [each.num_cached_tokens for each in found[0]]
-    assert found[1][1].num_cached_tokens > 0
-    assert [each.completions for each in found[1]] == [each.completions for each in found[0]]
+        results.append([generate(engine, [prompt], decode)[0] for _ in range(2)])
+    assert [output.num_cached_tokens for output in results[1]] == [output.num_cached_tokens for output in results[0]]
+    assert results[1][1].num_cached_tokens > 0
+    assert [output.completions for output in results[1]] == [output.completions for output in results[0]]
 
 
 @pytest.mark.skipif(build.library() is None, reason="C++ kernels alone are recorded")

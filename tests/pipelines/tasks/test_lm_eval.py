@@ -53,7 +53,10 @@ def models(request: pytest.FixtureRequest) -> tuple[QuintetLM, HFLM]:
 
 
 def instances(kind: str, arguments: list[Any]) -> list[Instance]:
-    return [Instance(request_type=kind, doc={}, arguments=each, idx=i) for i, each in enumerate(arguments)]
+    return [
+        Instance(request_type=kind, doc={}, arguments=arguments_of_one, idx=i)
+        for i, arguments_of_one in enumerate(arguments)
+    ]
 
 
 def test_log_likelihoods_are_transformers(models: tuple[QuintetLM, HFLM]) -> None:
@@ -158,7 +161,11 @@ def write_tasks(folder: Path) -> list[str]:
         "stories": (
             stories,
             {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-            | {"metric_list": [{"metric": each} for each in ("word_perplexity", "byte_perplexity", "bits_per_byte")]},
+            | {
+                "metric_list": [
+                    {"metric": metric} for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+                ]
+            },
         ),
         "sums": (
             sums,
@@ -167,10 +174,10 @@ def write_tasks(folder: Path) -> list[str]:
         ),
     }
     kept = ("dataset_path", "test_split")
-    for name, (rows, own) in kinds.items():
+    for name, (rows, task_settings) in kinds.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"task": name, "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}}
-        (folder / f"{name}.yaml").write_text(json.dumps({key: settings[key] for key in kept} | data | own))
+        (folder / f"{name}.yaml").write_text(json.dumps({key: settings[key] for key in kept} | data | task_settings))
     return ["pick", *kinds]
 
 

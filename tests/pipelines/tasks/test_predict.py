@@ -78,7 +78,7 @@ def test_several_completions_are_all_in_the_row_and_the_first_is_its_own(
         for outputs in steps(self, *arguments, **named):
             firsts = [output.completions[0] for output in outputs]
             both = [[first, replace(first, text="!", token_ids=[5])] for first in firsts]
-            yield [replace(output, completions=each) for output, each in zip(outputs, both, strict=True)]
+            yield [replace(output, completions=completions) for output, completions in zip(outputs, both, strict=True)]
 
     monkeypatch.setattr(Engine, "steps", twice)
     run_predict(job(chatty, "Once", logprobs=0), tmp_path / "out", dump)
@@ -132,9 +132,9 @@ def test_output_files_that_cannot_be_are_refused_before_the_model_is_loaded(chat
     ):
         with pytest.raises(UserError, match=reason):
             run_predict(replace(run, predict=replace(run.predict, output_file=str(file))), tmp_path / "out", dump)
-    own = replace(run, predict=replace(run.predict, output_file=str(tmp_path / "predictions.jsonl")))
+    file_run = replace(run, predict=replace(run.predict, output_file=str(tmp_path / "predictions.jsonl")))
     with pytest.raises(UserError, match="predictions.jsonl is a file that the run itself writes: give another name"):
-        run_predict(own, tmp_path, dump)
+        run_predict(file_run, tmp_path, dump)
     (tmp_path / "there").touch()
     for prompt in ("word " * 20, "x" * 300):  # the second one is longer than a file name may be
         cut = PredictConfig(prompt, truncate=Truncation.left, max_prompt_tokens=5, output_file=str(tmp_path / "there"))

@@ -158,10 +158,10 @@ def test_totals_are_of_all_rows_and_the_speed_of_this_process(chatty: Path, tmp_
     unfinished(chatty, data, tmp_path / "out")
     run_predict(job(chatty, data, {"max_errors": 0}), tmp_path / "out", dump)  # the counted error is done
     assert results(tmp_path / "out") == results(tmp_path / "whole")
-    whole, out = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "out"))
+    expected, out = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("whole", "out"))
     for name in ("num_prompts", "num_errors", "num_prompt_tokens", "num_generated_tokens"):
-        assert whole[name] == out[name]
-    assert whole["num_resumed_rows"] == 0
+        assert expected[name] == out[name]
+    assert expected["num_resumed_rows"] == 0
     assert 0 < out["num_resumed_rows"] < NUM_ROWS
     assert out["tokens_per_s"] * out["generate_s"] < out["num_generated_tokens"] - 1
 

@@ -109,7 +109,7 @@ def test_predictions_are_the_same_bytes(runs: Path, job: str) -> None:
 def test_each_sampled_row_holds_its_seed(runs: Path) -> None:
     seed = seed_in_config(runs / "predict" / "first")
     held = {row["index"]: row["seed"] for row in rows(runs / "predict" / "first") if "seed" in row}
-    assert held == {index: own or seed for index, own in SAMPLED.items()}
+    assert held == {index: row_seed or seed for index, row_seed in SAMPLED.items()}
     (greedy, sampled) = rows(runs / "greedy" / "first")
     assert "seed" not in greedy
     assert sampled["seed"] == seed_in_config(runs / "greedy" / "first")

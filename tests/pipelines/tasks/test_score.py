@@ -55,7 +55,11 @@ def test_a_reward_model(tmp_path: Path, num_labels: int) -> None:
         [5, 6, 7, 1, 1],
         [1, 1, 1],
     ]
-    rows = [{"messages": CHAT}, {"prompt": "Once upon a time"}, *({"prompt_token_ids": each} for each in ids[2:])]
+    rows = [
+        {"messages": CHAT},
+        {"prompt": "Once upon a time"},
+        *({"prompt_token_ids": token_ids} for token_ids in ids[2:]),
+    ]
     for row, prompt in zip(scored(tmp_path, tmp_path, rows), ids, strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt])).logits[0]
@@ -88,12 +92,12 @@ def test_qwen3_reranker(tmp_path: Path, instruction: str | None) -> None:
     reference = write_qwen3_reranker(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     pairs = [("What is 3 + 4?", "It is 7."), ("yes or no", "\n\nno </s>"), ("", "今天天气很好"), ("a", "yes " * 20)]
-    given = {} if instruction is None else {"instruction": instruction}
+    options = {} if instruction is None else {"instruction": instruction}
     rows = [{"query": query, "document": document} for query, document in pairs]
-    told = ScoreConfig(**given).instruction
+    told = ScoreConfig(**options).instruction
     expected = [card_score(reference, tokenizer, *pair, told) for pair in pairs]
-    found = scored(tmp_path, tmp_path, rows, **given)
-    assert [row["scores"] for row in found] == [[pytest.approx(score, abs=TOLERANCE)] for score in expected]
+    scores = scored(tmp_path, tmp_path, rows, **options)
+    assert [row["scores"] for row in scores] == [[pytest.approx(score, abs=TOLERANCE)] for score in expected]
     assert len({round(score, 3) for score in expected}) > 1
 
 
@@ -109,9 +113,9 @@ def test_bad_rows_are_errors(tmp_path: Path) -> None:
     rows = [
         {"prompt": "one"}, {"query": "a", "document": "b"}, {"query": "a"}, {"document": "b"}, {"prompt": "x " * 200},
     ]  # fmt: skip
-    found = scored(tmp_path, tmp_path, rows)
-    assert [row["scores"] is None for row in found] == [False, True, True, True, True]
-    errors = [row["error"] for row in found]
+    scores = scored(tmp_path, tmp_path, rows)
+    assert [row["scores"] is None for row in scores] == [False, True, True, True, True]
+    errors = [row["error"] for row in scores]
     assert "a head of 1 labels, which scores one text: give a prompt or messages" in errors[1]
     assert "the row has a query and no document: give both" in errors[2]
     assert "the row has none of prompt" in errors[3]

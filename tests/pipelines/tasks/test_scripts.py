@@ -85,9 +85,9 @@ def test_the_scripts_of_mindformers(capsys: pytest.CaptureFixture[str], caplog: 
     said = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
     pipe = pipeline("text_generation", model="tiny")
     assert said == pipe(PROMPTS, max_length=512, do_sample=False, top_k=3, top_p=1)
-    assert not [each for each in caplog.messages if "change" in each]
+    assert not [message for message in caplog.messages if "change" in message]
     run(MINDFORMERS + STREAMED, "mindformers", ours)
-    assert capsys.readouterr().out == "".join(f"{each['text_generation_text'][0]}\n" for each in said)
+    assert capsys.readouterr().out == "".join(f"{result['text_generation_text'][0]}\n" for result in said)
 
 
 def test_what_a_script_of_mindformers_says(ckpt_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,8 +100,14 @@ def test_what_a_script_of_mindformers_says(ckpt_folder: Path, caplog: pytest.Log
     build_context({"context": {"device_target": "CPU"}, "parallel_config": {"data_parallel": 8}})
     assert mindformers._context == ["device=cpu"]
     assert "parallel_config: data_parallel is used with use_parallel=True alone" in caplog.text
-    own = {"seq_length": 64, "batch_size": 2, "compute_dtype": "float32", "max_decode_length": 20, "do_sample": False}
-    model = AutoModel.from_pretrained("llama2_7b", checkpoint_name_or_path=ckpt_folder, **own)
+    options = {
+        "seq_length": 64,
+        "batch_size": 2,
+        "compute_dtype": "float32",
+        "max_decode_length": 20,
+        "do_sample": False,
+    }
+    model = AutoModel.from_pretrained("llama2_7b", checkpoint_name_or_path=ckpt_folder, **options)
     pipe = mindformers.pipeline("text_generation", model, AutoTokenizer.from_pretrained(str(TINY)))
     assert (pipe.run.model.max_length, pipe.engine.config.max_num_requests, str(pipe.engine.dtype)) == (
         64,

@@ -51,9 +51,9 @@ def test_predictions_are_equal_byte_for_byte(tmp_path: Path, order: DraftOrder) 
 def test_a_row_has_settings_and_a_prediction_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_predict(job(TINY, "Once upon a time"), tmp_path / "plain", dump)
     (plain,) = predictions(tmp_path / "plain")
-    own = {"speculate": "ngram", "speculation": {"num_tokens": 3, "adaptive": False}}
+    row_settings = {"speculate": "ngram", "speculation": {"num_tokens": 3, "adaptive": False}}
     rows: list[dict[str, Any]] = [
-        {"prompt": "Once upon a time", "prediction": plain["text"], "decode": own},
+        {"prompt": "Once upon a time", "prediction": plain["text"], "decode": row_settings},
         {"prompt": "Once upon a time"},
         {"prompt": "Once upon a time", "decode": {"speculation": {"acceptance": "top_p_window"}}},
         {"prompt": "Once upon a time", "decode": {"speculation": {"num_token": 3}}},
@@ -73,9 +73,9 @@ def test_a_row_has_settings_and_a_prediction_of_its_own(tmp_path: Path, capsys: 
         "decode.speculation=3 is not allowed: give {NAME: VALUE, ...}",
         "decode.speculate='ngrams' does not exist: there are none, ngram, model, mtp",
     ]
-    found = metrics(tmp_path / "out")
-    assert found["num_accepted_tokens"] > 0.5 * found["num_drafted_tokens"] > 0
-    counts = found["num_accepted_tokens"], found["num_drafted_tokens"]
+    actual = metrics(tmp_path / "out")
+    assert actual["num_accepted_tokens"] > 0.5 * actual["num_drafted_tokens"] > 0
+    counts = actual["num_accepted_tokens"], actual["num_drafted_tokens"]
     assert re.search(f"^drafts +{counts[0]} of {counts[1]} tokens accepted$", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -133,8 +133,8 @@ def test_what_is_not_used_is_said_once(
     chatty: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, decode: dict[str, Any], data: Any, line: str
 ) -> None:
     warn_once.cache_clear()
-    given = data if isinstance(data, str) else rows_file(tmp_path, data)
-    run_predict(job(chatty, given, **decode), tmp_path / "out", dump)
+    prompts = data if isinstance(data, str) else rows_file(tmp_path, data)
+    run_predict(job(chatty, prompts, **decode), tmp_path / "out", dump)
     assert [record.getMessage() for record in caplog.records].count(line) == 1
 
 
@@ -190,9 +190,9 @@ def test_a_bench_counts_tokens_and_not_steps(tmp_path: Path, capsys: pytest.Capt
     run = replace(run_config(TINY), predict=PredictConfig(), task=Task.bench, bench=bench)
     run = replace(run, decode=DecodeConfig(**NGRAM))  # type: ignore[arg-type]
     run_bench(run, tmp_path, dump)
-    found = metrics(tmp_path)
-    assert 0 < found["num_accepted_tokens"] < found["num_drafted_tokens"] < 2 * 60 * 7
-    assert re.search(f"^drafts +{found['num_accepted_tokens']} of ", capsys.readouterr().out, re.MULTILINE)
+    actual = metrics(tmp_path)
+    assert 0 < actual["num_accepted_tokens"] < actual["num_drafted_tokens"] < 2 * 60 * 7
+    assert re.search(f"^drafts +{actual['num_accepted_tokens']} of ", capsys.readouterr().out, re.MULTILINE)
     engine = load_engine(run, 1)
     result = measure(engine, next(prompt_batches(bench, engine)), decode_config(run.decode, run.bench.new_tokens))
     assert len(result.token_s) == len(result.step_s) < 59

@@ -18,7 +18,7 @@ from tests.helpers.rank_files import assert_one_tensor_at_a_time, assert_same_mo
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def whole_folder(tmp_path: Path) -> Path:
     write_llama(tmp_path / "whole")
     return tmp_path / "whole"
 
@@ -31,27 +31,27 @@ def folder(tmp_path: Path) -> Path:
 
 @each("packed", [False, True])
 @each("part", [1001, 2**29])
-def test_whole_file(packed: bool, part: int, whole: Path, folder: Path) -> None:
-    (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole / "model.safetensors")), packed, part))
-    shutil.copy(whole / "config.json", folder)
-    assert_same_model(folder, whole)
+def test_whole_file(packed: bool, part: int, whole_folder: Path, folder: Path) -> None:
+    (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole_folder / "model.safetensors")), packed, part))
+    shutil.copy(whole_folder / "config.json", folder)
+    assert_same_model(folder, whole_folder)
 
 
-def test_several_files_and_yaml(whole: Path, folder: Path) -> None:
-    tensors = list(renamed(load_file(whole / "model.safetensors")).items())
+def test_several_files_and_yaml(whole_folder: Path, folder: Path) -> None:
+    tensors = list(renamed(load_file(whole_folder / "model.safetensors")).items())
     for i in range(3):
         (folder / f"part_{i}.ckpt").write_bytes(ckpt(dict(tensors[i::3])))
-    assert_same_model(write_yaml(folder), whole)
+    assert_same_model(write_yaml(folder), whole_folder)
 
 
 @each("num_ranks, num_stages", [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_ranks(num_ranks: int, num_stages: int, whole: Path, tmp_path: Path) -> None:
+def test_ranks(num_ranks: int, num_stages: int, whole_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ms"
     folder.mkdir()
-    for i, tensors in enumerate(cut(load_file(whole / "model.safetensors"), num_ranks, num_stages)):
+    for i, tensors in enumerate(cut(load_file(whole_folder / "model.safetensors"), num_ranks, num_stages)):
         (folder / f"rank_{i}").mkdir()
         (folder / f"rank_{i}" / f"llama_rank_{i}-3_2.ckpt").write_bytes(ckpt(renamed(tensors)))
-    assert_same_model(write_yaml(folder), whole)
+    assert_same_model(write_yaml(folder), whole_folder)
 
 
 @pytest.mark.long
@@ -78,8 +78,8 @@ def test_biases_make_a_qwen2(tmp_path: Path, folder: Path) -> None:
     assert_same_model(write_yaml(folder, qkv_has_bias=True), tmp_path / "whole")
 
 
-def test_training_states_are_left_out(whole: Path, folder: Path) -> None:
-    weights = renamed(load_file(whole / "model.safetensors"))
+def test_training_states_are_left_out(whole_folder: Path, folder: Path) -> None:
+    weights = renamed(load_file(whole_folder / "model.safetensors"))
     query = "model.layers.0.attention.wq.weight"
     states = [
         f"adam_m.{query}",
@@ -94,27 +94,29 @@ def test_training_states_are_left_out(whole: Path, folder: Path) -> None:
     states += ["current_iterator_step", "last_overflow_iterator_step", "moment1." + query]
     extra = {name: torch.ones(3, dtype=torch.int8) for name in states}
     (folder / "train.ckpt").write_bytes(ckpt(weights | extra))
-    assert_same_model(write_yaml(folder), whole)
+    assert_same_model(write_yaml(folder), whole_folder)
 
 
-def test_settings_that_nobody_read_are_reported(whole: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole / "model.safetensors"))))
+def test_settings_that_nobody_read_are_reported(
+    whole_folder: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "llama.ckpt").write_bytes(ckpt(renamed(load_file(whole_folder / "model.safetensors"))))
     parameters(write_yaml(folder, sliding_window=16, top_k=3))
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["sliding_window, top_k"]
 
 
-def test_two_checkpoints_of_one_model(whole: Path, folder: Path) -> None:
+def test_two_checkpoints_of_one_model(whole_folder: Path, folder: Path) -> None:
     for step in (1, 2):
-        content = ckpt(renamed(load_file(whole / "model.safetensors")))
+        content = ckpt(renamed(load_file(whole_folder / "model.safetensors")))
         (folder / f"llama-{step}.ckpt").write_bytes(content)
     with pytest.raises(UserError, match=r"found twice: .*model\.embed_tokens\.weight"):
         parameters(write_yaml(folder))
 
 
-def test_folders_that_are_no_ranks(whole: Path, folder: Path) -> None:
+def test_folders_that_are_no_ranks(whole_folder: Path, folder: Path) -> None:
     (folder / "rank_00").mkdir()
     (folder / "rank_00" / "llama.ckpt").write_bytes(SOUND)
-    shutil.copy(whole / "config.json", folder)
+    shutil.copy(whole_folder / "config.json", folder)
     with pytest.raises(UserError, match="has no weights"):
         parameters(folder)
 
@@ -127,7 +129,7 @@ def test_a_rank_is_missing(folder: Path) -> None:
         parameters(write_yaml(folder))
 
 
-def test_two_checkpoints_of_a_rank(whole: Path, folder: Path) -> None:
+def test_two_checkpoints_of_a_rank(whole_folder: Path, folder: Path) -> None:
     (folder / "rank_0").mkdir()
     for step in (1, 2):
         (folder / "rank_0" / f"llama-{step}.ckpt").write_bytes(SOUND)
@@ -138,19 +140,19 @@ def test_two_checkpoints_of_a_rank(whole: Path, folder: Path) -> None:
         parameters(folder)
 
 
-def test_tensors_of_other_models_are_unexpected(whole: Path, folder: Path) -> None:
-    tensors = renamed(load_file(whole / "model.safetensors")) | {"transformer.embedding.weight": torch.ones(3)}
+def test_tensors_of_other_models_are_unexpected(whole_folder: Path, folder: Path) -> None:
+    tensors = renamed(load_file(whole_folder / "model.safetensors")) | {"transformer.embedding.weight": torch.ones(3)}
     (folder / "llama.ckpt").write_bytes(ckpt(tensors))
     with pytest.raises(UserError, match=r"unexpected: transformer\.embedding\.weight$"):
         parameters(write_yaml(folder))
 
 
-def test_told_by_content(whole: Path, folder: Path) -> None:
+def test_told_by_content(whole_folder: Path, folder: Path) -> None:
     """Other programs name their archives .ckpt, too, and safetensors have precedence."""
     (folder / "other.ckpt").write_bytes(b"PK\x03\x04")
-    shutil.copy(whole / "config.json", folder)
+    shutil.copy(whole_folder / "config.json", folder)
     with pytest.raises(UserError, match=r"has no weights: expected model\.safetensors"):
         parameters(folder)
-    (whole / "llama.ckpt").write_bytes(SOUND)
-    assert parameters(whole).keys() == load_file(whole / "model.safetensors").keys()
-    assert open_checkpoint(whole, False).config.raw("model_type") == "llama"
+    (whole_folder / "llama.ckpt").write_bytes(SOUND)
+    assert parameters(whole_folder).keys() == load_file(whole_folder / "model.safetensors").keys()
+    assert open_checkpoint(whole_folder, False).config.raw("model_type") == "llama"

@@ -39,8 +39,8 @@ def test_codes_and_scales_of_int8(tmp_path: Path) -> None:
         assert made[f"{ours}.weight"].equal(torch.from_numpy(arrays[name].T.astype(np.int8)))
         scale = torch.tensor(thresholds(tmp_path / "source", "weight_scales.json", module, "weight_quanter")) / 127
         assert made[f"{ours}.weight_scale"].equal(scale.unsqueeze(1))
-        parent, _, own = module.rpartition(".")
-        reader = f"{parent}.{SHARED.get(own, own)}"
+        parent, _, child = module.rpartition(".")
+        reader = f"{parent}.{SHARED.get(child, child)}"
         threshold = thresholds(tmp_path / "source", "act_scales.json", reader, "activation_quanter")
         assert made[f"{ours}.input_scale"].equal(torch.tensor([threshold]) / 127)
     assert made["model.layers.1.mlp.down_proj.weight"].is_floating_point()

@@ -78,7 +78,10 @@ def test_logits(float_module: str | None, tmp_path: Path, monkeypatch: pytest.Mo
         skip(tmp_path / "source", arrays, name := f"llama.layers.0.{float_module}")
         monkeypatch.setattr(
             "tests.helpers.paddle_scales.is_quantised",
-            lambda each: each.endswith("_proj.weight") and not each.startswith(("llama.layers.1.mlp.down_proj", name)),
+            lambda weight_name: (
+                weight_name.endswith("_proj.weight")
+                and not weight_name.startswith(("llama.layers.1.mlp.down_proj", name))
+            ),
         )
         state = {key: torch.from_numpy(array) for key, array in arrays.items()}
         floats = {f"model.{name.removeprefix('llama.')}.weight": state[f"{name}.weight"].T.contiguous()}
@@ -117,15 +120,15 @@ def test_scales_take_the_factors_and_codes_stay(tmp_path: Path) -> None:
 def test_what_has_no_scale(tmp_path: Path) -> None:
     arrays = quantise(tmp_path / "source", 127.0, "a8w8")
     factors = factors_of(arrays)
-    own, mlp = "llama.layers.0.self_attn.o_proj", "llama.layers.0.mlp.down_proj"
-    many, one = factors[own].copy(), np.ones_like(factors[mlp])
+    output_layer, mlp = "llama.layers.0.self_attn.o_proj", "llama.layers.0.mlp.down_proj"
+    many, one = factors[output_layer].copy(), np.ones_like(factors[mlp])
     many[0] *= 2
     negative = one * -1
     first = factors[mlp][:-1].copy()
     smooth(tmp_path / "source", arrays, factors)
     for changes, message in (
         (
-            {f"{own}.smooth_weight": many},
+            {f"{output_layer}.smooth_weight": many},
             r"o_proj\.smooth_weight differs between query heads that read the same value: ",
         ),
         ({f"{mlp}.smooth_weight": negative}, "has factors that are not finite and above 0: it is damaged"),
@@ -158,8 +161,11 @@ def test_factors_behind_a_cache_with_scales(tmp_path: Path) -> None:
 
 def test_values_that_are_not_of_the_groups(tmp_path: Path) -> None:
     """The config has other heads than the weights."""
-    own, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
-    save_file({f"{maker}.weight": torch.ones(5, 5), f"{own}.smooth_weight": torch.ones(15)}, tmp_path / "x.safetensors")
+    output_layer, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
+    save_file(
+        {f"{maker}.weight": torch.ones(5, 5), f"{output_layer}.smooth_weight": torch.ones(15)},
+        tmp_path / "x.safetensors",
+    )
     file = SafetensorsFile(tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="has 15 factors, which do not fit the outputs of another layer"):
         SmoothedFile(file, Scales("a8w8", {}, {}, {}, is_smoothed=True), [f"{maker}.weight"], 6, 2)
@@ -170,25 +176,27 @@ def test_values_of_groups_and_their_biases(is_coded: bool, tmp_path: Path) -> No
     """Six query heads read the values of two heads. The mean of values times a factor equals the mean of multiplied
     values."""
     generator = torch.Generator().manual_seed(2)
-    own, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
+    output_layer, maker = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"
     weight, bias = torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator)
     factors = torch.rand(2, 1, 3, generator=generator).add(0.5).expand(2, 3, 3).flatten()
-    stored = {f"{maker}.weight": weight, f"{maker}.bias": bias, f"{own}.smooth_weight": factors}
-    save_file(stored | {f"{own}.layer.weight": torch.randn(7, 18, generator=generator)}, tmp_path / "x.safetensors")
-    expected = {f"{maker}.weight", f"{maker}.bias", f"{own}.weight"}
-    coded = {own: torch.ones(7, 1)} | ({maker: torch.ones(6, 1)} if is_coded else {})
+    stored = {f"{maker}.weight": weight, f"{maker}.bias": bias, f"{output_layer}.smooth_weight": factors}
+    save_file(
+        stored | {f"{output_layer}.layer.weight": torch.randn(7, 18, generator=generator)}, tmp_path / "x.safetensors"
+    )
+    expected = {f"{maker}.weight", f"{maker}.bias", f"{output_layer}.weight"}
+    coded = {output_layer: torch.ones(7, 1)} | ({maker: torch.ones(6, 1)} if is_coded else {})
     scales = Scales("a8w8", coded, {}, {}, is_smoothed=True)
     file = SmoothedFile(SafetensorsFile(tmp_path / "x.safetensors"), scales, expected, 6, 2)
     assert file.shapes.keys() == expected
-    assert file.scales.weights[own].equal(torch.ones(7, 1))
-    found, x = dict(file.read(expected)), torch.randn(5, generator=generator)
+    assert file.scales.weights[output_layer].equal(torch.ones(7, 1))
+    tensors, x = dict(file.read(expected)), torch.randn(5, generator=generator)
 
     def of_query_heads(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         values = (weight.double() @ x.double() + bias.double()).view(2, 3)
         return values.repeat_interleave(3, 0).flatten()
 
-    rows = found[f"{maker}.weight"] * file.scales.weights.get(maker, torch.ones(6, 1))
-    assert found[f"{maker}.weight"].equal(weight) is is_coded
-    own_values = of_query_heads(rows, found[f"{maker}.bias"])
+    rows = tensors[f"{maker}.weight"] * file.scales.weights.get(maker, torch.ones(6, 1))
+    assert tensors[f"{maker}.weight"].equal(weight) is is_coded
+    own_values = of_query_heads(rows, tensors[f"{maker}.bias"])
     # float32 rounds each product once
     torch.testing.assert_close(own_values, of_query_heads(weight, bias) * factors.double(), rtol=0, atol=1e-6)

@@ -106,19 +106,19 @@ def test_what_was_chosen_is_what_is_stored_and_what_runs(
     assert len(chosen) == 15  # seven linear layers in each of two layers, and the head
     for layer, stored in chosen.items():
         weight = stored.weight
-        own = {key.removeprefix(f"{layer}."): t for key, t in tensors.items() if key.startswith(f"{layer}.")}
+        layer_tensors = {key.removeprefix(f"{layer}."): t for key, t in tensors.items() if key.startswith(f"{layer}.")}
         codes = weight.codes if weight.permutation is None else weight.codes[:, weight.permutation.argsort()]
-        if "weight_packed" in own:
+        if "weight_packed" in layer_tensors:
             bits = 4 if quant.scheme is QuantScheme.int4 and "down_proj" not in layer else 8
-            found = unpack_from_int32(own["weight_packed"], bits, codes.shape)
-            assert found.equal(codes if weight.zero_points is None else codes - 8), layer
+            unpacked = unpack_from_int32(layer_tensors["weight_packed"], bits, codes.shape)
+            assert unpacked.equal(codes if weight.zero_points is None else codes - 8), layer
         else:
-            assert own["weight"].dtype == codes.dtype
-            assert own["weight"].view(torch.int8).equal(codes.view(torch.int8)), layer
-        assert own["weight_scale"].flatten().equal(weight.scales.flatten()), layer
-        assert ("input_scale" in own) == (quant.activations is Activations.static)
+            assert layer_tensors["weight"].dtype == codes.dtype
+            assert layer_tensors["weight"].view(torch.int8).equal(codes.view(torch.int8)), layer
+        assert layer_tensors["weight_scale"].flatten().equal(weight.scales.flatten()), layer
+        assert ("input_scale" in layer_tensors) == (quant.activations is Activations.static)
         if stored.input_scale is not None:
-            assert own["input_scale"].item() == stored.input_scale.item() > 0
+            assert layer_tensors["input_scale"].item() == stored.input_scale.item() > 0
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["num_layers"] == 15
     assert metrics["weight_bytes"] == again.executor.weight_bytes < metrics["weight_bytes_before"]

@@ -110,10 +110,10 @@ def test_int4_for_vllm_on_a_cpu_keeps_float_activations_but_for_its_int8_head(da
     run = quantize_run(LLAMA, quant, tmp_path / "made", data, format=QuantizedFormat.vllm_cpu)
     made = make(run, tmp_path / "run")
     groups = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]["config_groups"]
-    found = [
+    messages = [
         (g["targets"], g["format"], g["weights"]["num_bits"], bool(g["input_activations"])) for g in groups.values()
     ]
-    assert found == [(["Linear"], "pack-quantized", 4, False), (["lm_head"], "int-quantized", 8, True)]
+    assert messages == [(["Linear"], "pack-quantized", 4, False), (["lm_head"], "int-quantized", 8, True)]
     assert all_logits(reloaded(tmp_path / "made"), PROMPT).equal(all_logits(made, PROMPT))
 
 

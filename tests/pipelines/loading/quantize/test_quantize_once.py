@@ -119,8 +119,8 @@ def test_what_is_made_is_said_at_once(
     with caplog.at_level(logging.WARNING):
         run = quantize_run(LLAMA, CALIBRATED["a8w8 static"], None, data)
         folder = find_or_make(calibration_job(run), resolve_model(run.model), report.NO_PROGRESS)
-    what = f"calibrating {LLAMA} by quant=a8w8 on 6 samples of at most 16 tokens: about "
-    assert re.search(rf"^{re.escape(what)}[\d,]+ s; it is kept in {re.escape(str(folder))}$", caplog.messages[0])
+    beginning = f"calibrating {LLAMA} by quant=a8w8 on 6 samples of at most 16 tokens: about "
+    assert re.search(rf"^{re.escape(beginning)}[\d,]+ s; it is kept in {re.escape(str(folder))}$", caplog.messages[0])
     assert not (folder / "report.md").exists()  # only task=quantize makes it
 
 

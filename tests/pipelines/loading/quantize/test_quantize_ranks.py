@@ -98,10 +98,10 @@ def test_the_folder_of_ranks_is_that_of_one_process(tmp_path: Path, monkeypatch:
         (partial,) = tmp_path.glob(".*.partial")
         (partial / "model-00001.safetensors").unlink()  # the first layer exists, the second is still missing
         close(make(parallel(ranks, tp, pp), tmp_path / "run"))
-        found = json.loads((tmp_path / "run" / "metrics.json").read_text())
+        metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
         assert bytes_of(tmp_path / f"ranks {name}") == bytes_of(tmp_path / f"one {name}")
         measured = "perplexity_before", "perplexity", "kl_mean", "top1_agreement"
-        assert [found[key] for key in measured] == [expected[key] for key in measured]
+        assert [metrics[key] for key in measured] == [expected[key] for key in measured]
         assert all_logits(reloaded(tmp_path / f"ranks {name}"), PROMPT).equal(all_logits(made, PROMPT))
 
 

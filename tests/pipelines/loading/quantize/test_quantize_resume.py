@@ -109,10 +109,10 @@ def test_killed_at_any_moment_it_leaves_the_files_of_an_uninterrupted_run(
         [sys.executable, "-c", DRIVER, arguments], env=environment, stdout=subprocess.PIPE, text=True, timeout=300
     )
     assert json.loads(done.stdout) == [0] + [-signal.SIGKILL, False, 0] * len(moments)
-    whole = files_in(base / "first")
-    assert {"config.json", "manifest.json", "report.md", "errors.png"} < whole.keys()
+    expected = files_in(base / "first")
+    assert {"config.json", "manifest.json", "report.md", "errors.png"} < expected.keys()
     for i, moment in enumerate(moments):
-        assert files_in(base / str(i)) == whole, moment
+        assert files_in(base / str(i)) == expected, moment
     assert not [file for file in base.iterdir() if file.name.startswith(".")]
 
 

@@ -80,7 +80,7 @@ def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
     async def test() -> list[Whole]:
         async with serving() as client:
             submits = [Submit(0, prompt_of(engine, text), decode, streams=streams) for text, decode, streams in cases]
-            answers = await asyncio.gather(*(whole(Asked(client, each)) for each in submits))
+            answers = await asyncio.gather(*(whole(Asked(client, submit)) for submit in submits))
             beat = await idle(client)
             assert beat.num_generated_tokens == sum(len(ids) for one in answers for ids in one.token_ids)
             assert beat.cache_usage == 0
@@ -94,7 +94,7 @@ def test_sixteen_at_once_are_what_each_is_alone(engine: Engine) -> None:
             one.stop_reason for one in output.completions
         ]
         for sample, one in zip(answer.samples.values(), output.completions, strict=True):
-            assert [each.logprob for each in sample.logprobs] == [
+            assert [entry.logprob for entry in sample.logprobs] == [
                 step.logprobs[token] for token, step in zip(one.token_ids, one.logprobs or [], strict=False)
             ]
             assert streams or sample.num_deltas == 1
@@ -139,9 +139,9 @@ def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
 
     async def test() -> None:
         async with serving() as client:
-            before = await asyncio.gather(*(whole(Asked(client, each)) for each in submits))
+            before = await asyncio.gather(*(whole(Asked(client, submit)) for submit in submits))
             fingerprint = client.info and client.info.fingerprint
-            running = [Asked(client, each) for each in submits]
+            running = [Asked(client, submit) for submit in submits]
             await asyncio.gather(*map(first_token, running))
             os.kill(pid_of(client), signal.SIGKILL)
             for answer in running:
@@ -152,9 +152,9 @@ def test_a_killed_engine_comes_back_and_says_the_same(engine: Engine) -> None:
             info = await client.wait_ready()
             assert (info.fingerprint, client.num_restarts) == (fingerprint, 1)
             assert (info.fingerprint or "").startswith("fp_")
-            after = await asyncio.gather(*(whole(Asked(client, each)) for each in submits))
-            assert [each.texts for each in after] == [each.texts for each in before]
-            assert [each.token_ids for each in after] == [each.token_ids for each in before]
+            after = await asyncio.gather(*(whole(Asked(client, submit)) for submit in submits))
+            assert [answer.texts for answer in after] == [answer.texts for answer in before]
+            assert [answer.token_ids for answer in after] == [answer.token_ids for answer in before]
 
     run_async(test())
 
@@ -225,7 +225,7 @@ def test_what_has_arrived_while_the_server_was_held_up_is_no_silence() -> None:
 @pytest.mark.long
 def test_what_was_in_two_crashes_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def crash(client: EngineClient, poison: Submit, other: Submit) -> None:
-        answers = [Asked(client, each) for each in (poison, other)]
+        answers = [Asked(client, submit) for submit in (poison, other)]
         await first_token(answers[0])
         os.kill(pid_of(client), signal.SIGKILL)
         for answer in answers:

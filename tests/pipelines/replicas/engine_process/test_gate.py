@@ -32,11 +32,11 @@ def test_what_is_taken_is_what_was_put_in_its_order(events: list[tuple[str, obje
     clock, numbers, ended = Clock(), count(), set()
     gate, taken = Gate(clock), list[Delta]()
     put: dict[tuple[int, int], list[int]] = {key: [] for key in KEYS}
-    for what, argument in events:
-        if what == "take":
+    for action, argument in events:
+        if action == "take":
             clock.now_s += argument
             taken += gate.take()
-        elif argument not in ended and what == "put":
+        elif argument not in ended and action == "put":
             number = next(numbers)
             put[argument].append(number)
             gate.put(*argument, [number], f"<{number}>", [Logprob(number, -0.5, 1, [])])
@@ -50,7 +50,7 @@ def test_what_is_taken_is_what_was_put_in_its_order(events: list[tuple[str, obje
         deltas = [delta for delta in taken if (delta.id, delta.sample) == key]
         assert "".join(delta.text for delta in deltas) == "".join(f"<{number}>" for number in numbers_put)
         assert [token for delta in deltas for token in delta.token_ids] == numbers_put
-        assert [each.token_id for delta in deltas for each in delta.logprobs] == numbers_put
+        assert [entry.token_id for delta in deltas for entry in delta.logprobs] == numbers_put
         reasons = [(delta.finish_reason, delta.stop_reason) for delta in deltas if delta.finish_reason]
         assert reasons == ([("stop", key[0])] if key in ended else [])
         assert not reasons or deltas[-1].finish_reason

@@ -133,7 +133,7 @@ def test_vectors_are_those_of_task_embed(tmp_path: Path, write: Callable[[Path],
     served, tokenizer = loaded(run), load_tokenizer(tmp_path)
     assert served.ready.embeds
     prompts = [encode_input(served.ready, tokenizer, text) for text in TEXTS]
-    script = serve(served, [Submit(9, prompts[0], {}), *(SubmitPooled(*each) for each in enumerate(prompts))])
+    script = serve(served, [Submit(9, prompts[0], {}), *(SubmitPooled(*pair) for pair in enumerate(prompts))])
     vectors = [done.vector for done in sorted(script.of(Done), key=lambda done: done.id)]
     expected = EmbeddingPipeline(replace(run, task=Task.embed))(TEXTS)
     np.testing.assert_array_equal(np.array(vectors, np.float32), expected)
@@ -177,9 +177,9 @@ def test_requests_for_vectors_name_what_is_beside_the_weights_and_share_beginnin
     assert done[1].vector == done[4].vector != done[0].vector
     embed = replace(run, task=Task.embed, model=replace(run.model, tokenizer=""))
     rows: list[Any] = [{"prompt_token_ids": prompt, **named} for named in ({}, {"adapter": "fr"}, {"prefix": "story"})]
-    found = np.array([done[i].vector for i in (0, 1, 7)], np.float32)
-    np.testing.assert_array_equal(found, EmbeddingPipeline(embed)(rows))
-    assert len(np.unique(found, axis=0)) == 3
+    vectors = np.array([done[i].vector for i in (0, 1, 7)], np.float32)
+    np.testing.assert_array_equal(vectors, EmbeddingPipeline(embed)(rows))
+    assert len(np.unique(vectors, axis=0)) == 3
     assert "adapter 'de' does not exist" in script.of(Refused)[0].message
 
 

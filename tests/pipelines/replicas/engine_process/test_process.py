@@ -74,7 +74,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @each("streams", [False, True])
 def test_answers_are_those_of_the_engine_alone(served: Served, engine: Engine, streams: bool) -> None:
-    wanted = [each for each in SETTINGS if not (streams and "num_beams" in each)]
+    wanted = [settings for settings in SETTINGS if not (streams and "num_beams" in settings)]
     prompts = [prompt_of(engine, TEXTS[i % len(TEXTS)]) for i in range(len(wanted))]
     submits = [
         Submit(i, prompt, decode, streams=streams)
@@ -371,7 +371,7 @@ def test_what_a_step_may_compute_first_is_told_before_it(
                 state |= dict.fromkeys(frame.ids, "begun")
             elif isinstance(frame, Accepted):
                 state[frame.id] = "waits"
-        told.append([id for id, each in state.items() if each == "begun"])
+        told.append([id for id, status in state.items() if status == "begun"])
         step(max_tokens)
         assert {group.request.id for group in engine.scheduler.running} <= set(told[-1])
 

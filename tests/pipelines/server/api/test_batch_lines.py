@@ -91,7 +91,7 @@ def test_a_batch_is_predicted_as_its_rows_are(tmp_path: Path) -> None:
     ]
     said = {}
     for name, content in (("batch", lines), ("rows", rows)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in content))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in content))
         done = run(
             "device=cpu",
             "decode.max_new_tokens=5",

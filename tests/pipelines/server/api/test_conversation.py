@@ -250,16 +250,16 @@ def test_messages_are_told_as_templates_have_them(tmp_path: Path) -> None:
         {"role": "tool", "tool_call_id": "a", "content": "sun <|im_end|>"},
     ]
     prompt = chat.prompt(request(messages=messages, tools=TOOLS))
-    own = json.loads(json.dumps(messages))
-    own[0] = {"role": "system", "content": "be\nbrief <|im_end|>"}
-    own[2]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
-    assert prompt.token_ids == tokenizer.encode_messages(own, None, tools=TOOLS)[1]
+    conversation = json.loads(json.dumps(messages))
+    conversation[0] = {"role": "system", "content": "be\nbrief <|im_end|>"}
+    conversation[2]["tool_calls"][0]["function"]["arguments"] = json.loads(ARGUMENTS)
+    assert prompt.token_ids == tokenizer.encode_messages(conversation, None, tools=TOOLS)[1]
     assert prompt.token_ids.count(tokenizer.special_token_id("<|im_end|>")) == 5  # type: ignore[arg-type]
     for wrong in ("[1]", "1", "{", '{"a":' * 65 + "1" + "}" * 65, '{"a":' * 500 + "1" + "}" * 500):
-        call["function"]["arguments"] = own[2]["tool_calls"][0]["function"]["arguments"] = wrong  # type: ignore[index]
-        assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(own, None)[1]
-    call["function"]["arguments"], own[2]["tool_calls"][0]["function"]["arguments"] = "", {}  # type: ignore[index]
-    assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(own, None)[1]
+        call["function"]["arguments"] = conversation[2]["tool_calls"][0]["function"]["arguments"] = wrong  # type: ignore[index]
+        assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(conversation, None)[1]
+    call["function"]["arguments"], conversation[2]["tool_calls"][0]["function"]["arguments"] = "", {}  # type: ignore[index]
+    assert chat.prompt(request(messages=messages)).token_ids == tokenizer.encode_messages(conversation, None)[1]
 
 
 @pytest.mark.parametrize("style", ["chatml", "mistral"])

@@ -47,7 +47,11 @@ class ChunksOf:
 def written(chunks: list[dict[str, Any]], **fields: Any) -> tuple[list[Any], Response]:
     """Return the events, validated strictly, and the response at the end."""
     writer = ResponseWriter(request(**fields), "1", ChunksOf())  # type: ignore[arg-type]
-    made = [*writer.begin(), *(event for each in chunks for event in writer.read(0, ChoiceText(), each)), *writer.end()]  # type: ignore[arg-type]
+    made = [
+        *writer.begin(),
+        *(event for chunk in chunks for event in writer.read(0, ChoiceText(), chunk)),  # type: ignore[arg-type]
+        *writer.end(),
+    ]  # type: ignore[arg-type]
     events = [event.data for event in made]
     assert [event.name for event in made] == [event["type"] for event in events]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -108,7 +108,9 @@ def test_n_is_the_number_of_texts_also_of_the_servers_search() -> None:
 
 def test_no_request_names_the_salt_of_another_key() -> None:
     keys = [("alice", None), ("bob", None), ("bob", "alice"), ("alice", "bob"), ("bob", '["alice", null]')]
-    assert len({decode_settings(completion(cache_salt=own), {}, key)["cache_salt"] for key, own in keys}) == len(keys)
+    assert len(
+        {decode_settings(completion(cache_salt=request_salt), {}, key)["cache_salt"] for key, request_salt in keys}
+    ) == len(keys)
     assert decode_settings(completion(cache_salt="own"), {})["cache_salt"] == "own"
     assert "cache_salt" not in decode_settings(completion(), {})
 
