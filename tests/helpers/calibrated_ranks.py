@@ -42,10 +42,10 @@ class Quantized:
         return self._bits() == other._bits() and sorted(map(str, self.reports)) == sorted(map(str, other.reports))
 
     def _bits(self) -> dict[str, tuple[object, ...]]:
-        found = self.tensors | self.folds
+        all_tensors = self.tensors | self.folds
         return {
             n: (t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            for n, t in found.items()
+            for n, t in all_tensors.items()
         }
 
 
@@ -60,18 +60,18 @@ def quantized_by(run: RunConfig, samples: list[list[int]], tp: int = 1, pp: int 
 
     def of_rank(context: ThreadRankContext) -> Quantized:
         source = resolve_model(run.model)
-        whole, plan = (plan_model(model, QuantConfig(), source, CPU, packed=False) for _ in range(2))
-        layout = file_layout(whole.model, run.quant, run.quantize.format)
+        whole_plan, plan = (plan_model(model, QuantConfig(), source, CPU, packed=False) for _ in range(2))
+        layout = file_layout(whole_plan.model, run.quant, run.quantize.format)
         plan = shard_plan(plan, context.parallel_layout, context.group, context.neighbours)
         load_planned(plan)
         cache = allocate_kv_cache(plan.model.attention_heads[:1], *sizes, None, plan.dtype, CPU)
-        parted = () if tp * pp == 1 else (whole.model, plan.shards, context.group)
+        parted = () if tp * pp == 1 else (whole_plan.model, plan.shards, context.group)
         share = Share(run.quant, layout, plan.model, batches, cache, *parted)
         made = Quantized(share.rest())
         for part in filter(share.has, share.parts):
-            own = share.choose(part)
-            if own is not None:
-                fields, payload = encode(own)
+            part_result = share.choose(part)
+            if part_result is not None:
+                fields, payload = encode(part_result)
                 chosen[part.index].set_result(decode(StoredPart, fields, bytearray(payload), CPU))
             kept = chosen[part.index].result(LIMIT_S)
             made.tensors |= kept.tensors | share.place(part, kept.tensors)

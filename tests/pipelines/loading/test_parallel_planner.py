@@ -1,5 +1,4 @@
-"""`parallel=auto`: estimated bytes and times of parallel layouts of large models, compared with counts and sums by
-hand, and golden choices."""
+"""`parallel=auto`: estimated bytes and times of large models compared with sums by hand, and golden choices."""
 
 import json
 from dataclasses import replace
@@ -87,8 +86,8 @@ def layouts_of(config: RunConfig) -> tuple[list[Candidate], Topology, Workload]:
 
 
 def candidates_of(config: RunConfig) -> dict[tuple[int, int, int], Candidate]:
-    found, _, _ = layouts_of(config)
-    return {(each.tp, each.pp, each.replicas): each for each in found}
+    layouts, _, _ = layouts_of(config)
+    return {(layout.tp, layout.pp, layout.replicas): layout for layout in layouts}
 
 
 @each(
@@ -130,8 +129,7 @@ def test_golden_plans(
 
 @each("name", CONFIGS)
 def test_a_plan_is_quick(tmp_path: Path, name: str) -> None:
-    """The command may take 3 s, half of which are imports; 0.2 s are typical. Processor time, so that other work does
-    not count."""
+    """The command may take 3 s of processor time, half of which are imports; 0.2 s are typical."""
     config = dry_run(write_config(tmp_path / name, CONFIGS[name]), "2x8_gpus", quant=INT8)
     begin = process_time()
     layouts_of(config)
@@ -144,13 +142,13 @@ def test_bytes_of_a_rank_of_llama_405b_by_hand(tmp_path: Path) -> None:
     attention = e * 16 * 128 + 2 * e * 128 + e * e // 8
     layer = attention + 3 * e * f // 8 + 2 * e
     ends = 2 * v // 8 * e + e
-    found = candidates_of(dry_run(write_config(tmp_path / "llama", LLAMA_405B), "2x8_gpus"))
-    assert found[8, 1, 2].weight_bytes == 2 * (126 * layer + ends)
-    assert found[8, 2, 1].weight_bytes == 2 * (63 * layer + v // 8 * e + e)  # the last stage also has the final norm
-    # half of the memory that a step's tensors leave is for the cache, whose blocks of 64 tokens have a key and a value
-    # for each layer
-    free = 0.9 * 80e9 - found[8, 2, 1].weight_bytes - (2048 * (e + f + f) * 2 + 16 * v * (2 + 4))
-    assert found[8, 2, 1].cache_tokens == 64 * int(free // 2 // (63 * 2 * 128 * 2 * 64))
+    candidates = candidates_of(dry_run(write_config(tmp_path / "llama", LLAMA_405B), "2x8_gpus"))
+    assert candidates[8, 1, 2].weight_bytes == 2 * (126 * layer + ends)
+    # the last stage also has the final norm
+    assert candidates[8, 2, 1].weight_bytes == 2 * (63 * layer + v // 8 * e + e)
+    # half of the free memory is for the cache: blocks of 64 tokens with a key and a value for each layer
+    free = 0.9 * 80e9 - candidates[8, 2, 1].weight_bytes - (2048 * (e + f + f) * 2 + 16 * v * (2 + 4))
+    assert candidates[8, 2, 1].cache_tokens == 64 * int(free // 2 // (63 * 2 * 128 * 2 * 64))
 
 
 def test_bytes_of_a_rank_of_deepseek_v3_by_hand(tmp_path: Path) -> None:
@@ -231,10 +229,10 @@ def test_whole_experts_have_the_bytes_that_are_reckoned(
 
 
 def check_ranks(
-    folder: Path, quant: QuantConfig, tp: int, pp: int, packed: bool = False, **given: Any
+    folder: Path, quant: QuantConfig, tp: int, pp: int, packed: bool = False, **parallel_options: Any
 ) -> list[CausalLM]:
     """Compare each rank's estimated bytes with the model that `shard_model` returns. Returns the ranks' models."""
-    parallel = ParallelConfig(ParallelMode.auto, **given)
+    parallel = ParallelConfig(ParallelMode.auto, **parallel_options)
     config = RunConfig(model=ModelConfig(path=str(folder), weights=Weights.random), quant=quant, parallel=parallel)
     source = resolve_model(config.model)
     plan, costs = model_costs(config.model, quant, parallel, source, 16, packed)
@@ -242,18 +240,18 @@ def check_ranks(
         with pytest.raises(UserError, match="query heads"):
             costs.rank(range(1), tp, 0)
         return []
-    whole = plan_model(config.model, config.quant, source, torch.device("cpu"), packed).model
-    assert costs.stages(pp) == stage_layers(whole, pp, plan.dtype)
+    model = plan_model(config.model, config.quant, source, torch.device("cpu"), packed).model
+    assert costs.stages(pp) == stage_layers(model, pp, plan.dtype)
     models = []
     for stage, rank in product(range(pp), range(tp)):
-        own = plan_model(config.model, config.quant, source, torch.device("cpu"), packed).model
-        shard_model(own, layout_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
+        rank_model = plan_model(config.model, config.quant, source, torch.device("cpu"), packed).model
+        shard_model(rank_model, layout_of(tp * stage + rank, tp, pp, parallel), Threads.of(tp)[rank], plan.dtype)
         cost = costs.rank(costs.stages(pp)[stage], tp, rank)
-        assert cost.weight_bytes == weight_bytes(own, plan.dtype)
-        heads = own.attention_heads
+        assert cost.weight_bytes == weight_bytes(rank_model, plan.dtype)
+        heads = rank_model.attention_heads
         cache = allocate_kv_cache(heads, 1, 16, [FORMATS["none"]] * len(heads), plan.dtype, torch.device("meta"))
         assert cost.cache_bytes == sum(tensor.nbytes for tensor in cache.tensors)
-        models.append(own)
+        models.append(rank_model)
     return models
 
 
@@ -267,9 +265,9 @@ def test_what_is_reckoned_is_what_a_loaded_model_has(tied: bool, tmp_path: Path)
     config = replace(config, device=replace(config.device, kv_cache_memory="300000"))
     engine = load_engine(config, 3)
     auto = replace(config, parallel=ParallelConfig(ParallelMode.auto))
-    found = candidates_of(auto)[1, 1, 1]
-    assert found.weight_bytes == engine.executor.weight_bytes
-    assert found.cache_tokens == engine.scheduler.block_manager.num_blocks * engine.block_size
+    candidate = candidates_of(auto)[1, 1, 1]
+    assert candidate.weight_bytes == engine.executor.weight_bytes
+    assert candidate.cache_tokens == engine.scheduler.block_manager.num_blocks * engine.block_size
 
 
 @pytest.mark.skipif(not is_gain(2**20), reason="weights are compressed for AVX-512 and AMX")
@@ -280,12 +278,12 @@ def test_bfloat16_is_held_in_12_bits_from_1_mib_on(tmp_path: Path) -> None:
     config = replace(config, model=replace(config.model, dtype=DType.bfloat16))
     engine = load_engine(config, 3)
     auto = replace(config, parallel=ParallelConfig(ParallelMode.auto))
-    found, large = candidates_of(auto), 2 * 2 * 3 * 512 * 1536
+    candidates, large = candidates_of(auto), 2 * 2 * 3 * 512 * 1536
     stored = candidates_of(dry_run(tmp_path, "one_socket"))[1, 1, 1].weight_bytes // 2  # of float32
-    assert found[1, 1, 1].weight_bytes == stored - large // 4
-    assert found[1, 1, 1].weight_bytes == pytest.approx(engine.executor.weight_bytes, rel=2e-3)  # exceptions
+    assert candidates[1, 1, 1].weight_bytes == stored - large // 4
+    assert candidates[1, 1, 1].weight_bytes == pytest.approx(engine.executor.weight_bytes, rel=2e-3)  # exceptions
     norms = 5 * 512 * 2
-    assert found[2, 1, 1].weight_bytes == (stored - norms) // 2 + norms
+    assert candidates[2, 1, 1].weight_bytes == (stored - norms) // 2 + norms
 
 
 def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
@@ -307,34 +305,30 @@ def test_half_of_the_cores_have_more_than_half_of_the_bandwidth(
 
 @each("num_rows", [1, 16])
 def test_measured_speeds_are_planned(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a quarter, and in the same order as in all rounds: bfloat16 of 1.1 B on two cores of a Zen 4, measured
-    just before.
-
-    Two layouts, each of which was faster in some round, such as one process and tp=2, are not ordered.
-    """
+    """bfloat16 of 1.1 B on two cores of a Zen 4: within a quarter, and in the order that all rounds agree on."""
     rows = json.loads((REPOSITORY / "tests/bench/results/ranks.json").read_text())
     rounds = rows["divisions"][str(num_rows)]["rounds"]
     assert len(rounds) >= 4  # two equal speeds are in one order in all of four rounds once in eight times
     monkeypatch.setattr(parallel_costs, "is_gain", lambda num_bytes: num_bytes >= 2**20)
     run = dry_run(write_config(tmp_path / "llama", LLAMA_1B), None, num_rows)
     run = replace(run, model=replace(run.model, max_length=160))
-    measured = [{name: each[name]["decode_tokens_per_s"] for name in RANKS_ROWS} for each in rounds]
-    plans = [plan_on(each["machine"], run, monkeypatch) for each in rounds]
+    measured = [{name: row[name]["decode_tokens_per_s"] for name in RANKS_ROWS} for row in rounds]
+    plans = [plan_on(row["machine"], run, monkeypatch) for row in rounds]
     for name in RANKS_ROWS:
-        ratio = median(plan[name] / found[name] for plan, found in zip(plans, measured, strict=True))
+        ratio = median(plan[name] / speeds[name] for plan, speeds in zip(plans, measured, strict=True))
         assert 0.75 < ratio < 1.25, name
     for faster, slower in permutations(RANKS_ROWS, 2):
-        if all(found[faster] > found[slower] for found in measured):
+        if all(speeds[faster] > speeds[slower] for speeds in measured):
             assert all(plan[faster] > plan[slower] for plan in plans)
 
 
 def plan_on(machine: dict[str, Any], run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Return the planned tokens/s of each layout of a machine of ranks.json."""
-    flops = {int(rows): each for rows, each in machine["flops"].items()}
+    flops = {int(rows): speed for rows, speed in machine["flops"].items()}
     found_then = Topology(**machine | {"link": Link(**machine["link"]), "flops": flops.__getitem__})
     monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: found_then)
-    found = candidates_of(run)
-    return {name: found[parallel_layout].tokens_per_s for name, parallel_layout in RANKS_ROWS.items()}
+    candidates = candidates_of(run)
+    return {name: candidates[parallel_layout].tokens_per_s for name, parallel_layout in RANKS_ROWS.items()}
 
 
 def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -345,20 +339,20 @@ def test_seconds_of_a_step_by_hand(tmp_path: Path) -> None:
         "{kind: cpu, machines: 1, devices: 2, memory: 1GB, bandwidth: 1MB, tflops: 1, link: {latency_us: 50000, bandwidth: 2MB}}"
     )
     config = dry_run(tmp_path, None, 3)
-    found = candidates_of(replace(config, parallel=replace(config.parallel, topology=str(file))))
+    candidates = candidates_of(replace(config, parallel=replace(config.parallel, topology=str(file))))
     e, f, v, heads, keys, d = 64, 88, 96, 4, 2, 16
     layer = e * heads * d + 2 * e * keys * d + heads * d * e + 3 * e * f + 2 * e
     tokens = 3 * 128  # three rows that fill their context
     single = 4 * (2 * layer + v * e + e) / 1e6 + tokens * 2 * 2 * keys * d * 4 / 1e6
-    assert found[1, 1, 2].tokens_per_s == pytest.approx(3 / _of_rows(single, tokens, 2, 3))
+    assert candidates[1, 1, 2].tokens_per_s == pytest.approx(3 / _of_rows(single, tokens, 2, 3))
     cut = 4 * (2 * (layer - 2 * e) / 2 + 2 * 2 * e + v // 2 * e + e) / 1e6 + tokens * 2 * 2 * keys // 2 * d * 4 / 1e6
     # a layer's o_proj and down_proj gather their inputs and their outputs; the embedding's rows; the logits
     gathered = 2 * (heads * d + e + f + e) + e + v
     link = (2 * 4 + 2) * 50e-3 + 3 * gathered * 4 / 2 / 2e6
-    assert found[2, 1, 1].tokens_per_s == pytest.approx(
+    assert candidates[2, 1, 1].tokens_per_s == pytest.approx(
         3 / (cut + link), rel=0.02
     )  # 88 channels are 48 and 40; the larger counts
-    assert (found[1, 1, 2].limit, found[2, 1, 1].limit) == ("weights", "link")
+    assert (candidates[1, 1, 2].limit, candidates[2, 1, 1].limit) == ("weights", "link")
     # every rank gets both ranks' outputs of each of the two layers that add
     adding = replace(config.parallel, topology=str(file), sum=Sum.reduce)
     added = candidates_of(replace(config, parallel=adding))[2, 1, 1]
@@ -381,8 +375,7 @@ def test_stages_are_busy_at_once_where_there_are_as_many_rows(tmp_path: Path) ->
 
 
 def test_the_slower_stage_sets_the_pace(tmp_path: Path) -> None:
-    """One stage has two of three layers. With two microbatches a token of both rows takes twice its time; with one,
-    both stages' times."""
+    """One stage has two of three layers. Two microbatches take twice its time, one takes both stages' times."""
     write_llama(tmp_path, num_hidden_layers=3, intermediate_size=960)  # layers that outweigh the vocabulary
     one, two = (candidates_of(dry_run(tmp_path, "two_numa_nodes", rows))[1, 2, 1] for rows in (1, 2))
     assert sorted(map(len, two.stages)) == [1, 2]
@@ -404,12 +397,12 @@ def test_stages_of_a_tied_embedding_are_those_of_the_divided_model() -> None:
 
 def test_a_row_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
     """One row of Mixtral: two experts of eight in each layer, without the embedding."""
-    found = candidates_of(dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "one_socket", 1))[1, 1, 1]
+    candidate = candidates_of(dry_run(write_config(tmp_path / "mixtral", MIXTRAL_8X22B), "one_socket", 1))[1, 1, 1]
     e, f, v = 6144, 16384, 32768
     layer = 2 * e * e + 2 * e * 8 * 128 + 8 * e + 2 * e + 2 * 3 * e * f
     cache = 2048 * 56 * 2 * 8 * 128 * 2
     # Arithmetic takes 0.006 of the memory's time, and adds a third of its third power.
-    assert found.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-6)
+    assert candidate.tokens_per_s == pytest.approx(300e9 / (2 * (56 * layer + v * e + e) + cache), rel=1e-6)
 
 
 @each(
@@ -436,18 +429,18 @@ def test_what_four_ranks_exchange_of_mixtral(
 def test_whole_experts_that_are_too_few_forbid_a_division(tmp_path: Path) -> None:
     """A model without experts is refused."""
 
-    def whole(folder: Path) -> RunConfig:
+    def whole_experts(folder: Path) -> RunConfig:
         run = dry_run(folder, "8_gpus", quant=INT8)
         return replace(run, parallel=replace(run.parallel, experts=ExpertPlacement.whole))
 
     few = {**MIXTRAL_8X22B, "num_local_experts": 4}
-    found = candidates_of(whole(write_config(tmp_path / "few", few)))
-    assert found[8, 1, 1].limit == "tp=8 is more than the 4 experts of a layer of this model"
-    assert found[4, 1, 2].is_possible
+    candidates = candidates_of(whole_experts(write_config(tmp_path / "few", few)))
+    assert candidates[8, 1, 1].limit == "tp=8 is more than the 4 experts of a layer of this model"
+    assert candidates[4, 1, 2].is_possible
     with pytest.raises(
         UserError, match=r"^parallel.experts=whole needs a mixture of experts, which this model does not have"
     ):
-        candidates_of(whole(write_config(tmp_path / "dense", LLAMA_405B)))
+        candidates_of(whole_experts(write_config(tmp_path / "dense", LLAMA_405B)))
 
 
 def test_divisions_leave_nothing_idle(tmp_path: Path) -> None:
@@ -469,9 +462,9 @@ def test_ranks_of_gpus_that_are_here_are_not_chosen(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(parallel_planner, "find_topology", lambda *_: gpus)
     monkeypatch.setattr(parallel_planner, "prepare_device", lambda _: torch.device("cuda"))
     write_llama(tmp_path)
-    found = candidates_of(dry_run(tmp_path, None, 16))
-    assert str(choose([*found.values()])) == "replicas=2"
-    assert [found[parallel_layout].limit for parallel_layout in [(2, 1, 1), (1, 2, 1)]] == [
+    candidates = candidates_of(dry_run(tmp_path, None, 16))
+    assert str(choose([*candidates.values()])) == "replicas=2"
+    assert [candidates[parallel_layout].limit for parallel_layout in [(2, 1, 1), (1, 2, 1)]] == [
         "ranks need a CPU and the C++ kernels"
     ] * 2
 
@@ -488,10 +481,10 @@ def test_what_is_hardly_faster_is_not_chosen() -> None:
 
 def test_more_ranks_than_heads_are_said_to_be_impossible(tmp_path: Path) -> None:
     write_llama(tmp_path)
-    found = candidates_of(dry_run(tmp_path, "8_gpus"))
-    assert found[8, 1, 1].limit == "tp=8 is more than the 4 query heads of this model"
-    assert found[1, 4, 2].limit == "pp=4 is more than the model's 2 layers"
-    assert not found[8, 1, 1].is_possible
+    candidates = candidates_of(dry_run(tmp_path, "8_gpus"))
+    assert candidates[8, 1, 1].limit == "tp=8 is more than the 4 query heads of this model"
+    assert candidates[1, 4, 2].limit == "pp=4 is more than the model's 2 layers"
+    assert not candidates[8, 1, 1].is_possible
 
 
 @each(
@@ -522,11 +515,11 @@ def test_a_topology_that_says_something_else_is_refused(tmp_path: Path, text: st
 
 
 def test_this_machine_is_found() -> None:
-    found = find_topology(torch.device("cpu"), torch.float32)
-    assert (found.kind, found.num_machines, found.network) == ("cpu", 1, None)
-    assert found.memory > 10**8
-    assert 10**8 < found.half_bandwidth <= found.bandwidth < 10**13
-    assert all(10**8 < found.flops(num_rows) < 10**16 for num_rows in (1, 16))
+    topology = find_topology(torch.device("cpu"), torch.float32)
+    assert (topology.kind, topology.num_machines, topology.network) == ("cpu", 1, None)
+    assert topology.memory > 10**8
+    assert 10**8 < topology.half_bandwidth <= topology.bandwidth < 10**13
+    assert all(10**8 < topology.flops(num_rows) < 10**16 for num_rows in (1, 16))
 
 
 def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
@@ -547,21 +540,23 @@ def test_options_that_nobody_would_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_is_what_runs() -> None:
-    given = {"sum": Sum.reduce, "experts": ExpertPlacement.whole}
+    parallel_options = {"sum": Sum.reduce, "experts": ExpertPlacement.whole}
 
     def chosen(task: Task, **parallel_layout: int) -> ParallelConfig:
         best = Candidate(**{"tp": 1, "pp": 1, "replicas": 1} | parallel_layout)
-        return parallel_planner._parallel(task, ParallelConfig(ParallelMode.auto, **given), best)  # noqa: SLF001
+        return parallel_planner._parallel(task, ParallelConfig(ParallelMode.auto, **parallel_options), best)  # noqa: SLF001
 
     assert chosen(Task.bench) == ParallelConfig(ParallelMode.single)
-    assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2, **given)
+    assert chosen(Task.bench, tp=2) == ParallelConfig(ParallelMode.tp, tp=2, **parallel_options)
     assert chosen(Task.bench, pp=3) == ParallelConfig(ParallelMode.pp, pp=3)
-    assert chosen(Task.predict, tp=4, pp=2) == ParallelConfig(ParallelMode.tp_pp, tp=4, pp=2, **given)
+    assert chosen(Task.predict, tp=4, pp=2) == ParallelConfig(ParallelMode.tp_pp, tp=4, pp=2, **parallel_options)
     assert chosen(Task.predict, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3)
     with pytest.raises(UserError, match=r"chose replicas=3, which task=bench cannot run: give parallel=single"):
         chosen(Task.bench, replicas=3)
     assert chosen(Task.predict, pp=2, replicas=3) == ParallelConfig(ParallelMode.ray, replicas=3, pp=2)
-    assert chosen(Task.predict, tp=8, replicas=2) == ParallelConfig(ParallelMode.ray, replicas=2, tp=8, **given)
+    assert chosen(Task.predict, tp=8, replicas=2) == ParallelConfig(
+        ParallelMode.ray, replicas=2, tp=8, **parallel_options
+    )
 
 
 def test_a_pipeline_in_python_does_not_choose(chatty: Path) -> None:

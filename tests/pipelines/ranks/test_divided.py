@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 @pytest.fixture(
-    scope="module", params=[(2, 1), (3, 1), (1, 2), (2, 2), (1, 3)], ids=lambda each: "tp{} pp{}".format(*each)
+    scope="module", params=[(2, 1), (3, 1), (1, 2), (2, 2), (1, 3)], ids=lambda layout: "tp{} pp{}".format(*layout)
 )
 def engines(request: pytest.FixtureRequest, model: RunConfig) -> Iterator[tuple[Engine, Engine]]:
     """Return the engines of one process and of several; the model has two key heads."""
@@ -79,12 +79,12 @@ def test_ranks_answer_as_one_process_does(engines: tuple[Engine, Engine], case: 
 
 def test_a_prefix_from_the_cache_gives_the_same(engines: tuple[Engine, Engine]) -> None:
     prompt, decode = list(range(20, 90)), DecodeConfig(max_new_tokens=8, logprobs=2)
-    found = []
+    names = []
     for engine in engines:
         outputs = [next(engine.generate([engine.request(0, [*prompt, last], decode)])) for last in (3, 4)]
         assert outputs[1].num_cached_tokens > 0
-        found.append([output.completions for output in outputs])
-    assert found[0] == found[1]
+        names.append([output.completions for output in outputs])
+    assert names[0] == names[1]
 
 
 def test_captured_steps_are_replayed(engines: tuple[Engine, Engine]) -> None:
@@ -148,12 +148,12 @@ def test_what_is_counted_is_of_all_ranks(engines: tuple[Engine, Engine]) -> None
     context = divided.driver.context.parallel_layout  # type: ignore[attr-defined]
     keys = max(context.tp, 2) / 2  # if three ranks share them, two have copies
     assert divided.kv_bytes_per_token == keys * alone.kv_bytes_per_token
-    for own, whole in (
+    for rank_bytes, whole_bytes in (
         (divided.weight_bytes, alone.weight_bytes),
         (divided.step_weight_bytes(2), alone.step_weight_bytes(2)),
     ):
-        assert whole <= own < 1.3 * whole  # norms, and keys that two ranks have
-        assert own == whole or context.tp > 1
+        assert whole_bytes <= rank_bytes < 1.3 * whole_bytes  # norms, and keys that two ranks have
+        assert rank_bytes == whole_bytes or context.tp > 1
 
 
 @pytest.mark.long
@@ -238,6 +238,6 @@ def test_ranks_that_are_bound_keep_their_processors() -> None:
     """Slurm binds tasks like this. Otherwise ranks with the same processors would each get half of them."""
     context = joined(SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     with socket.socket() as stream:
-        for cpus, found in (({2, 3}, [[0, 1], [2, 3]]), ({1, 2}, [None, None])):
+        for cpus, expected in (({2, 3}, [[0, 1], [2, 3]]), ({1, 2}, [None, None])):
             rank = Rank(1, 1, Channel(stream), cpus=frozenset(cpus))
-            assert start_driver._cores(context, [rank], {0, 1}) == found
+            assert start_driver._cores(context, [rank], {0, 1}) == expected
