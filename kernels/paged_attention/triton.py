@@ -300,20 +300,18 @@ def _attend(
 
     row = tl.arange(0, ROWS)
     token, head = first + row // HEADS, group * heads + first_head + row % HEADS
-    is_valid = (row < TOKENS * HEADS) & (token < end - start) & (first_head + row % HEADS < heads)
+    mask = (row < TOKENS * HEADS) & (token < end - start) & (first_head + row % HEADS < heads)
     position = length - (end - start) + token  # [R]
     query_row = (start + token).to(tl.int64)
     queries = query + query_row[:, None] * token_stride + head[:, None] * head_stride
     channel = tl.arange(0, MAIN)
-    q_main = tl.load(queries + channel[None, :], mask=is_valid[:, None] & (channel < key_channels)[None, :], other=0.0)
+    q_main = tl.load(queries + channel[None, :], mask=mask[:, None] & (channel < key_channels)[None, :], other=0.0)
     if REST > 0:
         channel = MAIN + tl.arange(0, REST)
-        q_rest = tl.load(
-            queries + channel[None, :], mask=is_valid[:, None] & (channel < key_channels)[None, :], other=0.0
-        )
+        q_rest = tl.load(queries + channel[None, :], mask=mask[:, None] & (channel < key_channels)[None, :], other=0.0)
     slope = None
     if alibi_slopes is not None:
-        slope = tl.load(alibi_slopes + head, mask=is_valid, other=0.0)
+        slope = tl.load(alibi_slopes + head, mask=mask, other=0.0)
 
     prefix = 0
     if prefix_lengths is not None:
@@ -361,10 +359,10 @@ def _attend(
     tl.store(
         output + place[:, None] * value_channels + channel[None, :],
         attended.to(output.dtype.element_ty),
-        mask=is_valid[:, None] & (channel < value_channels)[None, :],
+        mask=mask[:, None] & (channel < value_channels)[None, :],
     )
     if SPLITS > 1:
-        tl.store(sums + place, highest + tl.log2(total), mask=is_valid)
+        tl.store(sums + place, highest + tl.log2(total), mask=mask)
 
 
 @triton.jit(do_not_specialize=COUNTS)
